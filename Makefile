@@ -1,0 +1,46 @@
+# `make` prints what there is. Linux and macOS; everything goes into .venv, made anew when what it is made of changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# Idle OpenMP threads that spin slow other processes on the same cores down many times over.
+QUIET := OMP_WAIT_POLICY=PASSIVE
+
+.PHONY: help demo test test-long lint clean
+
+help:
+	@echo "make demo       answer examples/questions.jsonl with the built-in model"
+	@echo "make test       the tests, the demo among them (minutes)"
+	@echo "make test-long  the tests marked long (many minutes)"
+	@echo "make lint       ruff and mypy"
+	@echo "make clean      remove $(VENV) and everything else that was made here"
+	@echo
+	@echo "PYTHON=python3.12 make ...  makes $(VENV) with another Python (now: $(PYTHON))"
+
+demo: $(VENV)/.installed
+	$(QUIET) $(BIN)/python scripts/demo.py
+
+test: $(VENV)/.installed
+	$(QUIET) $(BIN)/python -m pytest
+
+test-long: $(VENV)/.installed
+	$(QUIET) $(BIN)/python -m pytest -m long
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "making $(VENV) (once; a minute or more)"
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) -e '.[test]'
+	@touch $@
+
+$(VENV)/.installed-lint: $(VENV)/.installed
+	$(PIP) -e '.[test,lint]'
+	@touch $@

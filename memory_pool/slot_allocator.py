@@ -1,0 +1,73 @@
+"""The free list of KV slots. Numpy only: the scheduler and its simulation run on it without torch."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Slots = NDArray[np.int32]
+
+
+class SlotAllocator:
+    """Hands out slot numbers 1 .. num_slots - 1. Slot 0 is reserved: padding is written there, nothing reads it.
+
+    A fresh allocator gives ascending runs of slots, which lie side by side in the pool.
+
+    Raises:
+        ValueError: fewer than two slots.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 2:
+            raise ValueError(f"num_slots is {num_slots}; slot 0 is reserved, so at least 2 are needed")
+        self.num_slots = num_slots
+        # A stack: its top is the end of the live part, [0, _num_free).
+        self._stack = np.arange(num_slots - 1, 0, -1, dtype=np.int32)
+        self._num_free = num_slots - 1
+        self._in_use = np.zeros(num_slots, dtype=bool)
+        self._mark = np.zeros(num_slots, dtype=np.int32)
+
+    @property
+    def capacity(self) -> int:
+        """Slots that can be in use at once."""
+        return self.num_slots - 1
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def alloc(self, count: int) -> Slots | None:
+        """Return `count` slots `[count]` int32, or None, changing nothing, if fewer are free."""
+        if count < 0:
+            raise ValueError(f"cannot allocate {count} slots")
+        if count > self._num_free:
+            return None
+        self._num_free -= count
+        slots = self._stack[self._num_free : self._num_free + count][::-1].copy()
+        self._in_use[slots] = True
+        return slots
+
+    def free(self, slots: Slots) -> None:
+        """Take `slots` `[n]` int32 back.
+
+        Raises:
+            ValueError: a slot is out of range, reserved, free already, or named twice. Nothing is changed then.
+        """
+        n = len(slots)
+        if n == 0:
+            return
+        if slots.min() < 1 or slots.max() >= self.num_slots:
+            raise ValueError(f"slots from {slots.min()} to {slots.max()} are not all in 1..{self.num_slots - 1}")
+        if not self._in_use[slots].all():
+            raise ValueError(f"freeing slots that are free already: {slots[~self._in_use[slots]][:8].tolist()}")
+        order = np.arange(n, dtype=np.int32)
+        self._mark[slots] = order
+        if (self._mark[slots] != order).any():
+            raise ValueError(f"freeing slots twice in one call: {slots[self._mark[slots] != order][:8].tolist()}")
+        self._in_use[slots] = False
+        self._stack[self._num_free : self._num_free + n] = slots[::-1]
+        self._num_free += n
+
+    def free_slots(self) -> Slots:
+        """A copy of the free list `[num_free]` int32, in no particular order (for checks)."""
+        return self._stack[: self._num_free].copy()

@@ -1,0 +1,1 @@
+"""Which prefixes are in the pool, and who owns every slot."""

@@ -1,0 +1,332 @@
+"""The one place where a KV slot changes owner.
+
+Every slot is in exactly one of these states:
+
+    reserved   slot 0
+    free       in the allocator's free list
+    private    in a live lease's row, at a position in [committed, allocated)
+    evictable  in a tree node that no lease locks
+    locked     in a tree node that a lease locks; rows at positions in [0, committed) point at these
+    pending    let go, but a pass in flight may still read or write it
+
+    free --extend--> private --commit--> locked <--unlock/lock--> evictable --evict--> free
+                        |  \\--duplicate of a token the tree has--> pending
+                        \\--release--> pending --(passes in flight have ended)--> free
+
+A lease that is released while passes are in flight keeps its row, its lock and its private slots until the last
+of these passes has ended; then all of it is let go at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from memory_pool.req_to_token_pool import ReqToTokenPool
+from memory_pool.slot_allocator import SlotAllocator
+from radixrt.cache.radix_tree import Match, Namespace, Node, RadixTree, Slots, Tokens
+
+Frontier = tuple[Node, int]  # a node, and the token after it that somebody is computing
+
+
+@dataclass(eq=False)
+class Lease:
+    """What one live request holds: a row, a locked path, private slots. 0 <= committed <= allocated.
+
+    Attributes:
+        row: the request's row in `req_to_token`.
+        node: stands for the committed part of its tokens; locked.
+        committed: positions whose slots belong to the tree.
+        allocated: positions that have a slot; those from `committed` on are private.
+        matched: positions that were found in the tree when the lease was made.
+    """
+
+    row: int
+    node: Node
+    committed: int
+    allocated: int
+    matched: int
+    released: bool = False
+    frontier: Frontier | None = None
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Counters of a cache since it was made, and its sizes now. All are in tokens, a slot a token.
+
+    Attributes:
+        prompt_tokens: tokens of all prompts that were admitted, each request once.
+        cached_tokens: those of them that were found in the tree.
+        recomputed_tokens: tokens computed again after a retraction.
+        evicted_tokens: tokens removed from the tree.
+        capacity: slots of the pool, without the reserved one.
+        free, evictable, locked, private, pending: slots by state; they add up to the capacity.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    recomputed_tokens: int
+    evicted_tokens: int
+    capacity: int
+    free: int
+    evictable: int
+    locked: int
+    private: int
+    pending: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that were found in the tree; 0 before the first request."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass
+class _Pending:
+    """What becomes free once pass number `after` has ended."""
+
+    after: int
+    slots: Slots | None = None
+    lease: Lease | None = None
+    tokens: int = field(default=0)  # an estimate of the tokens that this will make available
+
+
+class PrefixCache:
+    """Matches prompts, lends slots and rows, publishes what was computed.
+
+    Args:
+        rows: the table of positions to slots.
+        slots: the free list of the KV pool.
+        enabled: False: nothing is matched and nothing is published.
+        force_miss: nothing is matched, but everything is published and remapped as usual.
+    """
+
+    def __init__(
+        self, rows: ReqToTokenPool, slots: SlotAllocator, *, enabled: bool = True, force_miss: bool = False
+    ) -> None:
+        self.rows = rows
+        self.slots = slots
+        self.tree = RadixTree()
+        self.enabled = enabled
+        self.force_miss = force_miss
+        self.passes_launched = 0
+        self.passes_ended = 0
+        self.leases: set[Lease] = set()  # live ones, and released ones that are pending
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.recomputed_tokens = 0
+        self.evicted_tokens = 0
+        self._pending: deque[_Pending] = deque()
+        self._frontiers: Counter[Frontier] = Counter()
+
+    # -- what there is -------------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        """Slots that can be had at once: free ones, and evictable tokens."""
+        return self.slots.num_free + self.tree.evictable_tokens
+
+    @property
+    def incoming(self) -> int:
+        """About how many more slots will be available once the passes in flight have ended."""
+        return sum(p.tokens for p in self._pending)
+
+    @property
+    def in_flight(self) -> int:
+        """Passes launched and not yet ended."""
+        return self.passes_launched - self.passes_ended
+
+    def pending_slots(self) -> list[Slots]:
+        """Slots that wait for passes to end: duplicates, and the private slots of released leases."""
+        return [p.slots for p in self._pending if p.slots is not None] + [
+            self._private(p.lease) for p in self._pending if p.lease is not None
+        ]
+
+    def match(self, namespace: Namespace, tokens: Tokens) -> Match:
+        """The part of `tokens` `[n]` that need not be computed: at most n - 1, the last one gives the logits."""
+        if self.force_miss or not self.enabled:
+            return Match(None, 0, 0)
+        return self.tree.match(namespace, tokens, limit=len(tokens) - 1)
+
+    def is_awaited(self, match: Match, tokens: Tokens) -> bool:
+        """Whether a live request is computing the token that follows `match`, which was just made with `tokens`.
+
+        The last token is always computed by its own request: nobody waits for that one alone.
+        """
+        if self.force_miss or not self.enabled or match.length >= len(tokens) - 1:
+            return False
+        if not match.at_boundary:
+            return False  # whoever computes below a node has its end as a boundary
+        return match.node is not None and (match.node, int(tokens[match.length])) in self._frontiers
+
+    # -- a lease, from acquire to release ------------------------------------------------------------------
+
+    def acquire(self, namespace: Namespace, tokens: Tokens, reserve: int) -> Lease | None:
+        """Match, lock and take a row for a request that will compute the rest of `tokens` `[n]`.
+
+        Returns None, changing nothing, if there is no row, or if after locking the match fewer slots are
+        available than the rest of `tokens` plus `reserve`.
+        """
+        match = self.match(namespace, tokens)
+        node = self.tree.node_at(namespace, match)
+        self.tree.lock(node)  # shrinks what is available, so the budget is checked after it
+        needed = len(tokens) - match.length + reserve
+        row = self.rows.alloc() if needed <= self.available else None
+        if row is None:
+            self.tree.unlock(node)
+            return None
+        self.tree.touch(node)
+        if match.length:
+            self.rows.write(row, 0, self.tree.slots_of(node))
+        lease = Lease(row, node, match.length, match.length, match.length)
+        self.leases.add(lease)
+        self._announce(lease, tokens)
+        return lease
+
+    def extend(self, lease: Lease, count: int) -> Slots | None:
+        """Give a lease slots for `count` more positions: `[count]` int32, or None, changing nothing."""
+        slots = self._alloc(count)
+        if slots is not None:
+            self.rows.write(lease.row, lease.allocated, slots)
+            lease.allocated += count
+        return slots
+
+    def extend_each(self, leases: Sequence[Lease]) -> Slots | None:
+        """Give each lease a slot for one more position: `[len(leases)]` int32, or None, changing nothing."""
+        slots = self._alloc(len(leases))
+        if slots is not None and leases:
+            rows = np.fromiter((lease.row for lease in leases), np.int32, len(leases))
+            positions = np.fromiter((lease.allocated for lease in leases), np.int32, len(leases))
+            self.rows.write_each(rows, positions, slots)
+            for lease in leases:
+                lease.allocated += 1
+        return slots
+
+    def commit(self, lease: Lease, tokens: Tokens, computed: int) -> None:
+        """Publish positions [committed, computed) of a live lease: their KV is computed, finite, and of `tokens`.
+
+        `tokens` `[n >= computed]` ends where the request's extend ends: others may wait for its uncomputed part.
+        Where the tree has a token already, the row is turned to the tree's slot first, and the duplicate then
+        becomes pending.
+        """
+        start = lease.committed
+        if not self.enabled or computed <= start:
+            return
+        own = self.rows.req_to_token[lease.row, start:computed].copy()
+        insertion = self.tree.insert(lease.node, tokens[start:computed], own)
+        duplicates = len(insertion.canonical)
+        if duplicates:
+            self.rows.write(lease.row, start, insertion.canonical)
+            self._retire(_Pending(self.passes_launched, slots=own[:duplicates], tokens=duplicates))
+        self.tree.lock(insertion.node, until=lease.node)
+        lease.node = insertion.node
+        lease.committed = computed
+        self._announce(lease, tokens)
+
+    def release(self, lease: Lease) -> None:
+        """Let go of all that a lease holds, once the passes in flight have ended. A second call does nothing."""
+        if lease.released:
+            return
+        lease.released = True
+        self._withdraw(lease)
+        self._retire(_Pending(self.passes_launched, lease=lease, tokens=self.reclaimable(lease)))
+
+    def reclaimable(self, lease: Lease) -> int:
+        """Slots that releasing this lease alone would make available."""
+        count = lease.allocated - lease.committed
+        for node in self.tree.path(lease.node):
+            if node.lock != 1:
+                break
+            count += len(node.tokens)
+        return count
+
+    # -- passes --------------------------------------------------------------------------------------------
+
+    def pass_launched(self) -> None:
+        """A pass that reads rows and slots as they are now has been launched."""
+        self.passes_launched += 1
+
+    def pass_ended(self) -> None:
+        """The oldest pass in flight has ended: what waited for it alone is let go."""
+        self.passes_ended += 1
+        while self._pending and self._pending[0].after <= self.passes_ended:
+            self._settle(self._pending.popleft())
+
+    # -- the whole -----------------------------------------------------------------------------------------
+
+    def flush(self) -> int:
+        """Forget every prefix that no live request uses. Returns how many tokens were forgotten."""
+        return self._evict(self.tree.evictable_tokens)
+
+    def count(self, *, prompt: int = 0, cached: int = 0, recomputed: int = 0) -> None:
+        """Add to the token counters: a request's prompt when it is first admitted, recomputation whenever."""
+        self.prompt_tokens += prompt
+        self.cached_tokens += cached
+        self.recomputed_tokens += recomputed
+
+    def stats(self) -> CacheStats:
+        private = sum(lease.allocated - lease.committed for lease in self.leases if not lease.released)
+        return CacheStats(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            recomputed_tokens=self.recomputed_tokens,
+            evicted_tokens=self.evicted_tokens,
+            capacity=self.slots.capacity,
+            free=self.slots.num_free,
+            evictable=self.tree.evictable_tokens,
+            locked=self.tree.locked_tokens,
+            private=private,
+            pending=sum(len(slots) for slots in self.pending_slots()),
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------
+
+    def _alloc(self, count: int) -> Slots | None:
+        missing = count - self.slots.num_free
+        if missing > self.tree.evictable_tokens:
+            return None  # nothing is evicted in vain
+        if missing > 0:
+            self._evict(missing)
+        return self.slots.alloc(count)
+
+    def _evict(self, count: int) -> int:
+        # Whoever reads a slot has locked its node until its last pass has ended: evicted slots are free at once.
+        slots = self.tree.evict(count)
+        self.slots.free(slots)
+        self.evicted_tokens += len(slots)
+        return len(slots)
+
+    def _private(self, lease: Lease) -> Slots:
+        return self.rows.req_to_token[lease.row, lease.committed : lease.allocated].copy()
+
+    def _retire(self, pending: _Pending) -> None:
+        if self.in_flight:
+            self._pending.append(pending)
+        else:
+            self._settle(pending)
+
+    def _settle(self, pending: _Pending) -> None:
+        if pending.slots is not None:
+            self.slots.free(pending.slots)
+        lease = pending.lease
+        if lease is not None:
+            self.slots.free(self._private(lease))
+            self.tree.unlock(lease.node)
+            self.rows.free(lease.row)
+            self.leases.remove(lease)
+
+    def _announce(self, lease: Lease, tokens: Tokens) -> None:
+        """Let others wait for the token that this lease computes next."""
+        self._withdraw(lease)
+        if self.enabled and lease.committed < len(tokens):
+            lease.frontier = (lease.node, int(tokens[lease.committed]))
+            self._frontiers[lease.frontier] += 1
+
+    def _withdraw(self, lease: Lease) -> None:
+        if lease.frontier is not None:
+            self._frontiers[lease.frontier] -= 1
+            if not self._frontiers[lease.frontier]:
+                del self._frontiers[lease.frontier]
+            lease.frontier = None

@@ -1,0 +1,93 @@
+"""Schedule, launch, collect: the one loop. The only room that knows both scheduler and runner."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+from radixrt.schedule.batch import Runner, ScheduleBatch
+from radixrt.schedule.request import Request
+from radixrt.schedule.scheduler import Scheduler
+
+LAG = 1  # passes that may be in flight while the next one is planned
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    batch: ScheduleBatch
+    handle: object = None
+    error: Exception | None = None  # what `launch` raised; it is booked when its turn comes
+
+
+class Engine:
+    """Drives a scheduler and a runner. The calling thread does all the work; `abort` may come from any thread.
+
+    Args:
+        scheduler: decides what runs; the cache it uses is told when passes start and end.
+        runner: computes it.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._in_flight: deque[_InFlight] = deque()
+        self._aborts: deque[Request] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests have not ended, or passes are in flight."""
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises ValueError if it can never run."""
+        self.scheduler.submit(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request at the next step."""
+        self._aborts.append(request)
+
+    def step(self) -> list[Request]:
+        """Launch the next pass, then book the one before it. Returns the requests that ended.
+
+        A pass that raises ends its own requests with FinishReason.ERROR; all others go on.
+
+        Raises:
+            SchedulerError: requests wait, and nothing can run.
+        """
+        ended = []
+        while self._aborts:
+            request = self._aborts.popleft()
+            if self.scheduler.abort(request):
+                ended.append(request)
+        batch = self.scheduler.next_batch()
+        if batch is not None:
+            self._in_flight.append(self._launch(batch))
+        if self._in_flight and (batch is None or len(self._in_flight) > LAG):
+            ended += self._collect(self._in_flight.popleft())
+        return ended
+
+    def _launch(self, batch: ScheduleBatch) -> _InFlight:
+        self.scheduler.cache.pass_launched()
+        try:
+            return _InFlight(batch, handle=self.runner.launch(batch))
+        except Exception as error:
+            # The device may not have got the changes, and some concern rows of other requests: send them again.
+            self.scheduler.cache.rows.give_back(batch.row_changes)
+            _log.exception("a pass of %d requests could not be launched", len(batch.requests))
+            return _InFlight(batch, error=error)
+
+    def _collect(self, flight: _InFlight) -> list[Request]:
+        error = flight.error
+        if error is None:
+            try:
+                result = self.runner.collect(flight.handle)
+            except Exception as raised:
+                _log.exception("a pass of %d requests failed", len(flight.batch.requests))
+                error = raised
+        self.scheduler.cache.pass_ended()
+        if error is not None:
+            return self.scheduler.fail(flight.batch, error)
+        return self.scheduler.process(flight.batch, result)

@@ -1,0 +1,39 @@
+"""Every exception that radixrt raises on purpose. Catch `RadixrtError` to catch them all.
+
+The floors below (`triton_ops`, `memory_pool`, `layers`) raise built-in exceptions.
+"""
+
+
+class RadixrtError(Exception):
+    """Base of all errors of radixrt."""
+
+
+class ParameterError(RadixrtError, ValueError):
+    """A parameter is outside its bounds; the message names it, its value and the bound."""
+
+
+class PromptError(RadixrtError, ValueError):
+    """One or more prompts of a call cannot be run; the message names each of them. Nothing has run."""
+
+
+class ModelError(RadixrtError):
+    """A model folder, its config or its weights cannot be used."""
+
+
+class TokenizerError(RadixrtError):
+    """A tokenizer cannot be loaded, or cannot encode or decode what it was given."""
+
+
+class BatchFileError(RadixrtError):
+    """An input or output file of a batch cannot be used."""
+
+
+class PassError(RadixrtError):
+    """A forward pass failed. Its requests have ended with an error; the others can go on.
+
+    The exception that the pass raised is the `__cause__`.
+    """
+
+
+class SchedulerError(RadixrtError):
+    """Nothing can run and nothing is running, though requests wait: a defect of radixrt."""

@@ -1,0 +1,70 @@
+"""What one pass computes, and what comes back from it. Numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memory_pool.req_to_token_pool import RowChanges
+from radixrt.cache.prefix_cache import Lease
+from radixrt.schedule.request import Request
+
+Int32Array = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class ScheduleBatch:
+    """One pass: B requests with T new tokens in all. Requests with more than one new token come first.
+
+    Attributes:
+        requests: B requests.
+        leases: what each of them holds; a result is only booked while a request still holds the same.
+        num_extends: requests with more than one new token.
+        req_pool_indices: `[B]` row of each request in `req_to_token`.
+        prefix_lens: `[B]` positions whose KV is in the pool before the pass.
+        seq_lens: `[B]` positions whose KV is in the pool after the pass.
+        input_ids: `[T]` token ids; -(row + 1) stands for the last token that was sampled for that row, which
+            only the device knows yet.
+        out_cache_loc: `[T]` slot of each new token.
+        samples: `[B]` bool, whether a token is sampled after the request's last new token.
+        row_changes: cells of `req_to_token` to change before the pass.
+    """
+
+    requests: tuple[Request, ...]
+    leases: tuple[Lease, ...]
+    num_extends: int
+    req_pool_indices: Int32Array
+    prefix_lens: Int32Array
+    seq_lens: Int32Array
+    input_ids: Int32Array
+    out_cache_loc: Int32Array
+    samples: NDArray[np.bool_]
+    row_changes: RowChanges
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass found.
+
+    Attributes:
+        token_ids: `[B]` int32, the sampled token; meaningless where nothing was sampled.
+        finite: `[B]` bool, whether the request's numbers are all finite.
+    """
+
+    token_ids: Int32Array
+    finite: NDArray[np.bool_]
+
+
+
+
+class Runner(Protocol):
+    """What computes passes, in the order in which they are launched."""
+
+    def launch(self, batch: ScheduleBatch) -> object:
+        """Start a pass and return its handle without waiting for its result."""
+
+    def collect(self, handle: object) -> PassResult:
+        """Wait for a pass, the oldest in flight, and return its result."""

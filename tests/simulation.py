@@ -1,0 +1,623 @@
+"""A world without torch: the real engine, scheduler, cache and pools around a model that is a hash.
+
+The KV of a slot is a hash of everything read before it through the request's row, and the next token depends on
+all that is read, so that one wrong slot anywhere changes what comes out. Passes run at a moment that the test
+chooses between launch and collection. `World.check` recomputes every invariant from scratch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from memory_pool.req_to_token_pool import ReqToTokenPool
+from memory_pool.slot_allocator import SlotAllocator
+from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.radix_tree import Namespace, Node
+from radixrt.engine import Engine
+from radixrt.output import FinishReason
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule import policy as policies
+from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.request import Request, RequestState
+from radixrt.schedule.scheduler import Scheduler
+
+VOCAB = 5
+MASK = (1 << 64) - 1
+POISON = 0xDEADDEADDEADDEAD
+MAX_OVERTAKEN = 6
+
+
+class Violation(AssertionError):
+    """An invariant does not hold; `name` says which."""
+
+    def __init__(self, name: str, detail: object = "") -> None:
+        super().__init__(f"{name}: {detail}")
+        self.name = name
+
+
+def require(name: str, holds: bool, detail: object = "") -> None:
+    if not holds:
+        raise Violation(name, detail)
+
+
+class SimulatedFailure(RuntimeError):
+    """A pass that the test told to fail."""
+
+
+# -- the model ---------------------------------------------------------------------------------------------
+
+
+def _mix(value: int) -> int:
+    value = (value ^ (value >> 31)) * 0x9E3779B97F4A7C15 & MASK
+    value = (value ^ (value >> 29)) * 0xBF58476D1CE4E5B9 & MASK
+    return value ^ (value >> 32)
+
+
+def _start(namespace: Namespace) -> int:
+    return _mix(sum(map(ord, repr(namespace))) + 1)
+
+
+def _read(read: int, kv: int) -> int:
+    """What is known after one more position has been read."""
+    return (read * 0x5851F42D4C957F2D + kv + 1) & MASK
+
+
+def _kv(read: int, token: int) -> int:
+    return _mix(read + 0x1000003 * (token + 1) & MASK)
+
+
+def histories(namespace: Namespace, tokens: Sequence[int]) -> list[int]:
+    """The KV of each token, given all tokens before it."""
+    read, out = _start(namespace), []
+    for token in tokens:
+        out.append(_kv(read, int(token)))
+        read = _read(read, out[-1])
+    return out
+
+
+def continuation(namespace: Namespace, prompt: Sequence[int], count: int, stop_ids: frozenset[int]) -> list[int]:
+    """What the model says after a prompt when nothing goes wrong."""
+    tokens, read = list(map(int, prompt)), _start(namespace)
+    for kv in histories(namespace, tokens):
+        read = _read(read, kv)
+    out: list[int] = []
+    while len(out) < count:
+        token = _mix(read) % VOCAB
+        out.append(token)
+        if token in stop_ids:
+            break
+        read = _read(read, _kv(read, token))
+    return out
+
+
+# -- the device --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SimulatedPass:
+    batch: ScheduleBatch
+    snapshots: list[np.ndarray]  # the slots that each request's row names when the pass is launched
+    fails: bool = False
+    poisoned: frozenset[int] = frozenset()
+    result: PassResult | None = None
+    error: Exception | None = None
+
+
+class SimulatedRunner:
+    """Runs passes in order, each when the test says so, at the latest when it is collected."""
+
+    def __init__(self, rows: ReqToTokenPool, num_slots: int) -> None:
+        self.host_rows = rows
+        self.req_to_token = np.zeros_like(rows.req_to_token)
+        self.kv = np.full(num_slots, POISON, dtype=np.uint64)
+        self.last_token = np.zeros(rows.max_requests, dtype=np.int32)
+        self.queue: deque[SimulatedPass] = deque()  # launched, not yet run
+        self.in_flight: deque[SimulatedPass] = deque()  # launched, not yet collected
+        self.fail_launch = False
+        self.fail_run = False
+        self.poison_next = False
+        self.pad_slot = 0
+        self.violation: Violation | None = None  # kept for `World.check`: the engine takes it for a failed pass
+        self.tokens_launched: Counter[int] = Counter()
+
+    def launch(self, batch: ScheduleBatch) -> SimulatedPass:
+        for request, start, end in zip(batch.requests, batch.prefix_lens, batch.seq_lens, strict=True):
+            self.tokens_launched[request.index] += int(end - start)
+        if self.fail_launch:
+            self.fail_launch = False
+            raise SimulatedFailure("launch")
+        rows = self.host_rows.req_to_token
+        snapshots = [rows[r, :n].copy() for r, n in zip(batch.req_pool_indices, batch.seq_lens, strict=True)]
+        poisoned = frozenset([len(batch.requests) // 2]) if self.poison_next else frozenset()
+        flight = SimulatedPass(batch, snapshots, self.fail_run, poisoned)
+        self.fail_run = self.poison_next = False
+        self.queue.append(flight)
+        self.in_flight.append(flight)
+        return flight
+
+    def collect(self, handle: SimulatedPass) -> PassResult:
+        assert handle is self.in_flight[0], "passes are collected in order"
+        try:
+            while handle.result is None and handle.error is None:
+                self.run_next()
+        except Violation as violation:
+            self.violation = violation
+            raise
+        self.in_flight.popleft()
+        if handle.error is not None:
+            raise handle.error
+        assert handle.result is not None
+        return handle.result
+
+    def run_next(self) -> None:
+        flight = self.queue.popleft()
+        batch = flight.batch
+        changes = batch.row_changes
+        cells = set(zip(changes.rows.tolist(), changes.positions.tolist(), strict=True))
+        require("rows: no cell is changed twice in one pass", len(cells) == len(changes))
+        self.req_to_token[changes.rows, changes.positions] = changes.slots
+        if flight.fails:
+            flight.error = SimulatedFailure("run")
+            return
+        sampled = np.zeros(len(batch.requests), dtype=np.int32)
+        finite = np.ones(len(batch.requests), dtype=bool)
+        self.kv[self.pad_slot] = POISON  # what a padded row writes
+        at = 0
+        for i, request in enumerate(batch.requests):
+            start, end = int(batch.prefix_lens[i]), int(batch.seq_lens[i])
+            row = int(batch.req_pool_indices[i])
+            read = _start(request.namespace)
+            history = []
+            for position in range(end):
+                slot = int(self.req_to_token[row, position])
+                if position >= start:
+                    token = int(batch.input_ids[at])
+                    token = int(self.last_token[-token - 1]) if token < 0 else token
+                    require("7: a new token is written where its row says", slot == batch.out_cache_loc[at])
+                    bad = i in flight.poisoned and position == end - 1
+                    self.kv[slot] = POISON + 1 if bad else _kv(read, token)
+                    at += 1
+                history.append(int(self.kv[slot]))
+                read = _read(read, history[-1])
+            known = request.tokens()[:end]
+            if i in flight.poisoned:
+                finite[i] = False
+            elif not self._tainted(flight, i):
+                expected = histories(request.namespace, known)
+                got = history[: len(known)]
+                require("7: what is read is the KV of the own history", got == expected, (request.index, start, end))
+            sampled[i] = _mix(read) % VOCAB
+            if batch.samples[i]:
+                self.last_token[row] = sampled[i]
+        flight.result = PassResult(sampled, finite)
+
+    def _tainted(self, flight: SimulatedPass, i: int) -> bool:
+        """Whether an earlier pass that this one builds on failed; its result will be thrown away."""
+        request = flight.batch.requests[i]
+        for earlier in self.in_flight:
+            if earlier is flight:
+                break
+            if request in earlier.batch.requests and (
+                earlier.error is not None or earlier.batch.requests.index(request) in earlier.poisoned
+            ):
+                return True
+        return request.finish_reason is FinishReason.ERROR
+
+
+# -- the world ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sizes:
+    num_slots: int = 48
+    num_rows: int = 5
+    context_len: int = 40
+    max_running: int = 4
+    chunk: int = 6
+    policy: SchedulePolicy = SchedulePolicy.LPM
+    enabled: bool = True
+    force_miss: bool = False
+
+
+@dataclass
+class World:
+    """Everything, and what has happened so far."""
+
+    sizes: Sizes = field(default_factory=Sizes)
+
+    def __post_init__(self) -> None:
+        s = self.sizes
+        policies.MAX_OVERTAKEN = MAX_OVERTAKEN
+        self.rows = ReqToTokenPool(s.num_rows, s.context_len)
+        self.slots = SlotAllocator(s.num_slots)
+        self.cache = PrefixCache(self.rows, self.slots, enabled=s.enabled, force_miss=s.force_miss)
+        self.scheduler = Scheduler(
+            self.cache, max_running_requests=s.max_running, chunked_prefill_size=s.chunk, policy=s.policy
+        )
+        self.runner = SimulatedRunner(self.rows, s.num_slots)
+        self.engine = Engine(self.scheduler, self.runner)
+        self.requests: list[Request] = []
+        self.events: Counter[str] = Counter()
+        self.first_match: dict[int, int] = {}
+        self.overtaken: Counter[int] = Counter()
+        self.skipped: Counter[int] = Counter()  # tokens that another request computed while this one waited again
+        self.fail_alloc = False
+        self._observe()
+
+    def _observe(self) -> None:
+        """Listen in on what the world cannot see from outside."""
+        free, alloc = self.slots.free, self.slots.alloc
+        acquire, evict, split, insert = (
+            self.cache.acquire, self.cache.tree.evict, self.cache.tree._split, self.cache.tree.insert,
+        )  # fmt: skip
+
+        def watched_free(slots: np.ndarray) -> None:
+            free(slots)
+            self.runner.kv[slots] = POISON  # whoever still reads a free slot reads nonsense
+
+        def watched_alloc(count: int) -> np.ndarray | None:
+            if self.fail_alloc and count:
+                self.fail_alloc = False
+                self.events["failed allocation"] += 1
+                return None
+            return alloc(count)
+
+        def watched_acquire(namespace: Namespace, tokens: np.ndarray, reserve: int) -> Lease | None:
+            lease = acquire(namespace, tokens, reserve)
+            if lease is not None:
+                self._check_computed_once(namespace, tokens, lease)
+                request = next(r for r in self.scheduler.waiting if tokens.base is r._tokens)
+                if request.cached_tokens is not None:  # back from a retraction, others may have gone further
+                    self.skipped[request.index] += max(0, lease.matched - request.launched_ever)
+            return lease
+
+        def watched_evict(count: int) -> np.ndarray:
+            out = evict(count)
+            self.events["eviction"] += bool(len(out))
+            return out
+
+        def watched_split(node: Node, at: int) -> Node:
+            self.events["split"] += 1
+            return split(node, at)
+
+        def watched_insert(node: Node, tokens: np.ndarray, slots: np.ndarray) -> object:
+            out = insert(node, tokens, slots)
+            self.events["remap"] += bool(len(out.canonical))
+            return out
+
+        self.slots.free, self.slots.alloc = watched_free, watched_alloc
+        self.cache.acquire = watched_acquire
+        self.cache.tree.evict, self.cache.tree._split = watched_evict, watched_split
+        self.cache.tree.insert = watched_insert
+
+    # what can happen
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int = 4,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        namespace: Namespace | None = None,
+    ) -> Request:
+        request = Request(
+            index=len(self.requests),
+            prompt_ids=np.array(prompt, dtype=np.int32),
+            params=SamplingParams(max_new_tokens=max_new_tokens, temperature=0),
+            max_new_tokens=min(max_new_tokens, self.sizes.context_len - len(prompt)),
+            seed=0,
+            stop_ids=stop_ids,
+            namespace=namespace or Namespace(),
+        )
+        if self.scheduler.refusal(request) is not None:
+            self.events["refusal"] += 1
+            return request
+        self.engine.submit(request)
+        self.requests.append(request)
+        return request
+
+    def step(self) -> list[Request]:
+        launched, flying = self.cache.passes_launched, len(self.engine._in_flight)
+        had_work = self.engine.has_work
+        oldest = self.scheduler.waiting[0] if self.scheduler.waiting else None
+        waiting = list(self.scheduler.waiting)
+        ended = self.engine.step()
+        for request in waiting:
+            if request.lease is not None and request.cached_tokens is not None:
+                self.first_match.setdefault(request.index, request.lease.matched)
+        if oldest is not None and oldest.state is RequestState.WAITING:
+            passed = sum(r.lease is not None and r.arrival > oldest.arrival for r in waiting)
+            self.overtaken[oldest.index] += passed
+        progress = (
+            self.cache.passes_launched > launched or bool(ended) or len(self.engine._in_flight) < flying
+        )
+        require("10: every step computes a token or ends a request", progress or not had_work)
+        for request in ended:
+            self.events[f"ended by {request.finish_reason}"] += 1
+        return ended
+
+    def abort(self, request: Request) -> None:
+        if any(request in f.batch.requests for f in self.runner.in_flight) and not request.finished:
+            self.events["abort in flight"] += 1
+        self.engine.abort(request)
+
+    def retract(self, request: Request) -> None:
+        if request.state is RequestState.RUNNING:
+            self.scheduler.retract(request)
+
+    def drain(self) -> None:
+        self.fail_alloc = False
+        budget = 50 + 60 * sum(r.total + r.max_new_tokens for r in self.requests if not r.finished)
+        while self.engine.has_work:
+            require("10: a run comes to its end", budget > 0)
+            budget -= 1
+            self.step()
+            self.check()
+        self.check_drained()
+
+    # what must hold
+
+    def check(self) -> None:
+        """Recompute every invariant from scratch. Raises Violation."""
+        if self.runner.violation is not None:
+            raise self.runner.violation
+        nodes = self._check_tree()
+        self._check_slots(nodes)
+        self._check_leases()
+        self._check_requests()
+        self.events["retraction"] = self.scheduler.num_retractions
+
+    def _nodes(self) -> list[tuple[Node, list[Node]]]:
+        """Every node with its path from the root, the node itself last."""
+        out, stack = [], [(root, [root]) for root in self.cache.tree.roots.values()]
+        while stack:
+            node, path = stack.pop()
+            out.append((node, path))
+            stack.extend((child, [*path, child]) for child in node.children.values())
+        return out
+
+    def _check_tree(self) -> list[tuple[Node, list[Node]]]:
+        tree = self.cache.tree
+        nodes = self._nodes()
+        crossing: Counter[int] = Counter()
+        for lease in self.cache.leases:
+            node: Node | None = lease.node
+            while node is not None:
+                crossing[id(node)] += 1
+                node = node.parent
+        total = locked = 0
+        in_heap = Counter(id(entry[2]) for entry in tree._heap)
+        for node, path in nodes:
+            name = "3: nodes have a slot a token, siblings differ, parents agree"
+            require(name, len(node.tokens) == len(node.slots))
+            require(name, (len(node.tokens) > 0) == (node.parent is not None))
+            for first, child in node.children.items():
+                require(name, child.parent is node and int(child.tokens[0]) == first)
+                require(name, child.namespace == node.namespace)
+            name = "4: locks and counters equal their recount"
+            require(name, node.lock == crossing[id(node)], (node.lock, crossing[id(node)]))
+            require(name, node.parent is None or node.parent.lock >= node.lock)
+            if node.parent is not None and not node.children and not node.lock:
+                require("5: every unlocked leaf waits for eviction", in_heap[id(node)] == 1 and node.queued)
+            require("5: a node waits for eviction once", in_heap[id(node)] <= 1)
+            total += len(node.tokens)
+            locked += len(node.tokens) if crossing[id(node)] else 0
+            if node.parent is not None:
+                tokens = np.concatenate([n.tokens for n in path])
+                expected = histories(node.namespace, tokens)[-len(node.tokens) :]
+                held = [int(kv) for kv in self.runner.kv[node.slots]]
+                require("6: what is in the tree is the KV of its path", held == expected)
+        known = {id(node) for node, _ in nodes}
+        require("4: every locked node is in the tree", all(i in known for i in crossing))
+        require("4: locks and counters equal their recount", (total, locked) == (tree.total_tokens, tree.locked_tokens))
+        return nodes
+
+    def _check_slots(self, nodes: list[tuple[Node, list[Node]]]) -> None:
+        tree = self.cache.tree
+        groups: dict[str, list[int]] = {"reserved": [0], "free": self.slots.free_slots().tolist()}
+        groups["evictable"] = [int(s) for node, _ in nodes if not node.lock for s in node.slots]
+        groups["locked"] = [int(s) for node, _ in nodes if node.lock for s in node.slots]
+        groups["private"] = [
+            int(s)
+            for lease in self.cache.leases
+            if not lease.released
+            for s in self.rows.req_to_token[lease.row, lease.committed : lease.allocated]
+        ]
+        groups["pending"] = [int(s) for slots in self.cache.pending_slots() for s in slots]
+        everything = [slot for group in groups.values() for slot in group]
+        twice = [slot for slot, n in Counter(everything).items() if n > 1]
+        where = {slot: [g for g, slots in groups.items() if slot in slots] for slot in twice[:3]}
+        require("2: a slot has one owner", not twice, where)
+        missing = set(range(self.sizes.num_slots)) - set(everything)
+        require("1: the states cover the pool", not missing, sorted(missing)[:8])
+        stats = self.cache.stats()
+        for name in ("free", "evictable", "locked", "private", "pending"):
+            require("4: statistics equal their recount", getattr(stats, name) == len(groups[name]), name)
+        free = set(groups["free"])
+        for lease in self.cache.leases:
+            used = set(self.rows.req_to_token[lease.row, : lease.allocated].tolist())
+            require("5: no slot of a live row is free", not used & free, used & free)
+        for flight in self.runner.in_flight:
+            for slots in flight.snapshots:
+                require("5: no slot read by a pass in flight is free", not set(slots.tolist()) & free)
+        for lease in self.cache.leases:
+            path = tree.slots_of(lease.node)
+            own = self.rows.req_to_token[lease.row, : lease.committed]
+            require("5: a row's committed part is its locked path", np.array_equal(path, own))
+
+    def _check_leases(self) -> None:
+        held = [r.lease for r in self.scheduler.running]
+        require("8: a running request holds a lease", all(le is not None and not le.released for le in held))
+        live = [le for le in self.cache.leases if not le.released]
+        require("8: every live lease is held by one request", set(held) == set(live) and len(held) == len(live))
+        pending = Counter(id(p.lease) for p in self.cache._pending if p.lease is not None)
+        released = [le for le in self.cache.leases if le.released]
+        require(
+            "8: a released lease waits once", all(pending[id(le)] == 1 for le in released) and len(pending) == len(released)
+        )
+        rows = [le.row for le in self.cache.leases]
+        require("2: a row has one owner", len(set(rows)) == len(rows))
+        require("9: rows add up", self.rows.num_free + len(rows) == self.sizes.num_rows)
+        for request in self.scheduler.running:
+            lease = request.lease
+            require(
+                "8: progress is ordered",
+                lease.committed <= request.computed <= request.launched == lease.allocated <= request.total,
+                request,
+            )
+
+    def _check_requests(self) -> None:
+        scheduler = self.scheduler
+        arrivals = [r.arrival for r in scheduler.waiting]
+        require("11: the queue is in order of arrival", arrivals == sorted(arrivals))
+        for index, count in self.overtaken.items():
+            # The pass in which the limit is reached admits its whole batch before the limit shows.
+            require("11: overtaking is bounded", count <= MAX_OVERTAKEN, (index, count))
+        prompt = cached = recomputed = 0
+        for request in self.requests:
+            state = request.state
+            require(
+                "8: a request is in one place",
+                (request in scheduler.waiting, request in scheduler.running)
+                == (state is RequestState.WAITING, state is RequestState.RUNNING),
+            )
+            require("8: only running requests hold a lease", (request.lease is not None) == (state is RequestState.RUNNING))
+            out = request.output_ids().tolist()
+            full = continuation(request.namespace, request.prompt_ids, request.max_new_tokens, request.stop_ids)
+            name = "12: output does not depend on caching, chunking, retraction or batching"
+            require(name, out == full[: len(out)], (request.index, out, full))
+            if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                require(name, out == full, (request.index, out, full))
+                stopped = out[-1] in request.stop_ids
+                require(name, stopped == (request.finish_reason is FinishReason.STOP))
+            usage = request.usage()
+            name = "13: cached + computed = prompt, counted once"
+            require(name, usage.cached_tokens + usage.computed_tokens == request.prompt_len)
+            require(name, 0 <= usage.cached_tokens < request.prompt_len)
+            if request.cached_tokens is not None:
+                prompt += request.prompt_len
+                cached += request.cached_tokens
+                recomputed += request.recomputed_tokens
+                if request.index in self.first_match:
+                    require(name, request.cached_tokens == self.first_match[request.index], request.index)
+                launched = self.runner.tokens_launched[request.index]
+                require(
+                    "13: what is launched is what is counted",
+                    launched + self.skipped[request.index]
+                    == request.launched_ever - request.cached_tokens + request.recomputed_tokens,
+                    (request.index, launched, request.launched_ever, usage),
+                )
+            if state is RequestState.WAITING:
+                self._check_match(request)
+        got = (self.cache.prompt_tokens, self.cache.cached_tokens, self.cache.recomputed_tokens)
+        require("13: cached + computed = prompt, counted once", got == (prompt, cached, recomputed))
+
+    def _check_match(self, request: Request) -> None:
+        tokens = request.tokens()
+        match = self.cache.match(request.namespace, tokens)
+        name = "6: a match is a prefix, in the same namespace, without the last token"
+        require(name, match.length <= len(tokens) - 1)
+        if match.node is None:
+            return
+        require(name, match.node.namespace == request.namespace)
+        path = list(self.cache.tree.path(match.node))[::-1]
+        above = np.concatenate([n.tokens for n in path[:-1]] or [np.zeros(0, np.int32)])
+        reached = np.concatenate([above, match.node.tokens[: match.inside]])
+        require(name, len(reached) == match.length and np.array_equal(reached, tokens[: match.length]))
+
+    def _check_computed_once(self, namespace: Namespace, tokens: np.ndarray, lease: Lease) -> None:
+        if self.sizes.force_miss or not self.sizes.enabled or lease.matched >= len(tokens) - 1:
+            return
+        for other in self.scheduler.running:
+            shared = other.lease.committed
+            if (
+                other.namespace == namespace
+                and shared == lease.matched
+                and shared < other.extend_end
+                and np.array_equal(other.tokens()[: shared + 1], tokens[: shared + 1])
+            ):
+                raise Violation("followers wait for what their leader computes", (other.index, shared))
+
+    def check_drained(self) -> None:
+        name = "9: after draining nothing is held, and evicting all leaves the pool whole"
+        require(name, not self.cache.leases and not self.cache.in_flight and not self.cache.pending_slots())
+        require(name, self.rows.num_free == self.sizes.num_rows)
+        require(name, all(node.lock == 0 for node, _ in self._nodes()))
+        require(name, not self.cache._frontiers)
+        self.cache.flush()
+        require(name, self.slots.num_free == self.slots.capacity and not self.cache.tree.roots)
+        require("8: every request ends", all(r.finished for r in self.requests))
+        self.check()
+
+
+# -- a random walk -----------------------------------------------------------------------------------------
+
+
+class Walk:
+    """Random actions on a world, all from one seed; `faults` multiplies how often something fails."""
+
+    def __init__(self, world: World, seed: int, faults: int = 1) -> None:
+        self.world = world
+        self.faults = faults
+        self.random = random.Random(seed)
+
+    def prompt(self) -> list[int]:
+        """Fresh, a repetition, or something that shares a prefix with an earlier request or its answer."""
+        r = self.random
+        fresh = [r.randrange(VOCAB) for _ in range(r.randint(1, 14))]
+        if not self.world.requests or r.random() < 0.25:
+            return fresh
+        earlier = r.choice(self.world.requests[-12:]).tokens().tolist()
+        if r.random() < 0.3:
+            return earlier[:24]
+        return (earlier[: r.randint(1, len(earlier))] + fresh)[:24]
+
+    def act(self) -> None:
+        world, r = self.world, self.random
+        action = r.random()
+        if action < 0.28:
+            stop_ids = frozenset([r.randrange(VOCAB)]) if r.random() < 0.4 else frozenset()
+            tenant = r.choice([None, None, None, "other"])
+            prompt = self.prompt()
+            for _ in range(r.choice([1, 1, 1, 3])):
+                world.submit(prompt, r.randint(1, 12), stop_ids=stop_ids, namespace=Namespace(tenant=tenant))
+        elif action < 0.40:
+            if world.runner.queue:
+                world.runner.run_next()
+        elif action < 0.45:
+            alive = [q for q in world.requests if not q.finished]
+            if alive:
+                world.abort(r.choice(alive))
+        elif action < 0.50:
+            if world.scheduler.running:
+                world.retract(r.choice(world.scheduler.running))
+        elif action < 0.52:
+            world.cache.flush()
+        else:
+            if r.random() < 0.03 * self.faults:
+                world.fail_alloc = True
+            fault = r.random() / self.faults
+            world.runner.fail_launch |= fault < 0.01
+            world.runner.fail_run |= 0.01 <= fault < 0.02
+            world.runner.poison_next |= 0.02 <= fault < 0.04
+            world.step()
+        world.check()
+
+
+def random_sizes(seed: int) -> Sizes:
+    r = random.Random(seed)
+    return Sizes(
+        num_slots=r.choice([40, 48, 64, 120]),
+        num_rows=r.choice([2, 4, 6]),
+        max_running=r.choice([1, 3, 5]),
+        chunk=r.choice([1, 3, 7, 32]),
+        policy=r.choice(list(SchedulePolicy)),
+        enabled=r.random() > 0.08,
+        force_miss=r.random() < 0.08,
+    )

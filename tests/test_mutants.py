@@ -1,0 +1,296 @@
+"""Seeded faults in the real code, each of which the simulation must find, by the invariant that it breaks.
+
+A fault is found when a random walk raises the violation that is named, or when the code itself refuses what the
+fault makes it do (a slot freed twice). Without a fault the same walks find nothing: see test_simulation.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from simulation import Sizes, Violation, Walk, World
+
+from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
+from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.radix_tree import Insertion, Match, Namespace, Node, RadixTree
+from radixrt.schedule import scheduler as scheduling
+from radixrt.schedule.request import Request, RequestState
+from radixrt.schedule.scheduler import Scheduler
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+# A tight pool, chunks, several rows: everything happens here. With forced misses every prompt is remapped.
+SIZES = Sizes(num_slots=48, num_rows=6, max_running=4, chunk=5)
+ALL_SIZES = [SIZES, replace(SIZES, force_miss=True, num_slots=64)]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    breaks: tuple[str, ...]  # the number of the invariant, or the beginning of its name
+    apply: Patch
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(*breaks: str) -> Callable[[Patch], Patch]:
+    def register(apply: Patch) -> Patch:
+        MUTANTS.append(Mutant(apply.__name__, breaks, apply))
+        return apply
+
+    return register
+
+
+@mutant("5:")
+def drop_the_remap(patch: pytest.MonkeyPatch) -> None:
+    """A duplicate's slots go to pending while the row still points at them."""
+    write = ReqToTokenPool.write
+    commit = PrefixCache.commit
+
+    def forgetful(self: PrefixCache, lease: Lease, tokens: np.ndarray, computed: int) -> None:
+        patch.setattr(ReqToTokenPool, "write", lambda *_: None)
+        commit(self, lease, tokens, computed)
+        patch.setattr(ReqToTokenPool, "write", write)
+
+    patch.setattr(PrefixCache, "commit", forgetful)
+
+
+@mutant("5:", "7:", "6:", "2:", "4:")
+def free_while_pending(patch: pytest.MonkeyPatch) -> None:
+    """Slots are let go at once, though a pass in flight reads them."""
+    patch.setattr(PrefixCache, "_retire", PrefixCache._settle)
+
+
+@mutant("6:", "7:")
+def match_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
+    match = RadixTree.match
+
+    def generous(self: RadixTree, namespace: Namespace, tokens: np.ndarray, limit: int | None = None) -> Match:
+        found = match(self, namespace, tokens, limit)
+        if found.node is not None and found.inside < len(found.node.tokens) and found.length < len(tokens) - 1:
+            return Match(found.node, found.inside + 1, found.length + 1)
+        return found
+
+    patch.setattr(RadixTree, "match", generous)
+
+
+@mutant("6:")
+def match_the_last_token_too(patch: pytest.MonkeyPatch) -> None:
+    match = RadixTree.match
+    patch.setattr(RadixTree, "match", lambda self, ns, tokens, limit=None: match(self, ns, tokens, None))
+
+
+@mutant("4:", "9:")
+def forget_to_unlock(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RadixTree, "unlock", lambda self, node: None)
+
+
+@mutant("4:", "5:", "2:")
+def evict_locked_nodes(patch: pytest.MonkeyPatch) -> None:
+    evict = RadixTree.evict
+
+    def ruthless(self: RadixTree, count: int) -> np.ndarray:
+        locks = [(node, node.lock) for root in self.roots.values() for node in _below(root)]
+        for node, _ in locks:
+            node.lock = 0
+        slots = evict(self, count)
+        for node, lock in locks:
+            node.lock = lock
+        return slots
+
+    def always_enough(self: RadixTree) -> int:
+        return self.total_tokens
+
+    def offer_any(self: RadixTree, node: Node) -> None:
+        if node.parent is not None and not node.children and not node.queued:
+            node.queued = True
+            scheduling.bisect.insort(self._heap, self._entry(node))
+
+    patch.setattr(RadixTree, "evict", ruthless)
+    patch.setattr(RadixTree, "_offer", offer_any)
+    patch.setattr(RadixTree, "evictable_tokens", property(always_enough))
+
+
+def _below(root: Node) -> list[Node]:
+    out = [root]
+    for node in out:
+        out.extend(node.children.values())
+    return out
+
+
+@mutant("7:", "6:")
+def pad_to_a_live_slot(patch: pytest.MonkeyPatch) -> None:
+    build = World.__post_init__
+
+    def padded(self: World) -> None:
+        build(self)
+        self.runner.pad_slot = 1
+
+    patch.setattr(World, "__post_init__", padded)
+
+
+@mutant("followers wait")
+def release_followers_too_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "is_awaited", lambda self, match, tokens: False)
+
+
+@mutant("6:")
+def commit_what_is_only_launched(patch: pytest.MonkeyPatch) -> None:
+    let_go = Scheduler._let_go
+
+    def hasty(self: Scheduler, request: Request) -> None:
+        request.computed = min(request.launched, request.num_known)
+        let_go(self, request)
+
+    patch.setattr(Scheduler, "_let_go", hasty)
+
+
+@mutant("6:", "7:")
+def commit_what_is_not_finite(patch: pytest.MonkeyPatch) -> None:
+    process = Scheduler.process
+
+    def blind(self: Scheduler, batch: object, result: object) -> object:
+        return process(self, batch, replace(result, finite=np.ones_like(result.finite)))  # type: ignore[arg-type]
+
+    patch.setattr(Scheduler, "process", blind)
+
+
+@mutant("2:", "8:", "freeing")
+def release_twice(patch: pytest.MonkeyPatch) -> None:
+    """Two ways out of a request each release it, and release does not notice."""
+    release = PrefixCache.release
+
+    def again(self: PrefixCache, lease: Lease) -> None:
+        release(self, lease)
+        lease.released = False
+        release(self, lease)
+
+    patch.setattr(PrefixCache, "release", again)
+
+
+@mutant("6:", "7:")
+def ignore_the_namespace(patch: pytest.MonkeyPatch) -> None:
+    match, node_at = RadixTree.match, RadixTree.node_at
+
+    def merged_match(self: RadixTree, namespace: Namespace, tokens: np.ndarray, limit: int | None = None) -> Match:
+        return match(self, Namespace(), tokens, limit)
+
+    patch.setattr(RadixTree, "match", merged_match)
+    patch.setattr(RadixTree, "node_at", lambda self, namespace, found: node_at(self, Namespace(), found))
+
+
+@mutant("12:")
+def lose_a_retracted_request_s_last_token(patch: pytest.MonkeyPatch) -> None:
+    book = Scheduler._book_token
+
+    def lossy(self: Scheduler, request: Request, token_id: int) -> object:
+        if request.state is RequestState.WAITING:
+            token_id = (token_id + 1) % 5
+        return book(self, request, token_id)
+
+    patch.setattr(Scheduler, "_book_token", lossy)
+
+
+@mutant("rows:", "7:", "5:")
+def keep_a_freed_row_s_changes(patch: pytest.MonkeyPatch) -> None:
+    free = ReqToTokenPool.free
+
+    def hoarding(self: ReqToTokenPool, row: int) -> None:
+        changes, self._changes = self._changes, []
+        free(self, row)
+        self._changes = changes
+
+    patch.setattr(ReqToTokenPool, "free", hoarding)
+
+
+@mutant("7:")
+def lose_the_changes_of_a_failed_launch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReqToTokenPool, "give_back", lambda self, changes: None)
+
+
+@mutant("7:")
+def lose_a_change(patch: pytest.MonkeyPatch) -> None:
+    take = ReqToTokenPool.take_changes
+
+    def careless(self: ReqToTokenPool) -> RowChanges:
+        changes = take(self)
+        return RowChanges(changes.rows[:-1], changes.positions[:-1], changes.slots[:-1])
+
+    patch.setattr(ReqToTokenPool, "take_changes", careless)
+
+
+@mutant("13:")
+def count_a_hit_again_after_a_retraction(patch: pytest.MonkeyPatch) -> None:
+    retract = Scheduler.retract
+
+    def inflating(self: Scheduler, request: Request) -> None:
+        retract(self, request)
+        request.cached_tokens = None
+
+    patch.setattr(Scheduler, "retract", inflating)
+
+
+@mutant("11:")
+def never_overdue(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduling, "is_overdue", lambda request: False)
+    patch.setattr("radixrt.schedule.policy.is_overdue", lambda request: False)
+
+
+@mutant("3:", "6:", "4:", "5:")
+def split_forgets_the_lock(patch: pytest.MonkeyPatch) -> None:
+    split = RadixTree._split
+
+    def sloppy(self: RadixTree, node: Node, at: int) -> Node:
+        upper = split(self, node, at)
+        upper.lock = 0
+        return upper
+
+    patch.setattr(RadixTree, "_split", sloppy)
+
+
+@mutant("2:", "5:", "6:", "1:")
+def insert_returns_no_duplicates(patch: pytest.MonkeyPatch) -> None:
+    insert = RadixTree.insert
+
+    def silent(self: RadixTree, node: Node, tokens: np.ndarray, slots: np.ndarray) -> Insertion:
+        return replace(insert(self, node, tokens, slots), canonical=np.zeros(0, np.int32))
+
+    patch.setattr(RadixTree, "insert", silent)
+
+
+def walk_until_it_breaks(seeds: int, actions: int) -> str:
+    """The first violation of the walks, or of the code's own checks; "" if there is none."""
+    for seed in range(seeds):
+        world = World(ALL_SIZES[seed % 2])
+        walk = Walk(world, seed, faults=4)
+        try:
+            for _ in range(actions):
+                walk.act()
+            world.drain()
+        except Violation as violation:
+            return violation.name
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    logging.getLogger("radixrt.engine").setLevel(logging.CRITICAL)
+
+
+@pytest.mark.parametrize("fault", MUTANTS, ids=lambda m: m.name)
+def test_the_fault_is_found(fault: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.apply(monkeypatch)
+    found = walk_until_it_breaks(seeds=24, actions=120)
+    assert found, "no invariant saw the fault"
+    assert found.startswith(fault.breaks), found
+
+
+def test_without_a_fault_nothing_is_found() -> None:
+    assert walk_until_it_breaks(seeds=4, actions=150) == ""

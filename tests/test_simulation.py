@@ -1,0 +1,326 @@
+"""The real engine, scheduler, cache and pools around a simulated model: see simulation.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from simulation import VOCAB, Sizes, Violation, Walk, World, continuation, random_sizes
+
+from radixrt.cache.radix_tree import Namespace
+from radixrt.output import FinishReason
+from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.request import RequestState
+
+EVENTS: Counter[str] = Counter()
+
+tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Submits, steps, aborts, retracts, flushes and breaks things, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+
+    @initialize(
+        slots=st.sampled_from([40, 48, 64, 120]),
+        rows=st.integers(2, 6),
+        running=st.integers(1, 5),
+        chunk=st.sampled_from([1, 3, 7, 32]),
+        policy=st.sampled_from(list(SchedulePolicy)),
+        cache=st.sampled_from(["on", "on", "on", "on", "off", "force_miss"]),
+    )
+    def build(self, slots: int, rows: int, running: int, chunk: int, policy: SchedulePolicy, cache: str) -> None:
+        self.world = World(
+            Sizes(
+                num_slots=slots,
+                num_rows=rows,
+                max_running=running,
+                chunk=chunk,
+                policy=policy,
+                enabled=cache != "off",
+                force_miss=cache == "force_miss",
+            )
+        )
+
+    def submit(self, prompt: list[int], new: int, stop: bool, tenant: str | None) -> None:
+        stop_ids = frozenset([0]) if stop else frozenset()
+        self.world.submit(prompt, new, stop_ids=stop_ids, namespace=Namespace(tenant=tenant))
+
+    @rule(prompt=tokens, new=st.integers(1, 12), stop=st.booleans(), tenant=st.sampled_from([None, None, "other"]))
+    def submit_fresh(self, prompt: list[int], new: int, stop: bool, tenant: str | None) -> None:
+        self.submit(prompt, new, stop, tenant)
+
+    @precondition(lambda self: self.world.requests)
+    @rule(data=st.data(), tail=tokens, new=st.integers(1, 12), stop=st.booleans())
+    def submit_sharing_a_prefix(self, data: st.DataObject, tail: list[int], new: int, stop: bool) -> None:
+        earlier = data.draw(st.sampled_from(self.world.requests[-8:]))
+        known = earlier.tokens().tolist()
+        cut = data.draw(st.integers(1, len(known)))
+        self.submit((known[:cut] + tail)[:24], new, stop, earlier.namespace.tenant)
+
+    @precondition(lambda self: self.world.requests)
+    @rule(data=st.data(), copies=st.integers(1, 3), new=st.integers(1, 12))
+    def submit_duplicates(self, data: st.DataObject, copies: int, new: int) -> None:
+        earlier = data.draw(st.sampled_from(self.world.requests[-8:]))
+        for _ in range(copies):
+            self.submit(earlier.prompt_ids.tolist(), new, False, earlier.namespace.tenant)
+
+    @precondition(lambda self: self.world.requests)
+    @rule(data=st.data())
+    def submit_to_another_namespace(self, data: st.DataObject) -> None:
+        earlier = data.draw(st.sampled_from(self.world.requests[-8:]))
+        self.submit(earlier.tokens().tolist()[:24], 3, False, "third")
+
+    @rule(times=st.integers(1, 4))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.world.step()
+            self.world.check()
+
+    @precondition(lambda self: self.world.runner.queue)
+    @rule()
+    def let_the_device_run(self) -> None:
+        self.world.runner.run_next()
+
+    @precondition(lambda self: any(not r.finished for r in self.world.requests))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        alive = [r for r in self.world.requests if not r.finished]
+        flying = [r for r in alive if any(r in f.batch.requests for f in self.world.runner.in_flight)]
+        self.world.abort(data.draw(st.sampled_from(flying or alive)))
+
+    @precondition(lambda self: self.world.scheduler.running)
+    @rule(data=st.data())
+    def retract(self, data: st.DataObject) -> None:
+        self.world.retract(data.draw(st.sampled_from(self.world.scheduler.running)))
+
+    @rule()
+    def flush(self) -> None:
+        self.world.cache.flush()
+
+    @rule()
+    def fail_the_next_allocation(self) -> None:
+        self.world.fail_alloc = True
+
+    @rule(where=st.sampled_from(["launch", "run"]))
+    def fail_the_next_pass(self, where: str) -> None:
+        setattr(self.world.runner, f"fail_{where}", True)
+
+    @rule()
+    def poison_the_next_pass(self) -> None:
+        self.world.runner.poison_next = True
+
+    @invariant()
+    def everything_holds(self) -> None:
+        self.world.check()
+        EVENTS["steps"] += 1
+
+    def teardown(self) -> None:
+        self.world.drain()
+        EVENTS.update(self.world.events)
+
+
+def run_machine(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_state_machine_short() -> None:
+    run_machine(examples=60, steps=30)
+
+
+@pytest.mark.long
+def test_state_machine_long() -> None:
+    EVENTS.clear()
+    run_machine(examples=450, steps=60)
+    print(dict(EVENTS))
+    assert EVENTS["steps"] >= 20_000
+    for event in ("retraction", "eviction", "split", "remap", "abort in flight"):
+        assert EVENTS[event] >= 200, (event, EVENTS)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_walk(seed: int) -> None:
+    world = World(random_sizes(seed))
+    walk = Walk(world, seed)
+    for _ in range(100):
+        walk.act()
+    world.drain()
+
+
+def test_runs_without_torch() -> None:
+    here = Path(__file__).parent
+    code = (
+        "import sys; import simulation as s; w = s.World(); w.submit([1, 2, 3]); w.drain(); "
+        "assert 'torch' not in sys.modules"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{here}:{here.parent}"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+# -- told examples -----------------------------------------------------------------------------------------
+
+
+def test_simultaneous_prompts_compute_their_prefix_once() -> None:
+    world = World(Sizes(num_slots=700, num_rows=80, max_running=64, chunk=16, context_len=64))
+    prefix = [1, 2, 3, 4] * 8
+    for i in range(64):
+        world.submit([*prefix, i % VOCAB, (i // VOCAB) % VOCAB, i // VOCAB**2], 3)
+    world.drain()
+    distinct = {tuple(r.prompt_ids[:n]) for r in world.requests for n in range(1, r.prompt_len + 1)}
+    computed = sum(r.usage().computed_tokens for r in world.requests)
+    again = sum(r.prompt_len > 0 for r in world.requests)  # at most a last token each, for its logits
+    assert len(distinct) <= computed <= len(distinct) + again
+    assert sum(r.usage().cached_tokens >= len(prefix) for r in world.requests) == 63
+
+
+def test_duplicates_of_one_prompt_share_all_but_the_last_token() -> None:
+    world = World()
+    requests = [world.submit([1, 2, 3, 4, 0, 1], 4) for _ in range(4)]
+    world.drain()
+    assert [r.usage().cached_tokens for r in requests] == [0, 5, 5, 5]
+    assert len({tuple(r.output_ids().tolist()) for r in requests}) == 1
+
+
+def test_generated_tokens_are_cached_too() -> None:
+    world = World(Sizes(num_slots=80))
+    first = world.submit([1, 2, 3], 6)
+    while not first.finished:
+        world.step()
+    history = first.tokens().tolist()
+    second = world.submit([*history, 4, 4], 2)
+    world.drain()
+    # The last sampled token has no KV; everything before it has.
+    assert second.usage().cached_tokens == len(history) - 1
+
+
+def test_a_request_that_never_fits_is_refused() -> None:
+    world = World(Sizes(num_slots=16))
+    request = world.submit([1] * 10, 12)
+    assert request.arrival == -1
+    refusal = world.scheduler.refusal(request)
+    assert refusal is not None
+    assert "21 KV slots" in refusal
+    assert "15" in refusal
+    with pytest.raises(ValueError, match="21 KV slots"):
+        world.scheduler.submit(request)
+    assert world.submit([1] * 10, 6).arrival == 0  # 15 slots: fits to the last one
+    world.drain()
+
+
+def test_namespaces_share_nothing() -> None:
+    world = World(Sizes(num_slots=120))
+    prompt = [3, 1, 4, 1, 0]
+    spaces = [Namespace(), Namespace(tenant="a"), Namespace(adapter="a"), Namespace(weights_version=1)]
+    for namespace in spaces:
+        world.submit(prompt, 2, namespace=namespace)
+    for _ in range(20):
+        world.step()
+    again = [world.submit(prompt, 2, namespace=namespace) for namespace in spaces]
+    world.drain()
+    assert [r.usage().cached_tokens for r in world.requests] == [0, 0, 0, 0, 4, 4, 4, 4]
+    assert len({tuple(continuation(n, prompt, 2, frozenset())) for n in spaces}) > 1
+    assert all(r.finish_reason is FinishReason.LENGTH for r in again)
+
+
+def test_a_tight_pool_retracts_and_loses_nothing() -> None:
+    world = World(Sizes(num_slots=30, num_rows=6, max_running=5, chunk=16))
+    for i in range(5):
+        world.submit([i, i, i, 1], 20, stop_ids=frozenset([VOCAB + 1]))  # never sampled: the estimate is too low
+    world.drain()
+    assert world.scheduler.num_retractions > 0
+    assert all(r.finish_reason is FinishReason.LENGTH and r.num_output == 20 for r in world.requests)
+
+
+def test_force_miss_computes_everything_on_the_same_path() -> None:
+    world = World(Sizes(num_slots=80, force_miss=True))
+    for _ in range(4):
+        world.submit([1, 2, 3, 4], 3)
+    world.drain()
+    assert all(r.usage().cached_tokens == 0 for r in world.requests)
+    assert world.events["remap"] > 0
+
+
+def test_first_come_order() -> None:
+    world = World(Sizes(num_slots=120, max_running=1, policy=SchedulePolicy.FCFS))
+    requests = [world.submit([i, 1, 2], 2) for i in range(4)]
+    order = []
+    while world.engine.has_work:
+        order += world.step()
+    assert order == requests
+
+
+def test_longest_prefix_order() -> None:
+    world = World(Sizes(num_slots=120, max_running=1))
+    world.submit([1, 2, 3, 4], 1)
+    cold = world.submit([2, 2, 2], 1)
+    warm = world.submit([1, 2, 3, 0], 1)
+    ended = []
+    while world.engine.has_work:
+        ended += world.step()
+    assert ended.index(warm) < ended.index(cold)
+
+
+def test_a_failed_pass_ends_its_requests_alone() -> None:
+    world = World(Sizes(num_slots=120, max_running=2, num_rows=4))
+    doomed = [world.submit([1, 2, 3], 5), world.submit([2, 2, 3], 5)]
+    spared = world.submit([4, 4, 4], 5)
+    world.step()
+    world.runner.fail_run = True
+    world.drain()
+    assert [r.finish_reason for r in doomed] == [FinishReason.ERROR] * 2
+    assert doomed[0].error == "its pass failed: SimulatedFailure: run"
+    assert isinstance(doomed[0].cause, RuntimeError)
+    assert spared.finish_reason is FinishReason.LENGTH
+
+
+def test_values_that_are_not_finite_end_one_request_and_leave_no_trace() -> None:
+    world = World(Sizes(num_slots=120))
+    world.runner.poison_next = True
+    requests = [world.submit([i, 1, 2, 3], 4) for i in range(3)]
+    world.drain()
+    assert sorted(str(r.finish_reason) for r in requests) == ["error", "length", "length"]
+    bad = next(r for r in requests if r.finish_reason is FinishReason.ERROR)
+    assert bad.error == "the model computed values that are not finite"
+    assert bad.num_output == 0
+
+
+def test_an_aborted_request_in_the_queue_and_one_that_runs() -> None:
+    world = World(Sizes(num_slots=120, max_running=1))
+    running, waiting = world.submit([1, 2, 3], 9), world.submit([2, 2, 2], 9)
+    world.step()
+    assert (running.state, waiting.state) == (RequestState.RUNNING, RequestState.WAITING)
+    world.abort(running)
+    world.abort(waiting)
+    assert set(world.step()) == {running, waiting}
+    world.abort(running)  # once more changes nothing
+    assert world.step() == []
+    world.drain()
+    assert waiting.timings().first_token is None
+
+
+def test_the_checks_see_a_lost_slot() -> None:
+    world = World()
+    world.slots.alloc(1)
+    with pytest.raises(Violation, match="cover the pool"):
+        world.check()
+    assert np.array_equal(world.rows.take_changes().slots, [])
