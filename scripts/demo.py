@@ -1,0 +1,14 @@
+"""Answer examples/questions.jsonl with the built-in model and report; `make demo` runs this.
+
+python scripts/demo.py
+"""
+
+import sys
+from pathlib import Path
+
+from radixrt.builtin.demo import run_demo
+
+HERE = Path(__file__).resolve().parent.parent
+
+if __name__ == "__main__":
+    sys.exit(run_demo(HERE / "examples" / "questions.jsonl", HERE / "out" / "answers.jsonl"))
