@@ -1,0 +1,97 @@
+"""Linear projections: plain, and several stacked into one matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """``x W^T + b``. Its weights are uninitialised until someone fills what `checkpoint_tensors` yields."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [..., in_features]`` to ``[..., out_features]``."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint stores of this layer, called ``name`` there: (tensor name, where it goes)."""
+        yield f"{name}.weight", self.weight
+        if self.bias is not None:
+            yield f"{name}.bias", self.bias
+
+
+class StackedLinear(Linear):
+    """Projections of the same input, which a checkpoint stores apart, as one matrix: their outputs side by
+    side.
+
+    ``parts`` maps the last component of each part's name to its number of outputs, in the order of the stack.
+    """
+
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype, device=device)
+        self.parts = dict(parts)
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """As `Linear.checkpoint_tensors`, a view for each part; ``name`` is what their names have in
+        common.
+        """
+        start = 0
+        for part, size in self.parts.items():
+            yield f"{name}.{part}.weight", self.weight[start : start + size]
+            if self.bias is not None:
+                yield f"{name}.{part}.bias", self.bias[start : start + size]
+            start += size
+
+
+class QKVLinear(StackedLinear):
+    """The query, key and value projections of an attention layer."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        kv_size = num_kv_heads * head_dim
+        parts = {"q_proj": num_heads * head_dim, "k_proj": kv_size, "v_proj": kv_size}
+        super().__init__(hidden_size, parts, bias=bias, dtype=dtype, device=device)
+
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The output ``[T, ...]`` as views: q ``[T, num_heads, head_dim]``, k and v ``[T, num_kv_heads,
+        head_dim]``.
+        """
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        k_end = self.num_heads + self.num_kv_heads
+        return heads[:, : self.num_heads], heads[:, self.num_heads : k_end], heads[:, k_end:]
+
+
+class GateUpLinear(StackedLinear):
+    """The gate and up projections of a SwiGLU feed-forward layer: gate | up."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        super().__init__(hidden_size, parts, bias=bias, dtype=dtype, device=device)

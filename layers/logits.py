@@ -1,0 +1,43 @@
+"""The head: logits of the tokens that are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from layers.embedding import Embedding
+
+
+class LogitsHead(nn.Module):
+    """Projects hidden states on the vocabulary, with a weight of its own or the embedding's (``tied_to``)."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied_to: Embedding | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.tied = tied_to is not None
+        if tied_to is not None:
+            self.weight = tied_to.weight
+        else:
+            weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, hidden_states: Tensor, logits_indices: Tensor) -> Tensor:
+        """Logits, in the model's dtype, of the tokens that are asked for.
+
+        ``hidden_states`` is ``[T, hidden_size]``, ``logits_indices`` int32 ``[S]``; returns ``[S, vocab_size]``.
+        """
+        return nn.functional.linear(hidden_states.index_select(0, logits_indices), self.weight)
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint stores of this layer, called ``name`` there; nothing if it is tied."""
+        if not self.tied:
+            yield f"{name}.weight", self.weight

@@ -1,0 +1,31 @@
+"""RMSNorm, alone or after the addition of a residual."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from triton_ops.rms_norm import add_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension, with a weight and no bias."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [..., size]``, normed."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``x + residual`` normed, and the sum: the next residual."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint stores of this layer, called ``name`` there: (tensor name, where it goes)."""
+        yield f"{name}.weight", self.weight

@@ -1,0 +1,74 @@
+"""RadixAttention: stores the new tokens' KV, and attends to it and to the prefixes in the pool."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from layers.input_metadata import InputMetadata
+from triton_ops.decode_attention import decode_attention
+from triton_ops.extend_attention import extend_attention
+from triton_ops.kv_store import kv_store
+
+
+class KVCache(Protocol):
+    """The pool as attention sees it: a K and a V buffer a layer, ``[num_slots, num_kv_heads, head_dim]``."""
+
+    def k_buffer(self, layer_id: int) -> Tensor: ...
+
+    def v_buffer(self, layer_id: int) -> Tensor: ...
+
+
+class RadixAttention(nn.Module):
+    """The attention of one layer; it has no weights."""
+
+    def __init__(self, layer_id: int, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
+        super().__init__()
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
+        self.layer_id = layer_id
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
+        """Attention of a pass's T new tokens; writes their K and V to ``metadata.out_cache_loc`` first.
+
+        ``q`` is ``[T, num_heads, head_dim]``, ``k`` and ``v`` are ``[T, num_kv_heads, head_dim]``, views of
+        one packed projection or not. Returns ``[T, num_heads, head_dim]`` in q's dtype.
+        """
+        k_buffer, v_buffer = kv_pool.k_buffer(self.layer_id), kv_pool.v_buffer(self.layer_id)
+        kv_store(k, v, k_buffer, v_buffer, metadata.out_cache_loc)
+        num_extends, num_extend_tokens = metadata.num_extends, metadata.num_extend_tokens
+        outputs = []
+        if num_extends:
+            outputs.append(
+                extend_attention(
+                    q[:num_extend_tokens],
+                    k[:num_extend_tokens],
+                    v[:num_extend_tokens],
+                    k_buffer,
+                    v_buffer,
+                    metadata.req_to_token,
+                    metadata.req_pool_indices[:num_extends],
+                    metadata.prefix_lens[:num_extends],
+                    metadata.extend_start_loc[:num_extends],
+                    metadata.extend_seq_lens[:num_extends],
+                    scale=self.scale,
+                )
+            )
+        if num_extend_tokens < q.shape[0] or not outputs:
+            outputs.append(
+                decode_attention(
+                    q[num_extend_tokens:],
+                    k_buffer,
+                    v_buffer,
+                    metadata.req_to_token,
+                    metadata.plan,
+                    scale=self.scale,
+                )
+            )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -1,0 +1,1 @@
+"""Models: configs, weights and decoders in Hugging Face format."""

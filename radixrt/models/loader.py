@@ -1,0 +1,177 @@
+"""Loading a model: from a folder or hub id to a Decoder whose weights are in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from radixrt.errors import ModelError
+from radixrt.models.config import ModelConfig, read_architecture, read_json
+from radixrt.models.decoder import Decoder
+from radixrt.models.registry import find_architecture
+
+LoadFormat = Literal["auto", "dummy"]
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# What is fetched from the hub besides weights: configs and tokenizers.
+TEXT_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
+STORED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# Random numbers of which dummy weights are made: a prime, so that rows of a matrix do not repeat.
+DUMMY_PERIOD = 4194301
+
+
+def load_model(
+    source: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+) -> tuple[Decoder, ModelConfig]:
+    """The model in ``source``, a folder or a hub id in Hugging Face format, on ``device``.
+
+    ``dtype`` is a torch dtype or its name; "auto" is the checkpoint's, float32 on a CPU. ``load_format``
+    "auto" reads safetensors, tensor by tensor straight into place; "dummy" needs a config only and fills the
+    weights with random numbers that depend on ``seed``, not on the device. Raises ModelError for whatever is
+    wrong with the source.
+    """
+    if load_format not in get_args(LoadFormat):
+        raise ModelError(f"load_format {load_format!r} is unknown; these are: {', '.join(get_args(LoadFormat))}")
+    folder = model_folder(source, weights=load_format == "auto")
+    build = find_architecture(read_architecture(folder))
+    config = ModelConfig.from_folder(folder)
+    device = torch.device(device)
+    files = _weight_files(folder) if load_format == "auto" else []
+    model = build(config, dtype=_resolve_dtype(dtype, config, device), device=device)
+    if load_format == "dummy":
+        _fill_randomly(model, config.initializer_range, seed)
+    else:
+        _fill_from_files(model, config, files)
+    return model.eval(), config
+
+
+def model_folder(source: str | Path, *, weights: bool = True) -> Path:
+    """The folder ``source``, or the local copy of the hub's model of that name, fetched if need be.
+
+    Without ``weights`` only configs and tokenizers are fetched. Raises ModelError if ``source`` is neither.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    patterns = [*TEXT_PATTERNS, "*.safetensors"] if weights else [*TEXT_PATTERNS]
+    try:
+        # Subfolders hold other formats of the same weights.
+        return Path(snapshot_download(str(source), allow_patterns=patterns, ignore_patterns=["*/*"]))
+    except Exception as error:  # offline, no such model, no access, not a name
+        raise ModelError(
+            f"{str(source)!r} is neither a folder nor a model that the hub gives: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else config.dtype
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if resolved not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ModelError(f"dtype {dtype!r} is not supported; 'auto', 'float32', 'bfloat16' and 'float16' are")
+    return resolved
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, each once."""
+    index = folder / INDEX_FILE
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index} holds no weight_map")
+        names = sorted({str(name) for name in weight_map.values()})
+        if any(Path(name).name != name for name in names):
+            raise ModelError(f"{index} names files outside its folder: {_abbreviate(names)}")
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(f"{folder} lacks weight files that its index names: {_abbreviate(missing)}")
+        return [folder / name for name in names]
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise ModelError(
+            f"{folder} holds its weights as {_abbreviate(pickles)}: pickles can run code and are not read. "
+            "Convert them to safetensors (transformers' save_pretrained writes them)."
+        )
+    raise ModelError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _stored_tensors(files: Iterable[Path]) -> Iterator[tuple[Path, str, Tensor]]:
+    """Every tensor of the files, one at a time."""
+    for file in files:
+        try:
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    yield file, name, tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} cannot be read: {error}") from error
+
+
+def _fill_from_files(model: Decoder, config: ModelConfig, files: list[Path]) -> None:
+    places = dict(model.checkpoint_tensors())
+    missing = dict(places)
+    extra = []
+    for file, name, tensor in _stored_tensors(files):
+        if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight"):
+            continue
+        if name not in places:
+            extra.append(name)
+            continue
+        if name not in missing:
+            raise ModelError(f"tensor {name} is stored twice; the second time in {file}")
+        place = missing.pop(name)
+        if tensor.shape != place.shape:
+            raise ModelError(
+                f"tensor {name} in {file} has shape {list(tensor.shape)}; config.json asks for {list(place.shape)}"
+            )
+        if tensor.dtype not in STORED_DTYPES:
+            raise ModelError(f"tensor {name} in {file} is {tensor.dtype}; quantised weights are not supported")
+        place.copy_(tensor)
+    wrong = []
+    if missing:
+        wrong.append(f"{len(missing)} tensors are missing: {_abbreviate(sorted(missing))}")
+    if extra:
+        wrong.append(f"{len(extra)} tensors belong nowhere: {_abbreviate(sorted(extra))}")
+    if wrong:
+        raise ModelError(
+            f"the weights in {files[0].parent} are not those of the {config.architecture} that config.json describes: "
+            + "; ".join(wrong)
+        )
+
+
+def _fill_randomly(model: Decoder, std: float, seed: int) -> None:
+    """Norms 1, all else normal with mean 0 and ``std``: consecutive stretches of one long cycle of numbers."""
+    noise = torch.empty(DUMMY_PERIOD).normal_(std=std, generator=torch.Generator().manual_seed(seed))
+    noise = noise.to(model.norm.weight.device)
+    offset = 0
+    for name, place in model.checkpoint_tensors():
+        if name.endswith("norm.weight"):
+            place.fill_(1.0)
+            continue
+        flat = place.view(-1)  # a stack's parts are whole rows: contiguous
+        start = 0
+        while start < flat.numel():
+            piece = noise[offset : offset + flat.numel() - start]
+            flat[start : start + piece.numel()].copy_(piece)
+            start += piece.numel()
+            offset = (offset + piece.numel()) % DUMMY_PERIOD
+
+
+def _abbreviate(names: list[str]) -> str:
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

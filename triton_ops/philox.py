@@ -1,0 +1,41 @@
+"""Philox4x32-10, the counter-based random generator of Salmon et al., "Parallel random numbers" (SC 2011)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = (0xCD9E8D57, 0xD2511F53)  # of counter words 2 and 0
+KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+WORD = 0xFFFFFFFF
+
+
+def philox_uniform(seeds: Tensor, sample_indices: Tensor, positions: Tensor) -> Tensor:
+    """One uniform number in the open interval (0, 1) for each (seed, sample index, position).
+
+    All three are integer tensors ``[R]`` on one device; the seed's 64 bits are the key, (position, sample
+    index, 0, 0) is the counter. Returns float64 ``[R]``: odd multiples of 2^-53, 52 random bits of the first
+    two words. The same on every device, and whatever else is in the batch.
+    """
+    zero = torch.zeros_like(seeds)
+    counter = torch.stack([positions.to(torch.int64), sample_indices.to(torch.int64), zero, zero], dim=1)
+    words = philox4x32(counter & WORD, torch.stack([seeds, seeds >> 32], dim=1) & WORD)
+    bits = (words[:, 0] << 20) | (words[:, 1] >> 12)
+    return (2 * bits + 1).to(torch.float64) * 2.0**-53
+
+
+def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
+    """The four random words of ``counter [R, 4]`` under ``key [R, 2]``, all int64 that hold 32-bit words."""
+    device = counter.device
+    rounds = torch.arange(ROUNDS, device=device).view(-1, 1, 1)
+    keys = (key + rounds * torch.tensor(KEY_INCREMENTS, device=device)) & WORD
+    multipliers = torch.tensor(MULTIPLIERS, device=device)
+    # A round multiplies the even words and mixes in the odd ones. A product of two words needs 64 bits unsigned;
+    # int64 wraps around to the same bits, and the mask removes the sign that the shift drags in.
+    even, odd = counter[:, 0::2], counter[:, 1::2]
+    for round_key in keys:
+        product = even.flip(1) * multipliers
+        even = ((product >> 32) ^ odd ^ round_key) & WORD
+        odd = product & WORD
+    return torch.stack([even, odd], dim=2).flatten(1)

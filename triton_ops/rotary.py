@@ -1,0 +1,26 @@
+"""Rotary position embedding (Su et al., RoFormer, 2021), the variant that rotates halves ("neox")."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def apply_rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate elements i and ``i + head_dim // 2`` of each head by angle i of the token's position.
+
+    Args:
+        q, k: ``[num_tokens, num_heads or num_kv_heads, head_dim]``, any float dtype, any strides.
+        cos_sin_cache: float32 ``[max_position, head_dim]``: ``head_dim // 2`` cosines, then the sines.
+        positions: int32 ``[num_tokens]``.
+
+    Returns:
+        q and k rotated, as new tensors in their dtypes, computed in float32.
+    """
+    cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+    return rotate(q), rotate(k)
