@@ -7,12 +7,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Idle OpenMP threads that spin slow other processes on the same cores down many times over.
 QUIET := OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: help demo test test-long lint clean
+.PHONY: help demo test test-long bench-tree lint clean
 
 help:
 	@echo "make demo       answer examples/questions.jsonl with the built-in model"
 	@echo "make test       the tests, the demo among them (minutes)"
 	@echo "make test-long  the tests marked long (many minutes)"
+	@echo "make bench-tree how long the radix tree takes"
 	@echo "make lint       ruff and mypy"
 	@echo "make clean      remove $(VENV) and everything else that was made here"
 	@echo
@@ -26,6 +27,9 @@ test: $(VENV)/.installed
 
 test-long: $(VENV)/.installed
 	$(QUIET) $(BIN)/python -m pytest -m long
+
+bench-tree: $(VENV)/.installed
+	$(QUIET) $(BIN)/python scripts/bench_radix_tree.py
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check

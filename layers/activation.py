@@ -8,8 +8,8 @@ from triton_ops.silu_and_mul import silu_and_mul
 
 
 class SiluAndMul(nn.Module):
-    """``silu(gate) * up`` of the stacked projection gate | up."""
+    """`silu(gate) * up` of the stacked projection gate | up."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [..., 2 * size]`` to ``[..., size]``."""
+        """`x [..., 2 * size]` to `[..., size]`."""
         return silu_and_mul(x)

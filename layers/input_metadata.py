@@ -18,24 +18,24 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class InputMetadata:
-    """The batch of one pass: B requests, the ``num_extends`` extends first, then the decodes.
+    """The batch of one pass: B requests, the `num_extends` extends first, then the decodes.
 
     The pass computes T new tokens, contiguous by request, in batch order. A decode computes one. All
     tensors are int32, on the pass's device:
 
-    - ``req_pool_indices`` [B]: the request's line of ``req_to_token``,
-    - ``seq_lens`` [B]: its tokens after this pass, ``prefix_lens`` [B]: those whose KV was in the pool
-      before, ``extend_seq_lens`` [B]: those computed now (seq = prefix + extend),
-    - ``extend_start_loc`` [B]: its first token among the T, ``start_loc`` [B]: the same were prefixes
-      counted too (exclusive sum of ``seq_lens``),
-    - ``positions`` [T]: position of each token in its request, ``out_cache_loc`` [T]: the slot for its KV,
-    - ``logits_indices`` [S]: the tokens, among the T, whose logits are wanted,
-    - ``req_to_token`` [max_requests, max_context_len]: position to slot, the new tokens' included,
-    - ``plan``: what the decodes read; query row 0 is the first decode.
+    - `req_pool_indices` [B]: the request's line of `req_to_token`,
+    - `seq_lens` [B]: its tokens after this pass, `prefix_lens` [B]: those whose KV was in the pool
+      before, `extend_seq_lens` [B]: those computed now (seq = prefix + extend),
+    - `extend_start_loc` [B]: its first token among the T, `start_loc` [B]: the same were prefixes
+      counted too (exclusive sum of `seq_lens`),
+    - `positions` [T]: position of each token in its request, `out_cache_loc` [T]: the slot for its KV,
+    - `logits_indices` [S]: the tokens, among the T, whose logits are wanted,
+    - `req_to_token` [max_requests, max_context_len]: position to slot, the new tokens' included,
+    - `plan`: what the decodes read; query row 0 is the first decode.
 
-    A padded decode has ``seq_len`` 1 and writes to slot 0. ``total_num_tokens`` is the sum of
-    ``seq_lens``, ``max_seq_len`` their maximum, ``max_extend_len`` the longest of the extends (0 if there
-    are none), ``num_extend_tokens`` the extends' share of T.
+    A padded decode has `seq_len` 1 and writes to slot 0. `total_num_tokens` is the sum of
+    `seq_lens`, `max_seq_len` their maximum, `max_extend_len` the longest of the extends (0 if there
+    are none), `num_extend_tokens` the extends' share of T.
     """
 
     req_pool_indices: Tensor
@@ -59,7 +59,7 @@ class InputMetadata:
     def host_arrays(
         req_pool_indices: ArrayLike, seq_lens: ArrayLike, prefix_lens: ArrayLike, out_cache_loc: ArrayLike
     ) -> dict[str, Int32Array]:
-        """All int32 arrays of a batch but ``logits_indices``, by field name, ready to be sent to the device.
+        """All int32 arrays of a batch but `logits_indices`, by field name, ready to be sent to the device.
 
         Raises ValueError where the lengths disagree, a prefix is longer than its sequence, or a value is
         negative.
@@ -110,11 +110,11 @@ class InputMetadata:
         num_extends: int,
         plan: AttentionPlan | None = None,
     ) -> InputMetadata:
-        """The metadata whose numbers come from ``host`` (see `host_arrays`) and whose tensors from
-        ``device``.
+        """The metadata whose numbers come from `host` (see `host_arrays`) and whose tensors from
+        `device`.
 
-        ``device`` holds the same arrays, under the same names, on the device. ``plan`` is the flat plan if
-        None. Raises ValueError where ``num_extends`` is out of range or a request after the extends is no
+        `device` holds the same arrays, under the same names, on the device. `plan` is the flat plan if
+        None. Raises ValueError where `num_extends` is out of range or a request after the extends is no
         decode.
         """
         extend = host["extend_seq_lens"]
@@ -150,9 +150,9 @@ class InputMetadata:
         logits_indices: ArrayLike | None = None,
         plan: AttentionPlan | None = None,
     ) -> InputMetadata:
-        """`host_arrays`, copied to ``req_to_token``'s device array by array: handy, not fast.
+        """`host_arrays`, copied to `req_to_token`'s device array by array: handy, not fast.
 
-        ``num_extends`` is all requests if None, ``logits_indices`` the last token of each request that has
+        `num_extends` is all requests if None, `logits_indices` the last token of each request that has
         one.
         """
         host = cls.host_arrays(req_pool_indices, seq_lens, prefix_lens, out_cache_loc)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """``x W^T + b``. Its weights are uninitialised until someone fills what `checkpoint_tensors` yields."""
+    """`x W^T + b`. Its weights are uninitialised until someone fills what `checkpoint_tensors` yields."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
@@ -22,11 +22,11 @@ class Linear(nn.Module):
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [..., in_features]`` to ``[..., out_features]``."""
+        """`x [..., in_features]` to `[..., out_features]`."""
         return nn.functional.linear(x, self.weight, self.bias)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint stores of this layer, called ``name`` there: (tensor name, where it goes)."""
+        """What a checkpoint stores of this layer, called `name` there: (tensor name, where it goes)."""
         yield f"{name}.weight", self.weight
         if self.bias is not None:
             yield f"{name}.bias", self.bias
@@ -36,7 +36,7 @@ class StackedLinear(Linear):
     """Projections of the same input, which a checkpoint stores apart, as one matrix: their outputs side by
     side.
 
-    ``parts`` maps the last component of each part's name to its number of outputs, in the order of the stack.
+    `parts` maps the last component of each part's name to its number of outputs, in the order of the stack.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StackedLinear(Linear):
         self.parts = dict(parts)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """As `Linear.checkpoint_tensors`, a view for each part; ``name`` is what their names have in
+        """As `Linear.checkpoint_tensors`, a view for each part; `name` is what their names have in
         common.
         """
         start = 0
@@ -79,8 +79,8 @@ class QKVLinear(StackedLinear):
         super().__init__(hidden_size, parts, bias=bias, dtype=dtype, device=device)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The output ``[T, ...]`` as views: q ``[T, num_heads, head_dim]``, k and v ``[T, num_kv_heads,
-        head_dim]``.
+        """The output `[T, ...]` as views: q `[T, num_heads, head_dim]`, k and v
+        `[T, num_kv_heads, head_dim]`.
         """
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         k_end = self.num_heads + self.num_kv_heads

@@ -11,7 +11,7 @@ from layers.embedding import Embedding
 
 
 class LogitsHead(nn.Module):
-    """Projects hidden states on the vocabulary, with a weight of its own or the embedding's (``tied_to``)."""
+    """Projects hidden states on the vocabulary, with a weight of its own or the embedding's (`tied_to`)."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class LogitsHead(nn.Module):
     def forward(self, hidden_states: Tensor, logits_indices: Tensor) -> Tensor:
         """Logits, in the model's dtype, of the tokens that are asked for.
 
-        ``hidden_states`` is ``[T, hidden_size]``, ``logits_indices`` int32 ``[S]``; returns ``[S, vocab_size]``.
+        `hidden_states` is `[T, hidden_size]`, `logits_indices` int32 `[S]`; returns `[S, vocab_size]`.
         """
         return nn.functional.linear(hidden_states.index_select(0, logits_indices), self.weight)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint stores of this layer, called ``name`` there; nothing if it is tied."""
+        """What a checkpoint stores of this layer, called `name` there; nothing if it is tied."""
         if not self.tied:
             yield f"{name}.weight", self.weight

@@ -19,13 +19,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [..., size]``, normed."""
+        """`x [..., size]`, normed."""
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """``x + residual`` normed, and the sum: the next residual."""
+        """`x + residual` normed, and the sum: the next residual."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint stores of this layer, called ``name`` there: (tensor name, where it goes)."""
+        """What a checkpoint stores of this layer, called `name` there: (tensor name, where it goes)."""
         yield f"{name}.weight", self.weight

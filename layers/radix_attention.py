@@ -14,7 +14,7 @@ from triton_ops.kv_store import kv_store
 
 
 class KVCache(Protocol):
-    """The pool as attention sees it: a K and a V buffer a layer, ``[num_slots, num_kv_heads, head_dim]``."""
+    """The pool as attention sees it: a K and a V buffer a layer, `[num_slots, num_kv_heads, head_dim]`."""
 
     def k_buffer(self, layer_id: int) -> Tensor: ...
 
@@ -35,10 +35,10 @@ class RadixAttention(nn.Module):
         self.scale = scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
-        """Attention of a pass's T new tokens; writes their K and V to ``metadata.out_cache_loc`` first.
+        """Attention of a pass's T new tokens; writes their K and V to `metadata.out_cache_loc` first.
 
-        ``q`` is ``[T, num_heads, head_dim]``, ``k`` and ``v`` are ``[T, num_kv_heads, head_dim]``, views of
-        one packed projection or not. Returns ``[T, num_heads, head_dim]`` in q's dtype.
+        `q` is `[T, num_heads, head_dim]`, `k` and `v` are `[T, num_kv_heads, head_dim]`, views of
+        one packed projection or not. Returns `[T, num_heads, head_dim]` in q's dtype.
         """
         k_buffer, v_buffer = kv_pool.k_buffer(self.layer_id), kv_pool.v_buffer(self.layer_id)
         kv_store(k, v, k_buffer, v_buffer, metadata.out_cache_loc)

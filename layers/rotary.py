@@ -13,7 +13,7 @@ from triton_ops.rotary import apply_rotary
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling: long wavelengths are stretched by ``factor``, short ones kept, those between
+    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, those between
     blended.
     """
 
@@ -53,14 +53,16 @@ class RotaryEmbedding(nn.Module):
         if head_dim % 2:
             raise ValueError(f"head_dim must be even to be rotated, but is {head_dim}")
         # In float32, on the CPU: the same angles on every device, and the same as transformers'.
-        inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+        inv_freq = 1.0 / (
+            rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+        )
         if rope.scaling is not None:
             inv_freq = rope.scaling.scale(inv_freq)
-        angles = torch.arange(max_position, dtype=torch.float32).unsqueeze(1) * inv_freq
+        angles = torch.arange(max_position, dtype=torch.float32, device="cpu").unsqueeze(1) * inv_freq
         self.cos_sin_cache = nn.Buffer(torch.cat([angles.cos(), angles.sin()], dim=-1).to(device))
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k ``[T, heads, head_dim]`` rotated by ``positions`` int32 ``[T]``, each below
-        ``max_position``.
+        """q and k `[T, heads, head_dim]` rotated by `positions` int32 `[T]`, each below
+        `max_position`.
         """
         return apply_rotary(q, k, self.cos_sin_cache, positions)

@@ -24,9 +24,8 @@ class TokenToKVPool:
         device: torch.device,
     ) -> None:
         self.allocator = SlotAllocator(num_slots)
-        self._buffer = torch.zeros(
-            (num_layers, 2, num_slots, num_kv_heads, head_dim), dtype=dtype, device=device
-        )
+        # Not zeros: nothing reads a slot before it is written, and a CPU hands out untouched pages for free.
+        self._buffer = torch.empty((num_layers, 2, num_slots, num_kv_heads, head_dim), dtype=dtype, device=device)
 
     @staticmethod
     def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -191,7 +191,9 @@ class SimulatedRunner:
             elif not self._tainted(flight, i):
                 expected = histories(request.namespace, known)
                 got = history[: len(known)]
-                require("7: what is read is the KV of the own history", got == expected, (request.index, start, end))
+                require(
+                    "7: what is read is the KV of the own history", got == expected, (request.index, start, end)
+                )
             sampled[i] = _mix(read) % VOCAB
             if batch.samples[i]:
                 self.last_token[row] = sampled[i]
@@ -334,9 +336,7 @@ class World:
         if oldest is not None and oldest.state is RequestState.WAITING:
             passed = sum(r.lease is not None and r.arrival > oldest.arrival for r in waiting)
             self.overtaken[oldest.index] += passed
-        progress = (
-            self.cache.passes_launched > launched or bool(ended) or len(self.engine._in_flight) < flying
-        )
+        progress = self.cache.passes_launched > launched or bool(ended) or len(self.engine._in_flight) < flying
         require("10: every step computes a token or ends a request", progress or not had_work)
         for request in ended:
             self.events[f"ended by {request.finish_reason}"] += 1
@@ -415,7 +415,9 @@ class World:
                 require("6: what is in the tree is the KV of its path", held == expected)
         known = {id(node) for node, _ in nodes}
         require("4: every locked node is in the tree", all(i in known for i in crossing))
-        require("4: locks and counters equal their recount", (total, locked) == (tree.total_tokens, tree.locked_tokens))
+        require(
+            "4: locks and counters equal their recount", (total, locked) == (tree.total_tokens, tree.locked_tokens)
+        )
         return nodes
 
     def _check_slots(self, nodes: list[tuple[Node, list[Node]]]) -> None:
@@ -459,7 +461,8 @@ class World:
         pending = Counter(id(p.lease) for p in self.cache._pending if p.lease is not None)
         released = [le for le in self.cache.leases if le.released]
         require(
-            "8: a released lease waits once", all(pending[id(le)] == 1 for le in released) and len(pending) == len(released)
+            "8: a released lease waits once",
+            all(pending[id(le)] == 1 for le in released) and len(pending) == len(released),
         )
         rows = [le.row for le in self.cache.leases]
         require("2: a row has one owner", len(set(rows)) == len(rows))
@@ -487,7 +490,10 @@ class World:
                 (request in scheduler.waiting, request in scheduler.running)
                 == (state is RequestState.WAITING, state is RequestState.RUNNING),
             )
-            require("8: only running requests hold a lease", (request.lease is not None) == (state is RequestState.RUNNING))
+            require(
+                "8: only running requests hold a lease",
+                (request.lease is not None) == (state is RequestState.RUNNING),
+            )
             out = request.output_ids().tolist()
             full = continuation(request.namespace, request.prompt_ids, request.max_new_tokens, request.stop_ids)
             name = "12: output does not depend on caching, chunking, retraction or batching"

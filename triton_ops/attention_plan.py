@@ -16,12 +16,12 @@ class AttentionPlan:
     the pass, in batch order (row 0 is the first decode). The result of a row is the merge, by log-sum-exp,
     of the partial results of all items whose range covers it; the order of the items means nothing.
 
-    All fields are int32 tensors ``[num_items]`` on the device of the pass:
+    All fields are int32 tensors `[num_items]` on the device of the pass:
 
-    - ``item_rows``: the line of ``req_to_token`` that names the segment's slots (any request that has it),
-    - ``item_starts``: the first KV position of the segment,
-    - ``item_lens``: its number of tokens (0: the item adds nothing),
-    - ``item_query_starts``, ``item_query_lens``: the query rows that read it.
+    - `item_rows`: the line of `req_to_token` that names the segment's slots (any request that has it),
+    - `item_starts`: the first KV position of the segment,
+    - `item_lens`: its number of tokens (0: the item adds nothing),
+    - `item_query_starts`, `item_query_lens`: the query rows that read it.
     """
 
     item_rows: Tensor
@@ -34,7 +34,7 @@ class AttentionPlan:
     def flat(cls, req_pool_indices: Tensor, seq_lens: Tensor) -> AttentionPlan:
         """The plan without sharing: one item a decode request, its whole context.
 
-        ``req_pool_indices`` and ``seq_lens`` are int32 ``[num_decodes]``; a ``seq_len`` of 0 marks a padded
+        `req_pool_indices` and `seq_lens` are int32 `[num_decodes]`; a `seq_len` of 0 marks a padded
         row. Nothing here waits for the device.
         """
         return cls(

@@ -22,19 +22,19 @@ def decode_attention(
     *,
     scale: float,
 ) -> Tensor:
-    """Softmax(scale * q k^T) v of every query row, over the items of ``plan`` that cover the row.
+    """Softmax(scale * q k^T) v of every query row, over the items of `plan` that cover the row.
 
     Args:
-        q: ``[num_decodes, num_heads, head_dim]``, any float dtype, any strides.
-        k_buffer, v_buffer: ``[num_slots, num_kv_heads, head_dim]``. ``num_heads`` is a multiple of
-            ``num_kv_heads``: query head h reads KV head ``h // (num_heads // num_kv_heads)``. Slots that no
+        q: `[num_decodes, num_heads, head_dim]`, any float dtype, any strides.
+        k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]`. `num_heads` is a multiple of
+            `num_kv_heads`: query head h reads KV head `h // (num_heads // num_kv_heads)`. Slots that no
             item names may hold anything, NaN included.
-        req_to_token: int32 ``[max_requests, max_context_len]``, position to slot.
+        req_to_token: int32 `[max_requests, max_context_len]`, position to slot.
         plan: the work items; several may cover a row, and several rows may share one.
         scale: factor on the scores.
 
     Returns:
-        ``[num_decodes, num_heads, head_dim]`` in q's dtype, computed in float32. A row without an item, or
+        `[num_decodes, num_heads, head_dim]` in q's dtype, computed in float32. A row without an item, or
         whose items are all empty, is zero.
 
     Items of about the same length are padded to one another and computed together, a block at a time. On a GPU
@@ -71,10 +71,10 @@ def decode_attention(
 
 
 def _blocks(plan: AttentionPlan, tokens_per_block: int) -> list[Tensor]:
-    """The fields of the items that are not empty, int64 ``[5, n]`` each, in the plan's order of fields.
+    """The fields of the items that are not empty, int64 `[5, n]` each, in the plan's order of fields.
 
     Items of a block have about the same length and number of query rows; their lengths, when all are padded to the
-    longest, sum to at most ``tokens_per_block``, unless there is one item only.
+    longest, sum to at most `tokens_per_block`, unless there is one item only.
     """
     fields = torch.stack(
         [plan.item_rows, plan.item_starts, plan.item_lens, plan.item_query_starts, plan.item_query_lens]
@@ -97,10 +97,10 @@ def _blocks(plan: AttentionPlan, tokens_per_block: int) -> list[Tensor]:
 def _attend(
     q: Tensor, k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, is_token: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Partial results of ``q [n, rows, num_heads, head_dim]`` (scaled, float32) over ``slots [n, length]``.
+    """Partial results of `q [n, rows, num_heads, head_dim]` (scaled, float32) over `slots [n, length]`.
 
-    Returns the output ``[n, rows, num_heads, head_dim]`` and the natural log of the sum of exponentials
-    ``[n, rows, num_heads]``.
+    Returns the output `[n, rows, num_heads, head_dim]` and the natural log of the sum of exponentials
+    `[n, rows, num_heads]`.
     """
     num_items, num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]

@@ -24,19 +24,19 @@ def extend_attention(
     """Token i of a request attends to the request's cached prefix and to its new tokens 0..i.
 
     Args:
-        q: ``[num_tokens, num_heads, head_dim]``, any float dtype, any strides.
-        k, v: ``[num_tokens, num_kv_heads, head_dim]``, the new tokens' own, contiguous by request.
-            ``num_heads`` is a multiple of ``num_kv_heads``.
-        k_buffer, v_buffer: ``[num_slots, num_kv_heads, head_dim]``; read at the prefixes' slots only, the
+        q: `[num_tokens, num_heads, head_dim]`, any float dtype, any strides.
+        k, v: `[num_tokens, num_kv_heads, head_dim]`, the new tokens' own, contiguous by request.
+            `num_heads` is a multiple of `num_kv_heads`.
+        k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]`; read at the prefixes' slots only, the
             others may hold anything.
-        req_to_token: int32 ``[max_requests, max_context_len]``, position to slot.
-        req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens: int32 ``[num_extends]``. Request b
-            has tokens ``extend_start_loc[b] : extend_start_loc[b] + extend_seq_lens[b]``; 0 of them is
+        req_to_token: int32 `[max_requests, max_context_len]`, position to slot.
+        req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens: int32 `[num_extends]`. Request b
+            has tokens `extend_start_loc[b] : extend_start_loc[b] + extend_seq_lens[b]`; 0 of them is
             allowed.
         scale: factor on the scores.
 
     Returns:
-        ``[num_tokens, num_heads, head_dim]`` in q's dtype, computed in float32; zero at tokens of no request.
+        `[num_tokens, num_heads, head_dim]` in q's dtype, computed in float32; zero at tokens of no request.
 
     On a GPU this waits for the device, to read the lengths.
     """

@@ -14,8 +14,8 @@ WORD = 0xFFFFFFFF
 def philox_uniform(seeds: Tensor, sample_indices: Tensor, positions: Tensor) -> Tensor:
     """One uniform number in the open interval (0, 1) for each (seed, sample index, position).
 
-    All three are integer tensors ``[R]`` on one device; the seed's 64 bits are the key, (position, sample
-    index, 0, 0) is the counter. Returns float64 ``[R]``: odd multiples of 2^-53, 52 random bits of the first
+    All three are integer tensors `[R]` on one device; the seed's 64 bits are the key, (position, sample
+    index, 0, 0) is the counter. Returns float64 `[R]`: odd multiples of 2^-53, 52 random bits of the first
     two words. The same on every device, and whatever else is in the batch.
     """
     zero = torch.zeros_like(seeds)
@@ -26,7 +26,7 @@ def philox_uniform(seeds: Tensor, sample_indices: Tensor, positions: Tensor) -> 
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
-    """The four random words of ``counter [R, 4]`` under ``key [R, 2]``, all int64 that hold 32-bit words."""
+    """The four random words of `counter [R, 4]` under `key [R, 2]`, all int64 that hold 32-bit words."""
     device = counter.device
     rounds = torch.arange(ROUNDS, device=device).view(-1, 1, 1)
     keys = (key + rounds * torch.tensor(KEY_INCREMENTS, device=device)) & WORD

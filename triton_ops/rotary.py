@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate elements i and ``i + head_dim // 2`` of each head by angle i of the token's position.
+    """Rotate elements i and `i + head_dim // 2` of each head by angle i of the token's position.
 
     Args:
-        q, k: ``[num_tokens, num_heads or num_kv_heads, head_dim]``, any float dtype, any strides.
-        cos_sin_cache: float32 ``[max_position, head_dim]``: ``head_dim // 2`` cosines, then the sines.
-        positions: int32 ``[num_tokens]``.
+        q, k: `[num_tokens, num_heads or num_kv_heads, head_dim]`, any float dtype, any strides.
+        cos_sin_cache: float32 `[max_position, head_dim]`: `head_dim // 2` cosines, then the sines.
+        positions: int32 `[num_tokens]`.
 
     Returns:
         q and k rotated, as new tensors in their dtypes, computed in float32.

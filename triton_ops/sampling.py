@@ -14,7 +14,7 @@ MAX_VOCAB_SIZE = 2 ** (63 - UNIT_BITS) - 1
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The first of the greatest logits of each row of ``logits [R, vocab_size]``: int32 ``[R]``."""
+    """The first of the greatest logits of each row of `logits [R, vocab_size]`: int32 `[R]`."""
     return logits.argmax(dim=-1).int()
 
 
@@ -29,21 +29,21 @@ def sample(
     sample_indices: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """One token a row of ``logits [R, vocab_size]``, any float dtype: int32 ``[R]``.
+    """One token a row of `logits [R, vocab_size]`, any float dtype: int32 `[R]`.
 
     Filters apply in this order, each to what the one before left:
 
-    - ``temperatures`` float32 ``[R]`` divides the logits; 0 is greedy, the first of the greatest logits,
-    - ``top_ks`` int32 ``[R]`` keeps the k likeliest tokens and ties at the k-th; off where <= 0 or >=
+    - `temperatures` float32 `[R]` divides the logits; 0 is greedy, the first of the greatest logits,
+    - `top_ks` int32 `[R]` keeps the k likeliest tokens and ties at the k-th; off where <= 0 or >=
       vocab_size,
-    - ``top_ps`` float32 ``[R]`` keeps the fewest likeliest tokens whose share of the rest reaches p, and
+    - `top_ps` float32 `[R]` keeps the fewest likeliest tokens whose share of the rest reaches p, and
       ties at the last of them; off where 1,
-    - ``min_ps`` float32 ``[R]`` keeps tokens at least min_p times as likely as the likeliest; off where 0.
+    - `min_ps` float32 `[R]` keeps tokens at least min_p times as likely as the likeliest; off where 0.
 
     A filter that is None is off for all rows, and costs nothing.
 
     The draw inverts the cumulative distribution in vocabulary order at one uniform number, of Philox under
-    ``(seeds int64, sample_indices int32, positions int32)``, all ``[R]``. It depends on its own row only. A
+    `(seeds int64, sample_indices int32, positions int32)`, all `[R]`. It depends on its own row only. A
     token less likely than 2^-45 of the likeliest, and so one whose logit is -inf, is never drawn. A row that
     `finite_rows` rejects gives some token id. Raises ValueError where the vocabulary is too large for exact
     sums.
@@ -61,28 +61,28 @@ def sample(
     cumulative = mass.cumsum(dim=-1)
     total = cumulative[:, -1]
     uniform = philox_uniform(seeds, sample_indices, positions)
-    # In 0 .. total - 1; rounding a large total to float64 may reach it. The first token whose cumulative mass
-    # exceeds the target has mass of its own.
-    target = torch.minimum((uniform * total).long(), total - 1)
+    # Below the total, though float64 rounds it: the greatest uniform number is 1 - 2^-53. The first token whose
+    # cumulative mass exceeds the target has mass of its own.
+    target = (uniform * total).long()
     token = torch.searchsorted(cumulative, target.unsqueeze(1), right=True).squeeze(1)
     token = token.clamp(max=vocab_size - 1)  # a row of NaN has no mass at all
     return torch.where(drawn, token.int(), greedy(logits))
 
 
 def finite_rows(x: Tensor) -> Tensor:
-    """Bool ``[R]``: whether a row of ``x [R, N]`` holds no NaN, no +inf, and something besides -inf."""
+    """Bool `[R]`: whether a row of `x [R, N]` holds no NaN, no +inf, and something besides -inf."""
     return x.amax(dim=-1).isfinite()
 
 
 def _mass(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """``exp((logit - greatest) / temperature)`` in units of 2^-44, int64 ``[R, vocab_size]``."""
+    """`exp((logit - greatest) / temperature)` in units of 2^-44, int64 `[R, vocab_size]`."""
     wide = logits.double()
     wide.sub_(wide.amax(dim=-1, keepdim=True)).div_(temperatures.double().unsqueeze(1))
     return wide.exp_().mul_(2.0**UNIT_BITS).round_().nan_to_num_(nan=0.0).long()
 
 
 def _top_threshold(mass: Tensor, top_ks: Tensor | None, top_ps: Tensor | None) -> Tensor:
-    """The least mass that top-k, then top-p, keep: int64 ``[R]``."""
+    """The least mass that top-k, then top-p, keep: int64 `[R]`."""
     vocab_size = mass.shape[1]
     descending = mass.sort(dim=-1, descending=True).values
     kept = descending
@@ -101,5 +101,5 @@ def _top_threshold(mass: Tensor, top_ks: Tensor | None, top_ps: Tensor | None) -
 
 
 def _keep(mass: Tensor, threshold: Tensor) -> Tensor:
-    """``mass`` where it reaches its row's threshold, else 0."""
+    """`mass` where it reaches its row's threshold, else 0."""
     return mass * (mass >= threshold.unsqueeze(1))

@@ -7,6 +7,6 @@ from torch.nn.functional import silu
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``x [..., 2 * size]`` = gate | up: ``[..., size]`` in x's dtype."""
+    """`silu(gate) * up` of `x [..., 2 * size]` = gate | up: `[..., size]` in x's dtype."""
     gate, up = x.chunk(2, dim=-1)
     return silu(gate) * up

@@ -195,7 +195,6 @@ class RadixTree:
                 self.total_tokens += len(leaf.tokens)
                 self.version += 1
                 node = leaf
-                self._offer(leaf)
                 break
             n = min(len(child.tokens), len(tokens) - done)
             agree = _common_prefix(child.tokens[:n], tokens[done : done + n])
@@ -203,6 +202,7 @@ class RadixTree:
             canonical.append(node.slots)
             done += agree
         self.touch(node)
+        self._offer(node)
         return Insertion(node, np.concatenate(canonical) if canonical else _EMPTY)
 
     def evict(self, num_tokens: int) -> Slots:

@@ -41,9 +41,7 @@ class ModelRunner:
         device: where everything is.
     """
 
-    def __init__(
-        self, model: Decoder, rows: ReqToTokenPool, kv_pool: TokenToKVPool, device: torch.device
-    ) -> None:
+    def __init__(self, model: Decoder, rows: ReqToTokenPool, kv_pool: TokenToKVPool, device: torch.device) -> None:
         self.model = model
         self.kv_pool = kv_pool
         self.device = device
@@ -109,7 +107,7 @@ class ModelRunner:
     def _send_back(self, result: Tensor) -> PassInFlight:
         if self.device.type != "cuda":
             return PassInFlight(result, None)
-        host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+        host = torch.empty(result.shape, dtype=result.dtype, device="cpu", pin_memory=True)
         host.copy_(result, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()

@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 4  # words: every array starts at a multiple of 16 bytes
-_TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32, np.dtype(np.int64): torch.int64}
+_TORCH_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.int64): torch.int64,
+}
 
 
 class Staging:
@@ -29,7 +33,7 @@ class Staging:
 
     def _reserve(self, num_words: int) -> None:
         pinned = self._device.type == "cuda"
-        self._host = [torch.empty(num_words, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._host = [torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(2)]
         self._words = [buffer.numpy() for buffer in self._host]
         self._buffer = torch.empty(num_words, dtype=torch.int32, device=self._device)
 

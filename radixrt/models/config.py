@@ -18,8 +18,8 @@ from radixrt.errors import ModelError
 class ModelConfig:
     """The shape of a decoder and the tokens that mean something to it.
 
-    ``dtype`` is the one the checkpoint was saved in (float32 where it does not say), ``context_length`` the
-    longest sequence that positions exist for, ``eos_token_ids`` the tokens that end an answer, sorted.
+    `dtype` is the one the checkpoint was saved in (float32 where it does not say), `context_length` the
+    longest sequence that positions exist for, `eos_token_ids` the tokens that end an answer, sorted.
     """
 
     architecture: str
@@ -44,7 +44,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
-        """Read ``config.json`` and, where there is one, ``generation_config.json``; no code of the folder is
+        """Read `config.json` and, where there is one, `generation_config.json`; no code of the folder is
         run.
 
         Raises ModelError where a file cannot be read, or asks for what is not supported, which it names. The
@@ -82,7 +82,7 @@ class ModelConfig:
 
 
 def read_architecture(folder: Path) -> str:
-    """The architecture that ``config.json`` names, supported or not; ModelError if it names none."""
+    """The architecture that `config.json` names, supported or not; ModelError if it names none."""
     architectures = read_json(folder / "config.json").get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise ModelError(f"{folder / 'config.json'} names no architecture: architectures is {architectures!r}")
@@ -108,6 +108,8 @@ def _refuse_unsupported(config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
         raise ModelError(f"layers of kind {', '.join(sorted(kinds))} are not supported; full_attention is")
+    if config.num_hidden_layers < 1:
+        raise ModelError(f"num_hidden_layers is {config.num_hidden_layers}; a decoder has at least one")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ModelError(
             f"num_attention_heads {config.num_attention_heads} is not a multiple of "
@@ -118,7 +120,7 @@ def _refuse_unsupported(config: Any) -> None:
 
 
 def _rope(parameters: dict[str, Any]) -> RopeParameters:
-    """``rope_parameters``, which transformers also makes of the older ``rope_theta`` and ``rope_scaling``."""
+    """`rope_parameters`, which transformers also makes of the older `rope_theta` and `rope_scaling`."""
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(f"partial_rotary_factor {parameters['partial_rotary_factor']} is not supported; 1.0 is")
     theta, kind = float(parameters["rope_theta"]), parameters["rope_type"]

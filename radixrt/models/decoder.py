@@ -37,9 +37,7 @@ class Attention(nn.Module):
         super().__init__()
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         bias = config.attention_bias
-        self.qkv = QKVLinear(
-            config.hidden_size, heads, kv_heads, head_dim, bias=bias, dtype=dtype, device=device
-        )
+        self.qkv = QKVLinear(config.hidden_size, heads, kv_heads, head_dim, bias=bias, dtype=dtype, device=device)
         self.output = Linear(heads * head_dim, config.hidden_size, bias=bias, dtype=dtype, device=device)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
@@ -66,7 +64,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -140,9 +138,9 @@ class Decoder(nn.Module):
         self.head = LogitsHead(vocab, hidden, tied_to=tied_to, dtype=dtype, device=device)
 
     def forward(self, input_ids: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
-        """Run a pass over ``input_ids`` int32 or int64 ``[T]``, writing the tokens' KV into ``kv_pool``.
+        """Run a pass over `input_ids` int32 or int64 `[T]`, writing the tokens' KV into `kv_pool`.
 
-        Returns the hidden states after the last norm, ``[T, hidden_size]`` in the model's dtype.
+        Returns the hidden states after the last norm, `[T, hidden_size]` in the model's dtype.
         """
         hidden: Tensor = self.embedding(input_ids)
         residual: Tensor | None = None
@@ -153,8 +151,8 @@ class Decoder(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: Tensor, logits_indices: Tensor) -> Tensor:
-        """Logits ``[S, vocab_size]``, in the model's dtype, of rows ``logits_indices`` int32 ``[S]`` of
-        ``hidden``.
+        """Logits `[S, vocab_size]`, in the model's dtype, of rows `logits_indices` int32 `[S]` of
+        `hidden`.
         """
         logits: Tensor = self.head(hidden, logits_indices)
         return logits

@@ -37,11 +37,11 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
 ) -> tuple[Decoder, ModelConfig]:
-    """The model in ``source``, a folder or a hub id in Hugging Face format, on ``device``.
+    """The model in `source`, a folder or a hub id in Hugging Face format, on `device`.
 
-    ``dtype`` is a torch dtype or its name; "auto" is the checkpoint's, float32 on a CPU. ``load_format``
+    `dtype` is a torch dtype or its name; "auto" is the checkpoint's, float32 on a CPU. `load_format`
     "auto" reads safetensors, tensor by tensor straight into place; "dummy" needs a config only and fills the
-    weights with random numbers that depend on ``seed``, not on the device. Raises ModelError for whatever is
+    weights with random numbers that depend on `seed`, not on the device. Raises ModelError for whatever is
     wrong with the source.
     """
     if load_format not in get_args(LoadFormat):
@@ -60,9 +60,9 @@ def load_model(
 
 
 def model_folder(source: str | Path, *, weights: bool = True) -> Path:
-    """The folder ``source``, or the local copy of the hub's model of that name, fetched if need be.
+    """The folder `source`, or the local copy of the hub's model of that name, fetched if need be.
 
-    Without ``weights`` only configs and tokenizers are fetched. Raises ModelError if ``source`` is neither.
+    Without `weights` only configs and tokenizers are fetched. Raises ModelError if `source` is neither.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -149,14 +149,15 @@ def _fill_from_files(model: Decoder, config: ModelConfig, files: list[Path]) -> 
         wrong.append(f"{len(extra)} tensors belong nowhere: {_abbreviate(sorted(extra))}")
     if wrong:
         raise ModelError(
-            f"the weights in {files[0].parent} are not those of the {config.architecture} that config.json describes: "
+            f"the weights in {files[0].parent} are not those of the {config.architecture} of config.json: "
             + "; ".join(wrong)
         )
 
 
 def _fill_randomly(model: Decoder, std: float, seed: int) -> None:
-    """Norms 1, all else normal with mean 0 and ``std``: consecutive stretches of one long cycle of numbers."""
-    noise = torch.empty(DUMMY_PERIOD).normal_(std=std, generator=torch.Generator().manual_seed(seed))
+    """Norms 1, all else normal with mean 0 and `std`: consecutive stretches of one long cycle of numbers."""
+    noise = torch.empty(DUMMY_PERIOD, device="cpu")
+    noise.normal_(std=std, generator=torch.Generator(device="cpu").manual_seed(seed))
     noise = noise.to(model.norm.weight.device)
     offset = 0
     for name, place in model.checkpoint_tensors():

@@ -18,8 +18,8 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
 
 
 def find_architecture(name: str) -> type[Decoder]:
-    """The class that is built with ``(config, dtype=, device=)``; ModelError names those there are if
-    ``name`` is none.
+    """The class that is built with `(config, dtype=, device=)`; ModelError names those there are if
+    `name` is none.
     """
     try:
         return ARCHITECTURES[name]

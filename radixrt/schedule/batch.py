@@ -58,8 +58,6 @@ class PassResult:
     finite: NDArray[np.bool_]
 
 
-
-
 class Runner(Protocol):
     """What computes passes, in the order in which they are launched."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -65,7 +65,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: str | None = None
     cause: BaseException | None = None
-    submitted_at: float = field(default_factory=time.perf_counter)
+    submitted_at: float = 0.0  # this and the moments below are of time.perf_counter
     launched_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None

@@ -89,6 +89,7 @@ class Scheduler:
         if refusal is not None:
             raise ValueError(f"request {request.index} {refusal}")
         request.arrival = self._arrivals
+        request.submitted_at = time.perf_counter()
         self._arrivals += 1
         self.waiting.append(request)
 

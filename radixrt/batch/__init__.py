@@ -1,0 +1,1 @@
+"""Offline batches: a file of prompts to a file of answers."""

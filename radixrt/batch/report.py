@@ -1,0 +1,61 @@
+"""What a batch did, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """Figures of one batch. Tokens are those of the requests that ended without an error.
+
+    Attributes:
+        output_path: the file with the records; the partial file if the batch was interrupted.
+        requests: input lines that are not blank.
+        written: records in the output file: `requests`, unless the batch was interrupted.
+        errors: records with an error.
+        prompt_tokens, cached_tokens: tokens of the prompts, and those of them that were found in the cache.
+        completion_tokens: generated tokens.
+        best_hit_rate: the hit rate that no engine can exceed on these prompts, from an empty cache.
+        seconds: from the first request submitted to the last one finished; reading the input is not in it.
+    """
+
+    output_path: Path
+    requests: int
+    written: int
+    errors: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    best_hit_rate: float
+    seconds: float
+
+    @property
+    def hit_rate(self) -> float:
+        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second."""
+        return self.completion_tokens / self.seconds if self.seconds else 0.0
+
+
+def print_report(report: BatchReport, console: Console, **more: str) -> None:
+    """Print the figures as a small table, those of `more` at its end."""
+    rows = {
+        "requests": f"{report.requests:,}",
+        "errors": f"{report.errors:,}",
+        "prompt tokens": f"{report.prompt_tokens:,}",
+        "cached tokens": f"{report.cached_tokens:,}",
+        "hit rate": f"{report.hit_rate:.2%} (best possible {report.best_hit_rate:.2%})",
+        "generated tokens": f"{report.completion_tokens:,}",
+        "time": f"{report.seconds:.1f} s ({report.tokens_per_second:,.0f} generated tokens/s)",
+        **{name.replace("_", " "): text for name, text in more.items()},
+    }
+    for name, text in rows.items():
+        console.print(Text.assemble((f"{name:<18}", "dim"), text), soft_wrap=True)

@@ -1,0 +1,92 @@
+"""Batches for attention tests, and their attention computed densely in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def dense_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Query i of `q [T, Hq, D]` over all but the last T - 1 - i of `keys [L, Hk, D]`, in float64."""
+    num_tokens, num_heads, _ = q.shape
+    length, num_kv_heads, _ = keys.shape
+    group = num_heads // num_kv_heads
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for token in range(num_tokens):
+        visible = length - num_tokens + 1 + token
+        for head in range(num_heads):
+            kv_head = head // group
+            scores = keys[:visible, kv_head].double() @ q[token, head].double() * scale
+            out[token, head] = torch.softmax(scores, 0) @ values[:visible, kv_head].double()
+    return out
+
+
+@dataclass
+class Case:
+    """Requests whose whole history lies in scattered slots of a pool that holds NaN and Inf everywhere else.
+
+    `keys[b]` and `values[b]` are request b's, `[seq_lens[b], Hk, D]`; `rows[b]` is its row.
+    """
+
+    k_buffer: Tensor
+    v_buffer: Tensor
+    req_to_token: Tensor
+    rows: Tensor
+    seq_lens: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+def make_case(
+    seq_lens: list[int],
+    *,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    scattered: bool = True,
+    interleaved: bool = False,
+    seed: int = 0,
+) -> Case:
+    """`interleaved` makes K and V strided views of one buffer, `[num_slots, 2, Hk, D]`."""
+    generator = torch.Generator().manual_seed(seed)
+    num_slots = sum(seq_lens) + 40
+    shape = (num_slots, num_kv_heads, head_dim)
+    if interleaved:
+        k_buffer, v_buffer = torch.empty(num_slots, 2, *shape[1:], dtype=dtype).unbind(1)
+    else:
+        k_buffer, v_buffer = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    for buffer in (k_buffer, v_buffer):
+        buffer.fill_(torch.nan)
+        buffer[1::3] = torch.inf
+        buffer[2::3] = -torch.inf
+    slots = torch.arange(1, num_slots)
+    if scattered:
+        slots = slots[torch.randperm(num_slots - 1, generator=generator)]
+    num_rows = len(seq_lens) + 3
+    # Beyond a row's end: slots that are not its own, as a reused row would have.
+    req_to_token = torch.randint(0, num_slots, (num_rows, max([1, *seq_lens]) + 2), generator=generator)
+    rows = torch.randperm(num_rows, generator=generator)[: len(seq_lens)]
+    keys, values, start = [], [], 0
+    for row, length in zip(rows.tolist(), seq_lens, strict=True):
+        own = slots[start : start + length]
+        start += length
+        req_to_token[row, :length] = own
+        keys.append(torch.randn(length, num_kv_heads, head_dim, generator=generator).to(dtype))
+        values.append(torch.randn(length, num_kv_heads, head_dim, generator=generator).to(dtype))
+        k_buffer[own], v_buffer[own] = keys[-1], values[-1]
+    return Case(
+        k_buffer, v_buffer, req_to_token.int(), rows.int(), torch.tensor(seq_lens, dtype=torch.int32), keys, values
+    )
+
+
+def packed_qkv(
+    num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random float32 q, k and v as strided views of one packed projection."""
+    generator = torch.Generator().manual_seed(seed)
+    packed = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator)
+    q, k, v = packed.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    assert num_tokens < 2 or not q.is_contiguous()
+    return q, k, v

@@ -1,0 +1,48 @@
+"""Settings of all tests."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported, here or in a process that a test starts: on two shared cores OpenMP's threads cost
+# more than they bring.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import settings
+
+# A deadline fails on a busy machine, not on a slow program. The same examples each time: CI does not flicker.
+settings.register_profile("radixrt", deadline=None, derandomize=True)
+settings.load_profile("radixrt")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The tensors and random numbers of a test are made on this device unless it says otherwise."""
+    with pytest.MonkeyPatch.context() as patch, torch.device(request.param) as chosen:
+        patch.setattr(torch, "Generator", partial(torch.Generator, device=chosen))
+        yield chosen
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out `long` tests unless -m names them, and `gpu` tests where there is no GPU."""
+    unwanted = set()
+    if "long" not in config.option.markexpr:
+        unwanted.add("long")
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
+        unwanted.add("gpu")
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        (left_out if any(item.get_closest_marker(name) for name in unwanted) else kept).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()

@@ -1,0 +1,92 @@
+"""A Runtime without a model: what comes out of a request depends on that request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from radixrt.errors import ParameterError, PromptError
+from radixrt.output import FinishReason, RequestOutput, Timings, Usage
+from radixrt.sampling_params import SamplingParams
+
+VOCAB_SIZE = 1000
+CONTEXT_LENGTH = 50
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    index: int
+    prompt_ids: npt.NDArray[np.int32]
+    params: SamplingParams
+
+
+class FakeRuntime:
+    """Ends one request a step: the one that `choose` picks among so many.
+
+    Attributes:
+        on_step: called at the beginning of each step.
+    """
+
+    def __init__(self, choose: Callable[[int], int] = lambda count: 0) -> None:
+        self.choose = choose
+        self.on_step: Callable[[], None] = lambda: None
+        self.failing: set[int] = set()  # indices of requests whose run fails
+        self.running: list[FakeRequest] = []
+        self.aborted: list[FakeRequest] = []
+
+    def __enter__(self) -> FakeRuntime:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running)
+
+    def prepare(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, index: int = 0
+    ) -> FakeRequest:
+        try:
+            ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+        except UnicodeEncodeError as error:
+            raise PromptError(f"cannot be encoded: {error}") from None
+        if max(ids) >= VOCAB_SIZE:
+            raise PromptError(f"holds token id {max(ids)}; the model's are below {VOCAB_SIZE}")
+        if len(ids) >= CONTEXT_LENGTH:
+            raise PromptError(f"has {len(ids)} tokens; at most {CONTEXT_LENGTH - 1} fit")
+        params = sampling_params or SamplingParams()
+        if any(token >= VOCAB_SIZE for token in params.stop_token_ids):
+            raise ParameterError("stop_token_ids holds an id that the model does not have")
+        return FakeRequest(index, np.array(ids, dtype=np.int32), params)
+
+    def submit(self, request: FakeRequest) -> None:
+        self.running.append(request)
+
+    def abort(self, request: FakeRequest) -> None:
+        self.aborted.append(request)
+
+    def step(self) -> list[RequestOutput]:
+        self.on_step()
+        if self.aborted:
+            self.running = [request for request in self.running if request not in self.aborted]
+            self.aborted = []
+            return []
+        request = self.running.pop(self.choose(len(self.running)))
+        failed = request.index in self.failing
+        ids = (int(request.prompt_ids.sum()), request.params.max_new_tokens)
+        cached = len(request.prompt_ids) // 2
+        return [
+            RequestOutput(
+                index=request.index,
+                text=f"{ids[0]} é\u2028",
+                token_ids=ids,
+                finish_reason=FinishReason.ERROR if failed else FinishReason.LENGTH,
+                usage=Usage(len(request.prompt_ids), cached, len(request.prompt_ids) - cached, len(ids)),
+                timings=Timings(queue=0.25, first_token=None if failed else 0.5, total=1.0),
+                error="the pass failed" if failed else None,
+            )
+        ]

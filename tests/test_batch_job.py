@@ -1,0 +1,388 @@
+"""A batch from file to file, over a runtime without a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_runtime import FakeRequest, FakeRuntime
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import radixrt.batch.job
+from radixrt.batch.job import BatchInterrupted, run_batch
+from radixrt.errors import BatchFileError, RadixrtError, SchedulerError
+from radixrt.sampling_params import SamplingParams
+
+BAD = [
+    b"{",
+    b"\xff\xfe",
+    b"[]",
+    b"{}",
+    b'{"prompt": ""}',
+    b'{"prompt": "a", "token_ids": [1]}',
+    b'{"prompt": "a", "temperature": 0}',
+    b'{"token_ids": [1000]}',
+    b'{"prompt": "' + b"x" * 50 + b'", "custom_id": "id-0"}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "a", "sampling_params": {"stop_token_ids": [1000]}, "custom_id": "id-1"}',
+    b'{"prompt": "a", "sampling_params": {"top_k": NaN}}',
+    b'{"prompt": "a", "metadata": 1e400}',
+]
+BLANK = [b"", b"  \t", b"\r"]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+
+def write(path: Path, lines: list[bytes]) -> None:
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+
+
+def good(number: int) -> bytes:
+    return json.dumps(
+        {"prompt": [number, number], "custom_id": f"id-{number}", "metadata": {"n": number}}
+    ).encode()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().decode().split("\n")[:-1]]
+
+
+def indices(path: Path) -> list[int]:
+    return [record["index"] for record in read(path)]
+
+
+def test_every_line_has_one_record_in_order(files: tuple[Path, Path]) -> None:
+    lines = [good(0), *BAD, b"", good(1), b'{"prompt": "ab"}', good(0), b'{"token_ids": [3]}']
+    write(files[0], lines)
+    runtime = FakeRuntime(choose=lambda count: count - 1)
+    report = run_batch(runtime, *files, default_params=SamplingParams(max_new_tokens=9))
+    records = read(files[1])
+    blank = len(BAD) + 1
+    assert [r["index"] for r in records] == [i for i in range(len(lines)) if i != blank]
+    errors = {r["index"]: r["error"]["type"] for r in records if r["error"]}
+    assert list(errors.values()) == [
+        *["invalid_line"] * 3,
+        *["invalid_prompt"] * 3,
+        "invalid_line",
+        *["invalid_prompt"] * 3,
+        "invalid_parameters",
+        *["invalid_line"] * 2,
+        "duplicate_custom_id",
+    ]
+    assert records[9]["error"]["message"] == "the prompt has 50 tokens; at most 49 fit"
+    assert records[-2]["custom_id"] == "id-0"  # the second one of that name
+    # a bad line that bears its name takes nothing from the sound one
+    assert records[len(BAD) + 1] == {
+        "custom_id": "id-1",
+        "index": blank + 1,
+        "text": "2 é\u2028",
+        "token_ids": [2, 9],
+        "finish_reason": "length",
+        "usage": {
+            "prompt_tokens": 2,
+            "cached_tokens": 1,
+            "computed_tokens": 1,
+            "completion_tokens": 2,
+            "recomputed_tokens": 0,
+        },
+        "timings": {"queue": 0.25, "first_token": 0.5, "total": 1.0},
+        "metadata": {"n": 1},
+        "error": None,
+    }
+    assert records[-3]["custom_id"] is None
+    assert (report.output_path, report.requests, report.written) == (files[1], len(lines) - 1, len(lines) - 1)
+    assert (report.errors, report.prompt_tokens, report.cached_tokens) == (len(BAD) + 1, 7, 3)
+    assert (report.completion_tokens, report.best_hit_rate) == (8, 0.0)
+    assert report.hit_rate == 3 / 7
+    assert not files[1].with_name("out.jsonl.partial").exists()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(
+    lines=st.lists(st.sampled_from([*BAD, *BLANK]) | st.integers(0, 5).map(good), max_size=12),
+    seed=st.integers(0, 2**32),
+)
+def test_bad_lines_change_no_other_record(tmp_path: Path, lines: list[bytes], seed: int) -> None:
+    """In any order of completion, with the bad lines and without: the sound lines' records are the same."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+    def run(lines: list[bytes]) -> list[dict[str, Any]]:
+        write(source, lines)
+        run_batch(FakeRuntime(choose=random.Random(seed).randrange), source, output, overwrite=True)
+        return read(output)
+
+    records = run(lines)
+    assert [r["index"] for r in records] == [i for i, line in enumerate(lines) if line not in BLANK]
+    bad = {r["index"] for r in records if r["error"]}
+    assert {i for i, line in enumerate(lines) if line in BAD} <= bad
+    alone = run([b"" if i in bad else line for i, line in enumerate(lines)])
+    assert alone == [r for r in records if not r["error"]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_partial_file_is_always_a_whole_prefix(files: tuple[Path, Path], seed: int) -> None:
+    write(files[0], [b"{", *[good(n) for n in range(1, 8)]])
+    runtime = FakeRuntime(choose=random.Random(seed).randrange)
+    seen: list[int] = []
+
+    def look() -> None:
+        assert not files[1].exists()
+        found = indices(files[1].with_name("out.jsonl.partial"))
+        running = [request.index for request in runtime.running]
+        assert found == list(range(min(running)))
+        seen.append(len(found))
+
+    runtime.on_step = look
+    run_batch(runtime, *files)
+    assert indices(files[1]) == list(range(8))
+    assert len(seen) == 7
+
+
+def interrupt_at(runtime: FakeRuntime, *steps: int) -> None:
+    count = 0
+
+    def on_step() -> None:
+        nonlocal count
+        count += 1
+        if count in steps:
+            signal.raise_signal(signal.SIGINT)
+
+    runtime.on_step = on_step
+
+
+def test_first_interrupt_keeps_what_is_finished(
+    files: tuple[Path, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(files[0], [good(0), b"{", *[good(n) for n in range(2, 8)]])
+    runtime = FakeRuntime(choose=lambda count: count // 2)
+    interrupt_at(runtime, 3)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(BatchInterrupted, match=r"4 of 8 records are in .*out\.jsonl\.partial") as caught:
+        run_batch(runtime, *files)
+    partial = files[1].with_name("out.jsonl.partial")
+    assert indices(partial) == [1, 3, 4, 5]  # the bad line, and three that finished out of order
+    assert not files[1].exists()
+    assert caught.value.report.written == 4
+    assert caught.value.report.completion_tokens == 6
+    assert not runtime.has_work  # what did not finish has left the runtime
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "Ctrl-C again" in capfd.readouterr().err
+
+    with pytest.raises(BatchFileError, match="a batch that did not end"):
+        run_batch(runtime, *files)
+    assert indices(partial) == [1, 3, 4, 5]
+    run_batch(runtime, *files, overwrite=True)
+    assert indices(files[1]) == list(range(8))
+
+
+def test_second_interrupt_stops_at_once(files: tuple[Path, Path]) -> None:
+    write(files[0], [good(n) for n in range(4)])
+    runtime = FakeRuntime()
+
+    def twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    runtime.on_step = twice
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_batch(runtime, *files)
+    assert not isinstance(caught.value, BatchInterrupted)
+    assert len(runtime.running) == 4  # nothing ran any more
+
+
+@pytest.mark.parametrize("line", [good(1), b'{"token_ids": [1000]}'])
+def test_interrupt_while_reading(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
+    write(files[0], [b"{", line, good(2)])
+    runtime = FakeRuntime()
+    prepare = runtime.prepare
+
+    def interrupted(*args: Any, **kwargs: Any) -> FakeRequest:
+        signal.raise_signal(signal.SIGINT)
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(runtime, "prepare", interrupted)
+    with pytest.raises(BatchInterrupted):
+        run_batch(runtime, *files)
+    assert indices(files[1].with_name("out.jsonl.partial")) == ([0] if line == good(1) else [0, 1])
+    assert not runtime.has_work
+
+
+def test_interrupt_in_the_last_pass_comes_too_late(files: tuple[Path, Path]) -> None:
+    write(files[0], [good(0), good(1)])
+    runtime = FakeRuntime()
+    interrupt_at(runtime, 2)
+    assert run_batch(runtime, *files).written == 2
+    assert indices(files[1]) == [0, 1]
+
+
+def test_outside_the_main_thread(files: tuple[Path, Path]) -> None:
+    write(files[0], [good(0)])
+    thread = threading.Thread(target=run_batch, args=(FakeRuntime(), *files))
+    thread.start()
+    thread.join()
+    assert indices(files[1]) == [0]
+
+
+def test_an_exception_keeps_what_is_finished(files: tuple[Path, Path]) -> None:
+    write(files[0], [good(n) for n in range(4)])
+    runtime = FakeRuntime(choose=lambda count: count - 1)
+
+    def fail() -> None:
+        if len(runtime.running) == 2:
+            raise MemoryError("none left")
+
+    runtime.on_step = fail
+    with pytest.raises(MemoryError):
+        run_batch(runtime, *files)
+    assert indices(files[1].with_name("out.jsonl.partial")) == [2, 3]
+    assert [request.index for request in runtime.aborted] == [0, 1]
+
+
+def test_a_failed_request_is_an_error_record(files: tuple[Path, Path]) -> None:
+    write(files[0], [good(n) for n in range(3)])
+    runtime = FakeRuntime()
+    runtime.failing = {1}
+    report = run_batch(runtime, *files)
+    assert [r["error"] and r["error"]["type"] for r in read(files[1])] == [None, "failed", None]
+    assert (report.errors, report.prompt_tokens, report.completion_tokens) == (1, 4, 4)
+
+
+def test_a_lost_request_is_an_error(files: tuple[Path, Path]) -> None:
+    write(files[0], [good(n) for n in range(3)])
+    runtime = FakeRuntime()
+    runtime.on_step = lambda: runtime.running.__delitem__(slice(1, None))
+    with pytest.raises(SchedulerError, match="2 requests"):
+        run_batch(runtime, *files)
+    assert not files[1].exists()
+
+
+def test_a_busy_runtime_is_refused(files: tuple[Path, Path]) -> None:
+    write(files[0], [good(0)])
+    runtime = FakeRuntime()
+    runtime.submit(runtime.prepare("a"))
+    with pytest.raises(RadixrtError, match="other requests"):
+        run_batch(runtime, *files)
+
+
+def test_seeds_and_indices_are_those_of_a_list(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    write(files[0], [good(0), b"", b"{", good(3)])
+    runtime = FakeRuntime()
+    submitted: list[int] = []
+    monkeypatch.setattr(runtime, "submit", lambda request: submitted.append(request.index))
+    with pytest.raises(SchedulerError):
+        run_batch(runtime, *files)
+    assert submitted == [0, 3]
+
+
+def test_byte_order_mark_crlf_and_no_last_newline(files: tuple[Path, Path]) -> None:
+    files[0].write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}')
+    run_batch(FakeRuntime(), *files)
+    assert [(r["index"], r["error"]) for r in read(files[1])] == [(0, None), (2, None)]
+
+
+def test_what_can_be_read_can_be_written(files: tuple[Path, Path]) -> None:
+    """Metadata of any depth: the reader's limit comes before the writer's."""
+    lines = [b'{"prompt": "a", "metadata": ' + b"[" * n + b"]" * n + b"}" for n in range(1, 1100)]
+    lines += [lines[0].replace(b"[]", b"[" * n + b"]" * n) for n in range(1100, 20_000, 50)]
+    write(files[0], lines)
+    report = run_batch(FakeRuntime(), *files)
+    assert 0 < report.errors < len(lines)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n  \n"])
+def test_no_lines_give_an_empty_output(files: tuple[Path, Path], content: bytes) -> None:
+    files[0].write_bytes(content)
+    report = run_batch(FakeRuntime(), *files)
+    assert (report.requests, report.hit_rate, report.tokens_per_second) == (0, 0.0, 0.0)
+    assert files[1].read_bytes() == b""
+
+
+def test_an_existing_output_is_kept(files: tuple[Path, Path]) -> None:
+    write(files[0], [good(0)])
+    files[1].write_text("precious")
+    with pytest.raises(BatchFileError, match=r"out\.jsonl exists; --overwrite"):
+        run_batch(FakeRuntime(), *files)
+    assert files[1].read_text() == "precious"
+    runtime = FakeRuntime()
+    during: list[str] = []
+    runtime.on_step = lambda: during.append(files[1].read_text())
+    run_batch(runtime, *files, overwrite=True)
+    assert during == ["precious"]
+    assert indices(files[1]) == [0]
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+    def refused(source: Path, output: Path, message: str) -> None:
+        with pytest.raises(BatchFileError, match=message):
+            run_batch(FakeRuntime(), source, output, overwrite=True)
+
+    refused(source, out, "does not exist")
+    refused(tmp_path, out, "is a folder")
+    write(source, [good(0)])
+    refused(source, tmp_path / "no" / "out.jsonl", "the folder .*no of the output does not exist")
+    refused(source, tmp_path, "not a plain file")
+    refused(source, source, "would be overwritten")
+    (tmp_path / "link").symlink_to(source)
+    refused(source, tmp_path / "link", "would be overwritten")
+    partial = tmp_path / "out.jsonl.partial"
+    source.rename(partial)
+    refused(partial, out, "would be overwritten")
+    assert custom_ids(partial) == ["id-0"]
+
+
+def custom_ids(path: Path) -> list[str]:
+    return [record["custom_id"] for record in read(path)]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_refuses_is_fatal(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    calls = 0
+
+    def refuse(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        raise OSError(28, "No space left on device")
+
+    write(files[0], [good(0)])
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(BatchFileError, match=r"cannot write .*\.partial: No space left"):
+        run_batch(FakeRuntime(), *files)
+    assert calls == 1  # not tried again
+    assert not files[1].exists()
+
+
+def test_an_input_that_cannot_be_read(files: tuple[Path, Path]) -> None:
+    write(files[0], [good(0)])
+    files[0].chmod(0)
+    if os.access(files[0], os.R_OK):
+        pytest.skip("this user may read everything")
+    with pytest.raises(BatchFileError, match=r"cannot read .*in\.jsonl: Permission denied"):
+        run_batch(FakeRuntime(), *files)
+
+
+def test_progress(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(files[0], [good(0), b"{", good(2)])
+    monkeypatch.setattr(radixrt.batch.job, "_LOG_INTERVAL", 0.0)
+    run_batch(FakeRuntime(), *files, progress=True)
+    shown = capsys.readouterr()
+    assert "3/3" in shown.err
+    assert "tokens/s, hit rate 50.0%" in shown.err
+    assert shown.out == ""
+    run_batch(FakeRuntime(), *files, overwrite=True)
+    assert capsys.readouterr().err == ""

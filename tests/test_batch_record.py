@@ -1,0 +1,174 @@
+"""One line of a batch: what is read, what is refused, what is written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixrt.batch.record import InputRecord, LineError, LineErrorType, error_line, output_line, parse_line
+from radixrt.output import FinishReason, RequestOutput, Timings, Usage
+from radixrt.sampling_params import SamplingParams
+
+DEFAULTS = SamplingParams(temperature=0.5, max_new_tokens=7)
+
+# Any character, lone surrogates included: JSON can spell them.
+ANY_TEXT = st.text(st.characters(codec=None), max_size=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | ANY_TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ANY_TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def refused(line: bytes | str | dict[str, Any]) -> LineError:
+    if isinstance(line, dict):
+        line = json.dumps(line)
+    with pytest.raises(LineError) as caught:
+        parse_line(line if isinstance(line, bytes) else line.encode(), DEFAULTS)
+    # whatever is wrong with a line, its record can be written and read
+    record = json.loads(error_line(3, caught.value))
+    assert record["error"] == {"type": caught.value.type.value, "message": caught.value.message}
+    assert (record["index"], record["text"], record["token_ids"]) == (3, None, None)
+    return caught.value
+
+
+@given(
+    prompt=ANY_TEXT.filter(bool) | st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4),
+    custom_id=st.none() | ANY_TEXT,
+    metadata=JSON,
+    as_ascii=st.booleans(),
+)
+def test_round_trip(prompt: str | list[int], custom_id: str | None, metadata: Any, as_ascii: bool) -> None:
+    key = "token_ids" if isinstance(prompt, list) and as_ascii else "prompt"
+    text = json.dumps({key: prompt, "custom_id": custom_id, "metadata": metadata}, ensure_ascii=as_ascii)
+    line = text.encode("utf-8", "backslashreplace")
+    record = parse_line(line + b"\r\n", DEFAULTS)
+    assert record == InputRecord(prompt, DEFAULTS, custom_id, metadata)
+
+    output = RequestOutput(
+        index=0,
+        text="\ud800\u2028\u2029\x85\x0b\n\0",
+        token_ids=(3, 4),
+        finish_reason=FinishReason.STOP,
+        usage=Usage(5, 2, 3, 2, 1),
+        timings=Timings(0.1234567, None, 2.0),
+    )
+    written = output_line(9, record.custom_id, record.metadata, output)
+    assert len(written.decode().splitlines()) == 1
+    assert json.loads(written.decode()) == {
+        "custom_id": custom_id,
+        "index": 9,
+        "text": "\ud800\u2028\u2029\x85\x0b\n\0",
+        "token_ids": [3, 4],
+        "finish_reason": "stop",
+        "usage": {
+            "prompt_tokens": 5,
+            "cached_tokens": 2,
+            "computed_tokens": 3,
+            "completion_tokens": 2,
+            "recomputed_tokens": 1,
+        },
+        "timings": {"queue": 0.123457, "first_token": None, "total": 2.0},
+        "metadata": metadata,
+        "error": None,
+    }
+
+
+@given(line=st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_any_line_is_read_or_refused(line: bytes) -> None:
+    try:
+        parse_line(line, DEFAULTS)
+    except LineError as error:
+        json.loads(error_line(0, error))
+
+
+def test_parameters_go_on_top_of_the_defaults() -> None:
+    record = parse_line(b'{"prompt": "a", "sampling_params": {"temperature": 0, "stop_token_ids": [1]}}', DEFAULTS)
+    assert record.sampling_params == SamplingParams(temperature=0, max_new_tokens=7, stop_token_ids=(1,))
+    nulls = b'{"prompt": "a", "token_ids": null, "sampling_params": null, "custom_id": null, "metadata": null}'
+    assert parse_line(nulls, DEFAULTS) == InputRecord("a", DEFAULTS)
+
+
+def test_a_failed_run_has_an_error_and_no_answer() -> None:
+    output = RequestOutput(
+        0, "half", (1,), FinishReason.ERROR, Usage(1, 0, 1, 1), Timings(0, None, 1), error="not finite"
+    )
+    record = json.loads(output_line(0, "a", [1], output))
+    assert record["error"] == {"type": "failed", "message": "not finite"}
+    assert (record["text"], record["token_ids"], record["finish_reason"]) == (None, None, "error")
+    assert (record["custom_id"], record["metadata"], record["usage"]["completion_tokens"]) == ("a", [1], 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "\xff"}', "not UTF-8: byte 0xff at position 12"),
+        (b"{", "not JSON"),
+        (b'{"prompt": "a"} {}', "Extra data at character 16"),
+        (b'"a"', "a string; it must be a JSON object"),
+        (b"[1]", "a list; it must be"),
+        (b"null", "null; it must be"),
+        (b"-Infinity", "-Infinity is not a JSON number"),
+        (b'{"prompt": "a", "metadata": NaN}', "NaN is not a JSON number"),
+        (b'{"prompt": "a", "metadata": [-1e400]}', "-1e400 is out of range"),
+        (b'{"prompt": "a", "metadata": ' + b"1" * 5000 + b"}", "not JSON"),
+        (b'{"prompt": "a", "metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nests too deep"),
+        (b'{"prompt": "a", "prompt": "b"}', "key 'prompt' appears twice"),
+        (b'{"prompt": "a", "metadata": {"k": 1, "k": 1}}', "key 'k' appears twice"),
+        (b'{"prompt": "a", "max_tokens": 1, "stop": 2}', "unknown key 'max_tokens', 'stop'"),
+        (b'{"prompt": "a", "custom_id": 7}', "custom_id is a number; it must be a string"),
+    ],
+)
+def test_bad_lines(line: bytes, message: str) -> None:
+    error = refused(line)
+    assert error.type is LineErrorType.INVALID_LINE
+    assert message in error.message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({}, "no prompt"),
+        ({"prompt": None}, "no prompt"),
+        ({"prompt": "a", "token_ids": [1]}, "both prompt and token_ids"),
+        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"token_ids": []}, "token_ids is empty"),
+        ({"token_ids": "1 2"}, "token_ids is a string; it must be a list of token ids"),
+        ({"prompt": 5}, "prompt is a number; it must be a string or a list"),
+        ({"prompt": {"a": 1}}, "prompt is an object"),
+        ({"token_ids": [1, True]}, "token_ids[1] is true"),
+        ({"prompt": [1.0]}, "prompt[0] is a number; it must be a token id"),
+        ({"prompt": ["1"]}, "prompt[0] is a string"),
+        ({"token_ids": [[1]]}, "token_ids[0] is a list"),
+        ({"token_ids": [0, -1]}, "token_ids[1] is -1"),
+        ({"token_ids": [2**31]}, "token_ids[0] is 2147483648"),
+    ],
+)
+def test_bad_prompts(prompt: dict[str, Any], message: str) -> None:
+    error = refused({**prompt, "custom_id": "x", "metadata": 1})
+    assert (error.type, error.custom_id, error.metadata) == (LineErrorType.INVALID_PROMPT, "x", 1)
+    assert message in error.message
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([], "sampling_params is a list; it must be an object"),
+        ({"max_tokens": 5}, "unknown sampling parameter 'max_tokens'; known are max_new_tokens,"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"top_p": None}, "top_p is None"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids is 'ab'"),
+        ({"ignore_eos": 1}, "ignore_eos is 1"),
+        ({"max_new_tokens": 10**400}, "max_new_tokens is 1000"),
+    ],
+)
+def test_bad_parameters(params: Any, message: str) -> None:
+    error = refused({"prompt": "a", "sampling_params": params, "custom_id": "x"})
+    assert (error.type, error.custom_id) == (LineErrorType.INVALID_PARAMETERS, "x")
+    assert message in error.message

@@ -1,0 +1,184 @@
+"""The command line, over a runtime without a model."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_runtime import FakeRuntime
+
+import radixrt
+from radixrt.cli import main
+from radixrt.errors import ModelError, SchedulerError
+
+HOME = Path(radixrt.__file__).resolve().parent.parent
+
+
+class Recorder(FakeRuntime):
+    """Notes what it is made with."""
+
+    made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        Recorder.made_with = (args, kwargs)
+
+
+@pytest.fixture
+def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments of a batch of two lines, over a Recorder."""
+    monkeypatch.setitem(vars(radixrt), "Runtime", Recorder)  # not setattr: it would import the real one
+    (tmp_path / "in.jsonl").write_text(
+        '{"prompt": "ab"}\n{"prompt": "ab", "sampling_params": {"temperature": 1}}\n'
+    )
+    return ["batch", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+
+
+def test_batch(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*batch, "--max-new-tokens", "5"]) == 0
+    records = [json.loads(line) for line in Path(batch[-1]).read_text().splitlines()]
+    assert [record["token_ids"] for record in records] == [[195, 5], [195, 5]]
+    shown = capsys.readouterr()
+    for row in (
+        r"requests +2\n",
+        r"errors +0\n",
+        r"prompt tokens +4\n",
+        r"cached tokens +2\n",
+        r"hit rate +50\.00% \(best possible 25\.00%\)\n",
+        r"generated tokens +4\n",
+        r"time +0\.0 s \(.* generated tokens/s\)\n",
+        r"output +",
+    ):
+        assert re.search(row, shown.out), shown.out
+    assert "2/2" in shown.err
+    assert Recorder.made_with == ((), {})
+    assert main([*batch, "--overwrite", "--no-progress"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(Recorder, "submit", lambda self, request: seen.append(request.params))
+    options = shlex.split("""
+        --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --max-new-tokens 4
+        --model m --dtype float32 --device cpu --load-format dummy --context-length 64 --seed 5
+        --memory-fraction 0.5 --max-total-tokens 100 --max-running-requests 3 --chunked-prefill-size 32
+        --schedule-policy fcfs --no-prefix-cache --force-miss
+    """)
+    assert main([*batch, *options]) == 1  # the requests were taken away
+    assert Recorder.made_with[1] == {
+        "model": "m",
+        "dtype": "float32",
+        "device": "cpu",
+        "load_format": "dummy",
+        "context_length": 64,
+        "seed": 5,
+        "memory_fraction": 0.5,
+        "max_total_tokens": 100,
+        "max_running_requests": 3,
+        "chunked_prefill_size": 32,
+        "schedule_policy": "fcfs",
+        "enable_prefix_cache": False,
+        "force_miss": True,
+    }
+    first, second = seen
+    assert first == radixrt.SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, max_new_tokens=4)
+    assert (second.temperature, second.top_k) == (1.0, 3)
+
+
+def test_mistakes_show_in_one_line_before_the_model_loads(
+    batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(vars(radixrt), "Runtime", lambda: pytest.fail("it loaded"))
+
+    def fails(arguments: list[str], status: int, message: str) -> None:
+        assert main(arguments) == status
+        shown = capsys.readouterr().err
+        assert re.fullmatch(r"radixrt: error: .*" + message + r".*\n", shown), shown
+
+    fails([*batch, "--temperature", "-1"], 2, r"temperature is -1\.0")
+    fails([*batch[:2], "nothing.jsonl", *batch[3:]], 2, r"nothing\.jsonl does not exist")
+    Path(batch[-1]).write_text("precious")
+    fails(batch, 2, "--overwrite replaces it")
+    assert Path(batch[-1]).read_text() == "precious"
+
+
+@pytest.mark.parametrize(("error", "status"), [(ModelError("no such model"), 2), (SchedulerError("stuck"), 1)])
+def test_status_says_whose_fault_it_is(
+    batch: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    def fail(**options: Any) -> None:
+        raise error
+
+    monkeypatch.setitem(vars(radixrt), "Runtime", fail)
+    assert main(batch) == status
+
+
+def test_interrupt(batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> Recorder:
+        runtime = Recorder()
+        runtime.on_step = lambda: signal.raise_signal(signal.SIGINT) if len(runtime.running) == 2 else None
+        return runtime
+
+    monkeypatch.setitem(vars(radixrt), "Runtime", interrupted)
+    assert main([*batch, "--no-progress"]) == 130
+    assert re.fullmatch(
+        r"radixrt: stopped: 1 of 2 records are in .*out\.jsonl\.partial, in input order\n", capsys.readouterr().err
+    )
+
+
+def test_interrupt_while_the_model_loads(
+    batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(vars(radixrt), "Runtime", lambda: signal.raise_signal(signal.SIGINT))
+    assert main(batch) == 130
+    assert capsys.readouterr().err == "radixrt: interrupted\n"
+
+
+def test_empty_input(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path(batch[2]).write_text("\n")
+    assert main(batch) == 0
+    assert "holds no prompts" in capsys.readouterr().out
+    assert Path(batch[-1]).read_bytes() == b""
+
+
+def test_the_script_is_the_command(
+    batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["offline_batch.py", *batch[1:]])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(HOME / "scripts" / "offline_batch.py"), run_name="__main__")
+    assert ended.value.code == 0
+    assert Path(batch[-1]).exists()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["batch", "--help"], ["--version"], []])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from radixrt.cli import main
+try:
+    main({arguments!r})
+finally:
+    assert not {{"torch", "numpy", "transformers", "rich", "tqdm"}} & set(sys.modules)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=HOME, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == (0 if arguments else 2), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_version_and_module() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "radixrt", "--version"], cwd=HOME, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout == f"radixrt {radixrt.__version__}\n"

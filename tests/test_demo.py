@@ -1,0 +1,55 @@
+"""The demo, as `make demo` and CI run it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HOME = Path(__file__).resolve().parent.parent
+
+
+def test_demo() -> None:
+    result = subprocess.run(
+        [sys.executable, str(HOME / "scripts" / "demo.py")], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    questions = (HOME / "examples" / "questions.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in (HOME / "out" / "answers.jsonl").read_text().split("\n")[:-1]]
+    assert len(records) == len(questions) >= 200
+    assert not any(record["error"] for record in records)
+    assert all(
+        record["usage"]["cached_tokens"] + record["usage"]["computed_tokens"] == record["usage"]["prompt_tokens"]
+        for record in records
+    )
+    exact = sum(record["text"].strip() == record["metadata"]["answer"] for record in records) / len(records)
+    assert exact >= 0.95
+    assert re.search(rf"exact answers +{100 * exact:.1f}%", result.stdout)
+    found = re.search(r"hit rate +([\d.]+)% \(best possible ([\d.]+)%\)", result.stdout)
+    assert found
+    assert float(found[1]) >= float(found[2]) - 1
+    assert f"{len(questions)}/{len(questions)}" in result.stderr  # the bar
+
+
+def test_a_model_that_guesses_fails_the_demo(tmp_path: Path) -> None:
+    """The checks of the demo can fail: expected answers that nobody could know."""
+    lines = (HOME / "examples" / "questions.jsonl").read_text().splitlines()[:4]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(
+        "".join(json.dumps({**json.loads(line), "metadata": {"answer": "unknown"}}) + "\n" for line in lines)
+    )
+    code = (
+        "import sys; from pathlib import Path; from radixrt.builtin.demo import run_demo; "
+        "sys.exit(run_demo(Path(sys.argv[1]), Path(sys.argv[2])))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(questions), str(tmp_path / "out" / "answers.jsonl")],
+        cwd=HOME,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 1, result.stderr
+    assert "demo failed: 0.0% exact answers" in result.stdout

@@ -1,0 +1,347 @@
+"""decode_attention, extend_attention and kv_store against dense attention in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Case, dense_attention, make_case, packed_qkv
+from torch import Tensor
+
+from triton_ops.attention_plan import AttentionPlan
+from triton_ops.decode_attention import SHORT_ITEM, decode_attention
+from triton_ops.extend_attention import extend_attention
+from triton_ops.kv_store import kv_store
+
+pytestmark = pytest.mark.usefixtures("device")
+
+SCALE = 0.3
+# Every head_dim and every group size of the list once.
+SHAPES = [(16, 1), (32, 2), (64, 4), (80, 7), (96, 8), (112, 16), (128, 4), (192, 2), (256, 1)]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def random_q(num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(num_tokens, num_heads, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def assert_matches(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+# --- decode ---
+
+
+def decode(case: Case, q: Tensor, plan: AttentionPlan | None = None) -> Tensor:
+    plan = AttentionPlan.flat(case.rows, case.seq_lens) if plan is None else plan
+    return decode_attention(q, case.k_buffer, case.v_buffer, case.req_to_token, plan, scale=SCALE)
+
+
+def dense_decode(case: Case, q: Tensor) -> Tensor:
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for b, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        if len(keys):
+            out[b : b + 1] = dense_attention(q[b : b + 1], keys, values, SCALE)
+    return out
+
+
+@pytest.mark.parametrize(("head_dim", "group"), SHAPES)
+def test_decode_matches_dense_attention(head_dim: int, group: int) -> None:
+    lengths = [1, 2, SHORT_ITEM - 1, SHORT_ITEM, SHORT_ITEM + 1, 2 * SHORT_ITEM, 0, 200]
+    case = make_case(lengths, head_dim=head_dim)
+    q = random_q(len(lengths), 2 * group, head_dim)
+    assert_matches(decode(case, q), dense_decode(case, q))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_decode_in_half_precision(dtype: torch.dtype) -> None:
+    case = make_case([5, 90], dtype=dtype)
+    q = random_q(2, 4, 16, dtype)
+    assert_matches(decode(case, q), dense_decode(case, q), dtype)
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    case, wide = make_case([70, 9], dtype=torch.bfloat16), make_case([70, 9])
+    for buffer in ("k_buffer", "v_buffer"):
+        setattr(wide, buffer, getattr(case, buffer).float())
+    q = random_q(2, 4, 16, torch.bfloat16)
+    assert torch.equal(decode(case, q), decode(wide, q.float()).bfloat16())
+    _, k, v = (x.bfloat16() for x in packed_qkv(2, 4, 2, 16))
+    out = extend(case, [69, 8], q, k, v)
+    assert torch.equal(out, extend(wide, [69, 8], q.float(), k.float(), v.float()).bfloat16())
+
+
+@pytest.mark.parametrize(("scattered", "interleaved"), [(False, False), (True, True)])
+def test_decode_reads_strided_queries_and_pools(scattered: bool, interleaved: bool) -> None:
+    case = make_case([7, 70, 3], scattered=scattered, interleaved=interleaved)
+    q, _, _ = packed_qkv(3, 4, 2, 16)
+    assert_matches(decode(case, q), dense_decode(case, q))
+
+
+def test_decode_of_an_empty_batch() -> None:
+    case = make_case([])
+    assert decode(case, random_q(0, 4, 16)).shape == (0, 4, 16)
+
+
+def test_decode_rows_without_kv_are_zero() -> None:
+    case = make_case([0, 3, 0])
+    q = random_q(3, 4, 16)
+    out = decode(case, q)
+    assert (out[[0, 2]] == 0).all()
+    # All padded; then a plan that covers row 1 only, and twice with nothing.
+    assert (decode(make_case([0, 0]), q[:2]) == 0).all()
+    plan = AttentionPlan(
+        case.rows[[1, 1, 0]], int32([0, 3, 0]), int32([3, 0, 0]), int32([1, 1, 0]), int32([1, 1, 3])
+    )
+    torch.testing.assert_close(decode(case, q, plan), out, atol=1e-5, rtol=1e-5)
+
+
+def test_decode_rows_do_not_disturb_one_another() -> None:
+    case = make_case([30, 50, 64, 9])
+    q = random_q(4, 4, 16)
+    clean = decode(case, q)
+    q[1] = torch.nan
+    case.v_buffer[case.req_to_token[case.rows[3], 4].long()] = torch.nan
+    out = decode(case, q)
+    assert out[[1, 3]].isnan().any(-1).any(-1).all()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
+def tree_case(edges: list[tuple[int, int]], leaves: list[int]) -> tuple[Case, AttentionPlan]:
+    """A tree of segments: node n has parent and length `edges[n]` (-1: the root's parent), parents first.
+
+    One request a leaf, in the order given, which must be depth first; its history is its path. Leaves may repeat:
+    duplicate prompts. Every node is one item, named through the first of the rows that hold it.
+    """
+
+    def path(node: int) -> list[int]:
+        return [] if node < 0 else [*path(edges[node][0]), node]
+
+    case = make_case([sum(edges[n][1] for n in path(leaf)) for leaf in leaves])
+    first_row: dict[int, int] = {}
+    fields: dict[int, list[int]] = {}
+    for b, leaf in enumerate(leaves):
+        start = 0
+        for node in path(leaf):
+            length = edges[node][1]
+            owner = first_row.setdefault(node, b)
+            # The followers' slots of a shared segment become the owner's.
+            slots = case.req_to_token[case.rows[owner], start : start + length]
+            case.req_to_token[case.rows[b], start : start + length] = slots
+            case.keys[b][start : start + length] = case.keys[owner][start : start + length]
+            case.values[b][start : start + length] = case.values[owner][start : start + length]
+            fields.setdefault(node, [int(case.rows[owner]), start, length, b, 0])[4] += 1
+            start += length
+    columns = torch.tensor(list(fields.values()), dtype=torch.int32).unbind(1)
+    return case, AttentionPlan(*columns)
+
+
+TREES = {
+    "one shared prefix": ([(-1, 100), (0, 5), (0, 70), (0, 1)], [1, 2, 3]),
+    "two roots, two levels": (
+        [(-1, 40), (0, 30), (1, 3), (1, 90), (0, 2), (-1, 7), (5, 6), (5, 66)],
+        [2, 3, 4, 6, 7],
+    ),
+    "duplicate prompts": ([(-1, 33), (0, 8)], [1, 1, 1]),
+    "one-token nodes": ([(-1, 1), (0, 1), (1, 1), (0, 1)], [2, 3]),
+    "depth 10": ([(n - 1, 3 + n) for n in range(10)] + [(n, 2) for n in reversed(range(10))], list(range(10, 20))),
+    "fan-out 300": ([(-1, 9)] + [(0, 1 + n % 3) for n in range(300)], list(range(1, 301))),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_decode_computes_shared_items(name: str) -> None:
+    case, plan = tree_case(*TREES[name])
+    q = random_q(len(case.keys), 4, 16)
+    out = decode(case, q, plan)
+    assert_matches(out, dense_decode(case, q))
+    torch.testing.assert_close(out, decode(case, q), atol=1e-5, rtol=1e-5)
+
+
+def test_decode_merges_items_in_any_order_and_of_any_cut() -> None:
+    case = make_case([100, 20])
+    q = random_q(2, 4, 16)
+    row, other = case.rows.tolist()
+    plan = AttentionPlan(
+        int32([other, row, row, row, other]),
+        int32([19, 64, 0, 1, 0]),
+        int32([1, 36, 1, 63, 19]),
+        int32([1, 0, 0, 0, 1]),
+        int32([1, 1, 1, 1, 1]),
+    )
+    assert_matches(decode(case, q, plan), dense_decode(case, q))
+
+
+def test_decode_merges_scores_far_apart() -> None:
+    """Partial results whose sums of exponentials differ by more than float32 spans."""
+    case = make_case([80])
+    slots = case.req_to_token[case.rows[0], :40].long()
+    case.k_buffer[slots] *= 200
+    case.keys[0][:40] *= 200
+    row = int(case.rows[0])
+    plan = AttentionPlan(int32([row, row]), int32([0, 40]), int32([40, 40]), int32([0, 0]), int32([1, 1]))
+    q = random_q(1, 4, 16) * 3
+    assert_matches(decode(case, q, plan), dense_decode(case, q))
+
+
+def test_decode_of_scores_all_far_below_zero() -> None:
+    case, q = make_case([70]), random_q(1, 4, 16).abs()
+    slots = case.req_to_token[case.rows[0], :70].long()
+    case.keys[0] = -100 * case.keys[0].abs() - 30
+    case.k_buffer[slots] = case.keys[0]
+    assert_matches(decode(case, q), dense_decode(case, q))
+
+
+# --- extend ---
+
+
+def extend(case: Case, prefix_lens: list[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    extend_lens = case.seq_lens - int32(prefix_lens)
+    return extend_attention(
+        q,
+        k,
+        v,
+        case.k_buffer,
+        case.v_buffer,
+        case.req_to_token,
+        case.rows,
+        int32(prefix_lens),
+        (extend_lens.cumsum(0) - extend_lens).int(),
+        extend_lens,
+        scale=SCALE,
+    )
+
+
+def hide_new_tokens(case: Case, prefix_lens: list[int]) -> None:
+    """Empty the pool's slots of the new tokens: they are to be read from k and v."""
+    for row, prefix, length in zip(case.rows.tolist(), prefix_lens, case.seq_lens.tolist(), strict=True):
+        slots = case.req_to_token[row, prefix:length].long()
+        case.k_buffer[slots], case.v_buffer[slots] = torch.nan, torch.nan
+
+
+def check_extend(case: Case, prefix_lens: list[int], group: int, *, packed: bool = False) -> None:
+    num_kv_heads, head_dim = case.k_buffer.shape[1:]
+    dtype = case.k_buffer.dtype
+    new_keys = [keys[prefix:] for keys, prefix in zip(case.keys, prefix_lens, strict=True)]
+    new_values = [values[prefix:] for values, prefix in zip(case.values, prefix_lens, strict=True)]
+    hide_new_tokens(case, prefix_lens)
+    q = random_q(sum(map(len, new_keys)), group * num_kv_heads, head_dim, dtype)
+    k, v = torch.cat(new_keys), torch.cat(new_values)
+    expected = torch.cat(
+        [
+            dense_attention(part, keys, values, SCALE)
+            for part, keys, values in zip(q.split([len(n) for n in new_keys]), case.keys, case.values, strict=True)
+        ]
+    )
+    if packed:
+        q, k, v = torch.cat([q, k, v], dim=1).split([q.shape[1], num_kv_heads, num_kv_heads], dim=1)
+        assert not q.is_contiguous()
+    assert_matches(extend(case, prefix_lens, q, k, v), expected, dtype)
+
+
+@pytest.mark.parametrize(("head_dim", "group"), SHAPES)
+def test_extend_matches_dense_attention(head_dim: int, group: int) -> None:
+    case = make_case([9, 12, 1, 30, 21], head_dim=head_dim)
+    check_extend(case, [0, 11, 0, 17, 1], group)
+
+
+@pytest.mark.parametrize(("length", "prefix"), [(130, 0), (130, 1), (130, 64), (130, 129), (1, 0), (2, 1)])
+def test_extend_of_one_request(length: int, prefix: int) -> None:
+    check_extend(make_case([length]), [prefix], 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_extend_in_half_precision(dtype: torch.dtype) -> None:
+    check_extend(make_case([9, 40], dtype=dtype), [4, 0], 2, packed=True)
+
+
+@pytest.mark.parametrize(("scattered", "interleaved"), [(False, False), (True, True)])
+def test_extend_reads_a_packed_projection(scattered: bool, interleaved: bool) -> None:
+    check_extend(make_case([9, 40], scattered=scattered, interleaved=interleaved), [4, 0], 2, packed=True)
+
+
+def test_extend_with_padded_requests_and_tokens() -> None:
+    """Requests of no new token, with and without a prefix, and tokens that belong to none."""
+    case = make_case([0, 6, 5, 0])
+    prefix_lens = [0, 2, 5, 0]
+    keys, values = case.keys[1].clone(), case.values[1].clone()
+    hide_new_tokens(case, prefix_lens)
+    q, k, v = packed_qkv(7, 4, 2, 16)
+    keys[2:], values[2:] = k[:4], v[:4]
+    out = extend(case, prefix_lens, q, k, v)
+    assert_matches(out[:4], dense_attention(q[:4], keys, values, SCALE))
+    assert (out[4:] == 0).all()
+
+
+def test_extend_of_an_empty_batch() -> None:
+    assert extend(make_case([]), [], *packed_qkv(0, 4, 2, 16)).shape == (0, 4, 16)
+
+
+def test_extend_requests_do_not_disturb_one_another() -> None:
+    case = make_case([9, 8, 7])
+    q, k, v = packed_qkv(3, 4, 2, 16)
+    clean = extend(case, [8, 7, 6], q, k, v)
+    case.k_buffer[case.req_to_token[case.rows[1], 3].long()] = torch.nan
+    out = extend(case, [8, 7, 6], q, k, v)
+    assert out[1].isnan().any()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
+# --- store ---
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_kv_store_writes_its_slots_only(pool_dtype: torch.dtype, interleaved: bool) -> None:
+    case = make_case([5, 4], dtype=pool_dtype, interleaved=interleaved)
+    _, k, v = packed_qkv(3, 4, 2, 16)
+    slots = [7, 2, 11]
+    expected_k, expected_v = case.k_buffer.clone(), case.v_buffer.clone()
+    for token, slot in enumerate(slots):
+        expected_k[slot], expected_v[slot] = k[token], v[token]
+    kv_store(k, v, case.k_buffer, case.v_buffer, int32(slots))
+    torch.testing.assert_close(case.k_buffer, expected_k, equal_nan=True, atol=0, rtol=0)
+    torch.testing.assert_close(case.v_buffer, expected_v, equal_nan=True, atol=0, rtol=0)
+
+
+def test_kv_store_of_padding_and_of_nothing() -> None:
+    case = make_case([3])
+    before = case.k_buffer[1:].clone()
+    _, k, v = packed_qkv(2, 4, 2, 16)
+    kv_store(k, v, case.k_buffer, case.v_buffer, int32([0, 0]))
+    kv_store(k[:0], v[:0], case.k_buffer, case.v_buffer, int32([]))
+    torch.testing.assert_close(case.k_buffer[1:], before, equal_nan=True, atol=0, rtol=0)
+
+
+def test_slots_beyond_two_to_the_31_elements() -> None:
+    """The memory of the pool is never touched but at a few slots, so it costs address space only."""
+    num_kv_heads, head_dim = 2, 512
+    num_slots = 2**31 // (num_kv_heads * head_dim) + 8
+    pool = torch.empty(num_slots, num_kv_heads, head_dim, dtype=torch.bfloat16)
+    _, k, _ = packed_qkv(3, 4, num_kv_heads, head_dim)
+    slots = int32([num_slots - 1, 3, num_slots - 5])
+    kv_store(k, k, pool, pool, slots)
+    stored = k.bfloat16()
+    assert torch.equal(pool[num_slots - 1], stored[0])
+    q = random_q(1, 4, head_dim)
+    plan = AttentionPlan.flat(int32([0]), int32([3]))
+    expected = dense_attention(q, stored, stored, SCALE)
+    assert_matches(decode_attention(q, pool, pool, slots.view(1, 3), plan, scale=SCALE), expected)
+    out = extend_attention(
+        q,
+        stored[2:].float(),
+        stored[2:].float(),
+        pool,
+        pool,
+        slots.view(1, 3),
+        int32([0]),
+        int32([2]),
+        int32([0]),
+        int32([1]),
+        scale=SCALE,
+    )
+    assert_matches(out, expected)

@@ -1,0 +1,377 @@
+"""The Runtime: parity with transformers, what it accepts and refuses, and what it promises."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import LLAMA3_ROPE, VOCAB_SIZE, llama, qwen3, write
+
+from radixrt import (
+    FinishReason,
+    ModelError,
+    ParameterError,
+    PassError,
+    PromptError,
+    RadixrtError,
+    RequestOutput,
+    Runtime,
+    SamplingParams,
+)
+
+pytestmark = pytest.mark.usefixtures("device")
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=32, ignore_eos=True)
+
+MODELS: dict[str, Any] = {
+    "llama2": lambda: llama(),
+    "llama3": lambda: llama(seed=1, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
+    "qwen3": lambda: qwen3(seed=2),
+}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: torch.device
+) -> tuple[Any, Path]:
+    model = MODELS[request.param]()
+    return model, write(model, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama without a tokenizer whose end tokens are 2 and 7."""
+    return write(llama(), tmp_path_factory.mktemp("llama"), eos=[2, 7])
+
+
+def small_runtime(folder: Path, **options: Any) -> Runtime:
+    """A Runtime for a folder without a tokenizer; unused slots hold NaN."""
+    runtime = Runtime(folder, **{"device": torch.get_default_device(), "max_total_tokens": 600, **options})
+    runtime._kv_pool.fill(float("nan"))
+    return runtime
+
+
+@pytest.fixture
+def runtime(folder: Path) -> Iterator[Runtime]:
+    with small_runtime(folder) as runtime:
+        yield runtime
+
+
+def continuation(model: Any, prompt: list[int], count: int) -> tuple[list[int], float]:
+    """The greedy continuation by a dense forward pass, and the least margin between its two best logits."""
+    tokens, margin = list(prompt), float("inf")
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = model(torch.tensor([tokens])).logits[0, -1]
+            best = logits.topk(2)
+            margin = min(margin, float(best.values[0] - best.values[1]))
+            tokens.append(int(best.indices[0]))
+    return tokens[len(prompt) :], margin
+
+
+def shared_prompts(seed: int = 0) -> list[list[int]]:
+    """Prompts that share prefixes at several depths, one of them twice."""
+    rng = np.random.default_rng(seed)
+
+    def ids(n: int) -> list[int]:
+        return [int(i) for i in rng.integers(3, VOCAB_SIZE, n)]
+
+    head, left, right = ids(20), ids(9), ids(17)
+    prompts = [head + left + ids(5), head + left + ids(1), head + right + ids(8), head, ids(3), ids(40)]
+    return [*prompts, prompts[0]]
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "cached and batched": {},
+    "one at a time": {"max_running_requests": 1},
+    "chunked": {"chunked_prefill_size": 7},
+    "misses forced": {"force_miss": True},
+    "no cache": {"enable_prefix_cache": False},
+    "retracted": {"max_total_tokens": 130, "max_running_requests": 6},
+}
+
+
+@pytest.mark.parametrize("run", list(RUNS))
+def test_greedy_continuations_equal_those_of_transformers(reference: tuple[Any, Path], run: str) -> None:
+    model, folder = reference
+    prompts = shared_prompts()
+    params = GREEDY
+    if run == "retracted":  # a request that may stop is expected to stop early: too many are admitted
+        sampled = {token for prompt in prompts for token in continuation(model, prompt, 32)[0]}
+        unused = next(token for token in range(VOCAB_SIZE) if token not in sampled)
+        params = replace(GREEDY, stop_token_ids=(unused,))
+    with small_runtime(folder, **RUNS[run]) as runtime:
+        cold = runtime.generate(prompts, params)
+        warm = runtime.generate(prompts, params)
+        retractions = runtime._scheduler.num_retractions
+    for prompt, *outputs in zip(prompts, cold, warm, strict=True):
+        expected, margin = continuation(model, prompt, GREEDY.max_new_tokens)
+        assert margin > 1e-4
+        for output in outputs:
+            assert list(output.token_ids) == expected
+            assert output.finish_reason is FinishReason.LENGTH
+            assert output.usage.cached_tokens + output.usage.computed_tokens == len(prompt)
+    if run in ("cached and batched", "chunked", "one at a time"):
+        assert [o.usage.cached_tokens for o in warm] == [len(p) - 1 for p in prompts]
+    if run in ("misses forced", "no cache"):
+        assert all(o.usage.cached_tokens == 0 for o in cold + warm)
+    if run == "retracted":
+        assert retractions > 0
+        assert sum(o.usage.recomputed_tokens for o in cold + warm) > 0
+
+
+def test_a_wrong_context_changes_the_tokens(reference: tuple[Any, Path]) -> None:
+    """The comparison above can fail: one other token in the prompt gives another continuation."""
+    model, _ = reference
+    for prompt in shared_prompts()[:3]:
+        middle = len(prompt) // 2
+        other = [*prompt[:middle], (prompt[middle] + 1) % VOCAB_SIZE, *prompt[middle + 1 :]]
+        assert continuation(model, prompt, 32)[0] != continuation(model, other, 32)[0]
+
+
+def test_retraction_at_every_step_loses_nothing(folder: Path) -> None:
+    prompts = shared_prompts(3)
+    with small_runtime(folder, chunked_prefill_size=16) as runtime:
+        expected = [o.token_ids for o in runtime.generate(prompts, GREEDY)]
+        runtime.flush_cache()
+        for index, prompt in enumerate(prompts):
+            runtime.submit(runtime.prepare(prompt, GREEDY, index=index))
+        got, steps = {}, 0
+        while runtime.has_work:
+            got |= {o.index: o.token_ids for o in runtime.step()}
+            steps += 1
+            running = runtime._scheduler.running
+            if steps % 5 == 0 and running:
+                runtime._scheduler.retract(running[steps % len(running)])
+        assert runtime._scheduler.num_retractions > 5
+    assert [got[i] for i in range(len(prompts))] == expected
+
+
+def test_end_tokens_come_from_generation_config(folder: Path) -> None:
+    prompts = [[i, i + 1, i + 2] for i in range(3, 60)]
+    params = SamplingParams(temperature=0, max_new_tokens=60)
+    with small_runtime(folder, max_total_tokens=5000) as runtime:
+        assert runtime.config.eos_token_ids == (2, 7)
+        outputs = runtime.generate(prompts, params)
+        ignoring = runtime.generate(prompts, SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True))
+    stopped = [o for o in outputs if o.finish_reason is FinishReason.STOP]
+    assert {o.token_ids[-1] for o in stopped} == {2, 7}
+    for output, free in zip(outputs, ignoring, strict=True):
+        assert free.token_ids[: len(output.token_ids)] == output.token_ids
+        assert not {2, 7} & set(output.token_ids[:-1])
+        assert len(free.token_ids) == 60
+
+
+def test_stop_token_ids_stop_though_end_tokens_are_ignored(runtime: Runtime) -> None:
+    free = runtime.generate([5, 6, 7], GREEDY)
+    stop = free.token_ids[4]
+    stopping = SamplingParams(temperature=0, max_new_tokens=32, ignore_eos=True, stop_token_ids=(stop,))
+    output = runtime.generate([5, 6, 7], stopping)
+    assert output.finish_reason is FinishReason.STOP
+    assert output.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert output.usage.completion_tokens == len(output.token_ids)
+
+
+def test_one_in_one_out_and_lists_in_order(runtime: Runtime) -> None:
+    short = SamplingParams(temperature=0, max_new_tokens=3)
+    assert isinstance(runtime.generate([5, 6, 7], short), RequestOutput)
+    assert isinstance(runtime.generate(np.array([5, 6, 7]), short), RequestOutput)
+    assert runtime.generate([]) == []
+    outputs = runtime.generate([[5, 6, 7], [8]], [short, SamplingParams(max_new_tokens=1)])
+    assert [(o.index, len(o.token_ids)) for o in outputs] == [(0, 3), (1, 1)]
+    assert isinstance(runtime.generate([[5, 6, 7]], short), list)
+    timings = outputs[0].timings
+    assert 0 <= timings.queue <= timings.first_token <= timings.total
+
+
+def test_draws_depend_on_seed_and_index_alone(folder: Path) -> None:
+    prompts = [[5, 6, 7]] * 6
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    seeded = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=11)
+    with small_runtime(folder) as runtime, small_runtime(folder, seed=1, max_running_requests=2) as other:
+        first = [o.token_ids for o in runtime.generate(prompts, params)]
+        assert [o.token_ids for o in runtime.generate(prompts, params)] == first
+        assert len(set(first)) == 6
+        assert [o.token_ids for o in other.generate(prompts, params)] != first
+        alone = runtime.generate([5, 6, 7], seeded).token_ids
+        assert {o.token_ids for o in other.generate(prompts, seeded)} == {alone}
+
+
+def test_context_length_ends_generation(folder: Path) -> None:
+    with small_runtime(folder, context_length=24) as runtime:
+        for length in (1, 20, 23):
+            output = runtime.generate([9] * length, GREEDY)
+            assert output.finish_reason is FinishReason.LENGTH
+            assert length + len(output.token_ids) == min(24, length + 32)
+        with pytest.raises(PromptError, match="has 24 tokens; with a context of 24 it may have at most 23"):
+            runtime.generate([9] * 24, GREEDY)
+
+
+def test_bad_prompts_are_named_together_and_nothing_runs(runtime: Runtime) -> None:
+    prompts: list[Any] = [[5], [], [-1], [VOCAB_SIZE], "text", [1.5], [3] * 300, None, [10**30]]
+    with pytest.raises(PromptError) as error:
+        runtime.generate(prompts, GREEDY)
+    message = str(error.value)
+    assert message.startswith("8 of 9 prompts cannot be run:")
+    for expected in (
+        "prompt 1 is neither a string nor a list of token ids",
+        "prompt 2 holds token id -1; the model's ids are 0 to 100",
+        "prompt 3 holds token id 101",
+        "prompt 4 is text, but the model's folder has no tokenizer",
+        "prompt 5 is neither",
+        "prompt 6 has 300 tokens; with a context of 256 it may have at most 255",
+        "prompt 7 is neither",
+        "prompt 8 holds token id 1000000000000000000000000000000",
+    ):
+        assert expected in message
+    assert runtime.cache_stats().prompt_tokens == 0
+    assert not runtime.has_work
+    with pytest.raises(PromptError, match="stop_token_ids holds 101"):
+        runtime.generate([5], SamplingParams(stop_token_ids=(101,)))
+    with pytest.raises(ParameterError, match="2 sampling_params for 1 prompts"):
+        runtime.generate([[5]], [GREEDY, GREEDY])
+
+
+def test_a_prompt_that_never_fits_is_refused(folder: Path) -> None:
+    with small_runtime(folder, max_total_tokens=40) as runtime:
+        with pytest.raises(PromptError, match=r"needs up to 51 KV slots .* the pool has 40"):
+            runtime.generate([9] * 20, GREEDY)
+        assert len(runtime.generate([9] * 9, GREEDY).token_ids) == 32
+
+
+def test_tenants_share_nothing(runtime: Runtime) -> None:
+    prompt = list(range(3, 40))
+    short = SamplingParams(temperature=0, max_new_tokens=2)
+    cached = [runtime.generate(prompt, short, tenant=t).usage.cached_tokens for t in ("a", "b", "a", None)]
+    assert cached == [0, 0, 36, 0]
+
+
+def test_cache_stats_and_flush(runtime: Runtime) -> None:
+    runtime.generate([list(range(3, 40))] * 2, SamplingParams(temperature=0, max_new_tokens=2))
+    stats = runtime.cache_stats()
+    assert (stats.prompt_tokens, stats.cached_tokens) == (74, 36)
+    assert stats.hit_rate == pytest.approx(36 / 74)
+    assert stats.capacity == 600
+    assert stats.free + stats.evictable == 600
+    assert runtime.flush_cache() == stats.evictable > 0
+    assert runtime.cache_stats().free == 600
+
+
+def test_numbers_that_are_not_finite_end_one_request(runtime: Runtime) -> None:
+    # The embedding of one token is spoilt: only the prompts that hold it suffer.
+    sampled = set(runtime.generate([5, 6, 7], GREEDY).token_ids)
+    runtime.flush_cache()
+    spoilt = next(token for token in range(10, VOCAB_SIZE) if token not in sampled)
+    model = runtime._engine.runner.model
+    with torch.no_grad():
+        model.embedding.weight[spoilt] = float("nan")
+    good, bad, again = runtime.generate([[5, 6, 7], [5, 6, spoilt, 7], [5, 6, spoilt, 8]], GREEDY)
+    assert good.finish_reason is FinishReason.LENGTH
+    for output in (bad, again):
+        assert output.finish_reason is FinishReason.ERROR
+        assert output.error == "the model computed values that are not finite"
+        assert output.token_ids == ()
+
+
+def test_a_failed_pass_raises_and_leaves_the_runtime_usable(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runtime._engine.runner
+    expected = runtime.generate([[5, 6, 7], [8, 9]], GREEDY)
+    calls = []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError("no memory left")
+        return type(runner.model).forward(runner.model, *arguments)
+
+    monkeypatch.setattr(runner.model, "forward", failing)
+    with pytest.raises(PassError, match="its pass failed: MemoryError: no memory left") as error:
+        runtime.generate([[5, 6, 7], [8, 9]], GREEDY)
+    assert isinstance(error.value.__cause__, MemoryError)
+    assert not runtime.has_work
+    stats = runtime.cache_stats()
+    assert stats.free + stats.evictable == stats.capacity
+    again = runtime.generate([[5, 6, 7], [8, 9]], GREEDY)
+    assert [o.token_ids for o in again] == [o.token_ids for o in expected]
+
+
+def test_abort_from_another_thread(runtime: Runtime) -> None:
+    request = runtime.prepare([5, 6, 7], SamplingParams(max_new_tokens=200, temperature=0, ignore_eos=True))
+    runtime.submit(request)
+    outputs = runtime.step() + runtime.step() + runtime.step()
+    assert outputs == []
+    thread = threading.Thread(target=runtime.abort, args=(request,))
+    thread.start()
+    thread.join()
+    (output,) = runtime.step()
+    assert output.finish_reason is FinishReason.ABORT
+    assert 0 < len(output.token_ids) < 200
+    while runtime.has_work:
+        runtime.step()
+
+
+def test_generate_refuses_to_run_among_other_requests(runtime: Runtime) -> None:
+    runtime.submit(runtime.prepare([5, 6, 7], GREEDY))
+    with pytest.raises(RadixrtError, match="has other requests"):
+        runtime.generate([5])
+
+
+def test_two_runtimes_know_nothing_of_each_other(folder: Path) -> None:
+    with small_runtime(folder) as one, small_runtime(folder) as two:
+        one.generate([5, 6, 7], GREEDY)
+        assert two.cache_stats().prompt_tokens == 0
+
+
+def test_closed_is_closed(folder: Path) -> None:
+    runtime = small_runtime(folder)
+    runtime.close()
+    runtime.close()
+    with pytest.raises(RadixrtError, match="closed"):
+        runtime.generate([5])
+    with pytest.raises(RadixrtError, match="closed"):
+        runtime.cache_stats()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"device": "meta"}, "must be on cpu or cuda"),
+        ({"memory_fraction": 0}, "memory_fraction is 0; it must be a number above 0 to 1"),
+        ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
+        ({"memory_fraction": 1e-12, "max_total_tokens": None}, "less than a KV slot"),
+        ({"max_total_tokens": 0}, "max_total_tokens is 0; it must be a whole number from 1 to"),
+        ({"max_total_tokens": 10**15}, "max_total_tokens is 1000000000000000"),
+        ({"max_running_requests": 0}, "max_running_requests is 0"),
+        ({"max_running_requests": 2.0}, "max_running_requests is 2.0"),
+        ({"context_length": 257}, "context_length is 257; it must be a whole number from 2 to 256"),
+        ({"context_length": 1}, "context_length is 1"),
+        ({"chunked_prefill_size": True}, "chunked_prefill_size is True"),
+        ({"schedule_policy": "random"}, "schedule_policy is 'random'; it must be one of: lpm, fcfs"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_parameters_out_of_bounds(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        small_runtime(folder, **options)
+    assert message in str(error.value)
+
+
+def test_a_wrong_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        Runtime(tmp_path / "nowhere")
+
+
+def test_dummy_weights_need_a_config_alone(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with small_runtime(tmp_path, load_format="dummy") as one, small_runtime(tmp_path, load_format="dummy") as two:
+        assert one.tokenizer is None
+        assert one.generate([5, 6], GREEDY).token_ids == two.generate([5, 6], GREEDY).token_ids
