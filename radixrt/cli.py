@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--seed", type=int, metavar="N", help="of the run: what lines without a seed of their own draw")
 
     option = batch.add_argument_group("memory and schedule").add_argument
-    option("--memory-fraction", type=float, metavar="X", help="share of free memory for weights and KV")
+    option("--memory-fraction", type=float, metavar="X", help="share of the memory left beside the weights for KV")
     option("--max-total-tokens", type=int, metavar="N", help="slots of the KV pool, whatever is free")
     option("--max-running-requests", type=int, metavar="N", help="most requests in a pass")
     option("--chunked-prefill-size", type=int, metavar="N", help="most prompt tokens in a pass")

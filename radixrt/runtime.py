@@ -6,23 +6,25 @@ import hashlib
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.bounds import real, whole
 from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats, PrefixCache
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine import Engine
 from radixrt.errors import ParameterError, PassError, PromptError, RadixrtError, TokenizerError
+from radixrt.execution.device import choose_device, pool_slots
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.interrupt import first_interrupt
 from radixrt.models.loader import LoadFormat, load_model
@@ -37,6 +39,19 @@ Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 _NAMED = 8  # bad prompts that one error spells out
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    """What a Runtime chooses by its kind of device."""
+
+    memory_fraction: float
+    max_running_requests: int
+    chunked_prefill_size: int
+
+
+GPU_DEFAULTS = _Defaults(memory_fraction=0.85, max_running_requests=512, chunked_prefill_size=8192)
+CPU_DEFAULTS = _Defaults(memory_fraction=0.25, max_running_requests=64, chunked_prefill_size=2048)
 
 
 class Runtime:
@@ -87,12 +102,18 @@ class Runtime:
         load_format: LoadFormat = "auto",
         seed: int = 0,
     ) -> None:
-        self.device = _device(device)
-        on_gpu = self.device.type == "cuda"
-        fraction = _fraction(memory_fraction, 0.85 if on_gpu else 0.25)
-        running = _whole("max_running_requests", max_running_requests, 512 if on_gpu else 64, 1, 65536)
-        chunk = _whole("chunked_prefill_size", chunked_prefill_size, 8192 if on_gpu else 2048, 1, 2**20)
-        self.seed = _whole("seed", seed, 0, 0, 2**63 - 1)
+        self.device = choose_device(device)
+        default = GPU_DEFAULTS if self.device.type == "cuda" else CPU_DEFAULTS
+        if memory_fraction is None:
+            memory_fraction = default.memory_fraction
+        if max_running_requests is None:
+            max_running_requests = default.max_running_requests
+        if chunked_prefill_size is None:
+            chunked_prefill_size = default.chunked_prefill_size
+        real("memory_fraction", memory_fraction, 0.0, 1.0, above=True)
+        whole("max_running_requests", max_running_requests, 1, 2**16)
+        whole("chunked_prefill_size", chunked_prefill_size, 1, 2**20)
+        self.seed = whole("seed", seed, 0, 2**63 - 1)
         try:
             policy = SchedulePolicy(schedule_policy)
         except ValueError:
@@ -101,25 +122,34 @@ class Runtime:
 
         source = MODEL_PATH if model is None else model
         decoder, self.config = load_model(
-            source, dtype=dtype, device=self.device, load_format=load_format, seed=self.seed % 2**32
+            source, dtype=dtype, device=self.device, load_format=load_format, seed=self.seed
         )
         self.tokenizer = _tokenizer(source)
         limit = self.config.context_length
-        self.context_length = _whole("context_length", context_length, limit, 2, limit)
+        self.context_length = (
+            limit if context_length is None else whole("context_length", context_length, 2, limit)
+        )
 
         weights_dtype = next(decoder.parameters()).dtype
         shape = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
-        slots = _pool_slots(
-            max_total_tokens, fraction, TokenToKVPool.bytes_per_slot(*shape, weights_dtype), self.device
+        slots = pool_slots(
+            self.device,
+            TokenToKVPool.bytes_per_slot(*shape, weights_dtype),
+            memory_fraction=memory_fraction,
+            max_total_tokens=max_total_tokens,
         )
         # A request that has ended keeps its row until the passes in flight have ended too: hence some more.
-        self._rows = ReqToTokenPool(running + running // 4 + 1, self.context_length)
+        num_rows = max_running_requests + max_running_requests // 4 + 1
+        self._rows = ReqToTokenPool(num_rows, self.context_length)
         self._kv_pool = TokenToKVPool(slots, *shape, dtype=weights_dtype, device=self.device)
         self._cache = PrefixCache(
             self._rows, self._kv_pool.allocator, enabled=enable_prefix_cache, force_miss=force_miss
         )
         self._scheduler = Scheduler(
-            self._cache, max_running_requests=running, chunked_prefill_size=chunk, policy=policy
+            self._cache,
+            max_running_requests=max_running_requests,
+            chunked_prefill_size=chunked_prefill_size,
+            policy=policy,
         )
         self._engine: Engine | None = Engine(
             self._scheduler, ModelRunner(decoder, self._rows, self._kv_pool, self.device)
@@ -408,54 +438,9 @@ def _derived_seed(run_seed: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _whole(name: str, value: int | None, default: int, low: int, high: int) -> int:
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= high:
-        raise ParameterError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
-    return int(value)
-
-
-def _fraction(value: float | None, default: float) -> float:
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ParameterError(f"memory_fraction is {value!r}; it must be a number above 0 to 1")
-    return float(value)
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ParameterError(f"device is {device!r}: {error}") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ParameterError(f"device is {device!r}; it must be on cpu or cuda")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ParameterError(f"device is {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
-    return chosen
-
-
 def _tokenizer(source: str | Path) -> Tokenizer | None:
     """The model's tokenizer; None for a folder without any: its prompts are token ids."""
     folder = Path(source)
     if folder.is_dir() and not any(list(folder.glob(name)) for name in _TOKENIZER_FILES):
         return None
     return load_tokenizer(source)
-
-
-def _pool_slots(max_total_tokens: int | None, fraction: float, bytes_per_slot: int, device: torch.device) -> int:
-    """Slots of the KV pool, the reserved one included."""
-    on_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
-    fitting = int(free * fraction) // bytes_per_slot
-    if max_total_tokens is not None:
-        return _whole("max_total_tokens", max_total_tokens, 0, 1, max(1, free // bytes_per_slot - 1)) + 1
-    if fitting < 2:
-        raise ParameterError(
-            f"memory_fraction is {fraction:g}: of {free:,} free bytes that is less than a KV slot of "
-            f"{bytes_per_slot:,} bytes needs"
-        )
-    return fitting

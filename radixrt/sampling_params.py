@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 
+from radixrt.bounds import real, whole
 from radixrt.errors import ParameterError
 
 MAX_STOP_TOKEN_IDS = 128
-
-
-def _whole(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
-        raise ParameterError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
-    return int(value)
-
-
-def _real(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
-    try:
-        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    except OverflowError:  # a whole number beyond all floats
-        number = math.inf
-    if not ((low < number if above else low <= number) and number <= high):  # NaN is never inside
-        bound = f"above {low:g}" if above else f"from {low:g}"
-        raise ParameterError(f"{name} is {value!r}; it must be a number {bound} to {high:g}")
-    return number
 
 
 @dataclass(frozen=True)
@@ -61,18 +43,18 @@ class SamplingParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("max_new_tokens", _whole("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1))
-        put("temperature", _real("temperature", self.temperature, 0.0, 100.0))
-        put("top_k", max(0, _whole("top_k", self.top_k, -1, 2**31 - 1)))
-        put("top_p", _real("top_p", self.top_p, 0.0, 1.0, above=True))
-        put("min_p", _real("min_p", self.min_p, 0.0, 1.0))
+        put("max_new_tokens", whole("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1))
+        put("temperature", real("temperature", self.temperature, 0.0, 100.0))
+        put("top_k", max(0, whole("top_k", self.top_k, -1, 2**31 - 1)))
+        put("top_p", real("top_p", self.top_p, 0.0, 1.0, above=True))
+        put("min_p", real("min_p", self.min_p, 0.0, 1.0))
         if self.seed is not None:
-            put("seed", _whole("seed", self.seed, 0, 2**63 - 1))
+            put("seed", whole("seed", self.seed, 0, 2**63 - 1))
         ids: object = self.stop_token_ids
         if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
             raise ParameterError(f"stop_token_ids is {ids!r}; it must be a list of token ids")
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise ParameterError(f"stop_token_ids has {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS} are taken")
-        put("stop_token_ids", tuple(_whole("stop_token_ids", i, 0, 2**31 - 1) for i in ids))
+        put("stop_token_ids", tuple(whole("stop_token_ids", i, 0, 2**31 - 1) for i in ids))
         if not isinstance(self.ignore_eos, bool):
             raise ParameterError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")

@@ -6,7 +6,7 @@ python scripts/demo.py
 import sys
 from pathlib import Path
 
-from radixrt.builtin.demo import run_demo
+from radixrt.demo import run_demo
 
 HERE = Path(__file__).resolve().parent.parent
 

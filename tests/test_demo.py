@@ -41,7 +41,7 @@ def test_a_model_that_guesses_fails_the_demo(tmp_path: Path) -> None:
         "".join(json.dumps({**json.loads(line), "metadata": {"answer": "unknown"}}) + "\n" for line in lines)
     )
     code = (
-        "import sys; from pathlib import Path; from radixrt.builtin.demo import run_demo; "
+        "import sys; from pathlib import Path; from radixrt.demo import run_demo; "
         "sys.exit(run_demo(Path(sys.argv[1]), Path(sys.argv[2])))"
     )
     result = subprocess.run(

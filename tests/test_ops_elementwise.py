@@ -117,7 +117,9 @@ def test_rotary_embedding_is_that_of_transformers(kind: str) -> None:
     config = LlamaConfig(
         hidden_size=512, num_attention_heads=8, max_position_embeddings=9000, rope_parameters=dict(parameters)
     )
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(9000)[None])
+    with torch.device("cpu"):  # a GPU's powers differ in their last bits, which position 9000 enlarges
+        cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(9000)[None])
+    cos, sin = cos.to(torch.get_default_device()), sin.to(torch.get_default_device())
     rotary = RotaryEmbedding(64, 9000, RopeParameters(500000.0, scaling), device=torch.get_default_device())
     ours_cos, ours_sin = rotary.cos_sin_cache.chunk(2, dim=-1)
     torch.testing.assert_close(ours_cos, cos[0, :, :32], atol=2e-7, rtol=0)

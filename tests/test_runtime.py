@@ -40,7 +40,9 @@ MODELS: dict[str, Any] = {
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: torch.device
 ) -> tuple[Any, Path]:
-    model = MODELS[request.param]()
+    with torch.device("cpu"):  # the same weights on every device
+        model = MODELS[request.param]()
+    model.to(device)
     return model, write(model, tmp_path_factory.mktemp(request.param))
 
 

@@ -1,0 +1,45 @@
+"""Where a model runs, and how much KV fits there."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from radixrt.bounds import whole
+from radixrt.errors import ParameterError
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device of that name; None is CUDA where there is a GPU, else the CPU. Raises ParameterError."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ParameterError(f"device is {device!r}: {error}") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ParameterError(f"device is {device!r}; it must be on cpu or cuda")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ParameterError(f"device is {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
+    return chosen
+
+
+def pool_slots(
+    device: torch.device, bytes_per_slot: int, *, memory_fraction: float, max_total_tokens: int | None
+) -> int:
+    """Slots of a KV pool, the reserved one included: `max_total_tokens`, or what a share of free memory holds.
+
+    Raises:
+        ParameterError: `max_total_tokens` exceeds what is free, or the share does not hold two slots.
+    """
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    if max_total_tokens is not None:
+        return whole("max_total_tokens", max_total_tokens, 1, max(1, free // bytes_per_slot - 1)) + 1
+    fitting = int(free * memory_fraction) // bytes_per_slot
+    if fitting < 2:
+        raise ParameterError(
+            f"memory_fraction is {memory_fraction:g}: of {free:,} free bytes that is less than a KV slot of "
+            f"{bytes_per_slot:,} bytes needs"
+        )
+    return fitting
