@@ -67,6 +67,8 @@ def model_folder(source: str | Path, *, weights: bool = True) -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
+    if isinstance(source, Path) or str(source).count("/") > 1 or str(source)[:1] in ("/", ".", "~"):
+        raise ModelError(f"there is no folder {source}")
     patterns = [*TEXT_PATTERNS, "*.safetensors"] if weights else [*TEXT_PATTERNS]
     try:
         # Subfolders hold other formats of the same weights.
