@@ -246,9 +246,11 @@ def test_neither_a_folder_nor_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> Non
         load_model("someone/model")
 
 
-def test_a_path_that_is_no_name_asks_no_hub() -> None:
-    with pytest.raises(ModelError, match="'/no/such/folder' is neither a folder nor a model"):
-        load_model("/no/such/folder")
+@pytest.mark.parametrize("source", ["/no/such/folder", "./nowhere", "~/nowhere", "a/b/c", Path("nowhere")])
+def test_a_path_that_is_no_name_asks_no_hub(source: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "snapshot_download", None)
+    with pytest.raises(ModelError, match=f"there is no folder {source}"):
+        load_model(source)
 
 
 # --- dummy weights ---
