@@ -46,7 +46,7 @@ class Engine:
         self.scheduler.submit(request)
 
     def abort(self, request: Request) -> None:
-        """End a request at the next step."""
+        """End a request, and the other answers to its prompt, at the next step."""
         self._aborts.append(request)
 
     def step(self) -> list[Request]:
@@ -59,9 +59,9 @@ class Engine:
         """
         ended = []
         while self._aborts:
-            request = self._aborts.popleft()
-            if self.scheduler.abort(request):
-                ended.append(request)
+            for request in self._aborts.popleft().family:
+                if self.scheduler.abort(request):
+                    ended.append(request)
         batch = self.scheduler.next_batch()
         if batch is not None:
             self._in_flight.append(self._launch(batch))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class FinishReason(str, Enum):
     """Why a request ended."""
 
-    STOP = "stop"  # the model's end token, or one of stop_token_ids
+    STOP = "stop"  # the model's end token, a stop string, or one of stop_token_ids
     LENGTH = "length"  # max_new_tokens, or the end of the context
     ABORT = "abort"  # the caller ended it
     ERROR = "error"  # its pass failed, or its numbers were not finite
@@ -25,8 +26,8 @@ class Usage:
     Attributes:
         prompt_tokens: length of the prompt.
         cached_tokens: prompt tokens whose KV was found in the cache when the request was first admitted.
-        computed_tokens: prompt tokens whose KV was computed for this request.
-        completion_tokens: generated tokens, the token that stopped it included.
+        computed_tokens: the other prompt tokens. A request that ended before it was admitted found none.
+        completion_tokens: generated tokens, the token that stopped it included; those of all n answers.
         recomputed_tokens: tokens computed again after a retraction, prompt or generated; counted apart.
     """
 
@@ -53,16 +54,33 @@ class Timings:
 
 
 @dataclass(frozen=True)
-class RequestOutput:
-    """One finished request.
+class TokenLogprob:
+    """A token's natural log-probability under the model, before temperature, penalties and filters.
 
     Attributes:
-        index: place of the prompt in its call.
-        text: the generated text, without the token that stopped it; special tokens are left out.
+        token_id: the token.
+        logprob: its log-probability.
+        rank: 1 if no token was more likely.
+        top: (token id, log-probability) of the most likely tokens, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One of the n answers to a prompt.
+
+    Attributes:
+        index: which of the n it is.
+        text: the generated text, without the token that stopped it, and up to the stop string.
         token_ids: the generated token ids, the token that stopped it included.
         finish_reason: why it ended.
-        usage: token counts.
-        timings: seconds.
+        matched: the token id or string that stopped it, or None.
+        logprobs: of each generated token, if asked for.
         error: what went wrong if finish_reason is "error", else None.
     """
 
@@ -70,6 +88,133 @@ class RequestOutput:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    matched: int | str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One finished request. `text`, `token_ids`, `finish_reason`, `logprobs` and `error` are those of its first answer.
+
+    Attributes:
+        index: place of the prompt in its call.
+        id: number of the request in its Runtime: what `Runtime.abort` takes.
+        outputs: the n answers.
+        usage: token counts.
+        timings: seconds.
+        prompt_token_ids: the prompt.
+        prompt_logprobs: of the prompt's tokens from prompt_logprobs_start on (from the second token at the
+            earliest: nothing comes before the first), if asked for.
+        cause: the exception that its pass raised, if one did.
+    """
+
+    index: int
+    id: int
+    outputs: tuple[CompletionOutput, ...]
     usage: Usage
     timings: Timings
-    error: str | None = None
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    cause: BaseException | None = None
+
+    @classmethod
+    def refused(cls, index: int, error: str) -> RequestOutput:
+        """The output of a prompt that could not be run: it has no id, no tokens and no time."""
+        answer = CompletionOutput(0, "", (), FinishReason.ERROR, error=error)
+        return cls(index, -1, (answer,), Usage(0, 0, 0, 0), Timings(0.0, None, 0.0), ())
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def error(self) -> str | None:
+        return self.outputs[0].error
+
+    def to_dict(self) -> dict[str, Any]:
+        """The first answer in the shape that SGLang's Engine returns: text, output_ids, meta_info.
+
+        With n answers call it on each of `split()`.
+        """
+        first = self.outputs[0]
+        reason: dict[str, Any] = {"type": str(first.finish_reason)}
+        if first.finish_reason is FinishReason.STOP:
+            reason["matched"] = first.matched
+        elif first.finish_reason is FinishReason.LENGTH:
+            reason["length"] = len(first.token_ids)
+        elif first.error is not None:
+            reason["message"] = first.error
+        meta: dict[str, Any] = {
+            "id": self.id,
+            "finish_reason": reason,
+            "prompt_tokens": self.usage.prompt_tokens,
+            "completion_tokens": len(first.token_ids),
+            "cached_tokens": self.usage.cached_tokens,
+            "e2e_latency": self.timings.total,
+        }
+        for kind, logprobs in (("input", self.prompt_logprobs), ("output", first.logprobs)):
+            if logprobs is not None:
+                meta[f"{kind}_token_logprobs"] = [(t.logprob, t.token_id, None) for t in logprobs]
+                meta[f"{kind}_top_logprobs"] = [[(lp, i, None) for i, lp in t.top] for t in logprobs]
+        return {"text": first.text, "output_ids": list(first.token_ids), "meta_info": meta}
+
+    def split(self) -> list[RequestOutput]:
+        """A RequestOutput for each of the n answers; usage and timings stay those of all."""
+        return [
+            RequestOutput(
+                self.index,
+                self.id,
+                (answer,),
+                self.usage,
+                self.timings,
+                self.prompt_token_ids,
+                self.prompt_logprobs,
+                self.cause,
+            )
+            for answer in self.outputs
+        ]
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """A piece of a streamed answer.
+
+    Attributes:
+        text: what is certain of the text and was not in a chunk before; may be empty.
+        token_ids: the tokens that have come since the chunk before.
+        output: the whole output, with the last chunk.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    output: RequestOutput | None = None
+
+
+@dataclass(frozen=True)
+class ScoreOutput:
+    """How likely a model finds a continuation.
+
+    Attributes:
+        logprob: natural log-probability of the whole continuation: the sum of its tokens'.
+        is_greedy: whether each of its tokens is the most likely one.
+        tokens: its tokens with their log-probabilities.
+        usage: token counts of the context with the continuation.
+    """
+
+    logprob: float
+    is_greedy: bool
+    tokens: tuple[TokenLogprob, ...]
+    usage: Usage

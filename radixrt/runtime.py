@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, Literal, cast, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.console import Console
 from tqdm import tqdm
 
 from memory_pool.req_to_token_pool import ReqToTokenPool
@@ -21,24 +22,35 @@ from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.bounds import real, whole
 from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats, PrefixCache
-from radixrt.cache.radix_tree import Namespace
+from radixrt.cache.tree_view import view_tree
+from radixrt.driver import Call, Driver
 from radixrt.engine import Engine
-from radixrt.errors import ParameterError, PassError, PromptError, RadixrtError, TokenizerError
+from radixrt.errors import ParameterError, PassError, PromptError
 from radixrt.execution.device import choose_device, pool_slots
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.interrupt import first_interrupt
-from radixrt.models.loader import LoadFormat, load_model
-from radixrt.output import FinishReason, RequestOutput
+from radixrt.models.loader import LoadFormat, load_model, reload_weights
+from radixrt.output import CompletionOutput, FinishReason, RequestOutput, ScoreOutput, StreamChunk
+from radixrt.request_builder import (
+    Params,
+    Prompt,
+    RequestBuilder,
+    is_one_prompt,
+    is_token_ids,
+    named_together,
+    one_each,
+)
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
+from radixrt.text.builder import TextBuilder
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+OnError = Literal["raise", "return"]
+Continuation = str | Sequence[int]
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
-_NAMED = 8  # bad prompts that one error spells out
 
 
 @dataclass(frozen=True)
@@ -151,60 +163,65 @@ class Runtime:
             chunked_prefill_size=chunked_prefill_size,
             policy=policy,
         )
-        self._engine: Engine | None = Engine(
-            self._scheduler, ModelRunner(decoder, self._rows, self._kv_pool, self.device)
+        self._model = decoder
+        self._requests = RequestBuilder(
+            self.config,
+            self.tokenizer,
+            context_length=self.context_length,
+            seed=self.seed,
+            refusal=self._scheduler.refusal,
         )
-        self._lock = threading.Lock()  # one call of generate at a time
+        self._driver = Driver(
+            Engine(self._scheduler, ModelRunner(decoder, self._rows, self._kv_pool, self.device)), self._output
+        )
+        self._loose = Call(())  # requests that came through `submit`
 
     # -- prompts in, outputs out ---------------------------------------------------------------------------
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str
         self,
-        prompts: str,
-        sampling_params: SamplingParams | None = None,
+        prompts: str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[dict[str, Any]],
+        sampling_params: Params = None,
         *,
         tenant: str | None = None,
+        on_error: OnError = "raise",
         progress: bool = False,
     ) -> RequestOutput: ...
 
     @overload
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] = None,
         *,
         tenant: str | None = None,
+        on_error: OnError = "raise",
         progress: bool = False,
     ) -> list[RequestOutput]: ...
-
-    @overload
-    def generate(
-        self,
-        prompts: Sequence[int] | NDArray[np.integer[Any]],
-        sampling_params: SamplingParams | None = None,
-        *,
-        tenant: str | None = None,
-        progress: bool = False,
-    ) -> RequestOutput: ...
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] = None,
         *,
         tenant: str | None = None,
+        on_error: OnError = "raise",
         progress: bool = False,
     ) -> RequestOutput | list[RequestOutput]:
         """Answer one prompt, or a list of prompts, together, in any order; outputs are in the prompts' order.
 
-        Ctrl-C ends all requests of the call after the current pass and raises KeyboardInterrupt.
+        Ctrl-C ends all requests of the call after the current pass and raises KeyboardInterrupt. Calls from
+        several threads run together.
 
         Args:
-            prompts: a prompt is a string or a list of token ids. One gives one output, a list gives a list, and
-                [] gives [].
-            sampling_params: one for all prompts, or one each; None is SamplingParams().
+            prompts: a prompt is a string, a list of token ids, or a list of chat messages ({"role", "content"}). One
+                gives one output, a list gives a list, and [] gives [].
+            sampling_params: one for all prompts, or one each: a SamplingParams or a dict in the spelling of SGLang
+                or vLLM; None is SamplingParams().
             tenant: prefixes are shared only between calls of one tenant.
+            on_error: "raise": one bad prompt, or one failed pass, raises. "return": it becomes that output's
+                error, and the others run.
             progress: show a bar on stderr.
 
         Returns:
@@ -214,21 +231,157 @@ class Runtime:
             PromptError: names every prompt that cannot be run; nothing has run then.
             PassError: a pass failed, out of memory for instance. All other requests of the call are ended.
         """
-        many = not isinstance(prompts, (str, np.ndarray)) and not _is_token_ids(prompts)
-        listed: Sequence[Prompt] = prompts if many else [prompts]  # type: ignore[list-item, assignment]
-        params = _one_each(sampling_params, len(listed), many)
-        with self._lock:
-            engine = self._open()
-            if engine.has_work:
-                raise RadixrtError("the runtime has other requests; finish them with step() first")
-            requests = self._prepare_all(listed, params, tenant)
-            outputs = self._run(requests, progress)
-        return outputs if many else outputs[0]
+        many = not is_one_prompt(prompts)
+        listed = cast("Sequence[Prompt]", prompts if many else [prompts])
+        params = one_each(sampling_params, len(listed), many)
+        outputs: dict[int, RequestOutput] = {}
+        for output in self._iterate(listed, params, tenant, on_error, progress):
+            outputs[output.index] = output
+        in_order = [outputs[index] for index in range(len(listed))]
+        return in_order if many else in_order[0]
+
+    def generate_iter(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        tenant: str | None = None,
+        on_error: OnError = "raise",
+        progress: bool = False,
+    ) -> Iterator[RequestOutput]:
+        """As `generate` with a list, but outputs come as they are complete; `index` says which prompt's.
+
+        Leaving the loop early ends what is left.
+        """
+        listed = cast("Sequence[Prompt]", [prompts] if is_one_prompt(prompts) else prompts)
+        params = one_each(sampling_params, len(listed), True)
+        yield from self._iterate(listed, params, tenant, on_error, progress)
+
+    def stream(self, prompt: Prompt, sampling_params: Params = None, *, tenant: str | None = None) -> Iterator[StreamChunk]:
+        """Answer one prompt piece by piece.
+
+        Yields a chunk whenever tokens have come; the last one has the whole output. The texts of all chunks
+        together are the output's text: none holds half a character, or the beginning of a stop string. Leaving the loop early ends the
+        request.
+
+        Raises:
+            PromptError, ParameterError: the prompt cannot be run, or n is not 1.
+            PassError: a pass failed.
+        """
+        request = self._stream_request(prompt, sampling_params, tenant)
+        call = self._driver.submit([request])
+        try:
+            seen = 0
+            while True:
+                self._driver.advance(call)
+                chunk = self._driver.look(partial(self._chunk, request, call, seen))
+                if chunk is not None:
+                    seen += len(chunk.token_ids)
+                    yield chunk
+                    if chunk.output is not None:
+                        return
+        finally:
+            self._driver.abandon(call)
+
+    async def async_generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] = None,
+        *,
+        tenant: str | None = None,
+        on_error: OnError = "raise",
+    ) -> RequestOutput | list[RequestOutput]:
+        """`generate` for asyncio. Calls that wait at the same time run together; cancelling one ends its requests."""
+        many = not is_one_prompt(prompts)
+        listed = cast("Sequence[Prompt]", prompts if many else [prompts])
+        outputs, requests = self._built(listed, one_each(sampling_params, len(listed), many), tenant, on_error)
+        call = self._driver.submit(requests)
+        try:
+            while call.requests or call.ready:
+                await asyncio.to_thread(self._driver.advance, call)
+                while call.ready:
+                    output = self._checked(call.ready.popleft(), on_error)
+                    outputs[output.index] = output
+        finally:
+            self._driver.abandon(call)
+        in_order = [outputs[index] for index in range(len(listed))]
+        return in_order if many else in_order[0]
+
+    async def async_stream(
+        self, prompt: Prompt, sampling_params: Params = None, *, tenant: str | None = None
+    ) -> AsyncIterator[StreamChunk]:
+        """`stream` for asyncio."""
+        request = self._stream_request(prompt, sampling_params, tenant)
+        call = self._driver.submit([request])
+        try:
+            seen = 0
+            while True:
+                await asyncio.to_thread(self._driver.advance, call)
+                chunk = self._driver.look(partial(self._chunk, request, call, seen))
+                if chunk is not None:
+                    seen += len(chunk.token_ids)
+                    yield chunk
+                    if chunk.output is not None:
+                        return
+        finally:
+            self._driver.abandon(call)
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Continuation | Sequence[Continuation]],
+        *,
+        tenant: str | None = None,
+        progress: bool = False,
+    ) -> list[ScoreOutput | list[ScoreOutput]]:
+        """How likely the model finds continuations of prompts. Each shared context is computed once.
+
+        Args:
+            prompts: what comes before.
+            continuations: for each prompt a continuation (text after a text prompt, else token ids), or a list of
+                them (multiple choice).
+
+        Returns:
+            For each prompt a ScoreOutput, or a list of them.
+
+        Raises:
+            PromptError: names every pair that cannot be scored; nothing has run then.
+        """
+        if len(prompts) != len(continuations):
+            raise ParameterError(f"there are {len(continuations)} continuations for {len(prompts)} prompts")
+        pairs: list[tuple[int, Prompt, Continuation]] = []
+        for i, (prompt, own) in enumerate(zip(prompts, continuations, strict=True)):
+            single = isinstance(own, str) or is_token_ids(own)
+            choices = cast("Sequence[Continuation]", [own] if single else own)
+            pairs += [(i, prompt, choice) for choice in choices]
+        listed: list[Prompt] = []
+        params: list[Params] = []
+        errors: dict[int, Exception] = {}
+        for at, (i, prompt, choice) in enumerate(pairs):
+            try:
+                ids, start = self._joined(prompt, choice)
+            except PromptError as error:
+                errors[i] = error
+                continue
+            listed.append(ids)
+            params.append(SamplingParams(max_new_tokens=0, prompt_logprobs=0, prompt_logprobs_start=start))
+        if errors:
+            raise named_together(errors, len(prompts))
+        outputs: dict[int, RequestOutput] = {}
+        for output in self._iterate(listed, params, tenant, "raise", progress):
+            outputs[output.index] = output
+        scores: list[list[ScoreOutput]] = [[] for _ in prompts]
+        for at, (i, _, _) in enumerate(pairs):
+            scores[i].append(_score(outputs[at]))
+        return [
+            own[0] if isinstance(given, str) or is_token_ids(given) else own
+            for own, given in zip(scores, continuations, strict=True)
+        ]
 
     def prepare(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params = None,
         *,
         index: int = 0,
         tenant: str | None = None,
@@ -242,71 +395,65 @@ class Runtime:
             PromptError: the prompt cannot be run.
             ParameterError: its parameters ask for what this model does not have.
         """
-        self._open()
-        params = SamplingParams() if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
-            raise ParameterError(f"sampling_params is {params!r}; it must be a SamplingParams")
-        unknown = [i for i in params.stop_token_ids if i >= self.config.vocab_size]
-        if unknown:
-            raise ParameterError(
-                f"stop_token_ids holds {unknown[0]}; the model's ids are below {self.config.vocab_size}"
-            )
-        ids = self._token_ids(prompt)
-        if len(ids) >= self.context_length:
-            raise PromptError(
-                f"has {len(ids)} tokens; with a context of {self.context_length} it may have at most "
-                f"{self.context_length - 1}"
-            )
-        request = Request(
-            index=index,
-            prompt_ids=ids,
-            params=params,
-            max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),
-            seed=_derived_seed(self.seed, index) if params.seed is None else params.seed,
-            stop_ids=frozenset(params.stop_token_ids)
-            | frozenset(() if params.ignore_eos else self.config.eos_token_ids),
-            namespace=Namespace(tenant=tenant),
-        )
-        refusal = self._scheduler.refusal(request)
-        if refusal is not None:
-            raise PromptError(refusal)
-        return request
+        return self._requests.build(prompt, sampling_params, index=index, tenant=tenant)
 
     def submit(self, request: Request) -> None:
         """Queue a request that `prepare` has made; `step` advances it."""
-        self._open().submit(request)
+        self._driver.submit([request], self._loose)
 
     def step(self) -> list[RequestOutput]:
-        """Advance all requests by one pass. Returns the outputs of those that have ended, failed ones too."""
-        return [self._output(request) for request in self._open().step()]
+        """Advance all requests by one pass. Returns outputs of requests that came through `submit`, failed ones too."""
+        self._driver.step()
+        ready = list(self._loose.ready)
+        self._loose.ready.clear()
+        return ready
 
-    def abort(self, request: Request) -> None:
-        """End a request at the next step. May be called from any thread, and for a request that has ended."""
-        self._open().abort(request)
+    def abort(self, request: Request | int) -> bool:
+        """End a request, given itself or its `id`, at the next step, from any thread. False if it has ended."""
+        return self._driver.abort(request if isinstance(request, int) else request.id)
 
     @property
     def has_work(self) -> bool:
         """Whether submitted requests have not ended."""
-        return self._open().has_work
+        return self._driver.has_work
 
-    # -- the cache and the end -----------------------------------------------------------------------------
+    # -- the cache, the weights and the end ----------------------------------------------------------------
 
     def cache_stats(self) -> CacheStats:
         """Token counts since the Runtime was made, and the state of the pool."""
-        self._open()
         return self._cache.stats()
+
+    def print_tree(self, *, max_nodes: int = 200, console: Console | None = None) -> None:
+        """Print the cached prefixes as a tree, the latest used first."""
+
+        def show(tokens: NDArray[np.int32]) -> str:
+            if self.tokenizer is None:
+                return " ".join(map(str, tokens.tolist()))
+            return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+        (console or Console()).print(view_tree(self._cache.tree, show, max_nodes=max_nodes))
 
     def flush_cache(self) -> int:
         """Forget all prefixes that no running request uses. Returns how many tokens were forgotten."""
-        self._open()
         return self._cache.flush()
 
+    def update_weights(self, source: str | Path) -> None:
+        """Take other weights of the same model: running requests end first, and no cached prefix outlives this.
+
+        Raises:
+            ModelError: the source is not a checkpoint of this model. Its weights have not changed then.
+        """
+
+        def swap() -> None:
+            reload_weights(self._model, self.config, source)
+            self._requests.weights_version += 1
+            self._cache.flush()
+
+        self._driver.while_idle(swap)
+
     def close(self) -> None:
-        """Free the model and the pools. The Runtime cannot be used any more; a second call does nothing."""
-        if self._engine is None:
-            return
-        self._engine = None
-        del self._scheduler, self._cache, self._kv_pool, self._rows
+        """End all requests and let go of the model, from any thread. A second call does nothing."""
+        self._driver.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -320,122 +467,135 @@ class Runtime:
 
     # -- inside --------------------------------------------------------------------------------------------
 
-    def _open(self) -> Engine:
-        if self._engine is None:
-            raise RadixrtError("the runtime is closed")
-        return self._engine
+    def _built(
+        self, prompts: Sequence[Prompt], params: Sequence[Params], tenant: str | None, on_error: OnError
+    ) -> tuple[dict[int, RequestOutput], list[Request]]:
+        """Outputs of prompts that cannot run (if errors are to be returned), and requests for the others."""
+        if on_error not in ("raise", "return"):
+            raise ParameterError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
+        built = self._requests.build_all(prompts, params, tenant)
+        errors = {i: one for i, one in enumerate(built) if not isinstance(one, Request)}
+        if errors and on_error == "raise":
+            raise named_together(errors, len(prompts))
+        refused = {index: RequestOutput.refused(index, f"the prompt {error}") for index, error in errors.items()}
+        return refused, [one for one in built if isinstance(one, Request)]
 
-    def _token_ids(self, prompt: Prompt) -> NDArray[np.int32]:
-        """The prompt as int32 `[n >= 1]`, every id inside the model's vocabulary."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise PromptError("is text, but the model's folder has no tokenizer: give token ids")
+    def _iterate(
+        self, prompts: Sequence[Prompt], params: Sequence[Params], tenant: str | None, on_error: OnError, progress: bool
+    ) -> Iterator[RequestOutput]:
+        refused, requests = self._built(prompts, params, tenant, on_error)
+        bar = tqdm(total=len(prompts), unit=" requests", disable=not progress, file=sys.stderr)
+        bar.update(len(refused))
+        with bar, first_interrupt() as interrupted:
+            call = self._driver.submit(requests)
             try:
-                ids: NDArray[Any] = self.tokenizer.encode(prompt)
-            except TokenizerError as error:
-                raise PromptError(f"cannot be encoded: {error}") from error
-        elif _is_token_ids(prompt):
-            ids = np.array([int(i) for i in prompt], dtype=np.object_)  # whole numbers of any size
-        else:
-            raise PromptError("is neither a string nor a list of token ids")
-        if len(ids) == 0:
-            raise PromptError("is empty: it has no tokens")
-        outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
-        if len(outside):
-            raise PromptError(
-                f"holds token id {outside[0]}; the model's ids are 0 to {self.config.vocab_size - 1}"
-            )
-        return ids.astype(np.int32)
-
-    def _prepare_all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], tenant: str | None
-    ) -> list[Request]:
-        requests, bad = [], []
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                requests.append(self.prepare(prompt, own, index=index, tenant=tenant))
-            except (PromptError, ParameterError) as error:
-                bad.append(f"prompt {index} {error}")
-        if bad:
-            more = f"\n... and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-            listed = "\n".join(bad[:_NAMED])
-            raise PromptError(f"{len(bad)} of {len(prompts)} prompts cannot be run:\n{listed}{more}")
-        return requests
-
-    def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
-        engine = self._open()
-        outputs: dict[int, RequestOutput] = {}
-        bar = tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr)
-        try:
-            with bar, first_interrupt() as interrupted:
-                for request in requests:
-                    engine.submit(request)
+                yield from refused.values()
                 tokens = 0
-                while engine.has_work:
-                    for request in engine.step():
-                        if request.cause is not None:
-                            raise PassError(f"prompt {request.index}: {request.error}") from request.cause
-                        outputs[request.index] = self._output(request)
-                        tokens += request.num_output
-                        bar.update()
-                        bar.set_postfix_str(
-                            f"{tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s, "
-                            f"hit rate {self._cache.stats().hit_rate:.1%}",
-                            refresh=False,
-                        )
+                while call.requests or call.ready:
+                    self._driver.advance(call)
                     if interrupted.is_set():
                         raise KeyboardInterrupt
-        finally:
-            for request in requests:
-                if not request.finished:
-                    engine.abort(request)
-            while engine.has_work:  # nothing of this call stays behind
-                engine.step()
-        return [outputs[index] for index in range(len(requests))]
+                    while call.ready:
+                        output = self._checked(call.ready.popleft(), on_error)
+                        tokens += output.usage.completion_tokens
+                        rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
+                        hits = self._cache.stats().hit_rate
+                        bar.set_postfix_str(f"{rate:,.0f} tokens/s, hit rate {hits:.1%}", refresh=False)
+                        bar.update()
+                        yield output
+            finally:
+                self._driver.abandon(call)
 
-    def _output(self, request: Request) -> RequestOutput:
+    def _checked(self, output: RequestOutput, on_error: OnError) -> RequestOutput:
+        """The output, unless its pass failed and errors are to be raised."""
+        if output.cause is not None and on_error == "raise":
+            raise PassError(f"prompt {output.index}: {output.error}") from output.cause
+        return output
+
+    def _stream_request(self, prompt: Prompt, sampling_params: Params, tenant: str | None) -> Request:
+        try:
+            request = self._requests.build(prompt, sampling_params, tenant=tenant, streams=True)
+        except PromptError as error:
+            raise PromptError(f"the prompt {error}") from error
+        if request.params.n != 1:
+            raise ParameterError(f"n is {request.params.n}; a stream gives one answer")
+        return request
+
+    def _chunk(self, request: Request, call: Call, seen: int) -> StreamChunk | None:
+        """What has come of a streamed request beyond its first `seen` tokens, if anything has."""
+        output = self._checked(call.ready.popleft(), "raise") if call.ready else None
+        ids = tuple(request.output_ids()[seen:].tolist())
+        if output is None and not ids:
+            return None
+        builder = request.text_stop
+        assert isinstance(builder, TextBuilder)  # it streams
+        return StreamChunk(builder.delta(), ids, output)
+
+    def _joined(self, prompt: Prompt, continuation: Continuation) -> tuple[NDArray[np.int32], int]:
+        """Token ids of a prompt with a continuation, and where the continuation begins. Raises PromptError."""
+        before = self._requests.token_ids(prompt)
+        if isinstance(continuation, str) and isinstance(prompt, str):
+            # The border may fall inside a token: what it changes belongs to the continuation.
+            joined = self._requests.token_ids(prompt + continuation)
+            shared = min(len(before), len(joined))
+            differs = np.flatnonzero(before[:shared] != joined[:shared])
+            start = int(differs[0]) if len(differs) else shared
+        elif is_token_ids(continuation):
+            joined = np.concatenate([before, self._requests.token_ids(continuation)])
+            start = len(before)
+        else:
+            raise PromptError("must be text with a text continuation, or have token ids as its continuation")
+        if start >= len(joined):
+            raise PromptError("has an empty continuation")
+        if start == 0:
+            raise PromptError("has no token before its continuation")
+        return joined, start
+
+    def _output(self, first: Request) -> RequestOutput:
+        """The output of a request whose answers have all ended."""
+        return RequestOutput(
+            index=first.index,
+            id=first.id,
+            outputs=tuple(self._answer(answer) for answer in first.family),
+            usage=first.usage(),
+            timings=first.timings(),
+            prompt_token_ids=tuple(first.prompt_ids.tolist()),
+            prompt_logprobs=None if first.params.prompt_logprobs is None else tuple(first.prompt_logprobs),
+            cause=next((answer.cause for answer in first.family if answer.cause is not None), None),
+        )
+
+    def _answer(self, request: Request) -> CompletionOutput:
         assert request.finish_reason is not None  # it has ended
         ids = tuple(request.output_ids().tolist())
-        shown = ids[:-1] if request.finish_reason is FinishReason.STOP else ids
-        return RequestOutput(
-            index=request.index,
-            text="" if self.tokenizer is None else self.tokenizer.decode(shown),
+        at_stop_token = request.finish_reason is FinishReason.STOP and isinstance(request.matched, int)
+        if isinstance(request.text_stop, TextBuilder):
+            text = request.text_stop.finish()
+        elif self.tokenizer is None:
+            text = ""
+        else:
+            text = self.tokenizer.decode(ids[:-1] if at_stop_token else ids, request.params.skip_special_tokens)
+        reason, matched = request.finish_reason, request.matched
+        if reason is FinishReason.LENGTH and isinstance(request.text_stop, TextBuilder) and request.text_stop.matched:
+            reason, matched = FinishReason.STOP, request.text_stop.matched  # the last token's bytes complete it
+        return CompletionOutput(
+            index=request.sample_index,
+            text=text,
             token_ids=ids,
-            finish_reason=request.finish_reason,
-            usage=request.usage(),
-            timings=request.timings(),
+            finish_reason=reason,
+            matched=matched,
+            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
             error=request.error,
         )
 
 
-def _is_token_ids(prompt: object) -> bool:
-    """Whether a value is one prompt of token ids; an empty list is not: it is no prompts."""
-    if isinstance(prompt, np.ndarray):
-        return prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer)
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, str)
-        and len(prompt) > 0
-        and all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in prompt)
+def _score(output: RequestOutput) -> ScoreOutput:
+    scored = output.prompt_logprobs or ()
+    return ScoreOutput(
+        logprob=sum(token.logprob for token in scored),
+        is_greedy=all(token.rank == 1 for token in scored),
+        tokens=scored,
+        usage=output.usage,
     )
-
-
-def _one_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int, many: bool
-) -> Sequence[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if not many or isinstance(params, str) or not isinstance(params, Sequence):
-        raise ParameterError(f"sampling_params is {params!r}; it must be a SamplingParams, or a list of one each")
-    if len(params) != count:
-        raise ParameterError(f"there are {len(params)} sampling_params for {count} prompts; give one, or one each")
-    return params
-
-
-def _derived_seed(run_seed: int, index: int) -> int:
-    """A request's own seed: 63 bits that differ for every run seed and index."""
-    digest = hashlib.blake2b(f"{run_seed}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _tokenizer(source: str | Path) -> Tokenizer | None:

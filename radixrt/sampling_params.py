@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from radixrt.bounds import real, whole
 from radixrt.errors import ParameterError
 
+MAX_TOKEN_ID = 2**31 - 1
+MAX_SAMPLES = 4096
 MAX_STOP_TOKEN_IDS = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024  # characters
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 1024
+MAX_LOGPROBS = 128
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request.
 
-    Logits are divided by `temperature`, then filtered by `top_k`, `top_p` and `min_p` in this order, then
-    one token is drawn. Every value out of bounds raises `ParameterError`.
+    The model's logits are changed by the repetition, presence and frequency penalties, then by `logit_bias`,
+    then tokens that are not allowed are left out; the rest is divided by `temperature` and filtered by `top_k`,
+    `top_p` and `min_p`, in this order, and one token is drawn. Every value out of bounds raises `ParameterError`.
 
     Attributes:
-        max_new_tokens: most tokens to generate, 1 to 2**31 - 1. The model's context may end a request earlier.
+        max_new_tokens: most tokens to generate, 0 to 2**31 - 1. The model's context may end a request earlier.
+            0 generates nothing: the prompt enters the cache, and is scored if `prompt_logprobs` is given.
+        min_new_tokens: nothing ends the request before it has as many tokens.
+        n: answers to draw, 1 to 4096. The prompt is computed once for all of them.
         temperature: 0 to 100; 0 is greedy: the most likely token, and the three filters change nothing.
         top_k: draw from the k most likely tokens, ties at the k-th included; 0 or -1 draws from all.
         top_p: draw from the fewest tokens whose probability reaches top_p, in (0, 1]; 1 draws from all.
         min_p: leave out tokens less likely than min_p times the most likely one, 0 to 1.
+        repetition_penalty: above 0 to 10; logits of tokens of the prompt or the answer are divided by it if
+            positive, multiplied if negative (Keskar et al., "CTRL", 2019). 1 is off.
+        presence_penalty: -2 to 2; subtracted from the logits of tokens of the answer.
+        frequency_penalty: -2 to 2; the same times the number of their occurrences.
+        logit_bias: token id -> -100 to 100, added to its logit. At most 1024.
+        allowed_token_ids: nothing else is drawn, not even an end token. None: all are allowed.
+        bad_words: strings, or lists of token ids, that are not generated. At most 1024.
         seed: 0 to 2**63 - 1. The same seed, prompt and parameters draw the same tokens in any batch. None:
             derived from the Runtime's seed and the prompt's place in the call.
+        stop: end where one of these strings is complete; the text ends before it. At most 64, 1 to 1024
+            characters each.
+        include_stop_str: the text ends after the stop string instead.
         stop_token_ids: end at any of these tokens, besides the model's own end tokens. At most 128.
-        ignore_eos: do not end at the model's end tokens (`stop_token_ids` still end).
+        ignore_eos: do not end at the model's end tokens (`stop` and `stop_token_ids` still end).
+        skip_special_tokens: leave special tokens out of the text.
+        logprobs: log-probabilities of the tokens of the answer, with as many of the most likely alternatives, 0
+            to 128; None: none. They are those of the model, before penalties, bias, temperature and filters.
+        prompt_logprobs: the same for the tokens of the prompt.
+        prompt_logprobs_start: the first prompt token that gets one. What is scored has to be computed: only the
+            part before it can come from the cache.
     """
 
     max_new_tokens: int = 128
@@ -38,23 +65,102 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_new_tokens: int = 0
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop_str: bool = False
+    skip_special_tokens: bool = True
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("max_new_tokens", whole("max_new_tokens", self.max_new_tokens, 1, 2**31 - 1))
+        put("max_new_tokens", whole("max_new_tokens", self.max_new_tokens, 0, 2**31 - 1))
+        put("min_new_tokens", whole("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens))
+        put("n", whole("n", self.n, 1, MAX_SAMPLES))
         put("temperature", real("temperature", self.temperature, 0.0, 100.0))
         put("top_k", max(0, whole("top_k", self.top_k, -1, 2**31 - 1)))
         put("top_p", real("top_p", self.top_p, 0.0, 1.0, above=True))
         put("min_p", real("min_p", self.min_p, 0.0, 1.0))
+        put("repetition_penalty", real("repetition_penalty", self.repetition_penalty, 0.0, 10.0, above=True))
+        put("presence_penalty", real("presence_penalty", self.presence_penalty, -2.0, 2.0))
+        put("frequency_penalty", real("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
         if self.seed is not None:
             put("seed", whole("seed", self.seed, 0, 2**63 - 1))
-        ids: object = self.stop_token_ids
-        if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
-            raise ParameterError(f"stop_token_ids is {ids!r}; it must be a list of token ids")
-        if len(ids) > MAX_STOP_TOKEN_IDS:
-            raise ParameterError(f"stop_token_ids has {len(ids)} ids; at most {MAX_STOP_TOKEN_IDS} are taken")
-        put("stop_token_ids", tuple(whole("stop_token_ids", i, 0, 2**31 - 1) for i in ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise ParameterError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
+        put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_TOKEN_ID)
+            if not allowed:
+                raise ParameterError("allowed_token_ids is empty; name at least one token, or None for all")
+            put("allowed_token_ids", allowed)
+        put("logit_bias", _biases(self.logit_bias))
+        put("bad_words", _bad_words(self.bad_words))
+        put("stop", _stop_strings(self.stop))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                put(name, whole(name, getattr(self, name), 0, MAX_LOGPROBS))
+        put("prompt_logprobs_start", whole("prompt_logprobs_start", self.prompt_logprobs_start, 0, 2**31 - 1))
+        for name in ("ignore_eos", "include_stop_str", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ParameterError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if self.n > 1 and self.max_new_tokens == 0:
+            raise ParameterError(f"n is {self.n}, but max_new_tokens is 0: there is nothing to draw")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a penalty changes logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _listed(name: str, value: object, most: int, what: str) -> Sequence[object]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise ParameterError(f"{name} is {value!r}; it must be a list of {what}")
+    if len(value) > most:
+        raise ParameterError(f"{name} has {len(value)} {what}; at most {most} are taken")
+    return value
+
+
+def _token_ids(name: str, value: object, most: int) -> tuple[int, ...]:
+    return tuple(whole(name, i, 0, MAX_TOKEN_ID) for i in _listed(name, value, most, "token ids"))
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    """A mapping, or what this made of one before, as sorted pairs."""
+    pairs = value if isinstance(value, tuple) else value.items() if isinstance(value, Mapping) else None
+    if pairs is None:
+        raise ParameterError(f"logit_bias is {value!r}; it must map token ids to numbers")
+    if len(pairs) > MAX_BIASES:
+        raise ParameterError(f"logit_bias has {len(pairs)} tokens; at most {MAX_BIASES} are taken")
+    biases = {}
+    for token, bias in pairs:
+        if isinstance(token, str) and token.isdecimal():  # the keys of JSON objects are strings
+            token = int(token)
+        biases[whole("logit_bias", token, 0, MAX_TOKEN_ID)] = real("logit_bias", bias, -100.0, 100.0)
+    return tuple(sorted(biases.items()))
+
+
+def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
+    words: list[str | tuple[int, ...]] = []
+    for word in _listed("bad_words", value, MAX_BAD_WORDS, "strings or lists of token ids"):
+        own = word if isinstance(word, str) else _token_ids("bad_words", word, MAX_STOP_LENGTH)
+        if not own:
+            raise ParameterError("bad_words holds an empty word")
+        words.append(own)
+    return tuple(words)
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else _listed("stop", value, MAX_STOP_STRINGS, "strings")
+    for string in strings:
+        if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_LENGTH:
+            raise ParameterError(f"stop holds {string!r}; it must be a string of 1 to {MAX_STOP_LENGTH} characters")
+    return tuple(str(string) for string in strings)

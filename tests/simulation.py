@@ -22,7 +22,7 @@ from radixrt.engine import Engine
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule import policy as policies
-from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request, RequestState
 from radixrt.schedule.scheduler import Scheduler
@@ -81,14 +81,20 @@ def histories(namespace: Namespace, tokens: Sequence[int]) -> list[int]:
     return out
 
 
-def continuation(namespace: Namespace, prompt: Sequence[int], count: int, stop_ids: frozenset[int]) -> list[int]:
+def _draw(read: int, sample_index: int) -> int:
+    return _mix(read + sample_index * 0x2545F491 & MASK) % VOCAB
+
+
+def continuation(
+    namespace: Namespace, prompt: Sequence[int], count: int, stop_ids: frozenset[int], sample_index: int = 0
+) -> list[int]:
     """What the model says after a prompt when nothing goes wrong."""
     tokens, read = list(map(int, prompt)), _start(namespace)
     for kv in histories(namespace, tokens):
         read = _read(read, kv)
     out: list[int] = []
     while len(out) < count:
-        token = _mix(read) % VOCAB
+        token = _draw(read, sample_index)
         out.append(token)
         if token in stop_ids:
             break
@@ -128,7 +134,7 @@ class SimulatedRunner:
 
     def launch(self, batch: ScheduleBatch) -> SimulatedPass:
         for request, start, end in zip(batch.requests, batch.prefix_lens, batch.seq_lens, strict=True):
-            self.tokens_launched[request.index] += int(end - start)
+            self.tokens_launched[id(request)] += int(end - start)
         if self.fail_launch:
             self.fail_launch = False
             raise SimulatedFailure("launch")
@@ -165,7 +171,7 @@ class SimulatedRunner:
         if flight.fails:
             flight.error = SimulatedFailure("run")
             return
-        sampled = np.zeros(len(batch.requests), dtype=np.int32)
+        sampled: list[int] = []
         finite = np.ones(len(batch.requests), dtype=bool)
         self.kv[self.pad_slot] = POISON  # what a padded row writes
         at = 0
@@ -194,10 +200,25 @@ class SimulatedRunner:
                 require(
                     "7: what is read is the KV of the own history", got == expected, (request.index, start, end)
                 )
-            sampled[i] = _mix(read) % VOCAB
-            if batch.samples[i]:
-                self.last_token[row] = sampled[i]
-        flight.result = PassResult(sampled, finite)
+            draws = [_draw(read, request.sample_index + k) for k in range(batch.num_samples[i])]
+            if draws:
+                self.last_token[row] = draws[0]
+            sampled += draws
+        scored = [
+            _mix(int(token) + 1) for token in batch.scored_targets
+        ]  # a log-probability that tells which token it is of
+        logprobs = np.array(scored, dtype=np.uint64).astype(np.float32)
+        flight.result = PassResult(
+            np.array(sampled, dtype=np.int32),
+            finite,
+            None,
+            Logprobs(
+                logprobs,
+                np.ones(len(scored), np.int32),
+                np.zeros((len(scored), 0), np.int32),
+                np.zeros((len(scored), 0), np.float32),
+            ),
+        )
 
     def _tainted(self, flight: SimulatedPass, i: int) -> bool:
         """Whether an earlier pass that this one builds on failed; its result will be thrown away."""
@@ -270,13 +291,14 @@ class World:
                 return None
             return alloc(count)
 
-        def watched_acquire(namespace: Namespace, tokens: np.ndarray, reserve: int) -> Lease | None:
-            lease = acquire(namespace, tokens, reserve)
+        def watched_acquire(namespace: Namespace, tokens: np.ndarray, limit: int, reserve: int) -> Lease | None:
+            lease = acquire(namespace, tokens, limit, reserve)
             if lease is not None:
-                self._check_computed_once(namespace, tokens, lease)
+                require("13: what is scored is computed", lease.matched <= limit)
+                self._check_computed_once(namespace, tokens, limit, lease)
                 request = next(r for r in self.scheduler.waiting if tokens.base is r._tokens)
                 if request.cached_tokens is not None:  # back from a retraction, others may have gone further
-                    self.skipped[request.index] += max(0, lease.matched - request.launched_ever)
+                    self.skipped[id(request)] += max(0, lease.matched - request.launched_ever)
             return lease
 
         def watched_evict(count: int) -> np.ndarray:
@@ -307,11 +329,18 @@ class World:
         *,
         stop_ids: frozenset[int] = frozenset(),
         namespace: Namespace | None = None,
+        n: int = 1,
+        scored_from: int | None = None,
     ) -> Request:
         request = Request(
             index=len(self.requests),
             prompt_ids=np.array(prompt, dtype=np.int32),
-            params=SamplingParams(max_new_tokens=max_new_tokens, temperature=0),
+            params=SamplingParams(
+                max_new_tokens=max_new_tokens,
+                n=n,
+                prompt_logprobs=None if scored_from is None else 0,
+                prompt_logprobs_start=scored_from or 0,
+            ),
             max_new_tokens=min(max_new_tokens, self.sizes.context_len - len(prompt)),
             seed=0,
             stop_ids=stop_ids,
@@ -330,12 +359,14 @@ class World:
         oldest = self.scheduler.waiting[0] if self.scheduler.waiting else None
         waiting = list(self.scheduler.waiting)
         ended = self.engine.step()
+        known = {id(r) for r in self.requests}
+        self.requests += [c for r in list(self.requests) for c in r.children if id(c) not in known]
         for request in waiting:
             if request.lease is not None and request.cached_tokens is not None:
-                self.first_match.setdefault(request.index, request.lease.matched)
+                self.first_match.setdefault(id(request), request.lease.matched)
         if oldest is not None and oldest.state is RequestState.WAITING:
             passed = sum(r.lease is not None and r.arrival > oldest.arrival for r in waiting)
-            self.overtaken[oldest.index] += passed
+            self.overtaken[id(oldest)] += passed
         progress = self.cache.passes_launched > launched or bool(ended) or len(self.engine._in_flight) < flying
         require("10: every step computes a token or ends a request", progress or not had_work)
         for request in ended:
@@ -353,7 +384,9 @@ class World:
 
     def drain(self) -> None:
         self.fail_alloc = False
-        budget = 50 + 60 * sum(r.total + r.max_new_tokens for r in self.requests if not r.finished)
+        budget = 50 + 60 * sum(
+            (r.total + r.max_new_tokens) * r.params.n for r in self.requests if not r.finished
+        )
         while self.engine.has_work:
             require("10: a run comes to its end", budget > 0)
             budget -= 1
@@ -495,13 +528,33 @@ class World:
                 (request.lease is not None) == (state is RequestState.RUNNING),
             )
             out = request.output_ids().tolist()
-            full = continuation(request.namespace, request.prompt_ids, request.max_new_tokens, request.stop_ids)
+            full = continuation(
+                request.namespace,
+                request.prompt_ids,
+                request.max_new_tokens,
+                request.stop_ids,
+                request.sample_index,
+            )
             name = "12: output does not depend on caching, chunking, retraction or batching"
             require(name, out == full[: len(out)], (request.index, out, full))
             if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 require(name, out == full, (request.index, out, full))
-                stopped = out[-1] in request.stop_ids
+                stopped = bool(out) and out[-1] in request.stop_ids
                 require(name, stopped == (request.finish_reason is FinishReason.STOP))
+            if request.params.prompt_logprobs is not None and request.parent is None:
+                name = "13: each prompt token that is asked for is scored once"
+                first = max(1, request.params.prompt_logprobs_start)
+                wanted = request.prompt_ids[first:].tolist()
+                got = [t.token_id for t in request.prompt_logprobs]
+                require(name, got == wanted[: len(got)], (request.index, got, wanted))
+                require(name, all(t.logprob == np.float32(_mix(t.token_id + 1)) for t in request.prompt_logprobs))
+                if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    require(name, got == wanted, (request.index, got, wanted))
+            if request.parent is not None:
+                require("13: an answer's prompt is counted once", request.cached_tokens == request.prompt_len)
+                self._check_launched(request)
+                recomputed += request.recomputed_tokens
+                continue
             usage = request.usage()
             name = "13: cached + computed = prompt, counted once"
             require(name, usage.cached_tokens + usage.computed_tokens == request.prompt_len)
@@ -510,25 +563,24 @@ class World:
                 prompt += request.prompt_len
                 cached += request.cached_tokens
                 recomputed += request.recomputed_tokens
-                if request.index in self.first_match:
-                    require(name, request.cached_tokens == self.first_match[request.index], request.index)
-                launched = self.runner.tokens_launched[request.index]
-                require(
-                    "13: what is launched is what is counted",
-                    launched + self.skipped[request.index]
-                    == request.launched_ever - request.cached_tokens + request.recomputed_tokens,
-                    (request.index, launched, request.launched_ever, usage),
-                )
-            if state is RequestState.WAITING:
-                self._check_match(request)
+                if id(request) in self.first_match:
+                    require(name, request.cached_tokens == self.first_match[id(request)], request.index)
+                self._check_launched(request)
+        for request in scheduler.waiting:
+            self._check_match(request)
         got = (self.cache.prompt_tokens, self.cache.cached_tokens, self.cache.recomputed_tokens)
         require("13: cached + computed = prompt, counted once", got == (prompt, cached, recomputed))
 
+    def _check_launched(self, request: Request) -> None:
+        launched = self.runner.tokens_launched[id(request)] + self.skipped[id(request)]
+        counted = request.launched_ever - request.cached_tokens + request.recomputed_tokens
+        require("13: what is launched is what is counted", launched == counted, (request.index, launched, counted))
+
     def _check_match(self, request: Request) -> None:
         tokens = request.tokens()
-        match = self.cache.match(request.namespace, tokens)
+        match = self.cache.match(request.namespace, tokens, request.match_limit)
         name = "6: a match is a prefix, in the same namespace, without the last token"
-        require(name, match.length <= len(tokens) - 1)
+        require(name, match.length <= min(len(tokens) - 1, request.match_limit))
         if match.node is None:
             return
         require(name, match.node.namespace == request.namespace)
@@ -537,8 +589,8 @@ class World:
         reached = np.concatenate([above, match.node.tokens[: match.inside]])
         require(name, len(reached) == match.length and np.array_equal(reached, tokens[: match.length]))
 
-    def _check_computed_once(self, namespace: Namespace, tokens: np.ndarray, lease: Lease) -> None:
-        if self.sizes.force_miss or not self.sizes.enabled or lease.matched >= len(tokens) - 1:
+    def _check_computed_once(self, namespace: Namespace, tokens: np.ndarray, limit: int, lease: Lease) -> None:
+        if self.sizes.force_miss or not self.sizes.enabled or lease.matched >= limit:
             return
         for other in self.scheduler.running:
             shared = other.lease.committed
@@ -592,7 +644,15 @@ class Walk:
             tenant = r.choice([None, None, None, "other"])
             prompt = self.prompt()
             for _ in range(r.choice([1, 1, 1, 3])):
-                world.submit(prompt, r.randint(1, 12), stop_ids=stop_ids, namespace=Namespace(tenant=tenant))
+                world.submit(
+                    prompt,
+                    r.randint(0, 12) or r.randint(0, 1),
+                    stop_ids=stop_ids,
+                    namespace=Namespace(tenant=tenant),
+                    scored_from=r.choice([None, None, None, 0, len(prompt) // 2, len(prompt) - 1]),
+                )
+        elif action < 0.30:
+            world.submit(self.prompt(), r.randint(1, 8), n=r.randint(2, 5))
         elif action < 0.40:
             if world.runner.queue:
                 world.runner.run_next()

@@ -144,18 +144,18 @@ class PrefixCache:
             self._private(p.lease) for p in self._pending if p.lease is not None
         ]
 
-    def match(self, namespace: Namespace, tokens: Tokens) -> Match:
-        """The part of `tokens` `[n]` that need not be computed: at most n - 1, the last one gives the logits."""
+    def match(self, namespace: Namespace, tokens: Tokens, limit: int) -> Match:
+        """The part of `tokens` `[n]` that need not be computed: at most `limit` tokens of it."""
         if self.force_miss or not self.enabled:
             return Match(None, 0, 0)
-        return self.tree.match(namespace, tokens, limit=len(tokens) - 1)
+        return self.tree.match(namespace, tokens, limit)
 
-    def is_awaited(self, match: Match, tokens: Tokens) -> bool:
-        """Whether a live request is computing the token that follows `match`, which was just made with `tokens`.
+    def is_awaited(self, match: Match, tokens: Tokens, limit: int) -> bool:
+        """Whether a live request is computing the token that follows `match`, just made with the same arguments.
 
-        The last token is always computed by its own request: nobody waits for that one alone.
+        What is beyond the limit is always computed by its own request: nobody waits for that.
         """
-        if self.force_miss or not self.enabled or match.length >= len(tokens) - 1:
+        if self.force_miss or not self.enabled or match.length >= limit:
             return False
         if not match.at_boundary:
             return False  # whoever computes below a node has its end as a boundary
@@ -163,13 +163,13 @@ class PrefixCache:
 
     # -- a lease, from acquire to release ------------------------------------------------------------------
 
-    def acquire(self, namespace: Namespace, tokens: Tokens, reserve: int) -> Lease | None:
-        """Match, lock and take a row for a request that will compute the rest of `tokens` `[n]`.
+    def acquire(self, namespace: Namespace, tokens: Tokens, limit: int, reserve: int) -> Lease | None:
+        """Match at most `limit` tokens, lock them, and take a row for a request that will compute the rest of `tokens`.
 
         Returns None, changing nothing, if there is no row, or if after locking the match fewer slots are
         available than the rest of `tokens` plus `reserve`.
         """
-        match = self.match(namespace, tokens)
+        match = self.match(namespace, tokens, limit)
         node = self.tree.node_at(namespace, match)
         self.tree.lock(node)  # shrinks what is available, so the budget is checked after it
         needed = len(tokens) - match.length + reserve

@@ -13,18 +13,27 @@ from torch import Tensor
 from layers.input_metadata import InputMetadata
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.execution.sampler import draw, sampling_arrays
+from radixrt.execution.sampler import Draw, draw_tokens, sampling_arrays
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
+from triton_ops.logprobs import token_logprobs
 from triton_ops.sampling import finite_rows
+
+
+SCORED_AT_ONCE = 512  # rows of logits that are held at a time to score prompt tokens
+
+LogprobTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # as `token_logprobs` returns them
 
 
 @dataclass(frozen=True)
 class PassInFlight:
-    """A launched pass: `result` `[2, B]` int32 on the host holds token ids and finiteness once `done`."""
+    """A launched pass: tensors that are on the host, and hold its result, once `done`."""
 
-    result: Tensor
+    token_ids: Tensor
+    finite: Tensor
+    logprobs: LogprobTensors | None
+    prompt_logprobs: LogprobTensors | None
     done: torch.cuda.Event | None
 
 
@@ -58,18 +67,23 @@ class ModelRunner:
             batch.req_pool_indices, batch.seq_lens, batch.prefix_lens, batch.out_cache_loc
         )
         last_tokens = host["extend_start_loc"] + host["extend_seq_lens"] - 1  # [B]
-        sampling = np.flatnonzero(batch.samples)  # [S]
+        draws = _draws(batch)
+        sampling = np.repeat(np.arange(len(batch.requests), dtype=np.int32), batch.num_samples)  # [S]
+        first_samples = np.flatnonzero(np.diff(sampling, prepend=-1)).astype(np.int32)
         own: dict[str, NDArray[Any]] = {
             "input_ids": batch.input_ids,
             "last_tokens": last_tokens,
             "logits_indices": last_tokens[sampling],
-            "sampling": sampling.astype(np.int32),
-            "sampling_rows": batch.req_pool_indices[sampling],
+            "sampling": sampling,
+            "first_samples": first_samples,
+            "first_rows": batch.req_pool_indices[sampling[first_samples]],
+            "scored": batch.scored,
+            "scored_targets": batch.scored_targets,
             "changed_rows": batch.row_changes.rows,
             "changed_positions": batch.row_changes.positions,
             "changed_slots": batch.row_changes.slots,
         }
-        own |= sampling_arrays([batch.requests[i] for i in sampling], batch.seq_lens[sampling])
+        own |= sampling_arrays(draws)
         arrays = self._staging.upload({**host, **own})
 
         if len(batch.row_changes):
@@ -86,29 +100,80 @@ class ModelRunner:
         ids = torch.where(ids >= 0, ids, self._last_token[(-ids - 1).clamp_min(0)])
         hidden = self.model(ids, metadata, self.kv_pool)
 
-        result = torch.zeros((2, len(batch.requests)), dtype=torch.int32, device=self.device)
-        result[1] = finite_rows(hidden[arrays["last_tokens"]])
-        if len(sampling):
+        finite = finite_rows(hidden[arrays["last_tokens"]])
+        token_ids, logprobs = arrays["sampling"], None
+        if draws:
             logits = self.model.compute_logits(hidden, metadata.logits_indices)
-            token_ids = draw(logits, arrays)
-            self._last_token[arrays["sampling_rows"]] = token_ids
-            result[0, arrays["sampling"]] = token_ids
-            result[1, arrays["sampling"]] *= finite_rows(logits)
-        return self._send_back(result)
+            token_ids = draw_tokens(logits, arrays, self._last_token)
+            finite[arrays["sampling"]] &= finite_rows(logits)
+            asked = [d.request.params.logprobs for d in draws if d.request.params.logprobs is not None]
+            if asked:
+                logprobs = token_logprobs(logits, token_ids, min(max(asked), logits.shape[1]))
+            # The first answer goes on in its own row; the others get theirs when the host has heard of them.
+            self._last_token[arrays["first_rows"]] = token_ids[arrays["first_samples"]]
+        prompt_logprobs = self._score(hidden, batch, arrays) if len(batch.scored) else None
+        return self._send_back(token_ids, finite, logprobs, prompt_logprobs)
+
+    def _score(self, hidden: Tensor, batch: ScheduleBatch, arrays: dict[str, Tensor]) -> LogprobTensors:
+        """Log-probabilities of the P scored prompt tokens, some rows of logits at a time."""
+        asked = max(r.params.prompt_logprobs or 0 for r, n in zip(batch.requests, batch.num_scored, strict=True) if n)
+        parts = []
+        for start in range(0, len(batch.scored), SCORED_AT_ONCE):
+            rows = slice(start, start + SCORED_AT_ONCE)
+            logits = self.model.compute_logits(hidden, arrays["scored"][rows])
+            parts.append(token_logprobs(logits, arrays["scored_targets"][rows], min(asked, logits.shape[1])))
+        chosen, ranks, top_ids, top = (torch.cat(column) for column in zip(*parts, strict=True))
+        return chosen, ranks, top_ids, top
 
     def collect(self, handle: object) -> PassResult:
         """Wait for a pass and return what it found."""
         assert isinstance(handle, PassInFlight)
         if handle.done is not None:
             handle.done.synchronize()
-        token_ids, finite = handle.result.numpy()
-        return PassResult(token_ids, finite != 0)
+        return PassResult(
+            handle.token_ids.numpy(),
+            handle.finite.numpy(),
+            _to_numpy(handle.logprobs),
+            _to_numpy(handle.prompt_logprobs),
+        )
 
-    def _send_back(self, result: Tensor) -> PassInFlight:
+    def _send_back(
+        self,
+        token_ids: Tensor,
+        finite: Tensor,
+        logprobs: LogprobTensors | None,
+        prompt_logprobs: LogprobTensors | None,
+    ) -> PassInFlight:
         if self.device.type != "cuda":
-            return PassInFlight(result, None)
-        host = torch.empty(result.shape, dtype=result.dtype, device="cpu", pin_memory=True)
-        host.copy_(result, non_blocking=True)
+            # A copy: on a CPU the staged arrays are overwritten by the next passes.
+            return PassInFlight(token_ids.clone(), finite, logprobs, prompt_logprobs, None)
+
+        def to_host(tensor: Tensor) -> Tensor:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            return host.copy_(tensor, non_blocking=True)
+
+        def all_to_host(tensors: LogprobTensors | None) -> LogprobTensors | None:
+            if tensors is None:
+                return None
+            chosen, ranks, top_ids, top = map(to_host, tensors)
+            return chosen, ranks, top_ids, top
+
+        flight = (to_host(token_ids), to_host(finite), all_to_host(logprobs), all_to_host(prompt_logprobs))
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return PassInFlight(host, done)
+        return PassInFlight(*flight, done)
+
+
+def _draws(batch: ScheduleBatch) -> list[Draw]:
+    """The S tokens to be drawn, request after request."""
+    return [
+        Draw(request, int(row), int(position), request.sample_index + k)
+        for request, row, position, count in zip(
+            batch.requests, batch.req_pool_indices, batch.seq_lens, batch.num_samples, strict=True
+        )
+        for k in range(count)
+    ]
+
+
+def _to_numpy(tensors: LogprobTensors | None) -> Logprobs | None:
+    return None if tensors is None else Logprobs(*(t.numpy() for t in tensors))

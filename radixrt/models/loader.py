@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -23,6 +24,7 @@ SINGLE_FILE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # What is fetched from the hub besides weights: configs and tokenizers.
 TEXT_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
+_MAY_DIFFER = ("dtype", "initializer_range", "bos_token_id", "eos_token_ids")  # weights of the same shape may
 STORED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Random numbers of which dummy weights are made: a prime, so that rows of a matrix do not repeat.
@@ -57,6 +59,25 @@ def load_model(
     else:
         _fill_from_files(model, config, files)
     return model.eval(), config
+
+
+def reload_weights(model: Decoder, config: ModelConfig, source: str | Path) -> None:
+    """Put the weights of `source`, another checkpoint of the same shape, into a model.
+
+    Names and shapes of all tensors are checked first: where this raises ModelError, nothing has changed.
+    """
+    folder = model_folder(source)
+    other = ModelConfig.from_folder(folder)
+    differing = [
+        f"{field.name} is {getattr(other, field.name)!r}, not {getattr(config, field.name)!r}"
+        for field in fields(ModelConfig)
+        if field.name not in _MAY_DIFFER and getattr(other, field.name) != getattr(config, field.name)
+    ]
+    if differing:
+        raise ModelError(f"{folder} is not a checkpoint of this model: {'; '.join(differing)}")
+    files = _weight_files(folder)
+    _fill_from_files(model, config, files, check_only=True)
+    _fill_from_files(model, config, files)
 
 
 def model_folder(source: str | Path, *, weights: bool = True) -> Path:
@@ -124,7 +145,9 @@ def _stored_tensors(files: Iterable[Path]) -> Iterator[tuple[Path, str, Tensor]]
             raise ModelError(f"{file} cannot be read: {error}") from error
 
 
-def _fill_from_files(model: Decoder, config: ModelConfig, files: list[Path]) -> None:
+def _fill_from_files(
+    model: Decoder, config: ModelConfig, files: list[Path], *, check_only: bool = False
+) -> None:
     places = dict(model.checkpoint_tensors())
     missing = dict(places)
     extra = []
@@ -143,7 +166,8 @@ def _fill_from_files(model: Decoder, config: ModelConfig, files: list[Path]) -> 
             )
         if tensor.dtype not in STORED_DTYPES:
             raise ModelError(f"tensor {name} in {file} is {tensor.dtype}; quantised weights are not supported")
-        place.copy_(tensor)
+        if not check_only:
+            place.copy_(tensor)
     wrong = []
     if missing:
         wrong.append(f"{len(missing)} tensors are missing: {_abbreviate(sorted(missing))}")

@@ -29,7 +29,11 @@ class ScheduleBatch:
         input_ids: `[T]` token ids; -(row + 1) stands for the last token that was sampled for that row, which
             only the device knows yet.
         out_cache_loc: `[T]` slot of each new token.
-        samples: `[B]` bool, whether a token is sampled after the request's last new token.
+        num_samples: `[B]`, tokens sampled after the request's last new token: none, one, or the first of each of
+            its n answers. They are S in all.
+        scored: `[P]`, new tokens after which the log-probability of the prompt's next token is wanted.
+        scored_targets: `[P]`, that next token.
+        num_scored: `[B]`, how many of the P belong to each request, in order.
         row_changes: cells of `req_to_token` to change before the pass.
     """
 
@@ -41,8 +45,28 @@ class ScheduleBatch:
     seq_lens: Int32Array
     input_ids: Int32Array
     out_cache_loc: Int32Array
-    samples: NDArray[np.bool_]
+    num_samples: Int32Array
+    scored: Int32Array
+    scored_targets: Int32Array
+    num_scored: Int32Array
     row_changes: RowChanges
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Natural log-probabilities of R tokens, and the K most likely tokens in the place of each.
+
+    Attributes:
+        chosen: `[R]` float32, of the token itself.
+        ranks: `[R]` int32, 1 for the most likely.
+        top_ids: `[R, K]` int32, the most likely tokens, the most likely first.
+        top: `[R, K]` float32, theirs.
+    """
+
+    chosen: NDArray[np.float32]
+    ranks: Int32Array
+    top_ids: Int32Array
+    top: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -50,12 +74,16 @@ class PassResult:
     """What a pass found.
 
     Attributes:
-        token_ids: `[B]` int32, the sampled token; meaningless where nothing was sampled.
+        token_ids: `[S]` int32, the sampled tokens, request after request.
         finite: `[B]` bool, whether the request's numbers are all finite.
+        logprobs: of the S sampled tokens, if any request asked for them.
+        prompt_logprobs: of the P scored tokens, if there are any.
     """
 
     token_ids: Int32Array
     finite: NDArray[np.bool_]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 class Runner(Protocol):

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 
 from radixrt.cache.prefix_cache import Lease
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Namespace, Tokens
-from radixrt.output import FinishReason, Timings, Usage
+from radixrt.output import FinishReason, Timings, TokenLogprob, Usage
 from radixrt.sampling_params import SamplingParams
+
+
+class TextStop(Protocol):
+    """Whatever turns a request's tokens into text and finds its stop strings."""
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that is complete, if one is."""
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token of the answer. True if a stop string is complete."""
 
 
 class RequestState(Enum):
@@ -39,7 +52,11 @@ class Request:
         max_new_tokens: params.max_new_tokens, shortened where the context ends before.
         seed: of its draws, 0 to 2**63 - 1.
         stop_ids: tokens that end it.
+        bad_words: token ids that must not follow one another.
         namespace: of its prefix.
+        make_text_stop: makes what is told of each token of an answer and ends it at a stop string, if anything is.
+        sample_index: which of the prompt's n answers it is.
+        parent: the request for the first of the n answers, which computed the prompt; None for that one itself.
     """
 
     index: int
@@ -48,21 +65,31 @@ class Request:
     max_new_tokens: int
     seed: int
     stop_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     namespace: Namespace = DEFAULT_NAMESPACE
+    make_text_stop: Callable[[], TextStop] | None = None
+    sample_index: int = 0
+    parent: Request | None = None
+    id: int = -1  # of the request in its Runtime; its other answers have none
 
     state: RequestState = RequestState.WAITING
-    arrival: int = -1  # its place in the order of submission
+    arrival: int = -1  # its place in the order of submission; its other answers have the same
+    children: tuple[Request, ...] = ()  # the requests for the other answers, once the first tokens are drawn
     lease: Lease | None = None
     extend_end: int = 0  # tokens to extend over before it decodes: those known when it was admitted
     launched: int = 0
     computed: int = 0
     samples_in_flight: int = 0
+    passes_in_flight: int = 0  # that it is part of
     cached_tokens: int | None = None  # prompt tokens found at its first admission; None before it
     recomputed_tokens: int = 0
     launched_ever: int = 0  # the greatest `launched` it has had, over retractions
     retractions: int = 0
     overtaken: int = 0  # admissions of others while it was the oldest in the queue
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    matched: int | str | None = None  # the token or string that stopped it
     error: str | None = None
     cause: BaseException | None = None
     submitted_at: float = 0.0  # this and the moments below are of time.perf_counter
@@ -73,6 +100,7 @@ class Request:
     def __post_init__(self) -> None:
         self._tokens = np.array(self.prompt_ids, dtype=np.int32)
         self._num_known = len(self._tokens)
+        self.text_stop = None if self.make_text_stop is None else self.make_text_stop()
 
     @property
     def prompt_len(self) -> int:
@@ -100,7 +128,32 @@ class Request:
     @property
     def most_slots(self) -> int:
         """Slots it needs if it runs to its end; the last token's KV is never computed."""
-        return len(self.prompt_ids) + self.max_new_tokens - 1
+        return len(self.prompt_ids) + max(1, self.max_new_tokens) - 1
+
+    @property
+    def num_answers(self) -> int:
+        """Answers whose first tokens are drawn when its prompt has been computed."""
+        return 1 if self.parent is not None or self.num_output else self.params.n
+
+    @property
+    def next_scored(self) -> int | None:
+        """The next prompt token whose log-probability is wanted; None if none is (any more)."""
+        if self.params.prompt_logprobs is None or self.parent is not None:
+            return None
+        scored = max(1, self.params.prompt_logprobs_start) + len(self.prompt_logprobs)
+        return scored if scored < len(self.prompt_ids) else None
+
+    @property
+    def match_limit(self) -> int:
+        """Tokens that may come from the cache: what gives logits that are wanted is computed."""
+        scored = self.next_scored
+        return self._num_known - 1 if scored is None else min(self._num_known, scored) - 1
+
+    @property
+    def family(self) -> tuple[Request, ...]:
+        """The requests for all answers to its prompt, itself included, the first one's first."""
+        first = self if self.parent is None else self.parent
+        return (first, *first.children)
 
     @property
     def is_extending(self) -> bool:
@@ -127,20 +180,42 @@ class Request:
         self._tokens[self._num_known] = token_id
         self._num_known += 1
 
+    def fork(self, sample_index: int) -> Request:
+        """The request for another answer to the same prompt, which this one has computed."""
+        return Request(
+            index=self.index,
+            prompt_ids=self.prompt_ids,
+            params=self.params,
+            max_new_tokens=self.max_new_tokens,
+            seed=self.seed,
+            stop_ids=self.stop_ids,
+            bad_words=self.bad_words,
+            namespace=self.namespace,
+            make_text_stop=self.make_text_stop,
+            sample_index=sample_index,
+            parent=self,
+            arrival=self.arrival,
+            cached_tokens=len(self.prompt_ids),  # counted once, for the first answer
+            launched_ever=len(self.prompt_ids),
+            submitted_at=self.submitted_at,
+            launched_at=self.launched_at,
+        )
+
     def usage(self) -> Usage:
+        """Of all answers to its prompt. One that ended before it was admitted has found nothing in the cache."""
         cached = self.cached_tokens or 0
-        # A request that ended before it was admitted has neither cached nor computed anything; its prompt
-        # counts as computed, so that the two always add up.
+        family = self.family
         return Usage(
             prompt_tokens=self.prompt_len,
             cached_tokens=cached,
             computed_tokens=self.prompt_len - cached,
-            completion_tokens=self.num_output,
-            recomputed_tokens=self.recomputed_tokens,
+            completion_tokens=sum(r.num_output for r in family),
+            recomputed_tokens=sum(r.recomputed_tokens for r in family),
         )
 
     def timings(self) -> Timings:
-        end = self.finished_at if self.finished_at is not None else time.perf_counter()
+        ends = [r.finished_at for r in self.family]
+        end = max((e for e in ends if e is not None), default=time.perf_counter())
 
         def since(moment: float | None) -> float | None:
             return None if moment is None else moment - self.submitted_at

@@ -16,8 +16,8 @@ import numpy as np
 from memory_pool.slot_allocator import Slots
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.errors import SchedulerError
-from radixrt.output import FinishReason
-from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.output import FinishReason, TokenLogprob
+from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
 from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, admission_order, is_overdue
 from radixrt.schedule.request import Request, RequestState
 
@@ -26,13 +26,17 @@ PASSES_OF_ROOM = 4  # once requests must be retracted, make room for this many d
 
 @dataclass(frozen=True)
 class _Piece:
-    """One request's part of a pass: its tokens [start, start + len(slots)), and whether one is sampled after."""
+    """One request's part of a pass: its tokens [start, start + len(slots)), and how many are sampled after."""
 
     request: Request
     lease: Lease
     start: int
     slots: Slots
-    samples: bool
+    num_samples: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.slots)
 
 
 class Scheduler:
@@ -119,7 +123,10 @@ class Scheduler:
     def process(self, batch: ScheduleBatch, result: PassResult) -> list[Request]:
         """Book what a pass computed; passes are processed in order. Returns the requests that ended."""
         ended: list[Request] = []
+        first_samples = np.cumsum(batch.num_samples) - batch.num_samples
+        first_scored = np.cumsum(batch.num_scored) - batch.num_scored
         for i, request in enumerate(batch.requests):
+            request.passes_in_flight -= 1
             if request.finished:
                 continue
             holds = request.lease is batch.leases[i]  # False: retracted since; its token is good all the same
@@ -131,12 +138,14 @@ class Scheduler:
                 request.computed = int(batch.seq_lens[i])
                 if request.computed <= request.extend_end:
                     self.cache.commit(batch.leases[i], request.tokens(request.extend_end), request.computed)
-            if batch.samples[i]:
+            if batch.num_scored[i]:
+                self._book_prompt_logprobs(request, batch, result, int(first_scored[i]), int(batch.num_scored[i]))
+            if batch.num_samples[i]:
                 request.samples_in_flight -= 1
-                reason = self._book_token(request, int(result.token_ids[i]))
-                if reason is not None:
-                    self._end(request, reason)
-                    ended.append(request)
+                ended += self._book_samples(request, result, int(first_samples[i]), int(batch.num_samples[i]))
+            elif holds and request.computed == request.extend_end and not request.max_new_tokens:
+                self._end(request, FinishReason.LENGTH)
+                ended.append(request)
         return ended
 
     def fail(self, batch: ScheduleBatch, cause: Exception) -> list[Request]:
@@ -195,7 +204,7 @@ class Scheduler:
         if slots is None:
             return []
         return [
-            _Piece(r, lease, r.launched, slots[i : i + 1], True)
+            _Piece(r, lease, r.launched, slots[i : i + 1], 1)
             for i, (r, lease) in enumerate(zip(requests, leases, strict=True))
         ]
 
@@ -215,7 +224,8 @@ class Scheduler:
         slots = self.cache.extend(lease, count)
         if slots is None:
             return None
-        return _Piece(request, lease, request.launched, slots, request.launched + count == request.extend_end)
+        is_last = request.launched + count == request.extend_end
+        return _Piece(request, lease, request.launched, slots, request.num_answers if is_last and request.remaining else 0)
 
     def _admissions(self, budget: int) -> list[_Piece]:
         """Admit waiting requests while budget, rows and memory last."""
@@ -224,7 +234,9 @@ class Scheduler:
             return pieces
         promised = sum(self._demand(r) for r in self.running)
         order = admission_order(
-            self.policy, self.waiting, lambda r: self.cache.match(r.namespace, r.tokens()).length
+            self.policy,
+            self.waiting,
+            lambda r: self.cache.match(r.namespace, r.tokens(), r.match_limit).length,
         )
         for request in order:
             if budget <= 0 or len(self.running) >= self.max_running_requests:
@@ -232,14 +244,14 @@ class Scheduler:
             oldest = self.waiting[0]
             if request is not oldest and is_overdue(oldest):
                 break
-            if request.samples_in_flight:
-                continue  # just retracted: its last token is still to come
-            tokens = request.tokens()
-            if self.cache.is_awaited(self.cache.match(request.namespace, tokens), tokens):
+            if request.passes_in_flight:
+                continue  # just retracted: what it has in flight is still to come
+            tokens, limit = request.tokens(), request.match_limit
+            if self.cache.is_awaited(self.cache.match(request.namespace, tokens, limit), tokens, limit):
                 continue  # a follower: its leader is computing what it needs next
             # Whoever runs alone runs to its end: submit has checked that it fits.
             reserve = promised + self._estimate.expected(request) if self.running else 0
-            lease = self.cache.acquire(request.namespace, tokens, reserve)
+            lease = self.cache.acquire(request.namespace, tokens, limit, reserve)
             if lease is None:
                 break
             self._admit(request, lease)
@@ -267,18 +279,26 @@ class Scheduler:
         pieces.sort(key=lambda p: len(p.slots) == 1)  # stable: the longer extends come first
         now = time.perf_counter()
         ids: list[np.ndarray] = []
+        scored: list[np.ndarray] = []
+        targets: list[np.ndarray] = []
+        first = 0  # of the piece's tokens among all
         for piece in pieces:
-            request, end = piece.request, piece.start + len(piece.slots)
+            request, end = piece.request, piece.end
             if end > request.num_known:  # the token at its end is known to the device alone
                 ids.append(np.array([-(piece.lease.row + 1)], dtype=np.int32))
             else:
                 ids.append(request.tokens(end)[piece.start :])
+            positions = _scored_positions(piece)
+            scored.append(positions - piece.start + first)
+            targets.append(request.tokens()[positions + 1])
+            first += len(piece.slots)
             again = max(0, min(end, request.launched_ever) - piece.start)  # lost to a retraction
             request.recomputed_tokens += again
             self.cache.count(recomputed=again)
             request.launched = end
             request.launched_ever = max(request.launched_ever, end)
-            request.samples_in_flight += piece.samples
+            request.samples_in_flight += piece.num_samples > 0
+            request.passes_in_flight += 1
             if request.launched_at is None:
                 request.launched_at = now
         return ScheduleBatch(
@@ -287,10 +307,13 @@ class Scheduler:
             num_extends=sum(len(p.slots) > 1 for p in pieces),
             req_pool_indices=np.array([p.lease.row for p in pieces], dtype=np.int32),
             prefix_lens=np.array([p.start for p in pieces], dtype=np.int32),
-            seq_lens=np.array([p.start + len(p.slots) for p in pieces], dtype=np.int32),
+            seq_lens=np.array([p.end for p in pieces], dtype=np.int32),
             input_ids=np.concatenate(ids),
             out_cache_loc=np.concatenate([p.slots for p in pieces]),
-            samples=np.array([p.samples for p in pieces], dtype=np.bool_),
+            num_samples=np.array([p.num_samples for p in pieces], dtype=np.int32),
+            scored=np.concatenate(scored).astype(np.int32),
+            scored_targets=np.concatenate(targets),
+            num_scored=np.array([len(s) for s in scored], dtype=np.int32),
             row_changes=self.cache.rows.take_changes(),
         )
 
@@ -303,16 +326,45 @@ class Scheduler:
         request.launched = request.computed = lease.matched
         self.running.append(request)
 
+    def _book_samples(self, request: Request, result: PassResult, first: int, count: int) -> list[Request]:
+        """Book `count` samples of a request: one, or the first of each of its answers. Returns who ended."""
+        if count > 1:
+            request.children = tuple(request.fork(k) for k in range(1, count))
+        ended = []
+        for sample, one in enumerate([request, *request.children] if count > 1 else [request], start=first):
+            if result.logprobs is not None and one.params.logprobs is not None:
+                one.logprobs.append(_logprob(result.logprobs, sample, int(result.token_ids[sample]), one.params.logprobs))
+            reason = self._book_token(one, int(result.token_ids[sample]))
+            if one is not request:
+                bisect.insort(self.waiting, one, key=lambda r: r.arrival)
+            if reason is not None:
+                self._end(one, reason)
+                ended.append(one)
+        return ended
+
     def _book_token(self, request: Request, token_id: int) -> FinishReason | None:
         """Append a sampled token. Returns why the request ends with it, if it does."""
         request.append(token_id)
         if request.first_token_at is None:
             request.first_token_at = time.perf_counter()
         if token_id in request.stop_ids:
+            request.matched = token_id
+            return FinishReason.STOP
+        if request.text_stop is not None and request.text_stop.push(token_id):
+            request.matched = request.text_stop.matched
             return FinishReason.STOP
         if request.num_output >= request.max_new_tokens:
             return FinishReason.LENGTH
         return None
+
+    def _book_prompt_logprobs(
+        self, request: Request, batch: ScheduleBatch, result: PassResult, first: int, count: int
+    ) -> None:
+        assert result.prompt_logprobs is not None  # the batch asked for them
+        assert request.params.prompt_logprobs is not None
+        for i in range(first, first + count):
+            target = int(batch.scored_targets[i])
+            request.prompt_logprobs.append(_logprob(result.prompt_logprobs, i, target, request.params.prompt_logprobs))
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if request.state is RequestState.RUNNING:
@@ -333,3 +385,17 @@ class Scheduler:
         self.running.remove(request)
         request.lease = None
         request.extend_end = request.launched = request.computed = 0
+
+
+def _scored_positions(piece: _Piece) -> np.ndarray:
+    """Positions of a piece's tokens after which the prompt's next token is to be scored: int64, ascending."""
+    scored = piece.request.next_scored
+    if scored is None:
+        return np.zeros(0, dtype=np.int64)
+    # A pass before this one, still in flight, may score some of them: positions are launched once, in order.
+    return np.arange(max(piece.start, scored - 1), min(piece.end, piece.request.prompt_len - 1))
+
+
+def _logprob(logprobs: Logprobs, i: int, token_id: int, num_top: int) -> TokenLogprob:
+    top = zip(logprobs.top_ids[i, :num_top].tolist(), logprobs.top[i, :num_top].tolist(), strict=True)
+    return TokenLogprob(token_id, float(logprobs.chosen[i]), int(logprobs.ranks[i]), tuple(top))

@@ -1,0 +1,47 @@
+"""The radix tree as something to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.markup import escape
+from rich.tree import Tree
+
+from radixrt.cache.radix_tree import Node, RadixTree, Tokens
+
+
+def view_tree(tree: RadixTree, show: Callable[[Tokens], str], *, max_nodes: int = 200) -> Tree:
+    """A rich Tree of the cached prefixes: for each node its number of tokens, its locks and its text.
+
+    Args:
+        show: tokens `[n]` int32 to text.
+        max_nodes: nodes that are shown; how many more there are is said at the end.
+    """
+    view = Tree(f"{tree.total_tokens:,} cached tokens, {tree.locked_tokens:,} in use")
+    shown = hidden = 0
+    stack: list[tuple[Node, Tree]] = [(root, view) for root in tree.roots.values()]
+    while stack:
+        node, above = stack.pop()
+        shown += 1
+        if shown > max_nodes:
+            hidden += 1
+            below = view
+        else:
+            below = above.add(_label(node, show))
+        children = sorted(node.children.values(), key=lambda child: child.last_access)  # popped: latest first
+        stack.extend((child, below) for child in children)
+    if hidden:
+        view.add(f"... and {hidden:,} more nodes")
+    return view
+
+
+def _label(node: Node, show: Callable[[Tokens], str]) -> str:
+    if node.parent is None:
+        space = node.namespace
+        names = [f"{name} {value}" for name, value in (("adapter", space.adapter), ("tenant", space.tenant)) if value]
+        return f"[bold]{escape(', '.join([f'weights {space.weights_version}', *names]))}[/bold]"
+    text = repr(show(node.tokens[:40]))
+    if len(node.tokens) > 40 or len(text) > 70:
+        text = text[:67] + "..."
+    lock = f", {node.lock} in use" if node.lock else ""
+    return f"{len(node.tokens):,} tokens{lock}: [dim]{escape(text)}[/dim]"

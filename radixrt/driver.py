@@ -1,0 +1,133 @@
+"""Many calls, one engine: whoever waits for an output advances everybody's requests by a pass."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from radixrt.engine import Engine
+from radixrt.errors import RadixrtError
+from radixrt.output import RequestOutput
+from radixrt.schedule.request import Request
+
+
+T = TypeVar("T")
+
+
+class Call:
+    """Requests that were submitted together, and their outputs as they come.
+
+    Attributes:
+        requests: by id, those whose outputs have not come.
+        ready: outputs that nobody has taken.
+    """
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.requests = {request.id: request for request in requests}
+        self.ready: deque[RequestOutput] = deque()
+
+
+class Driver:
+    """Steps the engine for callers in any thread and hands each the outputs of its own requests.
+
+    No thread of its own: a caller that waits takes the lock and steps for all. An exception that ends the step
+    ends that caller's wait; the others go on.
+
+    Args:
+        engine: nobody else steps it.
+        make_output: turns a request whose answers have all ended into its output.
+    """
+
+    def __init__(self, engine: Engine, make_output: Callable[[Request], RequestOutput]) -> None:
+        self._engine = engine
+        self._make_output = make_output
+        self._lock = threading.Lock()
+        self._calls: dict[int, Call] = {}  # by the id of each request that has not ended
+        self._closed = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests have not ended, or passes are in flight."""
+        return self._engine.has_work
+
+    def submit(self, requests: Iterable[Request], call: Call | None = None) -> Call:
+        """Queue requests as a call of their own, or as part of `call`."""
+        requests = list(requests)
+        with self._lock:
+            self._check_open()
+            if call is None:
+                call = Call(())
+            for request in requests:
+                self._engine.submit(request)
+                call.requests[request.id] = request
+                self._calls[request.id] = call
+        return call
+
+    def advance(self, call: Call) -> None:
+        """Advance all requests by one pass, unless `call` has an output to take or nothing to wait for."""
+        with self._lock:
+            self._check_open()
+            if not call.ready and call.requests:
+                self._step()
+
+    def look(self, look: Callable[[], T]) -> T:
+        """What `look` returns while no pass is being booked."""
+        with self._lock:
+            return look()
+
+    def step(self) -> None:
+        """Advance all requests by one pass."""
+        with self._lock:
+            self._check_open()
+            self._step()
+
+    def abort(self, request_id: int) -> bool:
+        """End a request at the next step; from any thread. False if it has ended, or never was."""
+        call = self._calls.get(request_id)
+        request = None if call is None else call.requests.get(request_id)
+        if request is None:
+            return False
+        self._engine.abort(request)
+        return True
+
+    def abandon(self, call: Call) -> None:
+        """End what is left of a call and run until it is gone, so that nothing of it stays behind."""
+        with self._lock:
+            for request in list(call.requests.values()):
+                self._engine.abort(request)
+            while call.requests and not self._closed:
+                self._step()
+
+    def while_idle(self, action: Callable[[], None]) -> None:
+        """Run everything to its end, then `action`, before anything else is let in."""
+        with self._lock:
+            self._check_open()
+            while self._engine.has_work:
+                self._step()
+            action()
+
+    def close(self) -> None:
+        """End all requests. Callers that wait get a RadixrtError, from whichever thread this is called."""
+        with self._lock:
+            if self._closed:
+                return
+            for call in list(self._calls.values()):
+                for request in call.requests.values():
+                    self._engine.abort(request)
+            while self._engine.has_work:
+                self._step()
+            self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RadixrtError("the runtime is closed")
+
+    def _step(self) -> None:
+        for request in self._engine.step():
+            first = request.family[0]
+            if first.id in self._calls and all(answer.finished for answer in first.family):
+                call = self._calls.pop(first.id)
+                del call.requests[first.id]
+                call.ready.append(self._make_output(first))
