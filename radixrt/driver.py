@@ -12,7 +12,6 @@ from radixrt.errors import RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.schedule.request import Request
 
-
 T = TypeVar("T")
 
 
@@ -50,13 +49,14 @@ class Driver:
     @property
     def has_work(self) -> bool:
         """Whether requests have not ended, or passes are in flight."""
+        self.check_open()
         return self._engine.has_work
 
     def submit(self, requests: Iterable[Request], call: Call | None = None) -> Call:
         """Queue requests as a call of their own, or as part of `call`."""
         requests = list(requests)
         with self._lock:
-            self._check_open()
+            self.check_open()
             if call is None:
                 call = Call(())
             for request in requests:
@@ -68,7 +68,7 @@ class Driver:
     def advance(self, call: Call) -> None:
         """Advance all requests by one pass, unless `call` has an output to take or nothing to wait for."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             if not call.ready and call.requests:
                 self._step()
 
@@ -80,7 +80,7 @@ class Driver:
     def step(self) -> None:
         """Advance all requests by one pass."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             self._step()
 
     def abort(self, request_id: int) -> bool:
@@ -97,19 +97,20 @@ class Driver:
         with self._lock:
             for request in list(call.requests.values()):
                 self._engine.abort(request)
-            while call.requests and not self._closed:
+            # The last pass in flight too, unless others will step: nothing is left to do behind an answer.
+            while not self._closed and (call.requests or (not self._calls and self._engine.has_work)):
                 self._step()
 
     def while_idle(self, action: Callable[[], None]) -> None:
         """Run everything to its end, then `action`, before anything else is let in."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             while self._engine.has_work:
                 self._step()
             action()
 
     def close(self) -> None:
-        """End all requests. Callers that wait get a RadixrtError, from whichever thread this is called."""
+        """End all requests and let go of the engine, from any thread. Callers that wait get a RadixrtError."""
         with self._lock:
             if self._closed:
                 return
@@ -119,8 +120,10 @@ class Driver:
             while self._engine.has_work:
                 self._step()
             self._closed = True
+            del self._engine  # and with it the model and its memory
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise RadixrtError if the driver is closed."""
         if self._closed:
             raise RadixrtError("the runtime is closed")
 

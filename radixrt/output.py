@@ -95,7 +95,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One finished request. `text`, `token_ids`, `finish_reason`, `logprobs` and `error` are those of its first answer.
+    """One finished request. Its `text`, `token_ids`, `finish_reason`, `logprobs`, `error` are its first answer's.
 
     Attributes:
         index: place of the prompt in its call.

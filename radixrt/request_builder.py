@@ -6,7 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,8 @@ from radixrt.models.config import ModelConfig
 from radixrt.parameter_names import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
-from radixrt.text.chat import is_chat
 from radixrt.text.builder import TextBuilder
+from radixrt.text.chat import Message, is_chat
 from radixrt.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]
@@ -56,7 +56,13 @@ class RequestBuilder:
         self._ids = itertools.count()
 
     def build(
-        self, prompt: Prompt, params: Params = None, *, index: int = 0, tenant: str | None = None, streams: bool = False
+        self,
+        prompt: Prompt,
+        params: Params = None,
+        *,
+        index: int = 0,
+        tenant: str | None = None,
+        streams: bool = False,
     ) -> Request:
         """A request for one prompt; with `streams` its text is built token by token.
 
@@ -76,8 +82,11 @@ class RequestBuilder:
             stop_ids |= frozenset(self.config.eos_token_ids)
         bad_words = self._bad_words(params)
         self._check_params(params, stop_ids, bad_words)
-        if (params.stop or streams) and self.tokenizer is None:
-            raise ParameterError("stop strings and streams need a tokenizer, and the model's folder has none")
+        make_text_stop = None
+        if params.stop or streams:
+            if self.tokenizer is None:
+                raise ParameterError("stop strings and streams need a tokenizer, and the model's folder has none")
+            make_text_stop = partial(_text_builder, self.tokenizer, params)
         request = Request(
             index=index,
             id=next(self._ids),
@@ -88,7 +97,7 @@ class RequestBuilder:
             stop_ids=stop_ids,
             bad_words=bad_words,
             namespace=Namespace(self.weights_version, tenant=tenant),
-            make_text_stop=partial(_text_builder, self.tokenizer, params) if params.stop or streams else None,
+            make_text_stop=make_text_stop,
         )
         refusal = self._refusal(request)
         if refusal is not None:
@@ -114,18 +123,22 @@ class RequestBuilder:
             if self.tokenizer is None:
                 raise PromptError("is text, but the model's folder has no tokenizer: give token ids")
             try:
-                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.encode_chat(prompt)
+                if isinstance(prompt, str):
+                    ids = self.tokenizer.encode(prompt)
+                else:
+                    ids = self.tokenizer.encode_chat(cast("Sequence[Message]", prompt))
             except TokenizerError as error:
                 raise PromptError(f"cannot be encoded: {error}") from error
         elif is_token_ids(prompt):
-            ids = np.array([int(i) for i in prompt], dtype=np.object_)  # whole numbers of any size
+            ids = np.array([int(i) for i in cast("Sequence[int]", prompt)], dtype=np.object_)  # of any size
         else:
             raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
         if len(ids) == 0:
             raise PromptError("is empty: it has no tokens")
         outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
         if len(outside):
-            raise PromptError(f"holds token id {outside[0]}; the model's ids are 0 to {self.config.vocab_size - 1}")
+            last = self.config.vocab_size - 1
+            raise PromptError(f"holds token id {outside[0]}; the model's ids are 0 to {last}")
         return ids.astype(np.int32)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -136,7 +149,7 @@ class RequestBuilder:
                 words.append(word)
                 continue
             if self.tokenizer is None:
-                raise ParameterError("bad_words holds text, but the model's folder has no tokenizer: give token ids")
+                raise ParameterError("bad_words holds text, but the model has no tokenizer: give token ids")
             for text in (word, f" {word}"):
                 words.append(tuple(self.tokenizer.encode(text, add_special_tokens=False).tolist()))
         return tuple(dict.fromkeys(words))
@@ -153,7 +166,9 @@ class RequestBuilder:
         for name, ids in named.items():
             unknown = [i for i in ids if i >= self.config.vocab_size]
             if unknown:
-                raise ParameterError(f"{name} holds {unknown[0]}; the model's ids are below {self.config.vocab_size}")
+                raise ParameterError(
+                    f"{name} holds {unknown[0]}; the model's ids are below {self.config.vocab_size}"
+                )
         if params.allowed_token_ids is not None:
             left = set(params.allowed_token_ids) - {word[0] for word in bad_words if len(word) == 1}
             if params.min_new_tokens:
@@ -195,7 +210,9 @@ def one_each(params: Params | Sequence[Params], count: int, many: bool) -> Seque
     if params is None or isinstance(params, (SamplingParams, Mapping)):
         return [params] * count
     if not many or isinstance(params, str) or not isinstance(params, Sequence):
-        raise ParameterError(f"sampling_params is {params!r}; it must be a SamplingParams or dict, or a list of one each")
+        raise ParameterError(
+            f"sampling_params is {params!r}; it must be a SamplingParams or a dict, or a list of one each"
+        )
     if len(params) != count:
         raise ParameterError(f"there are {len(params)} sampling_params for {count} prompts; give one, or one each")
     return params

@@ -215,8 +215,8 @@ class Runtime:
         several threads run together.
 
         Args:
-            prompts: a prompt is a string, a list of token ids, or a list of chat messages ({"role", "content"}). One
-                gives one output, a list gives a list, and [] gives [].
+            prompts: a prompt is a string, a list of token ids, or a list of chat messages ({"role", "content"}).
+                One gives one output, a list gives a list, and [] gives [].
             sampling_params: one for all prompts, or one each: a SamplingParams or a dict in the spelling of SGLang
                 or vLLM; None is SamplingParams().
             tenant: prefixes are shared only between calls of one tenant.
@@ -257,12 +257,14 @@ class Runtime:
         params = one_each(sampling_params, len(listed), True)
         yield from self._iterate(listed, params, tenant, on_error, progress)
 
-    def stream(self, prompt: Prompt, sampling_params: Params = None, *, tenant: str | None = None) -> Iterator[StreamChunk]:
+    def stream(
+        self, prompt: Prompt, sampling_params: Params = None, *, tenant: str | None = None
+    ) -> Iterator[StreamChunk]:
         """Answer one prompt piece by piece.
 
         Yields a chunk whenever tokens have come; the last one has the whole output. The texts of all chunks
-        together are the output's text: none holds half a character, or the beginning of a stop string. Leaving the loop early ends the
-        request.
+        together are the output's text: none holds half a character, or the beginning of a stop string. Leaving
+        the loop early ends the request.
 
         Raises:
             PromptError, ParameterError: the prompt cannot be run, or n is not 1.
@@ -291,7 +293,7 @@ class Runtime:
         tenant: str | None = None,
         on_error: OnError = "raise",
     ) -> RequestOutput | list[RequestOutput]:
-        """`generate` for asyncio. Calls that wait at the same time run together; cancelling one ends its requests."""
+        """`generate` for asyncio. Calls that wait at the same time run together; a cancelled one ends."""
         many = not is_one_prompt(prompts)
         listed = cast("Sequence[Prompt]", prompts if many else [prompts])
         outputs, requests = self._built(listed, one_each(sampling_params, len(listed), many), tenant, on_error)
@@ -357,7 +359,7 @@ class Runtime:
         listed: list[Prompt] = []
         params: list[Params] = []
         errors: dict[int, Exception] = {}
-        for at, (i, prompt, choice) in enumerate(pairs):
+        for i, prompt, choice in pairs:
             try:
                 ids, start = self._joined(prompt, choice)
             except PromptError as error:
@@ -395,6 +397,7 @@ class Runtime:
             PromptError: the prompt cannot be run.
             ParameterError: its parameters ask for what this model does not have.
         """
+        self._driver.check_open()
         return self._requests.build(prompt, sampling_params, index=index, tenant=tenant)
 
     def submit(self, request: Request) -> None:
@@ -402,7 +405,7 @@ class Runtime:
         self._driver.submit([request], self._loose)
 
     def step(self) -> list[RequestOutput]:
-        """Advance all requests by one pass. Returns outputs of requests that came through `submit`, failed ones too."""
+        """Advance all requests by one pass. Returns what has ended of those from `submit`, failed ones too."""
         self._driver.step()
         ready = list(self._loose.ready)
         self._loose.ready.clear()
@@ -421,6 +424,7 @@ class Runtime:
 
     def cache_stats(self) -> CacheStats:
         """Token counts since the Runtime was made, and the state of the pool."""
+        self._driver.check_open()
         return self._cache.stats()
 
     def print_tree(self, *, max_nodes: int = 200, console: Console | None = None) -> None:
@@ -435,7 +439,8 @@ class Runtime:
 
     def flush_cache(self) -> int:
         """Forget all prefixes that no running request uses. Returns how many tokens were forgotten."""
-        return self._cache.flush()
+        self._driver.check_open()
+        return self._driver.look(self._cache.flush)
 
     def update_weights(self, source: str | Path) -> None:
         """Take other weights of the same model: running requests end first, and no cached prefix outlives this.
@@ -454,6 +459,8 @@ class Runtime:
     def close(self) -> None:
         """End all requests and let go of the model, from any thread. A second call does nothing."""
         self._driver.close()
+        self.__dict__.pop("_model", None)
+        self.__dict__.pop("_kv_pool", None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -481,7 +488,12 @@ class Runtime:
         return refused, [one for one in built if isinstance(one, Request)]
 
     def _iterate(
-        self, prompts: Sequence[Prompt], params: Sequence[Params], tenant: str | None, on_error: OnError, progress: bool
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[Params],
+        tenant: str | None,
+        on_error: OnError,
+        progress: bool,
     ) -> Iterator[RequestOutput]:
         refused, requests = self._built(prompts, params, tenant, on_error)
         bar = tqdm(total=len(prompts), unit=" requests", disable=not progress, file=sys.stderr)
@@ -575,8 +587,8 @@ class Runtime:
         else:
             text = self.tokenizer.decode(ids[:-1] if at_stop_token else ids, request.params.skip_special_tokens)
         reason, matched = request.finish_reason, request.matched
-        if reason is FinishReason.LENGTH and isinstance(request.text_stop, TextBuilder) and request.text_stop.matched:
-            reason, matched = FinishReason.STOP, request.text_stop.matched  # the last token's bytes complete it
+        if reason is FinishReason.LENGTH and request.text_stop is not None and request.text_stop.matched:
+            reason, matched = FinishReason.STOP, request.text_stop.matched  # completed by the last token's rest
         return CompletionOutput(
             index=request.sample_index,
             text=text,

@@ -162,5 +162,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else _listed("stop", value, MAX_STOP_STRINGS, "strings")
     for string in strings:
         if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_LENGTH:
-            raise ParameterError(f"stop holds {string!r}; it must be a string of 1 to {MAX_STOP_LENGTH} characters")
+            raise ParameterError(
+                f"stop holds {string!r}; it must be a string of 1 to {MAX_STOP_LENGTH} characters"
+            )
     return tuple(str(string) for string in strings)

@@ -384,9 +384,7 @@ class World:
 
     def drain(self) -> None:
         self.fail_alloc = False
-        budget = 50 + 60 * sum(
-            (r.total + r.max_new_tokens) * r.params.n for r in self.requests if not r.finished
-        )
+        budget = 50 + 60 * sum((r.total + r.max_new_tokens) * r.params.n for r in self.requests if not r.finished)
         while self.engine.has_work:
             require("10: a run comes to its end", budget > 0)
             budget -= 1

@@ -222,7 +222,7 @@ def test_bad_prompts_are_named_together_and_nothing_runs(runtime: Runtime) -> No
     message = str(error.value)
     assert message.startswith("8 of 9 prompts cannot be run:")
     for expected in (
-        "prompt 1 is neither a string nor a list of token ids",
+        "prompt 1 is neither a string, nor a list of token ids, nor a list of chat messages",
         "prompt 2 holds token id -1; the model's ids are 0 to 100",
         "prompt 3 holds token id 101",
         "prompt 4 is text, but the model's folder has no tokenizer",
@@ -270,7 +270,7 @@ def test_numbers_that_are_not_finite_end_one_request(runtime: Runtime) -> None:
     sampled = set(runtime.generate([5, 6, 7], GREEDY).token_ids)
     runtime.flush_cache()
     spoilt = next(token for token in range(10, VOCAB_SIZE) if token not in sampled)
-    model = runtime._engine.runner.model
+    model = runtime._driver._engine.runner.model
     with torch.no_grad():
         model.embedding.weight[spoilt] = float("nan")
     good, bad, again = runtime.generate([[5, 6, 7], [5, 6, spoilt, 7], [5, 6, spoilt, 8]], GREEDY)
@@ -284,7 +284,7 @@ def test_numbers_that_are_not_finite_end_one_request(runtime: Runtime) -> None:
 def test_a_failed_pass_raises_and_leaves_the_runtime_usable(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runtime._engine.runner
+    runner = runtime._driver._engine.runner
     expected = runtime.generate([[5, 6, 7], [8, 9]], GREEDY)
     calls = []
 
@@ -320,10 +320,14 @@ def test_abort_from_another_thread(runtime: Runtime) -> None:
         runtime.step()
 
 
-def test_generate_refuses_to_run_among_other_requests(runtime: Runtime) -> None:
-    runtime.submit(runtime.prepare([5, 6, 7], GREEDY))
-    with pytest.raises(RadixrtError, match="has other requests"):
-        runtime.generate([5])
+def test_calls_and_submitted_requests_run_together(runtime: Runtime) -> None:
+    alone = runtime.generate([5, 6, 7], GREEDY).token_ids
+    runtime.submit(runtime.prepare([5, 6, 7], GREEDY, index=9))
+    assert runtime.generate([8, 9], GREEDY).index == 0
+    outputs = []
+    while runtime.has_work or not outputs:
+        outputs += runtime.step()
+    assert [(o.index, o.token_ids) for o in outputs] == [(9, alone)]
 
 
 def test_two_runtimes_know_nothing_of_each_other(folder: Path) -> None:

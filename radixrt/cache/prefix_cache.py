@@ -164,7 +164,7 @@ class PrefixCache:
     # -- a lease, from acquire to release ------------------------------------------------------------------
 
     def acquire(self, namespace: Namespace, tokens: Tokens, limit: int, reserve: int) -> Lease | None:
-        """Match at most `limit` tokens, lock them, and take a row for a request that will compute the rest of `tokens`.
+        """Match at most `limit` tokens, lock them, and take a row for a request that will compute the rest.
 
         Returns None, changing nothing, if there is no row, or if after locking the match fewer slots are
         available than the rest of `tokens` plus `reserve`.

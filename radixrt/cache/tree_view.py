@@ -38,7 +38,9 @@ def view_tree(tree: RadixTree, show: Callable[[Tokens], str], *, max_nodes: int 
 def _label(node: Node, show: Callable[[Tokens], str]) -> str:
     if node.parent is None:
         space = node.namespace
-        names = [f"{name} {value}" for name, value in (("adapter", space.adapter), ("tenant", space.tenant)) if value]
+        names = [
+            f"{name} {value}" for name, value in (("adapter", space.adapter), ("tenant", space.tenant)) if value
+        ]
         return f"[bold]{escape(', '.join([f'weights {space.weights_version}', *names]))}[/bold]"
     text = repr(show(node.tokens[:40]))
     if len(node.tokens) > 40 or len(text) > 70:

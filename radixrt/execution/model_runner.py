@@ -20,7 +20,6 @@ from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
 from triton_ops.logprobs import token_logprobs
 from triton_ops.sampling import finite_rows
 
-
 SCORED_AT_ONCE = 512  # rows of logits that are held at a time to score prompt tokens
 
 LogprobTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # as `token_logprobs` returns them
@@ -116,7 +115,9 @@ class ModelRunner:
 
     def _score(self, hidden: Tensor, batch: ScheduleBatch, arrays: dict[str, Tensor]) -> LogprobTensors:
         """Log-probabilities of the P scored prompt tokens, some rows of logits at a time."""
-        asked = max(r.params.prompt_logprobs or 0 for r, n in zip(batch.requests, batch.num_scored, strict=True) if n)
+        asked = max(
+            r.params.prompt_logprobs or 0 for r, n in zip(batch.requests, batch.num_scored, strict=True) if n
+        )
         parts = []
         for start in range(0, len(batch.scored), SCORED_AT_ONCE):
             rows = slice(start, start + SCORED_AT_ONCE)

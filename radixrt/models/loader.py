@@ -145,9 +145,7 @@ def _stored_tensors(files: Iterable[Path]) -> Iterator[tuple[Path, str, Tensor]]
             raise ModelError(f"{file} cannot be read: {error}") from error
 
 
-def _fill_from_files(
-    model: Decoder, config: ModelConfig, files: list[Path], *, check_only: bool = False
-) -> None:
+def _fill_from_files(model: Decoder, config: ModelConfig, files: list[Path], *, check_only: bool = False) -> None:
     places = dict(model.checkpoint_tensors())
     missing = dict(places)
     extra = []

@@ -225,7 +225,8 @@ class Scheduler:
         if slots is None:
             return None
         is_last = request.launched + count == request.extend_end
-        return _Piece(request, lease, request.launched, slots, request.num_answers if is_last and request.remaining else 0)
+        num_samples = request.num_answers if is_last and request.remaining else 0
+        return _Piece(request, lease, request.launched, slots, num_samples)
 
     def _admissions(self, budget: int) -> list[_Piece]:
         """Admit waiting requests while budget, rows and memory last."""
@@ -332,9 +333,10 @@ class Scheduler:
             request.children = tuple(request.fork(k) for k in range(1, count))
         ended = []
         for sample, one in enumerate([request, *request.children] if count > 1 else [request], start=first):
-            if result.logprobs is not None and one.params.logprobs is not None:
-                one.logprobs.append(_logprob(result.logprobs, sample, int(result.token_ids[sample]), one.params.logprobs))
-            reason = self._book_token(one, int(result.token_ids[sample]))
+            token_id, num_top = int(result.token_ids[sample]), one.params.logprobs
+            if result.logprobs is not None and num_top is not None:
+                one.logprobs.append(_logprob(result.logprobs, sample, token_id, num_top))
+            reason = self._book_token(one, token_id)
             if one is not request:
                 bisect.insort(self.waiting, one, key=lambda r: r.arrival)
             if reason is not None:
@@ -360,11 +362,11 @@ class Scheduler:
     def _book_prompt_logprobs(
         self, request: Request, batch: ScheduleBatch, result: PassResult, first: int, count: int
     ) -> None:
-        assert result.prompt_logprobs is not None  # the batch asked for them
-        assert request.params.prompt_logprobs is not None
+        logprobs, num_top = result.prompt_logprobs, request.params.prompt_logprobs
+        assert logprobs is not None  # the batch asked for them
+        assert num_top is not None  # and so did the request
         for i in range(first, first + count):
-            target = int(batch.scored_targets[i])
-            request.prompt_logprobs.append(_logprob(result.prompt_logprobs, i, target, request.params.prompt_logprobs))
+            request.prompt_logprobs.append(_logprob(logprobs, i, int(batch.scored_targets[i]), num_top))
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if request.state is RequestState.RUNNING:

@@ -1,0 +1,472 @@
+"""What users of an engine expect of a request: answers, stops, penalties, log-probabilities, streams, scores."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, llama, write
+
+from radixrt import FinishReason, ModelError, ParameterError, PassError, PromptError, RadixrtError, Runtime
+from radixrt import SamplingParams as Params
+from radixrt.builtin.task import EXAMPLES_SEED, make_questions
+
+pytestmark = pytest.mark.usefixtures("device")
+
+GREEDY = Params(temperature=0, max_new_tokens=12, ignore_eos=True)
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.fixture(scope="module")
+def model(device: torch.device) -> Any:
+    with torch.device("cpu"):
+        return llama(seed=4)
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Path:
+    return write(model.cpu(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def runtime(folder: Path) -> Iterator[Runtime]:
+    with Runtime(folder, device=torch.get_default_device(), max_total_tokens=2000) as runtime:
+        runtime._kv_pool.fill(float("nan"))
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def builtin(device: torch.device) -> Iterator[Runtime]:
+    with Runtime(device=device, max_total_tokens=8000) as runtime:
+        yield runtime
+
+
+def dense_logprobs(model: Any, ids: list[int]) -> torch.Tensor:
+    """float64 log-probabilities of every next token, by one dense forward pass on the CPU."""
+    with torch.inference_mode(), torch.device("cpu"):
+        return torch.log_softmax(model.cpu()(torch.tensor([ids])).logits[0].double(), -1)
+
+
+# -- several answers ---------------------------------------------------------------------------------------
+
+
+def test_n_answers_compute_their_prompt_once(runtime: Runtime) -> None:
+    params = Params(n=5, max_new_tokens=6, ignore_eos=True, seed=3)
+    output = runtime.generate(PROMPT, params)
+    assert [answer.index for answer in output.outputs] == [0, 1, 2, 3, 4]
+    assert len({answer.token_ids for answer in output.outputs}) > 1
+    assert (output.text, output.token_ids) == (output.outputs[0].text, output.outputs[0].token_ids)
+    usage = output.usage
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.computed_tokens) == (7, 0, 7)
+    assert usage.completion_tokens == 30
+    stats = runtime.cache_stats()
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.recomputed_tokens) == (7, 0, 0)
+
+
+def test_n_draws_differ_by_their_sample_index_alone(folder: Path) -> None:
+    params = Params(n=4, max_new_tokens=8, ignore_eos=True, seed=3)
+    options: dict[str, Any] = {"device": torch.get_default_device(), "max_total_tokens": 2000}
+    with Runtime(folder, **options) as one, Runtime(folder, max_running_requests=1, **options) as other:
+        first = [answer.token_ids for answer in one.generate(PROMPT, params).outputs]
+        again = one.generate([[9, 9], PROMPT], [GREEDY, params])[1]
+        assert [answer.token_ids for answer in again.outputs] == first
+        assert [answer.token_ids for answer in other.generate(PROMPT, params).outputs] == first
+        single = one.generate(PROMPT, Params(max_new_tokens=8, ignore_eos=True, seed=3))
+    assert single.token_ids == first[0]
+
+
+def test_n_in_a_pool_that_is_too_small_for_all(folder: Path) -> None:
+    params = Params(n=6, max_new_tokens=20, seed=1, stop_token_ids=(0,), ignore_eos=True, bad_words=[[0]])
+    with Runtime(folder, device=torch.get_default_device(), max_total_tokens=2000) as roomy:
+        expected = [answer.token_ids for answer in roomy.generate(PROMPT, params).outputs]
+    with Runtime(folder, device=torch.get_default_device(), max_total_tokens=60) as tight:
+        output = tight.generate(PROMPT, params)
+        assert tight._scheduler.num_retractions > 0
+    assert [answer.token_ids for answer in output.outputs] == expected
+
+
+# -- ends --------------------------------------------------------------------------------------------------
+
+
+def test_no_new_tokens_fills_the_cache(runtime: Runtime) -> None:
+    output = runtime.generate(PROMPT, Params(max_new_tokens=0))
+    assert (output.token_ids, output.text, output.finish_reason) == ((), "", FinishReason.LENGTH)
+    assert runtime.generate([*PROMPT, 20], GREEDY).usage.cached_tokens == 7
+    assert runtime.generate(PROMPT, Params(max_new_tokens=0)).usage.cached_tokens == 6
+
+
+def test_min_new_tokens_holds_back_every_end(runtime: Runtime) -> None:
+    free = runtime.generate(PROMPT, GREEDY).token_ids
+    at = next(i for i in range(1, 12) if free[i] not in free[:i])
+    stopping = replace(GREEDY, stop_token_ids=(free[at],))
+    assert runtime.generate(PROMPT, stopping).token_ids == free[: at + 1]
+    held = replace(stopping, min_new_tokens=6)
+    output = runtime.generate(PROMPT, held)
+    assert free[at] not in output.token_ids[:6]
+    assert output.token_ids[:at] == free[:at]
+
+
+def test_stop_strings(builtin: Runtime) -> None:
+    question = make_questions(EXAMPLES_SEED)[0].question
+    prompt = question.prompt
+    answer = builtin.generate(prompt, Params(temperature=0, max_new_tokens=8)).text
+    assert answer.strip() == question.answer
+    middle = question.answer[1:]
+    params = Params(temperature=0, max_new_tokens=8, stop=(middle,))
+    output = builtin.generate(prompt, params)
+    assert output.finish_reason is FinishReason.STOP
+    assert output.outputs[0].matched == middle
+    assert output.text == answer[: answer.index(middle)]
+    including = builtin.generate(
+        prompt, Params(temperature=0, max_new_tokens=8, stop=middle, include_stop_str=True)
+    )
+    assert including.text == answer[: answer.index(middle) + len(middle)]
+    assert builtin.generate(prompt, Params(temperature=0, stop=("never said",))).text == answer
+
+
+def test_stop_strings_need_a_tokenizer(runtime: Runtime) -> None:
+    with pytest.raises(PromptError, match="stop strings and streams need a tokenizer"):
+        runtime.generate(PROMPT, Params(stop=("x",)))
+
+
+# -- changed logits ----------------------------------------------------------------------------------------
+
+
+def reference(model: Any, prompt: list[int], count: int, change: Any) -> list[int]:
+    """Greedy tokens where `change(logits, prompt, answer)` alters the logits before each choice."""
+    answer: list[int] = []
+    with torch.inference_mode(), torch.device("cpu"):
+        for _ in range(count):
+            logits = model.cpu()(torch.tensor([prompt + answer])).logits[0, -1].clone()
+            answer.append(int(change(logits, prompt, answer).argmax()))
+    return answer
+
+
+def test_penalties_see_every_token_though_the_last_is_still_in_flight(runtime: Runtime, model: Any) -> None:
+    def change(logits: torch.Tensor, prompt: list[int], answer: list[int]) -> torch.Tensor:
+        for token in set(prompt + answer):
+            logits[token] = logits[token] / 1.5 if logits[token] > 0 else logits[token] * 1.5
+        for token in set(answer):
+            logits[token] -= 0.7 * answer.count(token) + 0.4
+        return logits
+
+    params = replace(GREEDY, repetition_penalty=1.5, frequency_penalty=0.7, presence_penalty=0.4)
+    expected = reference(model, PROMPT, 12, change)
+    outputs = runtime.generate([PROMPT, PROMPT, [3, 4]], [params, GREEDY, params])
+    assert list(outputs[0].token_ids) == expected
+    assert list(outputs[1].token_ids) == reference(model, PROMPT, 12, lambda logits, *_: logits)
+    assert outputs[0].token_ids != outputs[1].token_ids
+
+
+def test_bias_allowed_and_bad_words(runtime: Runtime, model: Any) -> None:
+    free = list(runtime.generate(PROMPT, GREEDY).token_ids)
+    biased = runtime.generate(PROMPT, replace(GREEDY, logit_bias={"42": 100, free[0]: -100.0}))
+    assert set(biased.token_ids) == {42}
+    allowed = runtime.generate(PROMPT, replace(GREEDY, allowed_token_ids=(11, 13, 17)))
+    assert set(allowed.token_ids) <= {11, 13, 17}
+
+    words = [(free[0],), (free[3], free[4]), (free[5], free[6], free[7])]
+
+    def ban(logits: torch.Tensor, prompt: list[int], answer: list[int]) -> torch.Tensor:
+        said = prompt + answer
+        for *before, last in words:
+            if said[len(said) - len(before) :] == before:
+                logits[last] = -torch.inf
+        return logits
+
+    output = runtime.generate(PROMPT, replace(GREEDY, bad_words=words))
+    assert list(output.token_ids) == reference(model, PROMPT, 12, ban)
+    second = free[:2]
+    banned = runtime.generate(PROMPT, replace(GREEDY, bad_words=[second])).token_ids
+    assert banned[0] == second[0]
+    assert banned[1] != second[1]
+
+
+def test_what_leaves_no_token_is_refused(runtime: Runtime) -> None:
+    with pytest.raises(PromptError, match="leave none of allowed_token_ids to draw"):
+        runtime.generate(PROMPT, Params(allowed_token_ids=(3,), bad_words=[(3,)]))
+    with pytest.raises(PromptError, match="leave none"):
+        runtime.generate(PROMPT, Params(allowed_token_ids=(2,), min_new_tokens=1))
+    for name, value in (
+        ("logit_bias", {VOCAB_SIZE: 1}),
+        ("allowed_token_ids", [VOCAB_SIZE]),
+        ("bad_words", [[101]]),
+    ):
+        with pytest.raises(PromptError, match=f"{name} holds 101"):
+            runtime.generate(PROMPT, Params(**{name: value}))
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------
+
+
+def test_logprobs_equal_a_dense_pass_cold_and_warm(runtime: Runtime, model: Any) -> None:
+    params = Params(max_new_tokens=6, ignore_eos=True, seed=1, logprobs=3, temperature=0.7, top_k=20)
+    for _ in range(2):
+        output = runtime.generate(PROMPT, params)
+        exact = dense_logprobs(model, [*PROMPT, *output.token_ids])
+        assert output.logprobs is not None
+        assert [token.token_id for token in output.logprobs] == list(output.token_ids)
+        for i, token in enumerate(output.logprobs):
+            row = exact[len(PROMPT) - 1 + i]
+            assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-4)
+            assert token.rank == int((row > row[token.token_id]).sum()) + 1
+            best = row.topk(3)
+            assert [t for t, _ in token.top] == best.indices.tolist()
+            assert [p for _, p in token.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert runtime.generate(PROMPT, GREEDY).logprobs is None
+
+
+@pytest.mark.parametrize("chunk", [3, 2048])
+@pytest.mark.parametrize("start", [0, 1, 20, 39])
+def test_prompt_logprobs_equal_a_dense_pass_though_the_cache_is_warm(
+    folder: Path, model: Any, chunk: int, start: int
+) -> None:
+    prompt = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB_SIZE, 40)]
+    exact = dense_logprobs(model, prompt)
+    params = Params(max_new_tokens=2, ignore_eos=True, prompt_logprobs=2, prompt_logprobs_start=start)
+    options: dict[str, Any] = {"device": torch.get_default_device(), "max_total_tokens": 500}
+    with Runtime(folder, chunked_prefill_size=chunk, **options) as runtime:
+        runtime.generate(prompt, GREEDY)
+        output = runtime.generate(prompt, params)
+    first = max(1, start)
+    assert output.usage.cached_tokens == first - 1
+    assert output.prompt_logprobs is not None
+    assert [token.token_id for token in output.prompt_logprobs] == prompt[first:]
+    for i, token in enumerate(output.prompt_logprobs, start=first):
+        assert token.logprob == pytest.approx(float(exact[i - 1, prompt[i]]), abs=1e-4)
+        assert [t for t, _ in token.top] == exact[i - 1].topk(2).indices.tolist()
+
+
+def test_score_computes_each_context_once(runtime: Runtime, model: Any) -> None:
+    context = [int(i) for i in np.random.default_rng(2).integers(3, VOCAB_SIZE, 50)]
+    choices = [[4], [5, 6], [7, 8, 9], [5, 6, 7]]
+    (scores,) = runtime.score([context], [choices])
+    assert isinstance(scores, list)
+    for score, choice in zip(scores, choices, strict=True):
+        exact = dense_logprobs(model, context + choice)
+        rows = range(len(context) - 1, len(context) + len(choice) - 1)
+        expected = sum(float(exact[row, token]) for row, token in zip(rows, choice, strict=True))
+        assert score.logprob == pytest.approx(expected, abs=1e-4)
+        assert score.is_greedy == all(int(exact[r].argmax()) == t for r, t in zip(rows, choice, strict=True))
+    computed = sum(score.usage.computed_tokens for score in scores)
+    assert computed <= 50 + sum(len(choice) for choice in choices) + 3  # the context's last token for each
+    best = runtime.generate(context, Params(temperature=0, max_new_tokens=1, ignore_eos=True)).token_ids[0]
+    single = runtime.score([context], [[best]])[0]
+    assert not isinstance(single, list)
+    assert single.is_greedy
+
+
+def test_score_of_text(builtin: Runtime) -> None:
+    questions = [example.question for example in make_questions(EXAMPLES_SEED)[:6]]
+    choices = [[f" {question.answer}", " Oslo", " 123"] for question in questions]
+    scored = builtin.score([question.prompt for question in questions], choices)
+    for own in scored:
+        assert isinstance(own, list)
+        assert own[0].is_greedy
+        assert own[0].logprob > max(own[1].logprob, own[2].logprob)
+
+
+def test_what_cannot_be_scored(runtime: Runtime) -> None:
+    with pytest.raises(ParameterError, match="1 continuations for 2 prompts"):
+        runtime.score([[3], [4]], [[5]])
+    with pytest.raises(PromptError, match="prompt 1 must be text with a text continuation"):
+        runtime.score([[3], [4]], [[5], "text"])
+
+
+# -- calls -------------------------------------------------------------------------------------------------
+
+
+def test_stream_is_the_text_in_pieces(builtin: Runtime) -> None:
+    question = make_questions(EXAMPLES_SEED)[3].question
+    chunks = list(builtin.stream(question.prompt, Params(temperature=0, max_new_tokens=8)))
+    output = chunks[-1].output
+    assert output is not None
+    assert all(chunk.output is None for chunk in chunks[:-1])
+    assert "".join(chunk.text for chunk in chunks) == output.text
+    assert output.text.strip() == question.answer
+    assert tuple(t for chunk in chunks for t in chunk.token_ids) == output.token_ids
+
+
+def test_leaving_a_stream_ends_its_request(builtin: Runtime) -> None:
+    stream = builtin.stream("Mira likes", Params(max_new_tokens=500, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not builtin.has_work
+    with pytest.raises(ParameterError, match="a stream gives one answer"):
+        next(builtin.stream("Mira likes", Params(n=2)))
+    with pytest.raises(PromptError, match="the prompt is neither a string"):
+        next(builtin.stream([]))
+
+
+def test_streams_advance_together(builtin: Runtime) -> None:
+    questions = [example.question for example in make_questions(EXAMPLES_SEED)[:3]]
+    streams = [builtin.stream(q.prompt, Params(temperature=0, max_new_tokens=8)) for q in questions]
+    texts = ["", "", ""]
+    alive = set(range(3))
+    while alive:
+        for i in sorted(alive):
+            try:
+                texts[i] += next(streams[i]).text
+            except StopIteration:
+                alive.remove(i)
+    assert [text.strip() for text in texts] == [q.answer for q in questions]
+
+
+def test_generate_iter_gives_outputs_as_they_come(runtime: Runtime) -> None:
+    params = [Params(temperature=0, max_new_tokens=n, ignore_eos=True) for n in (30, 1, 10)]
+    outputs = list(runtime.generate_iter([[5], [6], [7]], params))
+    assert [output.index for output in outputs] == [1, 2, 0]
+    assert [output.token_ids for output in sorted(outputs, key=lambda o: o.index)] == [
+        output.token_ids for output in runtime.generate([[5], [6], [7]], params)
+    ]
+
+
+def test_on_error_return(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = runtime.generate([[5, 6], [-1], [7]], GREEDY, on_error="return")
+    assert [output.finish_reason for output in outputs] == [
+        FinishReason.LENGTH,
+        FinishReason.ERROR,
+        FinishReason.LENGTH,
+    ]
+    assert outputs[1].error == "the prompt holds token id -1; the model's ids are 0 to 100"
+    with pytest.raises(ParameterError, match="on_error is 'ignore'"):
+        runtime.generate([[5]], on_error="ignore")  # type: ignore[arg-type]
+
+    def failing(*_: Any) -> Any:
+        raise MemoryError("no memory left")
+
+    monkeypatch.setattr(runtime._model, "forward", failing)
+    (output,) = runtime.generate([[5, 6]], GREEDY, on_error="return")
+    assert output.error is not None
+    assert "MemoryError" in output.error
+    with pytest.raises(PassError):
+        runtime.generate([[5, 6]], GREEDY)
+
+
+def test_dicts_in_the_spelling_of_either_engine(runtime: Runtime) -> None:
+    ours = runtime.generate(PROMPT, Params(temperature=0, max_new_tokens=5, ignore_eos=True)).token_ids
+    for params in (
+        {"temperature": 0, "max_tokens": 5, "ignore_eos": True},
+        {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 3},
+    ):
+        assert runtime.generate(PROMPT, params).token_ids == ours
+    with pytest.raises(PromptError, match="temprature"):
+        runtime.generate(PROMPT, {"temprature": 0})
+
+
+def test_to_dict_has_the_shape_of_an_engine_output(builtin: Runtime) -> None:
+    output = builtin.generate(
+        "Mira likes Oslo.", Params(temperature=0, max_new_tokens=3, logprobs=1, ignore_eos=True)
+    )
+    as_dict = output.to_dict()
+    assert as_dict["text"] == output.text
+    assert as_dict["output_ids"] == list(output.token_ids)
+    meta = as_dict["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 3}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (output.usage.prompt_tokens, 3)
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == list(output.token_ids)
+    assert all(len(top) == 1 for top in meta["output_top_logprobs"])
+    assert [one.token_ids for one in output.split()] == [output.token_ids]
+
+
+def test_threads_share_the_engine(runtime: Runtime) -> None:
+    prompts = [[i, i + 1, i + 2] for i in range(5, 45, 5)]
+    expected = [output.token_ids for output in runtime.generate(prompts, GREEDY)]
+    runtime.flush_cache()
+    got: dict[int, Any] = {}
+
+    def ask(i: int) -> None:
+        got[i] = runtime.generate(prompts[i], GREEDY).token_ids
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[i] for i in range(len(prompts))] == expected
+
+
+def test_async_calls_run_together(builtin: Runtime) -> None:
+    questions = [example.question for example in make_questions(EXAMPLES_SEED)[:5]]
+    params = Params(temperature=0, max_new_tokens=8)
+
+    async def stream(prompt: str) -> str:
+        return "".join([chunk.text async for chunk in builtin.async_stream(prompt, params)])
+
+    async def everything() -> tuple[list[Any], list[str]]:
+        answers = asyncio.gather(*(builtin.async_generate(q.prompt, params) for q in questions))
+        streams = asyncio.gather(*(stream(q.prompt) for q in questions))
+        return await answers, await streams
+
+    answers, texts = asyncio.run(everything())
+    assert [answer.text.strip() for answer in answers] == [q.answer for q in questions]
+    assert [text.strip() for text in texts] == [q.answer for q in questions]
+
+
+def test_abort_and_close_from_another_thread(folder: Path) -> None:
+    runtime = Runtime(folder, device=torch.get_default_device(), max_total_tokens=2000)
+    endless = Params(max_new_tokens=240, ignore_eos=True)
+    outputs: list[Any] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        outputs.append(runtime.generate(PROMPT, endless))
+        try:
+            runtime.generate([PROMPT] * 4, endless)
+        except RadixrtError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not runtime.abort(0):
+        pass
+    while not outputs:
+        thread.join(0.01)
+    assert outputs[0].finish_reason is FinishReason.ABORT
+    while not runtime._driver._calls:
+        thread.join(0.01)
+    runtime.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert [str(error) for error in errors] == ["the runtime is closed"]
+    assert not hasattr(runtime, "_model")
+
+
+def test_new_weights_match_nothing_stale(folder: Path, tmp_path: Path) -> None:
+    with torch.device("cpu"):
+        other_model = llama(seed=11)
+    other = write(other_model, tmp_path / "other")
+    options: dict[str, Any] = {"device": torch.get_default_device(), "max_total_tokens": 500}
+    with Runtime(folder, **options) as runtime, Runtime(other, **options) as fresh:
+        before = runtime.generate(PROMPT, GREEDY)
+        with torch.device("cpu"):
+            unlike = write(llama(hidden_size=64), tmp_path / "unlike")
+        with pytest.raises(ModelError, match="hidden_size is 64, not 32"):
+            runtime.update_weights(unlike)
+        assert runtime.generate(PROMPT, GREEDY).token_ids == before.token_ids
+        request = runtime.prepare(PROMPT, GREEDY)
+        runtime.submit(request)
+        runtime.update_weights(other)  # what runs ends with the old weights
+        assert runtime.step()[0].token_ids == before.token_ids
+        after = runtime.generate(PROMPT, GREEDY)
+        assert after.usage.cached_tokens == 0
+        assert after.token_ids == fresh.generate(PROMPT, GREEDY).token_ids != before.token_ids
+
+
+def test_the_tree_can_be_looked_at(builtin: Runtime, capsys: pytest.CaptureFixture[str]) -> None:
+    builtin.flush_cache()
+    builtin.generate(["Mira likes Oslo. Q", "Mira likes Rome. Q"], Params(max_new_tokens=1), tenant="alice")
+    builtin.print_tree()
+    printed = capsys.readouterr().out
+    assert "cached tokens" in printed
+    assert "tenant alice" in printed
+    assert "Mira likes" in printed
+    builtin.print_tree(max_nodes=2)
+    assert "more nodes" in capsys.readouterr().out
