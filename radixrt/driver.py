@@ -50,7 +50,11 @@ class Driver:
     def has_work(self) -> bool:
         """Whether requests have not ended, or passes are in flight."""
         self.check_open()
-        return self._engine.has_work
+        return self._has_work
+
+    @property
+    def _has_work(self) -> bool:
+        return self._engine.has_work and not self._engine.is_cut
 
     def submit(self, requests: Iterable[Request], call: Call | None = None) -> Call:
         """Queue requests as a call of their own, or as part of `call`."""
@@ -59,8 +63,8 @@ class Driver:
             self.check_open()
             if call is None:
                 call = Call(())
+            self._engine.submit_all(requests)
             for request in requests:
-                self._engine.submit(request)
                 call.requests[request.id] = request
                 self._calls[request.id] = call
         return call
@@ -98,7 +102,7 @@ class Driver:
             for request in list(call.requests.values()):
                 self._engine.abort(request)
             # The last pass in flight too, unless others will step: nothing is left to do behind an answer.
-            while not self._closed and (call.requests or (not self._calls and self._engine.has_work)):
+            while not self._closed and self._has_work and (call.requests or not self._calls):
                 self._step()
 
     def while_idle(self, action: Callable[[], None]) -> None:
@@ -117,7 +121,7 @@ class Driver:
             for call in list(self._calls.values()):
                 for request in call.requests.values():
                     self._engine.abort(request)
-            while self._engine.has_work:
+            while self._has_work:
                 self._step()
             self._closed = True
             del self._engine  # and with it the model and its memory

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from radixrt.errors import SchedulerError
+from radixrt.interrupt import uninterrupted
 from radixrt.schedule.batch import Runner, ScheduleBatch
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
@@ -35,6 +38,7 @@ class Engine:
         self.runner = runner
         self._in_flight: deque[_InFlight] = deque()
         self._aborts: deque[Request] = deque()
+        self.is_cut = False  # a step has ended in its middle
 
     @property
     def has_work(self) -> bool:
@@ -49,18 +53,33 @@ class Engine:
         """End a request, and the other answers to its prompt, at the next step."""
         self._aborts.append(request)
 
+    def submit_all(self, requests: Iterable[Request]) -> None:
+        """Queue requests that are known together, in the order that the policy wants them in."""
+        self.scheduler.submit_all(requests)
+
     def step(self) -> list[Request]:
         """Launch the next pass, then book the one before it. Returns the requests that ended.
 
-        A pass that raises ends its own requests with FinishReason.ERROR; all others go on.
+        A pass that raises ends its own requests with FinishReason.ERROR; all others go on. Ctrl-C is raised
+        after the step.
 
         Raises:
-            SchedulerError: requests wait, and nothing can run.
+            SchedulerError: requests wait, and nothing can run; or a step before this one was cut in two by what
+                it could not handle (a third Ctrl-C), so that nobody knows what is in memory.
         """
+        if self.is_cut:
+            raise SchedulerError("an earlier step was cut in two; close this Runtime and make another one")
+        with uninterrupted():
+            self.is_cut = True
+            ended = self._step()
+            self.is_cut = False
+        return ended
+
+    def _step(self) -> list[Request]:
         ended = []
         while self._aborts:
             for request in self._aborts.popleft().family:
-                if self.scheduler.abort(request):
+                if request.arrival >= 0 and self.scheduler.abort(request):
                     ended.append(request)
         batch = self.scheduler.next_batch()
         if batch is not None:

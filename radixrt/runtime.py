@@ -151,7 +151,7 @@ class Runtime:
             max_total_tokens=max_total_tokens,
         )
         # A request that has ended keeps its row until the passes in flight have ended too: hence some more.
-        num_rows = max_running_requests + max_running_requests // 4 + 1
+        num_rows = max_running_requests + max_running_requests // 2 + 1
         self._rows = ReqToTokenPool(num_rows, self.context_length)
         self._kv_pool = TokenToKVPool(slots, *shape, dtype=weights_dtype, device=self.device)
         self._cache = PrefixCache(
@@ -400,9 +400,9 @@ class Runtime:
         self._driver.check_open()
         return self._requests.build(prompt, sampling_params, index=index, tenant=tenant)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request that `prepare` has made; `step` advances it."""
-        self._driver.submit([request], self._loose)
+    def submit(self, *requests: Request) -> None:
+        """Queue requests that `prepare` has made, best all that are known; `step` advances them."""
+        self._driver.submit(requests, self._loose)
 
     def step(self) -> list[RequestOutput]:
         """Advance all requests by one pass. Returns what has ended of those from `submit`, failed ones too."""

@@ -63,8 +63,8 @@ class FakeRuntime:
             raise ParameterError("stop_token_ids holds an id that the model does not have")
         return FakeRequest(index, np.array(ids, dtype=np.int32), params)
 
-    def submit(self, request: FakeRequest) -> None:
-        self.running.append(request)
+    def submit(self, *requests: FakeRequest) -> None:
+        self.running += requests
 
     def abort(self, request: FakeRequest) -> None:
         self.aborted.append(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -24,9 +25,13 @@ from hypothesis.stateful import (
 from simulation import VOCAB, Sizes, Violation, Walk, World, continuation, random_sizes
 
 from radixrt.cache.radix_tree import Namespace
+from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.batch import ScheduleBatch
 from radixrt.schedule.policy import SchedulePolicy
-from radixrt.schedule.request import RequestState
+from radixrt.schedule.request import Request, RequestState
+from radixrt.workloads import best_hit_rate
 
 EVENTS: Counter[str] = Counter()
 
@@ -288,13 +293,158 @@ def test_first_come_order() -> None:
 
 def test_longest_prefix_order() -> None:
     world = World(Sizes(num_slots=120, max_running=1))
-    world.submit([1, 2, 3, 4], 1)
+    world.submit([1, 2, 3, 4], 4)
     cold = world.submit([2, 2, 2], 1)
     warm = world.submit([1, 2, 3, 0], 1)
     ended = []
     while world.engine.has_work:
         ended += world.step()
     assert ended.index(warm) < ended.index(cold)
+
+
+def test_first_come_order_looks_at_no_match() -> None:
+    world = World(Sizes(num_slots=120, max_running=1, policy=SchedulePolicy.FCFS))
+    first = world.submit([1, 2, 3, 4], 4)
+    cold = world.submit([2, 2, 2], 1)
+    warm = world.submit([1, 2, 3, 0], 1)
+    ended = []
+    while world.engine.has_work:
+        ended += world.step()
+    assert ended == [first, cold, warm]
+
+
+def test_what_runs_to_its_end_for_sure_is_never_retracted() -> None:
+    """Requests that no token stops are admitted only as far as all of them fit to their ends."""
+    world = World(Sizes(num_slots=61, num_rows=8, max_running=6, chunk=64))
+    requests = [world.submit([i, i, i, i], 17) for i in range(5)]  # 20 slots each: three fit
+    most = 0
+    while world.engine.has_work:
+        world.step()
+        world.check()
+        most = max(most, len(world.scheduler.running))
+    assert world.scheduler.num_retractions == 0
+    assert most == 3
+    assert all(r.num_output == 17 for r in requests)
+
+
+def test_a_follower_starts_when_its_part_is_committed_not_when_its_leader_is_done() -> None:
+    world = World(Sizes(num_slots=200, num_rows=6, chunk=6))
+    leader = world.submit([1, 2, 3, 4] * 5 + [1, 2], 1)  # passes of 6, 6, 6 and 4 tokens: two are left over
+    follower = world.submit([1, 2, 3, 4, 0, 0, 0], 1)
+    while follower.state is RequestState.WAITING:
+        world.step()
+    assert leader.computed < leader.prompt_len
+    assert follower.usage().cached_tokens == 4
+    world.drain()
+
+
+def test_a_hit_keeps_a_prefix_from_eviction() -> None:
+    world = World(Sizes(num_slots=31, num_rows=4, chunk=32))
+    old, other = [1] * 10, [2] * 10
+    for prompt in (old, other, old):  # the old one is hit again
+        world.submit(prompt, 1)
+        world.drain_requests()
+    world.submit([3] * 15, 1)  # has to evict five tokens
+    world.drain_requests()
+    assert world.cache.match(Namespace(), np.array([*old, 0], dtype=np.int32), 10).length == 10
+    assert world.cache.match(Namespace(), np.array([*other, 0], dtype=np.int32), 10).length == 5
+
+
+def test_a_retracted_request_finds_again_what_it_computed() -> None:
+    world = World(Sizes(num_slots=120))
+    request = world.submit([1, 2, 3, 4, 0, 1], 8)
+    for _ in range(5):
+        world.step()
+    computed = request.computed
+    assert computed > request.prompt_len
+    world.retract(request)
+    world.drain()
+    assert request.usage().recomputed_tokens <= 2  # what was in flight
+
+
+def test_a_pass_is_launched_while_the_one_before_is_in_flight() -> None:
+    world = World(Sizes(num_slots=120, max_running=2))
+    for i in range(6):
+        world.submit([i % VOCAB, 1, 2], 3)
+    waiting = []
+    launch = world.runner.launch
+
+    def watched(batch: ScheduleBatch) -> object:
+        waiting.append(len(world.runner.in_flight))
+        return launch(batch)
+
+    world.runner.launch = watched  # type: ignore[method-assign, assignment]
+    world.drain_requests()
+    # All but the first, though requests end two by two and only their last tokens are awaited then.
+    assert waiting == [0] + [1] * (len(waiting) - 1)
+
+
+def test_the_latest_arrivals_yield() -> None:
+    world = World(Sizes(num_slots=40, num_rows=8, max_running=4, chunk=16))
+    requests = [world.submit([i, i, i, 1], 20, stop_ids=frozenset([VOCAB + 1])) for i in range(4)]
+    world.drain()
+    assert requests[0].retractions == 0
+    assert sum(r.retractions for r in requests) > 0
+    assert world.scheduler.num_retractions <= 6
+
+
+def test_known_together_queue_depth_first() -> None:
+    """Groups in any order, a pool that holds little more than one: each head is computed once all the same."""
+    world = World(Sizes(num_slots=40, num_rows=6, max_running=3, chunk=32, context_len=40))
+    heads = [[g, (g + 1) % VOCAB] * 8 for g in range(VOCAB)]
+    requests = [
+        Request(
+            index=i,
+            prompt_ids=np.array([*heads[i % VOCAB], i // VOCAB, 2], dtype=np.int32),
+            params=SamplingParams(max_new_tokens=1),
+            max_new_tokens=1,
+            seed=0,
+        )
+        for i in range(20)
+    ]
+    world.engine.submit_all(requests)
+    world.requests += requests
+    world.drain()
+    cached = sum(r.usage().cached_tokens for r in requests)
+    assert cached / sum(r.prompt_len for r in requests) == best_hit_rate([r.prompt_ids for r in requests])
+
+
+def test_a_step_that_is_cut_in_two_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.submit([1, 2, 3], 4)
+    monkeypatch.setattr(world.runner, "launch", lambda batch: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.step()
+    with pytest.raises(SchedulerError, match="cut in two"):
+        world.engine.step()
+
+
+def test_ctrl_c_in_a_step_comes_after_it() -> None:
+    world = World(Sizes(num_slots=120))
+    request = world.submit([1, 2, 3], 6)
+    launch = world.runner.launch
+
+    def interrupted(batch: ScheduleBatch) -> object:
+        signal.raise_signal(signal.SIGINT)
+        return launch(batch)
+
+    world.runner.launch = interrupted  # type: ignore[method-assign, assignment]
+    while not request.finished:
+        with pytest.raises(KeyboardInterrupt):
+            world.engine.step()
+        world.check()
+        if world.cache.passes_launched > 3:
+            world.runner.launch = launch  # type: ignore[method-assign]
+            break
+    world.drain()
+    assert request.finish_reason is FinishReason.LENGTH
+
+
+def test_aborting_what_was_never_submitted_does_nothing() -> None:
+    world = World()
+    request = Request(0, np.array([1, 2], dtype=np.int32), SamplingParams(), 4, 0)
+    world.engine.abort(request)
+    assert world.engine.step() == []
 
 
 def test_a_failed_pass_ends_its_requests_alone() -> None:

@@ -53,7 +53,7 @@ class BatchRuntime(Protocol[R]):
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, index: int = 0
     ) -> R: ...
 
-    def submit(self, request: R) -> None: ...
+    def submit(self, *requests: R) -> None: ...
 
     def step(self) -> list[RequestOutput]: ...
 
@@ -221,8 +221,7 @@ class _Job(Generic[R]):
         try:
             with _bar("answering", " requests", self.requests, self.progress) as bar:
                 bar.update(self.errors)
-                for line in self.unanswered.values():
-                    self.runtime.submit(line.request)
+                self.runtime.submit(*(line.request for line in self.unanswered.values()))
                 while self.runtime.has_work and not self.interrupted.is_set():
                     outputs = self.runtime.step()
                     for output in outputs:
@@ -235,10 +234,10 @@ class _Job(Generic[R]):
             self.seconds = time.perf_counter() - began
             for line in self.unanswered.values():
                 self.runtime.abort(line.request)
+            while self.runtime.has_work:  # what was aborted leaves the runtime
+                self.runtime.step()
         if not self.interrupted.is_set() and self.unanswered:
             raise SchedulerError(f"the runtime ended without an answer to {len(self.unanswered)} requests")
-        while self.runtime.has_work:  # what was aborted leaves the runtime
-            self.runtime.step()
 
     def _rates(self, seconds: float) -> str:
         hit_rate = self.cached_tokens / max(1, self.prompt_tokens)

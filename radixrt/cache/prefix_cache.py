@@ -166,8 +166,8 @@ class PrefixCache:
     def acquire(self, namespace: Namespace, tokens: Tokens, limit: int, reserve: int) -> Lease | None:
         """Match at most `limit` tokens, lock them, and take a row for a request that will compute the rest.
 
-        Returns None, changing nothing, if there is no row, or if after locking the match fewer slots are
-        available than the rest of `tokens` plus `reserve`.
+        Returns None, having at most split an edge, if there is no row, or if after locking the match fewer slots
+        are available than the rest of `tokens` plus `reserve`.
         """
         match = self.match(namespace, tokens, limit)
         node = self.tree.node_at(namespace, match)
@@ -267,7 +267,8 @@ class PrefixCache:
         self.recomputed_tokens += recomputed
 
     def stats(self) -> CacheStats:
-        private = sum(lease.allocated - lease.committed for lease in self.leases if not lease.released)
+        leases = tuple(self.leases)  # another thread may look while this one works
+        private = sum(lease.allocated - lease.committed for lease in leases if not lease.released)
         return CacheStats(
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,

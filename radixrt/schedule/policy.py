@@ -45,26 +45,43 @@ def is_overdue(request: Request) -> bool:
 
 
 class OutputEstimate:
-    """How many tokens a request is expected to generate yet, as a share of what it may.
+    """How many tokens a request is expected to generate yet.
 
-    The share falls a little with every pass and rises with every retraction, so that memory is neither kept
-    idle for outputs that end early nor promised twice for outputs that do not. Requests that no token can stop
-    are expected to run to their end.
+    A share of what it may, but hardly more than requests that have ended had: their mean length plus twice the
+    mean deviation, both fading. The share falls a little with every pass and rises whenever memory has fallen
+    short, so that memory is neither kept idle for outputs that end early nor promised twice for those that do
+    not. Requests that no token can stop are expected to run to their end.
     """
 
     INITIAL, LOWEST, FALL, RISE = 0.7, 0.1, 0.995, 0.2
+    FADE = 1 / 32  # weight of the latest length
+    ENOUGH = 16  # lengths before they count
 
     def __init__(self) -> None:
         self.share = self.INITIAL
+        self._ended = 0
+        self._mean = self._deviation = 0.0
 
     def expected(self, request: Request) -> int:
-        """Output tokens still expected of `request`, each of which will want a slot."""
-        if not request.stop_ids:
+        """Output tokens still expected of `request`: 1 to `request.remaining`, 0 if none remain."""
+        if not request.stop_ids and request.make_text_stop is None:
             return request.remaining
-        return int(request.remaining * self.share)
+        expected = request.remaining * self.share
+        if self._ended >= self.ENOUGH:
+            expected = min(expected, self._mean + 2 * self._deviation - request.num_output)
+        return min(request.remaining, max(1, int(expected)))
 
     def pass_scheduled(self) -> None:
         self.share = max(self.LOWEST, self.share * self.FALL)
 
-    def retracted(self) -> None:
+    def fell_short(self) -> None:
+        """Memory was promised that is not there."""
         self.share = min(1.0, self.share + self.RISE)
+        self._ended = 0  # what has ended so far was not typical of what runs
+
+    def ended(self, request: Request) -> None:
+        """A request has ended with all the output that it will have."""
+        self._ended += 1
+        weight = max(self.FADE, 1 / self._ended)
+        self._mean += weight * (request.num_output - self._mean)
+        self._deviation += weight * (abs(request.num_output - self._mean) - self._deviation)

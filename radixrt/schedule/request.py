@@ -85,6 +85,8 @@ class Request:
     recomputed_tokens: int = 0
     launched_ever: int = 0  # the greatest `launched` it has had, over retractions
     retractions: int = 0
+    matched_at: tuple[int, int] | None = None  # the state of tree and tokens that match_length is of
+    match_length: int = 0
     overtaken: int = 0  # admissions of others while it was the oldest in the queue
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

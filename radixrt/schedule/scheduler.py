@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +82,18 @@ class Scheduler:
             )
         return None
 
+    def submit_all(self, requests: Iterable[Request]) -> None:
+        """Queue requests that are known together.
+
+        Under LPM they queue in lexicographic order of their tokens, the depth-first order of their radix tree:
+        those that share a prefix come one after the other, which wants the least memory for the most hits (Zheng
+        et al. 2024, theorem 3.1).
+        """
+        if self.policy is SchedulePolicy.LPM:
+            requests = sorted(requests, key=lambda r: r.tokens().astype(">i4").tobytes())
+        for request in requests:
+            self.submit(request)
+
     def submit(self, request: Request) -> None:
         """Queue a request.
 
@@ -109,6 +122,7 @@ class Scheduler:
         alone = False
         while batch is None and self.has_work and not self.cache.in_flight:
             # Running requests hold all memory, and none has what it needs for its next token: the latest yields.
+            # Where nothing runs, planning anew succeeds unless slots were refused that should be there.
             if self.running:
                 self.retract(max(self.running, key=lambda r: r.arrival))
             elif alone:
@@ -169,7 +183,6 @@ class Scheduler:
         request.state = RequestState.WAITING
         request.retractions += 1
         self.num_retractions += 1
-        self._estimate.retracted()
         bisect.insort(self.waiting, request, key=lambda r: r.arrival)
 
     # -- planning ------------------------------------------------------------------------------------------
@@ -185,7 +198,9 @@ class Scheduler:
                     pieces.append(piece)
                     budget -= len(piece.slots)
         if self.num_retractions == retractions:  # whoever has just yielded does not come back at once
-            pieces.extend(self._admissions(budget))
+            granted = sum(len(piece.slots) for piece in pieces)
+            promised = sum(self._demand(request) for request in self.running) - granted
+            pieces.extend(self._admissions(budget, promised))
         if not pieces:
             return None
         self._estimate.pass_scheduled()
@@ -213,6 +228,7 @@ class Scheduler:
         if self.cache.available + self.cache.incoming >= per_pass:
             return  # enough is on its way: those that get no slot sit out a pass
         by_arrival = sorted(self.running, key=lambda r: r.arrival)
+        self._estimate.fell_short()
         while len(by_arrival) > 1 and self.cache.available + self.cache.incoming < per_pass * PASSES_OF_ROOM:
             self.retract(by_arrival.pop())
 
@@ -228,19 +244,14 @@ class Scheduler:
         num_samples = request.num_answers if is_last and request.remaining else 0
         return _Piece(request, lease, request.launched, slots, num_samples)
 
-    def _admissions(self, budget: int) -> list[_Piece]:
-        """Admit waiting requests while budget, rows and memory last."""
+    def _admissions(self, budget: int, promised: int) -> list[_Piece]:
+        """Admit waiting requests while budget, rows and the memory that is not `promised` to others last."""
         pieces: list[_Piece] = []
-        if budget <= 0 or not self.waiting or len(self.running) >= self.max_running_requests:
+        active = self._active()
+        if budget <= 0 or not self.waiting or active >= self.max_running_requests:
             return pieces
-        promised = sum(self._demand(r) for r in self.running)
-        order = admission_order(
-            self.policy,
-            self.waiting,
-            lambda r: self.cache.match(r.namespace, r.tokens(), r.match_limit).length,
-        )
-        for request in order:
-            if budget <= 0 or len(self.running) >= self.max_running_requests:
+        for request in admission_order(self.policy, self.waiting, self._match_length):
+            if budget <= 0 or active >= self.max_running_requests:
                 break
             oldest = self.waiting[0]
             if request is not oldest and is_overdue(oldest):
@@ -249,9 +260,12 @@ class Scheduler:
                 continue  # just retracted: what it has in flight is still to come
             tokens, limit = request.tokens(), request.match_limit
             if self.cache.is_awaited(self.cache.match(request.namespace, tokens, limit), tokens, limit):
-                continue  # a follower: its leader is computing what it needs next
+                # A follower: its leader is computing what it needs next. Room is kept for it, or leaders of other
+                # prefixes would evict this one before it comes.
+                promised += self._estimate.expected(request)
+                continue
             # Whoever runs alone runs to its end: submit has checked that it fits.
-            reserve = promised + self._estimate.expected(request) if self.running else 0
+            reserve = promised + self._demand(request) - len(tokens) if self.running else 0
             lease = self.cache.acquire(request.namespace, tokens, limit, reserve)
             if lease is None:
                 break
@@ -263,7 +277,8 @@ class Scheduler:
                 break
             if request is not oldest:
                 oldest.overtaken += 1
-            self.waiting.remove(request)
+            self._leave_queue(request)
+            active += 1
             if request.cached_tokens is None:  # hits are counted once, at the first admission
                 request.cached_tokens = lease.matched
                 self.cache.count(prompt=request.prompt_len, cached=lease.matched)
@@ -273,8 +288,27 @@ class Scheduler:
         return pieces
 
     def _demand(self, request: Request) -> int:
-        """Slots that a running request is still expected to ask for."""
-        return request.extend_end - min(request.launched, request.extend_end) + self._estimate.expected(request)
+        """Slots that a request is still expected to ask for; its last token never wants one."""
+        ahead = max(0, self._estimate.expected(request) - 1)
+        return min(request.total + ahead, request.most_slots) - request.launched
+
+    def _match_length(self, request: Request) -> int:
+        """Tokens of a waiting request that are in the cache, looked up anew when the tree has changed."""
+        seen = (self.cache.tree.version, request.num_known)
+        if request.matched_at != seen:
+            match = self.cache.match(request.namespace, request.tokens(), request.match_limit)
+            request.matched_at, request.match_length = seen, match.length
+        return request.match_length
+
+    def _active(self) -> int:
+        """Running requests that will be in another pass; the others only wait for their last token."""
+        return sum(r.is_extending or r.remaining > 0 for r in self.running)
+
+    def _leave_queue(self, request: Request) -> None:
+        at = bisect.bisect_left(self.waiting, request.arrival, key=lambda r: r.arrival)
+        while self.waiting[at] is not request:  # the answers to one prompt arrive together
+            at += 1
+        del self.waiting[at]
 
     def _batch(self, pieces: list[_Piece]) -> ScheduleBatch:
         pieces.sort(key=lambda p: len(p.slots) == 1)  # stable: the longer extends come first
@@ -372,7 +406,9 @@ class Scheduler:
         if request.state is RequestState.RUNNING:
             self._let_go(request)
         else:
-            self.waiting.remove(request)
+            self._leave_queue(request)
+        if request.num_output:
+            self._estimate.ended(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.error = error
