@@ -83,7 +83,8 @@ class TextBuilder:
             elif self._matched is None:
                 self._feed()
                 self._held += self._detokenizer.finish()
-                self._search(self._held)
+                if self._fed >= self._min_tokens:
+                    self._search(self._held)
             if self._matched is None:
                 self._parts.append(self._held)
             self._finished = True

@@ -41,34 +41,34 @@ class Detokenizer:
         if token_id in self._tokenizer.byte_ids:
             self._in_bytes = True
             return ""
-        if self._in_bytes:
-            if self._is_silent(token_id):  # decoding may leave it out and join the bytes around it
-                return ""
-        elif len(self._window) < self._due:
-            return ""
+        if self._in_bytes and self._is_silent(token_id):
+            return ""  # decoding may leave it out and join the bytes around it
         self._in_bytes = False
+        if len(self._window) < self._due:
+            return ""
         text = self._window_text()
         certain = _without_unfinished(text)
         new = certain[self._returned :]
-        if len(certain) < len(text):
+        if text and certain == text:
+            self._close(text)
+        elif not text and self._is_silent(token_id):
+            self._window.pop()
+        else:  # half a character, or a leading blank that spells nothing but makes the next one a blank
             self._returned = max(self._returned, len(certain))
             size = len(self._window)
             # Past the limit only each time it has doubled: nonsense without end costs no more than text.
             self._due = size + 1 if size < _MAX_WINDOW else 2 * size
-        elif text:
-            self._close(text)
-        elif self._context or self._is_silent(token_id):
-            self._window.pop()  # else it is a leading blank, which makes a difference to the next token
         return new
 
     def tentative(self) -> str:
-        """What `finish` would return now, less a character that is not finished; more tokens may change it.
+        """What `finish` would return now, if that is whole characters; more tokens may change it.
 
-        "" where that would be long: more than 64 tokens without certain text.
+        "" where finding out would take long: after more than 64 tokens without certain text.
         """
         if not self._window or len(self._window) > _MAX_WINDOW:
             return ""
-        return _without_unfinished(self._window_text())[self._returned :]
+        text = self._window_text()
+        return "" if text.endswith(_REPLACEMENT) else text[self._returned :]
 
     def finish(self) -> str:
         """The rest of the text, after the last token."""

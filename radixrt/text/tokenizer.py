@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -187,8 +187,7 @@ def _load_transformers(source: str, local: bool) -> Tokenizer:
         )
 
     def piece(token_id: int) -> str | None:
-        spelled: str | None = tokenizer.convert_ids_to_tokens(token_id)
-        return spelled
+        return cast("str | None", tokenizer.convert_ids_to_tokens(token_id))
 
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     return Tokenizer(
