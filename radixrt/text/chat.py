@@ -69,7 +69,7 @@ def render(
         TokenizerError: a message is bad, or the template refuses the chat, is broken, or tries to leave its
             sandbox.
     """
-    from jinja2.exceptions import SecurityError, TemplateRuntimeError, TemplateSyntaxError, UndefinedError
+    from jinja2.exceptions import SecurityError, TemplateError
 
     checked = checked_messages(messages)
     try:
@@ -79,7 +79,7 @@ def render(
             f"the chat template of this checkpoint tries to do what its sandbox forbids: {error}"
         ) from error
     except Exception as error:  # a template is a program: it may raise anything
-        broken = isinstance(error, (TemplateSyntaxError, TemplateRuntimeError, UndefinedError))
-        what = "fails on" if broken else "refuses"
+        # transformers raises a bare TemplateError where a template calls raise_exception
+        what = "refuses" if type(error) is TemplateError else "fails on"
         cause = str(error).strip().split("\n")[0] or type(error).__name__
         raise TokenizerError(f"the chat template {what} these messages: {cause}") from error
