@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from radixrt.errors import TokenizerError
+from radixrt.text.chat import Message, render
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -27,16 +30,22 @@ class Tokenizer:
         vocab_size: the ids it knows are below this. A model may have more rows, never fewer.
         bos_token_id: the token that begins a text, or None.
         eos_token_id: the token that ends a text, or None.
+        byte_ids: tokens that stand for one byte each (byte fallback): only a whole run of them has a text.
     """
 
     vocab_size: int
     bos_token_id: int | None
     eos_token_id: int | None
-    _encode: Callable[[list[str]], list[list[int]]]
+    byte_ids: frozenset[int]
+    _encode: Callable[[list[str], bool], list[list[int]]]
     _decode: Callable[[list[int], bool], str]
+    _piece: Callable[[int], str | None]
+    _template: Callable[[list[dict[str, str]], bool], str] | None = None
 
-    def encode(self, text: str) -> TokenIds:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """Token ids of `text`, int32 [num_tokens], with BOS where the checkpoint's tokenizer adds it.
+
+        `add_special_tokens=False` leaves BOS out: for text that follows other tokens.
 
         Special tokens written out in the text (such as `</s>`) become those tokens where the tokenizer is one
         that transformers loads; a bare sentencepiece model takes them as plain text.
@@ -44,9 +53,9 @@ class Tokenizer:
         Raises:
             TokenizerError: `text` holds half of a surrogate pair; the message names its position.
         """
-        return self.encode_batch([text])[0]
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[TokenIds]:
         """`encode` of each text, quicker than one by one: the tokenizer shares them out over its threads.
 
         Raises:
@@ -63,7 +72,55 @@ class Tokenizer:
                 ) from None
         if not texts:
             return []
-        return [np.array(ids, dtype=np.int32) for ids in self._encode(list(texts))]
+        return [np.array(ids, dtype=np.int32) for ids in self._encode(list(texts), add_special_tokens)]
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` can be called."""
+        return self._template is not None
+
+    def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> TokenIds:
+        """Token ids of a conversation as the checkpoint's chat template writes it, int32 [num_tokens].
+
+        The template alone decides about BOS, as in transformers' `apply_chat_template`: none is added to what
+        it writes. Special tokens written out in a content become those tokens.
+
+        Args:
+            messages: dicts of "role" and "content".
+            add_generation_prompt: end with what begins the assistant's answer.
+
+        Raises:
+            TokenizerError: there is no template, a message is bad, or the template refuses the messages.
+        """
+        if self._template is None:
+            raise TokenizerError(
+                "this checkpoint's tokenizer has no chat template: give the prompt as text, or add a "
+                "chat_template.jinja to the model's folder"
+            )
+        return self.encode(render(self._template, messages, add_generation_prompt), add_special_tokens=False)
+
+    def piece(self, token_id: int) -> str:
+        """A token as the vocabulary spells it, such as `▁the`, `Ġthe` or `<0xE3>`; "" for an id it lacks.
+
+        Raises:
+            TokenizerError: the id is negative.
+        """
+        if token_id < 0:
+            raise TokenizerError(f"token id {token_id} is negative")
+        return (self._piece(int(token_id)) if token_id < self.vocab_size else None) or ""
+
+    @cached_property
+    def anchor(self) -> int | None:
+        """An ordinary token that spells a letter or digit; None if there is none.
+
+        Tokens decoded after it spell what they spell in the middle of a text: a text's first token may lose
+        its leading blank.
+        """
+        for token_id in range(self.vocab_size):
+            text = self._decode([token_id], True)
+            if text.isascii() and text.isalnum() and token_id not in self.byte_ids:
+                return token_id
+        return None
 
     def decode(
         self, token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], skip_special_tokens: bool = True
@@ -111,9 +168,11 @@ def _load_transformers(source: str, local: bool) -> Tokenizer:
 
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
 
-    def encode(texts: list[str]) -> list[list[int]]:
+    def encode(texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         # verbose=False: the length is the Runtime's business, it refuses what is too long
-        ids: list[list[int]] = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        ids: list[list[int]] = tokenizer(
+            texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
+        )["input_ids"]
         return ids
 
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
@@ -121,8 +180,33 @@ def _load_transformers(source: str, local: bool) -> Tokenizer:
             tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         )
 
-    size = max(tokenizer.get_vocab().values()) + 1  # added tokens may leave gaps: not len()
-    return Tokenizer(size, tokenizer.bos_token_id, tokenizer.eos_token_id, encode, decode)
+    def template(messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        # transformers runs it in Jinja's ImmutableSandboxedEnvironment
+        return str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        )
+
+    def piece(token_id: int) -> str | None:
+        return cast("str | None", tokenizer.convert_ids_to_tokens(token_id))
+
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return Tokenizer(
+        max(vocabulary.values()) + 1,  # added tokens may leave gaps: not len()
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        frozenset(i for spelled, i in vocabulary.items() if _BYTE_PIECE.fullmatch(spelled)),
+        encode,
+        decode,
+        piece,
+        template if _has_template(tokenizer) else None,
+    )
+
+
+def _has_template(tokenizer: Any) -> bool:
+    try:
+        return bool(tokenizer.get_chat_template())
+    except ValueError:  # none, or several and no default
+        return False
 
 
 def _load_sentencepiece(path: Path) -> Tokenizer:
@@ -131,8 +215,8 @@ def _load_sentencepiece(path: Path) -> Tokenizer:
     processor = SentencePieceProcessor(model_file=str(path))
     bos, eos = processor.bos_id(), processor.eos_id()
 
-    def encode(texts: list[str]) -> list[list[int]]:
-        ids: list[list[int]] = processor.encode(texts, add_bos=bos >= 0)
+    def encode(texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        ids: list[list[int]] = processor.encode(texts, add_bos=add_special_tokens and bos >= 0)
         return ids
 
     def special(token_id: int) -> bool:
@@ -147,4 +231,13 @@ def _load_sentencepiece(path: Path) -> Tokenizer:
             for are_special, run in groupby(ids, special)
         )
 
-    return Tokenizer(processor.vocab_size(), bos if bos >= 0 else None, eos if eos >= 0 else None, encode, decode)
+    size: int = processor.vocab_size()
+    return Tokenizer(
+        size,
+        bos if bos >= 0 else None,
+        eos if eos >= 0 else None,
+        frozenset(i for i in range(size) if processor.is_byte(i)),
+        encode,
+        decode,
+        processor.id_to_piece,
+    )

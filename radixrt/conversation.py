@@ -1,0 +1,180 @@
+"""`Conversation`: many turns with a Runtime, each of which finds the ones before it in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from radixrt.errors import ParameterError, TokenizerError
+from radixrt.output import FinishReason, RequestOutput
+from radixrt.sampling_params import SamplingParams
+from radixrt.text.chat import Message, checked_messages
+from radixrt.text.continuation import encode_continuation, splice
+from radixrt.text.detokenizer import Detokenizer
+from radixrt.text.tokenizer import Tokenizer
+
+_RECORDED = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Chunk(Protocol):
+    """A part of a streamed answer."""
+
+    @property
+    def text(self) -> str:
+        """What is new."""
+
+    @property
+    def output(self) -> RequestOutput | None:
+        """The whole answer with the last chunk, None before."""
+
+
+class ChatRuntime(Protocol):
+    """What a conversation needs of a Runtime."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    def generate(self, prompts: list[int], sampling_params: SamplingParams, /) -> RequestOutput: ...
+
+    def stream(self, prompt: list[int], sampling_params: SamplingParams, /) -> Iterator[Chunk]: ...
+
+
+class Conversation:
+    """A conversation whose history is kept in tokens, exactly as they were computed and generated.
+
+    The next turn's prompt goes on where the history ends, so it is found in the cache as long as it is kept
+    there. Where a chat template writes the history otherwise than it came about (it strips blanks, leaves out
+    earlier thoughts) or an answer was cut at a stop string, the prompt keeps what comes before that place,
+    and the rest is computed again.
+
+    With a chat template a turn is a message. Without one (a base model) it is plain text: what `say` is given
+    goes on where the answer before has ended, and roles play no part. An end token that the model generated is
+    then no part of the history.
+
+        talk = Conversation(runtime, [{"role": "system", "content": "Be brief."}])
+        print(talk.say("Who are you?").text)
+        first, second = talk.fork(2)
+
+    Args:
+        messages: the conversation so far, dicts of "role" and "content".
+        sampling_params: of all answers; None is SamplingParams().
+
+    Raises:
+        TokenizerError: the runtime has no tokenizer, or a message is bad.
+    """
+
+    def __init__(
+        self,
+        runtime: ChatRuntime,
+        messages: Sequence[Message] | None = None,
+        sampling_params: SamplingParams | None = None,
+    ) -> None:
+        if runtime.tokenizer is None:
+            raise TokenizerError("a conversation needs a tokenizer, and the model's folder has none")
+        self._runtime = runtime
+        self._tokenizer = runtime.tokenizer
+        self._params = SamplingParams() if sampling_params is None else sampling_params
+        self._messages = checked_messages(messages) if messages else []
+        self._ids: list[int] = []  # of the last prompt and its answer
+        # plain turns: text after them that no prompt has held yet
+        self._unsaid = "" if self._tokenizer.has_chat_template else "".join(m["content"] for m in self._messages)
+        self._forks = 0
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """All messages so far; a copy."""
+        return [dict(message) for message in self._messages]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The last turn's prompt and answer in tokens: what the next prompt goes on from; a copy."""
+        return list(self._ids)
+
+    def say(self, text: str, sampling_params: SamplingParams | None = None) -> RequestOutput:
+        """Say `text` as the user. Returns the answer, which becomes a part of the conversation.
+
+        An answer that ends with "error" or "abort" does not, nor does `text`: say it again.
+
+        Args:
+            sampling_params: of this answer alone.
+
+        Raises:
+            TokenizerError: `text` cannot be encoded, or the chat template refuses it.
+            PromptError, ParameterError, PassError: as `Runtime.generate`.
+        """
+        prompt = self._prompt(text)
+        output = self._runtime.generate(prompt, sampling_params or self._params)
+        self._record(text, prompt, output)
+        return output
+
+    def stream(self, text: str, sampling_params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """`say`, in chunks as they come. The turn becomes a part of the conversation with the last one."""
+        prompt = self._prompt(text)
+        for chunk in self._runtime.stream(prompt, sampling_params or self._params):
+            if chunk.output is not None:
+                self._record(text, prompt, chunk.output)
+            yield chunk
+
+    def fork(self, n: int = 1) -> list[Conversation]:
+        """`n` conversations that share what was said so far and go their own way from here.
+
+        Each draws with a seed of its own, derived from this one's seed (0 if it has none): what they answer to
+        the same words differs unless the temperature is 0.
+
+        Raises:
+            ParameterError: n is not positive.
+        """
+        if n < 1:
+            raise ParameterError(f"n is {n!r}; a conversation forks into 1 or more")
+        branches = []
+        for _ in range(n):
+            params = replace(self._params, seed=_branch_seed(self._params.seed or 0, self._forks))
+            self._forks += 1
+            branch = Conversation(self._runtime, self._messages, params)
+            branch._ids = list(self._ids)
+            branch._unsaid = self._unsaid
+            branches.append(branch)
+        return branches
+
+    def _prompt(self, text: str) -> list[int]:
+        """Token ids of the conversation with `text` as its last message."""
+        message = checked_messages([{"role": "user", "content": text}])
+        if self._tokenizer.has_chat_template:
+            full = self._tokenizer.encode_chat([*self._messages, *message]).tolist()
+            return splice(self._tokenizer, self._ids, full)
+        if not self._ids:
+            ids: list[int] = self._tokenizer.encode(self._unsaid + text).tolist()
+            return ids
+        return self._ids + encode_continuation(self._tokenizer, self._unsaid + text)
+
+    def _record(self, text: str, prompt: list[int], output: RequestOutput) -> None:
+        if output.finish_reason not in _RECORDED:
+            return
+        self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": output.text}]
+        answer, self._unsaid = list(output.token_ids), ""
+        if not self._tokenizer.has_chat_template and output.finish_reason is FinishReason.STOP:
+            kept, spelled = _tokens_of(output.text, answer, self._tokenizer)
+            answer, self._unsaid = answer[:kept], output.text[spelled:]
+        self._ids = prompt + answer
+
+
+def _tokens_of(text: str, token_ids: list[int], tokenizer: Tokenizer) -> tuple[int, int]:
+    """How many tokens spell the beginning of `text` and nothing else, and how many characters that is."""
+    detokenizer = Detokenizer(tokenizer)
+    kept = spelled = end = 0
+    for count, token_id in enumerate(token_ids, 1):
+        piece = detokenizer.push(token_id)
+        if spelled == len(text) or not text.startswith(piece, end):
+            break
+        end += len(piece)
+        if detokenizer.at_boundary:
+            kept, spelled = count, end
+    return kept, spelled
+
+
+def _branch_seed(seed: int, branch: int) -> int:
+    """63 bits that differ for every seed and branch."""
+    digest = hashlib.blake2b(f"{seed}/fork/{branch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,49 @@
+"""Sampling parameters by the names that users of other engines know: SGLang's Engine and vLLM's LLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from radixrt.errors import ParameterError
+from radixrt.sampling_params import SamplingParams
+
+# Other spellings of a field of SamplingParams. All of them mean the same, values too.
+SPELLINGS = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "sampling_seed": "seed",
+    "include_stop_str_in_output": "include_stop_str",
+    "no_stop_trim": "include_stop_str",
+}
+
+
+def sampling_params_from_dict(values: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams from a plain dict, with the spellings of both engines.
+
+    Raises:
+        ParameterError: keys are unknown (all of them are named, with the nearest that are known), a parameter is
+            given twice under two spellings, or a value is outside its bounds.
+    """
+    if not isinstance(values, Mapping):
+        raise ParameterError(f"sampling parameters are a dict or a SamplingParams, not {type(values).__name__}")
+    names = [field.name for field in fields(SamplingParams)]
+    known = {name: name for name in names}
+    known |= {spelling: name for spelling, name in SPELLINGS.items() if name in known}
+    if unknown := [key for key in values if key not in known]:
+        many = "s" if len(unknown) > 1 else ""
+        listed = ", ".join(_with_nearest(key, list(known)) for key in unknown)
+        raise ParameterError(f"unknown sampling parameter{many} {listed}; known are {', '.join(names)}")
+    given: dict[str, str] = {}  # field -> the spelling that gave it
+    for key in values:
+        first = given.setdefault(known[key], key)
+        if first != key:
+            raise ParameterError(f"{first} and {key} are the same parameter; give one of them")
+    return SamplingParams(**{name: values[key] for name, key in given.items()})
+
+
+def _with_nearest(key: object, known: list[str]) -> str:
+    nearest = get_close_matches(key, known, n=1) if isinstance(key, str) else []
+    return f"{key!r} (did you mean {nearest[0]!r}?)" if nearest else repr(key)

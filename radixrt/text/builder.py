@@ -1,0 +1,118 @@
+"""The text of one request: its stream, its stop strings, its end."""
+
+from __future__ import annotations
+
+from radixrt.text.detokenizer import Detokenizer
+from radixrt.text.stop import StopStrings
+from radixrt.text.tokenizer import Tokenizer
+
+
+class TextBuilder:
+    """Makes the text of one request from its generated tokens.
+
+    `push` each token that belongs to the text; a token that ends the request by its id does not, it is not
+    pushed. `delta` may be asked for at any time. `finish` when the request has ended, for whatever reason. All
+    deltas together, one after `finish` included, are the text that `finish` returns. No delta shows a part of
+    a stop string that is then cut off.
+
+    Without stop strings a token costs nothing before `delta` or `finish` asks for the text, and the text is
+    decoded in one go if `delta` never has.
+
+    Args:
+        stop: the text ends before the first of these to be complete (`StopStrings`).
+        include_stop_str: it ends after the stop instead.
+        min_tokens: a stop that is complete before there are this many tokens is ordinary text.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop_str: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._stops = StopStrings(stop)
+        self._include_stop = include_stop_str
+        self._min_tokens = min_tokens
+        self._ids: list[int] = []
+        self._fed = 0  # ids that the detokenizer has had
+        self._parts: list[str] = []  # of the text, safe to show
+        self._taken = 0  # parts that delta has returned
+        self._held = ""  # certain text after them that may be the beginning of a stop
+        self._ordinary = 0  # no stop ends in these first characters of _held
+        self._matched: str | None = None
+        self._finished = False
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text, or None. Known for good after `finish`."""
+        return self._matched
+
+    @property
+    def text(self) -> str:
+        """The text that is safe to show by now; after `finish`, all of it."""
+        self._feed()
+        return "".join(self._parts)
+
+    def push(self, token_id: int) -> bool:
+        """Take the next generated token. Returns whether a stop string is complete; later tokens are ignored."""
+        if self._matched is None:
+            self._ids.append(token_id)
+            if self._stops.strings:
+                self._feed()
+        return self._matched is not None
+
+    def delta(self) -> str:
+        """The text that has become safe to show since the last call."""
+        self._feed()
+        new = "".join(self._parts[self._taken :])
+        self._taken = len(self._parts)
+        return new
+
+    def finish(self) -> str:
+        """The final text. `matched` may be set only now, by text that was not certain before."""
+        if not self._finished:
+            if self._fed == 0:
+                self._held = self._tokenizer.decode(self._ids, self._skip)
+            elif self._matched is None:
+                self._feed()
+                self._held += self._detokenizer.finish()
+                if self._fed >= self._min_tokens:
+                    self._search(self._held)
+            if self._matched is None:
+                self._parts.append(self._held)
+            self._finished = True
+        return "".join(self._parts)
+
+    def _feed(self) -> None:
+        """Hand the tokens that wait to the detokenizer; share its text out to `_parts` and `_held`."""
+        while self._fed < len(self._ids) and not self._finished and self._matched is None:
+            self._held += self._detokenizer.push(self._ids[self._fed])
+            self._fed += 1
+            if self._stops.strings:
+                # A request that stops here ends here: what is only tentative is then its text.
+                text = self._held + self._detokenizer.tentative()
+                if self._fed < self._min_tokens:
+                    self._ordinary = len(text)
+                else:
+                    self._search(text)
+            if self._matched is None:
+                safe = len(self._held) - self._stops.unsafe(self._held)
+                if safe:
+                    self._parts.append(self._held[:safe])
+                    self._held = self._held[safe:]
+                    self._ordinary = max(0, self._ordinary - safe)
+
+    def _search(self, text: str) -> None:
+        """End the text at the first stop in what follows `_parts`, if there is one."""
+        found = self._stops.find(text, self._ordinary)
+        if found is not None:
+            start, end = found
+            self._matched = text[start:end]
+            self._parts.append(text[: end if self._include_stop else start])

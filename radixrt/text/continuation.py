@@ -1,0 +1,63 @@
+"""Token ids that go on after others, which stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from radixrt.text.detokenizer import Detokenizer
+from radixrt.text.tokenizer import Tokenizer
+
+_LEADS = ("1", ".", "a")
+
+
+def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of `text` as it goes on after other tokens: without BOS, and without the blank that some
+    tokenizers put before a text.
+
+    Raises:
+        TokenizerError: `text` holds half of a surrogate pair.
+    """
+    direct: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
+    before = [] if tokenizer.anchor is None else [tokenizer.anchor]
+    if tokenizer.decode(before + direct, False) == tokenizer.decode(before, False) + text:
+        return direct
+    # Behind a character the text is no beginning; its tokens are those after that character's.
+    for lead in _LEADS:
+        ids: list[int] = tokenizer.encode(lead + text, add_special_tokens=False).tolist()
+        spelled, boundaries = _boundaries(tokenizer, ids)
+        if spelled.startswith(lead) and len(lead) in boundaries:
+            return ids[boundaries[len(lead)] :]
+    return direct
+
+
+def splice(tokenizer: Tokenizer, known: Sequence[int], full: Sequence[int]) -> list[int]:
+    """Token ids that spell the text of `full`, and begin with as many of `known` as spell its beginning.
+
+    One text can be cut into tokens in several ways. `full` is the tokenizer's way, `known` the way in which
+    the text first came about, whose KV may be cached. All of `known` is kept if `full` goes on where it ends,
+    and nothing of it if the two have no boundary between tokens in common.
+    """
+    if list(full[: len(known)]) == list(known):
+        return list(full)
+    known_text, known_boundaries = _boundaries(tokenizer, known)
+    full_text, full_boundaries = _boundaries(tokenizer, full)
+    at = before = 0
+    for end in known_boundaries:  # in order
+        if known_text[before:end] != full_text[before:end]:
+            break
+        if end in full_boundaries:
+            at = end
+        before = end
+    return [*known[: known_boundaries[at]], *full[full_boundaries[at] :]]
+
+
+def _boundaries(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, dict[int, int]]:
+    """The text of `ids`, and its positions between tokens: characters before each -> tokens before it."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    text = ""
+    boundaries = {0: 0}
+    for count, token_id in enumerate(ids, 1):
+        text += detokenizer.push(token_id)
+        if detokenizer.at_boundary:
+            boundaries[len(text)] = count
+    return text + detokenizer.finish(), boundaries

@@ -1,0 +1,111 @@
+"""Token ids to text, one at a time, for a stream."""
+
+from __future__ import annotations
+
+from radixrt.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_MAX_UNFINISHED = 3  # bytes of a character that may lack its last one; each may show as a replacement
+_MAX_CONTEXT = 8  # tokens
+_MAX_WINDOW = 64  # tokens
+
+
+class Detokenizer:
+    """The text of a growing list of token ids, given out as it becomes certain.
+
+    Everything that `push` has returned, and `finish` at the end, is `tokenizer.decode` of all ids. What
+    another token may still change is held back: the bytes of an unfinished character, and all of a run of
+    byte-fallback tokens, for one bad byte makes replacements of the whole run.
+
+    A token costs the decoding of a few tokens, not of all before it. The tokens are in two parts: `_window`
+    are those whose text is not certain yet, `_context` some before them whose text has been returned.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._context: list[int] = []
+        self._context_text = ""
+        self._window: list[int] = []
+        self._returned = 0  # characters of the window's text
+        self._in_bytes = False  # the window ends in a run of byte-fallback tokens
+        self._due = 1  # length at which the window is decoded next
+
+    def push(self, token_id: int) -> str:
+        """Take the next token. Returns the text that has become certain with it, often "".
+
+        Raises:
+            TokenizerError: the id is negative.
+        """
+        self._window.append(token_id)
+        if token_id in self._tokenizer.byte_ids:
+            self._in_bytes = True
+            return ""
+        if self._in_bytes and self._is_silent(token_id):
+            return ""  # decoding may leave it out and join the bytes around it
+        self._in_bytes = False
+        if len(self._window) < self._due:
+            return ""
+        text = self._window_text()
+        certain = _without_unfinished(text)
+        new = certain[self._returned :]
+        if text and certain == text:
+            self._close(text)
+        elif not text and self._is_silent(token_id):
+            self._window.pop()
+        else:  # half a character, or a leading blank that spells nothing but makes the next one a blank
+            self._returned = max(self._returned, len(certain))
+            size = len(self._window)
+            # Past the limit only each time it has doubled: nonsense without end costs no more than text.
+            self._due = size + 1 if size < _MAX_WINDOW else 2 * size
+        return new
+
+    def tentative(self) -> str:
+        """What `finish` would return now, if that is whole characters; more tokens may change it.
+
+        "" where finding out would take long: after more than 64 tokens without certain text.
+        """
+        if not self._window or len(self._window) > _MAX_WINDOW:
+            return ""
+        text = self._window_text()
+        return "" if text.endswith(_REPLACEMENT) else text[self._returned :]
+
+    def finish(self) -> str:
+        """The rest of the text, after the last token."""
+        rest = self._window_text()[self._returned :]
+        self._window.clear()
+        return rest
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether all text of the tokens so far has been returned, so that the next token's begins here."""
+        return not self._window
+
+    def _window_text(self) -> str:
+        return self._decode(self._context + self._window)[len(self._context_text) :]
+
+    def _close(self, text: str) -> None:
+        """The window's text is certain: it becomes context."""
+        self._context += self._window
+        self._context_text += text
+        anchor = self._tokenizer.anchor
+        if len(self._context) > _MAX_CONTEXT and anchor is not None:
+            self._context = [anchor, self._context[-1]]
+            self._context_text = self._decode(self._context)
+        self._window.clear()
+        self._returned = 0
+        self._due = 1
+
+    def _is_silent(self, token_id: int) -> bool:
+        """Whether a token spells nothing even in the middle of a text, as a special token that is left out."""
+        anchor = self._tokenizer.anchor
+        return anchor is not None and self._decode([anchor, token_id]) == self._decode([anchor])
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip)
+
+
+def _without_unfinished(text: str) -> str:
+    for _ in range(_MAX_UNFINISHED):
+        text = text.removesuffix(_REPLACEMENT)
+    return text
