@@ -289,7 +289,7 @@ def _environment(options: Options) -> dict[str, str]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
-        else f"CPU ({platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads)",
+        else f"CPU ({platform.machine()}, {os.cpu_count()} cores, torch threads {torch.get_num_threads()})",
         "model": options.model or f"{options.config or SCALES[options.scale].shape} (random weights)",
     }
 
