@@ -18,7 +18,7 @@ from rich.console import Console
 
 import radixrt
 from radixrt.bench import prefix_reuse
-from radixrt.bench.prefix_reuse import Comparison, Options, Run, compare, print_comparisons
+from radixrt.bench.prefix_reuse import Comparison, Options, Run, compare, print_comparisons, run_benchmark
 from radixrt.bench.scales import SCALES, WORKLOADS, Size, size_table
 from radixrt.bench.shapes import SHAPES, write_shape
 from radixrt.cli import main
@@ -95,10 +95,10 @@ def test_every_workload_reaches_the_best_hit_rate(options: Options) -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report, picture = tmp_path / "out.json", tmp_path / "out.png"
+    report = tmp_path / "out.json"
     options = shlex.split(f"""
         --workload docqa --workload chat --workload docqa --repeat 1 --device cpu --bandwidth 1e6 --flops 1e9
-        --json {shlex.quote(str(report))} --plot {shlex.quote(str(picture))}
+        --json {shlex.quote(str(report))}
     """)
     assert main(["bench", "prefix-reuse", *options]) == 0
     shown = capsys.readouterr()
@@ -129,6 +129,14 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(cached) == set(asdict(run(1.0)))
     assert docqa["percent_of_bound"] == pytest.approx(100 * cached["bound_seconds"] / cached["seconds"])
     assert docqa["hit_rate"] == pytest.approx(docqa["best_hit_rate"], abs=0.01)
+
+
+def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    figures = [Comparison(name, cached=(run(1.0),), missed=(run(2.0),)) for name in WORKLOADS]
+    monkeypatch.setattr(prefix_reuse, "compare", lambda *_, **__: figures)
+    picture = tmp_path / "out.png"
+    assert run_benchmark(Options(device="cpu"), plot_file=picture) == 0
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert picture.stat().st_size > 10_000
 
