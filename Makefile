@@ -7,12 +7,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Idle OpenMP threads that spin slow other processes on the same cores down many times over.
 QUIET := OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: help demo test test-long bench-tree lint clean
+.PHONY: help demo test test-long bench bench-tree lint clean
 
 help:
 	@echo "make demo       answer examples/questions.jsonl with the built-in model"
 	@echo "make test       the tests, the demo among them (minutes)"
 	@echo "make test-long  the tests marked long (many minutes)"
+	@echo "make bench      what prefix reuse brings, at sizes for a CPU (3 minutes)"
 	@echo "make bench-tree how long the radix tree takes"
 	@echo "make lint       ruff and mypy"
 	@echo "make clean      remove $(VENV) and everything else that was made here"
@@ -28,6 +29,9 @@ test: $(VENV)/.installed
 test-long: $(VENV)/.installed
 	$(QUIET) $(BIN)/python -m pytest -m long
 
+bench: $(VENV)/.installed
+	$(QUIET) $(BIN)/python scripts/bench_prefix_reuse.py --scale cpu
+
 bench-tree: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/bench_radix_tree.py
 
@@ -42,9 +46,9 @@ clean:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "making $(VENV) (once; a minute or more)"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) -e '.[test]'
+	$(PIP) -e '.[test,bench]'
 	@touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed
-	$(PIP) -e '.[test,lint]'
+	$(PIP) -e '.[test,bench,lint]'
 	@touch $@

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import radixrt
+from radixrt.bench.command import add_bench_command
 from radixrt.errors import PassError, RadixrtError, SchedulerError
 from radixrt.sampling_params import SamplingParams
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv` (sys.argv without the program's name if None); returns the exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        return _batch(arguments)
+        return int(arguments.run(arguments))
     except RadixrtError as error:
         print(f"radixrt: error: {error}", file=sys.stderr)
         return 1 if isinstance(error, (PassError, SchedulerError)) else 2
@@ -95,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"radixrt {radixrt.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    add_bench_command(commands)
     batch = commands.add_parser(
         "batch",
         help="answer a file of prompts",
@@ -103,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,  # what is not given keeps the default of the API
     )
+    batch.set_defaults(run=_batch)
 
     files = batch.add_argument_group("files")
     option = files.add_argument

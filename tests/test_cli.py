@@ -160,7 +160,10 @@ def test_the_script_is_the_command(
     assert Path(batch[-1]).exists()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["batch", "--help"], ["--version"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["batch", "--help"], ["bench", "--help"], ["bench", "prefix-reuse", "--help"], ["--version"], []],
+)
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = f"""
 import sys

@@ -1,15 +1,33 @@
-"""The best possible hit rate, from the token lists alone."""
+"""Lists, programs, the best possible hit rate and the physical bound, from the token lists alone."""
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixrt.bench.scales import SCALES, WORKLOADS
 from radixrt.workloads import TokenStatistics, best_hit_rate, token_statistics
+from radixrt.workloads.bound import DeviceSpeed, ModelShape, list_bound, program_bound
+from radixrt.workloads.lists import Ask, docqa, fewshot, samples, system_prompt, unshared
+from radixrt.workloads.programs import (
+    PROGRAMS,
+    Answer,
+    Program,
+    Round,
+    chat,
+    choices,
+    play,
+    program_statistics,
+    tree_search,
+)
 
 # few tokens, some of them beyond a byte: prefixes are often shared, and whole tokens must differ
 TOKENS = st.sampled_from([0, 1, 255, 256, 257, 2**31 - 1])
@@ -51,3 +69,220 @@ def test_no_tokens() -> None:
 def test_ids_beyond_int32_are_refused() -> None:
     with pytest.raises(OverflowError):
         token_statistics([[2**31]])
+
+
+# -- best possible hit rate of a program -------------------------------------------------------------------
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[Round]:
+    rounds = []
+    for _ in range(draw(st.integers(1, 3))):
+        prompts = draw(st.lists(st.lists(TOKENS, min_size=1, max_size=5), max_size=5))
+        answers = [draw(st.lists(TOKENS, max_size=3)) for _ in prompts]
+        asks = [Ask(np.array(prompt, dtype=np.int32), len(a)) for prompt, a in zip(prompts, answers, strict=True)]
+        rounds.append(Round(asks, answers))
+    return rounds
+
+
+@given(rounds=programs())
+def test_a_program_is_what_an_unlimited_cache_reaches_round_by_round(rounds: list[Round]) -> None:
+    cache: set[tuple[int, ...]] = set()
+    total = distinct = cached = 0
+    for played in rounds:
+        for ask in sorted(played.asks, key=lambda ask: len(ask.prompt_ids)):
+            prefixes = [tuple(ask.prompt_ids[:n].tolist()) for n in range(1, len(ask.prompt_ids) + 1)]
+            total += len(prefixes)
+            distinct += sum(prefix not in cache for prefix in prefixes)
+            cached += sum(prefix in cache for prefix in prefixes[:-1])
+            cache.update(prefixes)
+        for ask, answer in zip(played.asks, played.answers, strict=True):
+            prompt = ask.prompt_ids.tolist()
+            cache.update(tuple(prompt + list(answer[:n])) for n in range(1, len(answer)))  # not the last one
+    assert program_statistics(rounds) == TokenStatistics(total, distinct, cached)
+
+
+def test_the_last_token_of_an_answer_is_not_cached() -> None:
+    def two_turns() -> Program:
+        (answer,) = yield [ask([1, 2, 3], 3)]
+        yield [ask([1, 2, 3, *answer, 9], 1)]
+
+    rounds = list(play(two_turns(), lambda asks: [[4, 5, 6]] * len(asks)))
+    assert [played.prompts[0].tolist() for played in rounds] == [[1, 2, 3], [1, 2, 3, 4, 5, 6, 9]]
+    assert program_statistics(rounds) == TokenStatistics(10, 5, 5)
+
+
+# -- the lists ---------------------------------------------------------------------------------------------
+
+LISTS: list[Callable[..., list[Ask]]] = [unshared, fewshot, docqa, system_prompt, samples]
+
+# Of the definition's lists, for its own seeds and for seed 17.
+GOLDEN = {
+    "unshared": ("dbb774544267ded6", "f7005e4c8828eb9c"),
+    "fewshot": ("b9674405b6cd7686", "d4d07e0071f59248"),
+    "docqa": ("4cb5a5f539f46af1", "9735f3e35a459ae8"),
+    "system_prompt": ("84e53bab30fad2d1", "e3600f59ed56791e"),
+    "samples": ("65f3f921055d1b30", "124d8999b308b0ce"),
+}
+
+# Of the same lists: requests, prompt tokens, distinct ones, answers' tokens, and the bound in seconds of both
+# model shapes on an H200.
+FIGURES = {
+    "unshared": (256, 147_394, 147_389, 145_680, 4.070906674194807, 10.363654680057955),
+    "fewshot": (1140, 1_064_387, 136_502, 9_120, 0.21141523462482228, 2.639073944402309),
+    "docqa": (256, 2_107_377, 42_991, 32_768, 0.3499341248780125, 1.7014699344079391),
+    "system_prompt": (512, 1_122_046, 75_510, 79_811, 0.7045463110099925, 3.301757062699651),
+    "samples": (512, 524_288, 16_384, 262_144, 2.1938873882632643, 5.598115019103665),
+}
+
+H200 = DeviceSpeed(bandwidth=4.26e12, flops=790e12)
+QWEN3 = ModelShape(28, 1024, 3072, 16, 8, 128, 151936)
+LLAMA = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
+
+
+def ask(prompt: Sequence[int], new_tokens: int) -> Ask:
+    return Ask(np.array(prompt, dtype=np.int32), new_tokens)
+
+
+def digest(asks: Sequence[Ask]) -> str:
+    """Of lengths, tokens and answers' lengths."""
+    of_all = hashlib.sha256()
+    for one in asks:
+        of_all.update(np.array([len(one.prompt_ids), *one.prompt_ids, one.max_new_tokens], np.int32).tobytes())
+    return of_all.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("make", LISTS, ids=lambda make: make.__name__)
+def test_lists_are_those_of_the_definition(make: Callable[..., list[Ask]]) -> None:
+    asks = make()
+    assert (digest(asks), digest(make(17))) == GOLDEN[make.__name__]
+    statistics = token_statistics([one.prompt_ids for one in asks])
+    requests, prompt_tokens, distinct, new_tokens, qwen3, llama = FIGURES[make.__name__]
+    assert (len(asks), statistics.prompt_tokens, statistics.distinct_tokens) == (requests, prompt_tokens, distinct)
+    assert sum(one.max_new_tokens for one in asks) == new_tokens
+    assert list_bound(asks, QWEN3, H200) == pytest.approx(qwen3, rel=1e-12)
+    assert list_bound(asks, LLAMA, H200) == pytest.approx(llama, rel=1e-12)
+
+
+def test_lists_of_other_sizes_are_those_of_the_definition() -> None:
+    assert digest(fewshot(5, subjects=3, questions=4)) == "23b4a44cc05f6c8a"
+    assert digest(docqa(5, documents=2, document_len=100, questions=3, new_tokens=7)) == "250ba9d742166773"
+    short = system_prompt(5, requests=9, system_len=50, user_len=(3, 9), new_tokens=(2, 5))
+    assert digest(short) == "b267003950241920"
+    assert digest(samples(5, prompts=2, prompt_len=30, samples=3, new_tokens=4)) == "281c48aa871f0b93"
+
+
+def test_a_small_vocabulary() -> None:
+    ids = np.concatenate([one.prompt_ids for one in unshared(requests=9, vocab_size=13)])
+    assert set(ids.tolist()) == {10, 11, 12}
+    with pytest.raises(ValueError, match="vocab_size is 10"):
+        unshared(vocab_size=10)
+
+
+# -- the bound ---------------------------------------------------------------------------------------------
+
+# One layer, hidden size 2, intermediate size 3, 2 heads and 1 KV head of size 2, 5 tokens: attention weights
+# 8 + 4 + 4 + 8, MLP 18, so 42; head 10; KV 4 values; attention 16 operations a pair of tokens.
+TOY = ModelShape(1, 2, 3, 2, 1, 2, 5)
+FAST = 1e30  # a speed that never is what limits
+
+
+def test_shape() -> None:
+    assert (TOY.layer_weights, TOY.head_weights, TOY.kv_bytes, TOY.attention_ops) == (42, 10, 8, 16)
+    assert (QWEN3.layer_weights + QWEN3.head_weights) == pytest.approx(0.596e9, rel=1e-3)  # 0.6B, as it is called
+
+
+def test_bound_of_a_prefill() -> None:
+    # 3 tokens through the layers, 1 + 2 + 3 pairs, one row of the head.
+    assert list_bound([ask([1, 2, 3], 1)], TOY, DeviceSpeed(1.0, 1.0)) == 3 * 84 + 6 * 16 + 20
+    # The second prompt adds one token, which attends to three.
+    twice = [ask([1, 2, 3], 1), ask([1, 2, 4], 1)]
+    assert list_bound(twice, TOY, DeviceSpeed(1.0, 1.0)) == 4 * 84 + 9 * 16 + 2 * 20
+    # What was computed before costs nothing but to be attended to.
+    known = [np.array([1, 2], dtype=np.int32)]
+    assert list_bound(twice, TOY, DeviceSpeed(1.0, 1.0), known) == 2 * 84 + 6 * 16 + 2 * 20
+    assert list_bound([], TOY, DeviceSpeed(1.0, 1.0)) == 0.0
+
+
+def test_bound_of_a_decode() -> None:
+    two = [ask([1, 2, 3], 3), ask([1, 2, 4], 2)]
+    # Bytes: step 1 reads 52 weights of 2 bytes, 4 distinct tokens and 2 new ones; step 2 half the prompts' tokens
+    # and the 2 tokens of the one that is left. KV is 8 bytes a token.
+    assert list_bound(two, TOY, DeviceSpeed(1.0, FAST)) == pytest.approx(104 + 6 * 8 + 104 + (2 + 2) * 8)
+    # Operations: 104 a token and 16 a token that it attends to: 3 + 1 each, then 3 + 2.
+    prefill = 4 * 84 + 9 * 16 + 2 * 20
+    assert list_bound(two, TOY, DeviceSpeed(FAST, 1.0)) == prefill + 2 * (104 + 4 * 16) + 104 + 5 * 16
+    # The larger of the two counts in each step.
+    assert list_bound(two, TOY, DeviceSpeed(1.0, 1.0)) == prefill + 336 + 184
+
+
+def test_bound_of_a_program_is_that_of_its_rounds() -> None:
+    rounds = [Round([ask([1, 2], 2)], [[3, 4]]), Round([ask([1, 2, 3, 4], 1)], [[5]])]
+    speed = DeviceSpeed(1.0, 1.0)
+    first = list_bound(rounds[0].asks, TOY, speed)
+    second = 84 + 4 * 16 + 20  # the token that was sampled last is the only new one
+    assert program_bound(rounds, TOY, speed) == first + second
+
+
+# -- the programs ------------------------------------------------------------------------------------------
+
+
+def echo(asks: Sequence[Ask]) -> list[Answer]:
+    """Answers that differ: the ask's place, repeated."""
+    return [[20_000 + i] * one.max_new_tokens for i, one in enumerate(asks)]
+
+
+def test_chat_appends_the_answers() -> None:
+    rounds = list(play(chat(0, conversations=3, turns=3, system_len=7, user_len=(2, 4), new_tokens=(1, 3)), echo))
+    assert [len(played.asks) for played in rounds] == [3, 3, 3]
+    assert len({tuple(prompt[:7]) for played in rounds for prompt in played.prompts}) == 1
+    for before, after in pairwise(rounds):
+        for prompt, answer, following in zip(before.prompts, before.answers, after.prompts, strict=True):
+            said = [*prompt, *answer]
+            assert following[: len(said)].tolist() == said
+            assert 2 <= len(following) - len(said) <= 4
+
+
+def test_choices_share_their_question() -> None:
+    (played,) = play(
+        choices(0, questions=3, choices=2, examples_len=9, question_len=(2, 4), choice_len=(1, 3)), echo
+    )
+    assert len(played.asks) == 6
+    assert len({tuple(one.prompt_ids) for one in played.asks}) == 3
+    for one in played.asks:
+        assert one.continuation_ids is not None
+        assert one.input_ids.tolist() == [*one.prompt_ids, *one.continuation_ids]
+
+
+def test_tree_search_continues_what_it_keeps() -> None:
+    rounds = list(play(tree_search(0, roots=2, root_len=6, rounds=3, branches=4, kept=3, new_tokens=2), echo))
+    assert [len(played.asks) for played in rounds] == [8, 24, 24]
+    for before, after in pairwise(rounds):
+        grown = [[*prompt, *answer] for prompt, answer in zip(before.prompts, before.answers, strict=True)]
+        texts = [prompt.tolist() for prompt in after.prompts]
+        assert all(text in grown for text in texts)
+        assert texts[0] == texts[3]
+        assert texts[0] != texts[4]
+    assert len({tuple(prompt[:6]) for prompt in rounds[-1].prompts}) == 2  # no root is lost
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_programs_depend_on_their_seed_alone(name: str) -> None:
+    def asked(seed: int) -> list[list[Any]]:
+        rounds = play(PROGRAMS[name](seed, **SCALES["cpu"].sizes[name]), echo)
+        return [[one.input_ids.tolist(), one.max_new_tokens] for played in rounds for one in played.asks]
+
+    assert asked(0) == asked(0)
+    assert asked(0) != asked(1)
+
+
+def test_every_program_has_a_size_at_the_cpu_scale() -> None:
+    assert tuple(PROGRAMS) == tuple(SCALES["cpu"].sizes) == WORKLOADS
+    # Requests that are admitted together must wait for their prefix: it takes more than one pass.
+    budget = SCALES["cpu"].chunked_prefill_size
+    assert budget is not None
+    for name in WORKLOADS[1:]:
+        first = next(PROGRAMS[name](0, **SCALES["cpu"].sizes[name]))
+        shared = token_statistics([one.input_ids for one in first])
+        assert shared.best_hit_rate > 0.5
+        assert min(len(one.input_ids) for one in first) > budget

@@ -1,0 +1,106 @@
+"""`radixrt bench`: its options. Nothing heavy is imported before a benchmark runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from radixrt.bench.scales import SCALES, WORKLOADS, size_table
+from radixrt.bench.shapes import SHAPES
+
+_FILES = ("json", "plot")
+
+_DESCRIPTION = """\
+Run workloads that share prefixes with the cache and with misses forced on the same code path. Prints time,
+speed-up, tokens a second, hit rate beside the best possible one (from the token lists alone), and how near the
+time is to what the device's bandwidth and arithmetic allow.
+"""
+
+
+def add_bench_command(commands: Any) -> None:
+    """Add `bench` to the subparsers of a command. `arguments.run(arguments)` runs it and returns the status."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure what prefix reuse brings",
+        description="Measurements that anyone can repeat.",
+        epilog="example: radixrt bench prefix-reuse --scale cpu",
+    )
+    benchmarks = bench.add_subparsers(metavar="BENCHMARK", required=True)
+    _add_prefix_reuse(benchmarks)
+
+
+def _add_prefix_reuse(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "prefix-reuse",
+        help="workloads that share prefixes, with the cache and with misses forced",
+        description=_DESCRIPTION,
+        epilog=_epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # what is not given keeps the default of Options
+    )
+    parser.set_defaults(run=_prefix_reuse)
+
+    option = parser.add_argument_group("what is run").add_argument
+    option("--scale", choices=tuple(SCALES), help="; ".join(f"{n}: {s.description}" for n, s in SCALES.items()))
+    option(
+        "--workload",
+        dest="workloads",
+        action="append",
+        choices=WORKLOADS,
+        metavar="NAME",
+        help="only this one; may be repeated (all)",
+    )
+    option("--repeat", type=int, metavar="N", help="repetitions with fresh prompts; times are medians (3)")
+    option("--seed", type=int, metavar="N", help="of the prompts, the draws and the random weights (0)")
+
+    option = parser.add_argument_group("model").add_argument
+    option("--model", metavar="FOLDER_OR_ID", help="Hugging Face folder or hub id, or: built-in")
+    shapes = ", ".join(f"{name}: {scale.shape}" for name, scale in SCALES.items())
+    option("--config", choices=tuple(SHAPES), help=f"random weights of a known shape ({shapes})")
+    option("--dtype", metavar="DTYPE", help="of weights and KV, such as bfloat16")
+    option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
+
+    option = parser.add_argument_group("memory and schedule").add_argument
+    option("--chunked-prefill-size", type=int, metavar="N", help="most prompt tokens in a pass (cpu: 128)")
+    option("--max-total-tokens", type=int, metavar="N", help="slots of the KV pool (cpu: 65536)")
+    option("--schedule-policy", choices=("lpm", "fcfs"), help="longest prefix, or first come, first served")
+
+    option = parser.add_argument_group("bound: of a device that is not known").add_argument
+    option("--bandwidth", type=float, metavar="BYTES/S", help="of its memory, such as 4.26e12")
+    option("--flops", type=float, metavar="OPS/S", help="dense products of the dtype, such as 790e12")
+
+    option = parser.add_argument_group("files").add_argument
+    option("--json", type=Path, default=None, metavar="FILE", help="gets every run's figures")
+    option("--plot", type=Path, default=None, metavar="FILE.png", help="gets a picture (needs radixrt[bench])")
+
+
+def _epilog() -> str:
+    width = max(map(len, WORKLOADS))
+    sizes = "\n".join(f"  {name:<{width}}  {words}" for name, words in size_table("cpu"))
+    return f"""\
+examples:
+  radixrt bench prefix-reuse
+  radixrt bench prefix-reuse --workload docqa --workload samples --model built-in --json out.json
+  radixrt bench prefix-reuse --scale full --config llama-3.1-8b --dtype bfloat16 --plot out.png
+
+sizes at --scale cpu, in tokens (those of --scale full are in docs/benchmarks.md):
+{sizes}
+
+All requests of a round are submitted at once, and answers have fixed lengths. unshared to samples are lists known
+beforehand; the prompts of chat and tree_search depend on the answers before; choices wants likelihoods.
+
+exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C.
+"""
+
+
+def _prefix_reuse(arguments: argparse.Namespace) -> int:
+    # Before torch is imported: idle OpenMP threads that spin slow other processes on the same cores down.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from radixrt.bench.prefix_reuse import Options, run_benchmark
+
+    given = {name: value for name, value in vars(arguments).items() if name not in ("run", *_FILES)}
+    if "workloads" in given:
+        given["workloads"] = tuple(dict.fromkeys(given["workloads"]))
+    return run_benchmark(Options(**given), json_file=arguments.json, plot_file=arguments.plot)

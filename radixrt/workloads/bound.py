@@ -1,0 +1,102 @@
+"""The time that no engine can beat on a list of prompts: bytes over bandwidth, operations over speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixrt.workloads.lists import Ask
+from radixrt.workloads.programs import Round, with_history
+from radixrt.workloads.statistics import Prompt, shared_prefixes, token_statistics
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """What a device was measured to do at best: memory `bandwidth` in bytes/s, dense `flops` in operations/s."""
+
+    bandwidth: float
+    flops: float
+
+
+# By the name that CUDA gives them; dense products are of bf16.
+KNOWN_DEVICES = {"NVIDIA H200": DeviceSpeed(bandwidth=4.26e12, flops=790e12)}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder that decide what a token costs. Norms and biases are left out: they are small."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    bytes_per_value: int = 2  # of weights and KV
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all layers: the attention's four projections, and the MLP's three."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the projection to logits."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_value
+
+    @property
+    def attention_ops(self) -> int:
+        """Operations of all layers for one token to attend to another: two products, 2 operations a value each."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+
+def list_bound(
+    asks: Sequence[Ask], shape: ModelShape, speed: DeviceSpeed, computed_before: Sequence[Prompt] = ()
+) -> float:
+    """Seconds that no engine can beat for `asks`, submitted together.
+
+    Prefill: every distinct prompt token that is not part of `computed_before` goes once through the layers, with
+    its causal attention, and one row a request through the head. Decode: all requests run from the first step on,
+    however many they are. A step costs its bytes over bandwidth (all weights once, each distinct KV once) or its
+    operations over flops, whichever is more. The prompts' distinct tokens count for the share of the requests
+    that still run.
+    """
+    prompts = [ask.input_ids for ask in asks]
+    work = shared_prefixes(prompts, computed_before)
+    attended = sum(w.distinct * w.shared + w.distinct * (w.distinct + 1) / 2 for w in work)
+    prefill_ops = (
+        2 * shape.layer_weights * sum(w.distinct for w in work)
+        + 2 * shape.head_weights * len(asks)
+        + shape.attention_ops * attended
+    )
+
+    # A request of n new tokens takes part in decode steps 1 to n - 1: its first token comes from its prefill.
+    new_tokens = np.array([ask.max_new_tokens for ask in asks])
+    by_length = np.argsort(new_tokens)
+    steps = np.arange(1, new_tokens.max(initial=1))
+    ended = np.searchsorted(new_tokens[by_length], steps, side="right")
+    running = len(asks) - ended
+    lengths = np.array([len(prompt) for prompt in prompts])[by_length]
+    prompt_context = lengths.sum() - np.concatenate([[0], np.cumsum(lengths)])[ended]
+
+    weights = shape.layer_weights + shape.head_weights
+    distinct = token_statistics(prompts).distinct_tokens
+    kv_tokens = distinct * running / max(1, len(asks)) + running * steps
+    step_bytes = weights * shape.bytes_per_value + kv_tokens * shape.kv_bytes
+    step_ops = 2 * weights * running + shape.attention_ops * (prompt_context + running * steps)
+    decode = np.maximum(step_bytes / speed.bandwidth, step_ops / speed.flops).sum()
+    return float(prefill_ops / speed.flops + decode)
+
+
+def program_bound(rounds: Iterable[Round], shape: ModelShape, speed: DeviceSpeed) -> float:
+    """Seconds that no engine can beat for a program: its rounds one after the other, none computed twice."""
+    return sum(list_bound(played.asks, shape, speed, history) for played, history in with_history(rounds))

@@ -1,0 +1,151 @@
+"""Five lists of prompts that are known beforehand, the same for the same seed.
+
+Their tokens are random: what a run costs depends on lengths and on sharing, not on meaning. Sizes that vary are
+given as (least, most), both included.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixrt.cache.radix_tree import Tokens
+
+FIRST_ID = 10  # below it are the tokens that mean something to many models
+VOCAB_SIZE = 10_000
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """What is wanted of a model for one prompt.
+
+    Attributes:
+        prompt_ids: `[n >= 1]` int32.
+        max_new_tokens: tokens to generate.
+        continuation_ids: `[m >= 1]` int32: the likelihood of these after the prompt is wanted, not an answer.
+    """
+
+    prompt_ids: Tokens
+    max_new_tokens: int
+    continuation_ids: Tokens | None = None
+
+    @property
+    def input_ids(self) -> Tokens:
+        """All that the model reads: the prompt, then the continuation. `[n + m]` int32."""
+        if self.continuation_ids is None:
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, self.continuation_ids])
+
+
+class TokenSource:
+    """Random tokens and lengths from a seed. `vocab_size`: ids are below it."""
+
+    def __init__(self, seed: int, vocab_size: int = VOCAB_SIZE) -> None:
+        if vocab_size <= FIRST_ID:
+            raise ValueError(f"vocab_size is {vocab_size}; ids are drawn from {FIRST_ID} on")
+        self.random = random.Random(seed)
+        self.vocab_size = vocab_size
+
+    def length(self, sizes: Range) -> int:
+        return self.random.randint(*sizes)
+
+    def tokens(self, count: int) -> Tokens:
+        """`[count]` int32."""
+        return np.array([self.random.randrange(FIRST_ID, self.vocab_size) for _ in range(count)], dtype=np.int32)
+
+    def some_tokens(self, sizes: Range) -> Tokens:
+        return self.tokens(self.length(sizes))
+
+
+def unshared(
+    seed: int = 0,
+    *,
+    requests: int = 256,
+    prompt_len: Range = (100, 1024),
+    new_tokens: Range = (100, 1024),
+    vocab_size: int = VOCAB_SIZE,
+) -> list[Ask]:
+    """Prompts that have nothing in common: what the cache costs where it cannot help."""
+    source = TokenSource(seed, vocab_size)
+    prompts = [source.some_tokens(prompt_len) for _ in range(requests)]
+    return [Ask(prompt, source.length(new_tokens)) for prompt in prompts]
+
+
+def fewshot(
+    seed: int = 1,
+    *,
+    subjects: int = 57,
+    questions: int = 20,
+    head_len: int = 40,
+    examples_len: Range = (400, 1400),
+    question_len: Range = (40, 120),
+    new_tokens: int = 8,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[Ask]:
+    """A few-shot evaluation: all prompts share a head, those of a subject its examples. Shuffled."""
+    source = TokenSource(seed, vocab_size)
+    head = source.tokens(head_len)
+    asks = []
+    for _ in range(subjects):
+        shared = np.concatenate([head, source.some_tokens(examples_len)])
+        asks += [_continued(shared, source.some_tokens(question_len), new_tokens) for _ in range(questions)]
+    source.random.shuffle(asks)
+    return asks
+
+
+def docqa(
+    seed: int = 2,
+    *,
+    documents: int = 4,
+    document_len: int = 8192,
+    questions: int = 64,
+    question_len: Range = (20, 60),
+    new_tokens: int = 128,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[Ask]:
+    """Many questions about each of a few long documents. Shuffled."""
+    source = TokenSource(seed, vocab_size)
+    asks = []
+    for _ in range(documents):
+        document = source.tokens(document_len)
+        asks += [_continued(document, source.some_tokens(question_len), new_tokens) for _ in range(questions)]
+    source.random.shuffle(asks)
+    return asks
+
+
+def system_prompt(
+    seed: int = 3,
+    *,
+    requests: int = 512,
+    system_len: int = 2048,
+    user_len: Range = (32, 256),
+    new_tokens: Range = (64, 256),
+    vocab_size: int = VOCAB_SIZE,
+) -> list[Ask]:
+    """Many users behind one system prompt."""
+    source = TokenSource(seed, vocab_size)
+    system = source.tokens(system_len)
+    return [_continued(system, source.some_tokens(user_len), source.length(new_tokens)) for _ in range(requests)]
+
+
+def samples(
+    seed: int = 4,
+    *,
+    prompts: int = 16,
+    prompt_len: int = 1024,
+    samples: int = 32,
+    new_tokens: int = 512,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[Ask]:
+    """Several answers to each of a few prompts."""
+    source = TokenSource(seed, vocab_size)
+    drawn = [source.tokens(prompt_len) for _ in range(prompts)]
+    return [Ask(prompt, new_tokens) for prompt in drawn for _ in range(samples)]
+
+
+def _continued(shared: Tokens, own: Tokens, new_tokens: int) -> Ask:
+    return Ask(np.concatenate([shared, own]), new_tokens)

@@ -1,0 +1,107 @@
+"""What a list of prompts can gain from prefix reuse, from its tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Prompt = Sequence[int] | npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class TokenStatistics:
+    """Token counts of a list of prompts.
+
+    Attributes:
+        prompt_tokens: tokens of all prompts.
+        distinct_tokens: nodes of the prompts' token trie: what one unlimited cache would hold. Those that were
+            computed before are not counted.
+        best_cached_tokens: prompt tokens that such a cache can serve. A prompt that is wholly cached still
+            computes its last token, for the logits.
+    """
+
+    prompt_tokens: int = 0
+    distinct_tokens: int = 0
+    best_cached_tokens: int = 0
+
+    @property
+    def best_hit_rate(self) -> float:
+        """best_cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
+        return self.best_cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def __add__(self, other: TokenStatistics) -> TokenStatistics:
+        """Of two lists, where the tokens of the first were computed before the second."""
+        return TokenStatistics(
+            self.prompt_tokens + other.prompt_tokens,
+            self.distinct_tokens + other.distinct_tokens,
+            self.best_cached_tokens + other.best_cached_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Of one prompt: its length, and how many of its tokens it shares with what is computed before it."""
+
+    length: int
+    shared: int
+
+    @property
+    def distinct(self) -> int:
+        return self.length - self.shared
+
+
+def shared_prefixes(prompts: Sequence[Prompt], computed_before: Sequence[Prompt] = ()) -> list[SharedPrefix]:
+    """For each of `prompts`, in lexicographic order: what it shares with the ones before it in that order, or
+    with any of `computed_before`. The shared tokens are then as many as in any other order, or more.
+
+    Each is a list of ids that fit in int32, or int32 [num_tokens]. The longest prefix that a sequence shares
+    with any before it in lexicographic order is the one that it shares with its neighbour, and likewise for
+    those after it. Any order of the tokens will do, so the sequences are sorted as bytes.
+    """
+    ordered = sorted(
+        [(np.asarray(tokens, dtype=np.int32).tobytes(), False) for tokens in computed_before]
+        + [(np.asarray(tokens, dtype=np.int32).tobytes(), True) for tokens in prompts]
+    )
+    found = []
+    following = b""  # the next sequence that was computed before
+    for i in reversed(range(len(ordered))):
+        current, is_new = ordered[i]
+        if not is_new:
+            following = current
+            continue
+        preceding = ordered[i - 1][0] if i else b""
+        shared = max(_common_prefix(current, preceding), _common_prefix(current, following))
+        found.append(SharedPrefix(len(current) // 4, shared))
+    return found[::-1]
+
+
+def token_statistics(prompts: Sequence[Prompt], computed_before: Sequence[Prompt] = ()) -> TokenStatistics:
+    """Count the tokens of `prompts` (each a list of ids that fit in int32, or int32 [num_tokens]).
+
+    The cache holds the tokens of `computed_before` at first.
+    """
+    prefixes = shared_prefixes(prompts, computed_before)
+    return TokenStatistics(
+        prompt_tokens=sum(prefix.length for prefix in prefixes),
+        distinct_tokens=sum(prefix.distinct for prefix in prefixes),
+        best_cached_tokens=sum(max(0, min(prefix.shared, prefix.length - 1)) for prefix in prefixes),
+    )
+
+
+def best_hit_rate(prompts: Sequence[Prompt]) -> float:
+    """The hit rate, 0 to 1, that no order and no cache size can exceed, starting from an empty cache.
+
+    Hits on generated tokens are not in it.
+    """
+    return token_statistics(prompts).best_hit_rate
+
+
+def _common_prefix(a: bytes, b: bytes) -> int:
+    """How many int32 tokens two sequences have in common at their beginnings."""
+    length = min(len(a), len(b)) // 4
+    differ = np.frombuffer(a, np.int32, length) != np.frombuffer(b, np.int32, length)
+    first = int(differ.argmax()) if length else 0
+    return first if length and differ[first] else length

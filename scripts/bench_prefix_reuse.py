@@ -1,0 +1,11 @@
+"""What prefix reuse brings on eight workloads: the same as `radixrt bench prefix-reuse`.
+
+python scripts/bench_prefix_reuse.py --scale cpu
+"""
+
+import sys
+
+from radixrt.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["bench", "prefix-reuse", *sys.argv[1:]]))
