@@ -29,6 +29,23 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama without groups": partial(checkpoints.llama, num_key_value_heads=4),
     "qwen3": checkpoints.qwen3,
     "qwen3, tied, with biases": partial(checkpoints.qwen3, tie_word_embeddings=True, attention_bias=True),
+    "qwen3 with a window in its second layer": partial(
+        checkpoints.qwen3, use_sliding_window=True, sliding_window=checkpoints.WINDOW, max_window_layers=1
+    ),
+    "qwen2": checkpoints.qwen2,
+    "mistral": checkpoints.mistral,
+    "mistral without a window": partial(checkpoints.mistral, sliding_window=None),
+    "phi3": partial(checkpoints.phi3, sliding_window=checkpoints.WINDOW),
+    "phi3, partial rotary": partial(
+        checkpoints.phi3, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+    ),
+    "olmo2": checkpoints.olmo2,
+    "smollm3": checkpoints.smollm3,
+    "gemma2": checkpoints.gemma2,
+    "gemma3": checkpoints.gemma3,
+    "mixtral": checkpoints.mixtral,
+    "qwen3-moe": checkpoints.qwen3_moe,
+    "qwen3-moe, renormalised": partial(checkpoints.qwen3_moe, norm_topk_prob=True, mlp_only_layers=[]),
 }
 
 
