@@ -43,6 +43,23 @@ LLAMA3_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
 }
 
+LINEAR_ROPE: dict[str, Any] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+DYNAMIC_ROPE: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+}
+# Of the four pairs of a head of 8.
+LONG_ROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.5, 2.0],
+    "long_factor": [1.0, 2.0, 5.0, 9.0],
+}
+
 # Weights large enough that the context decides the next token.
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -55,6 +72,7 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.3,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": None,
 }
 
 
@@ -80,7 +98,7 @@ def qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
 
 
 def phi3(seed: int = 0, **changes: Any) -> Phi3ForCausalLM:
-    return _build(Phi3ForCausalLM, Phi3Config, seed, {"pad_token_id": 0, **changes})
+    return _build(Phi3ForCausalLM, Phi3Config, seed, changes)
 
 
 def olmo2(seed: int = 0, **changes: Any) -> Olmo2ForCausalLM:
@@ -89,7 +107,7 @@ def olmo2(seed: int = 0, **changes: Any) -> Olmo2ForCausalLM:
 
 def smollm3(seed: int = 0, **changes: Any) -> SmolLM3ForCausalLM:
     """Its second layer has no rope."""
-    own = {"pad_token_id": 0, "no_rope_layer_interval": 2, "tie_word_embeddings": False}
+    own = {"no_rope_layer_interval": 2, "tie_word_embeddings": False}
     return _build(SmolLM3ForCausalLM, SmolLM3Config, seed, {**own, **changes})
 
 
