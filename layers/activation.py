@@ -1,9 +1,12 @@
-"""The activation of SwiGLU feed-forward layers."""
+"""The activations of gated feed-forward layers."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor, nn
 
+from triton_ops.gelu_and_mul import gelu_and_mul
 from triton_ops.silu_and_mul import silu_and_mul
 
 
@@ -13,3 +16,15 @@ class SiluAndMul(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x [..., 2 * size]` to `[..., size]`."""
         return silu_and_mul(x)
+
+
+class GeluAndMul(nn.Module):
+    """`gelu(gate) * up` of the stacked projection gate | up; `approximate` is that of `gelu_and_mul`."""
+
+    def __init__(self, approximate: Literal["none", "tanh"]) -> None:
+        super().__init__()
+        self.approximate: Literal["none", "tanh"] = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x [..., 2 * size]` to `[..., size]`."""
+        return gelu_and_mul(x, approximate=self.approximate)

@@ -33,22 +33,34 @@ class Linear(nn.Module):
 
 
 class StackedLinear(Linear):
-    """Projections of the same input, which a checkpoint stores apart, as one matrix: their outputs side by
-    side.
+    """Projections of the same input as one matrix: their outputs side by side.
 
     `parts` maps the last component of each part's name to its number of outputs, in the order of the stack.
+    A checkpoint stores the parts one by one, or all as one tensor, whose name's last component is
+    `packed_as`.
     """
 
     def __init__(
-        self, in_features: int, parts: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        packed_as: str | None = None,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype, device=device)
         self.parts = dict(parts)
+        self.packed_as = packed_as
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """As `Linear.checkpoint_tensors`, a view for each part; `name` is what their names have in
+        """As `Linear.checkpoint_tensors`, a view for each tensor; `name` is what their names have in
         common.
         """
+        if self.packed_as is not None:
+            yield from super().checkpoint_tensors(f"{name}.{self.packed_as}")
+            return
         start = 0
         for part, size in self.parts.items():
             yield f"{name}.{part}.weight", self.weight[start : start + size]
@@ -67,6 +79,7 @@ class QKVLinear(StackedLinear):
         num_kv_heads: int,
         head_dim: int,
         *,
+        packed_as: str | None = None,
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
@@ -76,7 +89,7 @@ class QKVLinear(StackedLinear):
         self.head_dim = head_dim
         kv_size = num_kv_heads * head_dim
         parts = {"q_proj": num_heads * head_dim, "k_proj": kv_size, "v_proj": kv_size}
-        super().__init__(hidden_size, parts, bias=bias, dtype=dtype, device=device)
+        super().__init__(hidden_size, parts, packed_as=packed_as, bias=bias, dtype=dtype, device=device)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The output `[T, ...]` as views: q `[T, num_heads, head_dim]`, k and v
@@ -88,10 +101,17 @@ class QKVLinear(StackedLinear):
 
 
 class GateUpLinear(StackedLinear):
-    """The gate and up projections of a SwiGLU feed-forward layer: gate | up."""
+    """The gate and up projections of a gated feed-forward layer: gate | up."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        packed_as: str | None = None,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        super().__init__(hidden_size, parts, bias=bias, dtype=dtype, device=device)
+        super().__init__(hidden_size, parts, packed_as=packed_as, bias=bias, dtype=dtype, device=device)

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from layers.embedding import Embedding
+from triton_ops.soft_cap import soft_cap
 
 
 class LogitsHead(nn.Module):
-    """Projects hidden states on the vocabulary, with a weight of its own or the embedding's (`tied_to`)."""
+    """Projects hidden states on the vocabulary, with a weight of its own or the embedding's (`tied_to`).
+
+    With a `softcap` the logits become `softcap * tanh(logits / softcap)`.
+    """
 
     def __init__(
         self,
@@ -19,11 +23,13 @@ class LogitsHead(nn.Module):
         hidden_size: int,
         *,
         tied_to: Embedding | None,
+        softcap: float | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.tied = tied_to is not None
+        self.softcap = softcap
         if tied_to is not None:
             self.weight = tied_to.weight
         else:
@@ -35,7 +41,8 @@ class LogitsHead(nn.Module):
 
         `hidden_states` is `[T, hidden_size]`, `logits_indices` int32 `[S]`; returns `[S, vocab_size]`.
         """
-        return nn.functional.linear(hidden_states.index_select(0, logits_indices), self.weight)
+        logits = nn.functional.linear(hidden_states.index_select(0, logits_indices), self.weight)
+        return logits if self.softcap is None else soft_cap(logits, self.softcap)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """What a checkpoint stores of this layer, called `name` there; nothing if it is tied."""

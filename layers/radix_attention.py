@@ -22,9 +22,23 @@ class KVCache(Protocol):
 
 
 class RadixAttention(nn.Module):
-    """The attention of one layer; it has no weights."""
+    """The attention of one layer; it has no weights.
 
-    def __init__(self, layer_id: int, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
+    `scale` is the factor on the scores, `softcap` and `sliding_window` are those of `extend_attention`. A
+    layer with a window stores all its KV nevertheless: a prefix can be reused at any length.
+    """
+
+    def __init__(
+        self,
+        layer_id: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+    ) -> None:
         super().__init__()
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
@@ -33,6 +47,8 @@ class RadixAttention(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
+        self.softcap = softcap
+        self.sliding_window = sliding_window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
         """Attention of a pass's T new tokens; writes their K and V to `metadata.out_cache_loc` first.
@@ -58,6 +74,8 @@ class RadixAttention(nn.Module):
                     metadata.extend_start_loc[:num_extends],
                     metadata.extend_seq_lens[:num_extends],
                     scale=self.scale,
+                    softcap=self.softcap,
+                    sliding_window=self.sliding_window,
                 )
             )
         if num_extend_tokens < q.shape[0] or not outputs:
@@ -69,6 +87,8 @@ class RadixAttention(nn.Module):
                     metadata.req_to_token,
                     metadata.plan,
                     scale=self.scale,
+                    softcap=self.softcap,
+                    sliding_window=self.sliding_window,
                 )
             )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

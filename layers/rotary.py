@@ -1,14 +1,77 @@
-"""Rotary position embedding and the kinds of frequency scaling."""
+"""Rotary position embedding and the kinds of frequency scaling.
+
+All numbers are computed in float32 on the CPU, in transformers' order of operations: at a far position one last
+bit of a frequency shows.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from triton_ops.rotary import apply_rotary
+
+
+def geometric_frequencies(theta: float, rotary_dim: int) -> Tensor:
+    """The frequencies of RoFormer, `theta^(-2 i / rotary_dim)`: float32 `[rotary_dim // 2]` on the CPU."""
+    return 1.0 / _powers(theta, rotary_dim)
+
+
+def _powers(theta: float, rotary_dim: int) -> Tensor:
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
+    powers: Tensor = theta**exponents
+    return powers
+
+
+class RopeScaling(Protocol):
+    """A way to make a model's positions reach farther than it was trained for.
+
+    Frequencies depend on the context length at most, never on the length of a sequence: a key in the pool
+    means the same whenever it was computed.
+    """
+
+    def frequencies(self, theta: float, rotary_dim: int, context_length: int) -> Tensor:
+        """Float32 `[rotary_dim // 2]` on the CPU."""
+        ...
+
+    @property
+    def attention_factor(self) -> float:
+        """A factor on cosines and sines."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """All positions divided by `factor` (Chen et al., "Position interpolation", 2023)."""
+
+    factor: float
+    attention_factor = 1.0
+
+    def frequencies(self, theta: float, rotary_dim: int, context_length: int) -> Tensor:
+        return geometric_frequencies(theta, rotary_dim) / self.factor
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """Dynamic NTK: a greater theta for sequences longer than `original_max_position_embeddings`.
+
+    transformers chooses theta anew for the length of each sequence, which would turn cached keys stale. Here
+    it is chosen once, for the context length: none of it up to the original length, where transformers does
+    not scale either, and beyond it what transformers computes for a sequence that fills the context.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor = 1.0
+
+    def frequencies(self, theta: float, rotary_dim: int, context_length: int) -> Tensor:
+        stretch = max(1.0, context_length / self.original_max_position_embeddings)
+        exponent = rotary_dim / (rotary_dim - 2)
+        return geometric_frequencies(theta * (self.factor * stretch - (self.factor - 1)) ** exponent, rotary_dim)
 
 
 @dataclass(frozen=True)
@@ -21,8 +84,10 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+    attention_factor = 1.0
 
-    def scale(self, inv_freq: Tensor) -> Tensor:
+    def frequencies(self, theta: float, rotary_dim: int, context_length: int) -> Tensor:
+        inv_freq = geometric_frequencies(theta, rotary_dim)
         wavelengths = 2 * math.pi / inv_freq
         longest = self.original_max_position_embeddings / self.low_freq_factor
         shortest = self.original_max_position_embeddings / self.high_freq_factor
@@ -38,31 +103,90 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al., 2023): pairs that turn less than `beta_slow` times in the original length are
+    interpolated by `factor`, those that turn more than `beta_fast` times are kept, with a ramp between.
+
+    With `truncate` the ramp's ends are whole pairs. `attention_factor` is the paper's temperature, as a factor
+    on cosines and sines.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def frequencies(self, theta: float, rotary_dim: int, context_length: int) -> Tensor:
+        def pair_that_turns(times: float) -> float:
+            turns = self.original_max_position_embeddings / (times * 2 * math.pi)
+            return rotary_dim * math.log(turns) / (2 * math.log(theta))
+
+        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary_dim - 1)
+        if low == high:
+            high += 0.001
+        pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
+        kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+        powers = _powers(theta, rotary_dim)
+        return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al., 2024): each pair's wavelength has a factor of its own.
+
+    `short_factors` are those of the original length, `long_factors` those beyond. transformers chooses by the
+    length of each sequence; here the context length decides, once.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+    def frequencies(self, theta: float, rotary_dim: int, context_length: int) -> Tensor:
+        fits = context_length <= self.original_max_position_embeddings
+        factors = self.short_factors if fits else self.long_factors
+        scale = torch.tensor(factors, dtype=torch.float32, device="cpu")
+        return 1.0 / (scale * _powers(theta, rotary_dim))
+
+
+@dataclass(frozen=True)
 class RopeParameters:
-    """Base of the geometric series of frequencies, and how they are scaled (None: the default rope)."""
+    """Base of the geometric series of frequencies, how they are scaled (None: the default rope), and the
+    share of a head's elements, the first ones, that are rotated.
+    """
 
     theta: float
-    scaling: Llama3Scaling | None = None
+    scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by their positions; one serves all layers of a model."""
+    """Rotates queries and keys by their positions, which are below `context_length`; one serves all layers
+    of its kind.
+    """
 
-    def __init__(self, head_dim: int, max_position: int, rope: RopeParameters, *, device: torch.device) -> None:
+    def __init__(self, head_dim: int, context_length: int, rope: RopeParameters, *, device: torch.device) -> None:
         super().__init__()
-        if head_dim % 2:
-            raise ValueError(f"head_dim must be even to be rotated, but is {head_dim}")
-        # In float32, on the CPU: the same angles on every device, and the same as transformers'.
-        inv_freq = 1.0 / (
-            rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
-        )
-        if rope.scaling is not None:
-            inv_freq = rope.scaling.scale(inv_freq)
-        angles = torch.arange(max_position, dtype=torch.float32, device="cpu").unsqueeze(1) * inv_freq
-        self.cos_sin_cache = nn.Buffer(torch.cat([angles.cos(), angles.sin()], dim=-1).to(device))
+        rotary_dim = int(head_dim * rope.partial_rotary_factor)
+        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+            raise ValueError(
+                f"the rotated part of a head must be even and at most head_dim {head_dim}, but is {rotary_dim}"
+            )
+        if rope.scaling is None:
+            inv_freq, factor = geometric_frequencies(rope.theta, rotary_dim), 1.0
+        else:
+            inv_freq = rope.scaling.frequencies(rope.theta, rotary_dim, context_length)
+            factor = rope.scaling.attention_factor
+        angles = torch.arange(context_length, dtype=torch.float32, device="cpu").unsqueeze(1) * inv_freq
+        table = torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1)
+        self.cos_sin_cache = nn.Buffer(table.to(device))
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k `[T, heads, head_dim]` rotated by `positions` int32 `[T]`, each below
-        `max_position`.
-        """
+        """q and k `[T, heads, head_dim]` rotated by `positions` int32 `[T]`."""
         return apply_rotary(q, k, self.cos_sin_cache, positions)

@@ -82,7 +82,8 @@ class Runtime:
             above 0, at most 1; None is 0.85 on a GPU and 0.25 of the machine's memory on a CPU.
         max_total_tokens: tokens that the KV pool holds, whatever is free; None: see memory_fraction.
         max_running_requests: requests that run at once; None is 512 on a GPU and 64 on a CPU.
-        context_length: most tokens of a prompt with its answer; None is the model's own, its limit too.
+        context_length: most tokens of a prompt with its answer; None is the model's own, which is the limit too
+            unless its rope is made to reach farther (docs/models.md).
         chunked_prefill_size: prompt tokens that one pass computes; longer prompts take several passes. None is
             8192 on a GPU and 2048 on a CPU.
         schedule_policy: "lpm", longest matched prefix first, with ageing; or "fcfs", first come, first served.
@@ -134,13 +135,15 @@ class Runtime:
 
         source = MODEL_PATH if model is None else model
         decoder, self.config = load_model(
-            source, dtype=dtype, device=self.device, load_format=load_format, seed=self.seed
+            source,
+            dtype=dtype,
+            device=self.device,
+            context_length=context_length,
+            load_format=load_format,
+            seed=self.seed,
         )
         self.tokenizer = _tokenizer(source)
-        limit = self.config.context_length
-        self.context_length = (
-            limit if context_length is None else whole("context_length", context_length, 2, limit)
-        )
+        self.context_length = self.config.context_length
 
         weights_dtype = next(decoder.parameters()).dtype
         shape = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)

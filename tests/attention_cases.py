@@ -8,18 +8,30 @@ import torch
 from torch import Tensor
 
 
-def dense_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Query i of `q [T, Hq, D]` over all but the last T - 1 - i of `keys [L, Hk, D]`, in float64."""
+def dense_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Query i of `q [T, Hq, D]` over all but the last T - 1 - i of `keys [L, Hk, D]`, in float64; of these over
+    the last `sliding_window`.
+    """
     num_tokens, num_heads, _ = q.shape
     length, num_kv_heads, _ = keys.shape
     group = num_heads // num_kv_heads
     out = torch.empty(q.shape, dtype=torch.float64)
     for token in range(num_tokens):
-        visible = length - num_tokens + 1 + token
+        end = length - num_tokens + 1 + token
+        visible = slice(0 if sliding_window is None else max(0, end - sliding_window), end)
         for head in range(num_heads):
             kv_head = head // group
-            scores = keys[:visible, kv_head].double() @ q[token, head].double() * scale
-            out[token, head] = torch.softmax(scores, 0) @ values[:visible, kv_head].double()
+            scores = keys[visible, kv_head].double() @ q[token, head].double() * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            out[token, head] = torch.softmax(scores, 0) @ values[visible, kv_head].double()
     return out
 
 

@@ -10,7 +10,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -25,7 +24,12 @@ settings.load_profile("radixrt")
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The tensors and random numbers of a test are made on this device unless it says otherwise."""
     with pytest.MonkeyPatch.context() as patch, torch.device(request.param) as chosen:
-        patch.setattr(torch, "Generator", partial(torch.Generator, device=chosen))
+
+        class Generator(torch.Generator):  # a class: modules that torch imports late use it in annotations
+            def __new__(cls, device: torch.device = chosen) -> torch.Generator:
+                return super().__new__(cls, device)
+
+        patch.setattr(torch, "Generator", Generator)
         yield chosen
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
+from radixrt.errors import ParameterError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
@@ -29,6 +30,33 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama without groups": partial(checkpoints.llama, num_key_value_heads=4),
     "qwen3": checkpoints.qwen3,
     "qwen3, tied, with biases": partial(checkpoints.qwen3, tie_word_embeddings=True, attention_bias=True),
+    "qwen3 with a window in its second layer": partial(
+        checkpoints.qwen3, use_sliding_window=True, sliding_window=checkpoints.WINDOW, max_window_layers=1
+    ),
+    "linear rope": partial(checkpoints.llama, rope_parameters=checkpoints.LINEAR_ROPE),
+    "dynamic rope": partial(checkpoints.llama, rope_parameters=checkpoints.DYNAMIC_ROPE),
+    "yarn rope": partial(checkpoints.qwen3, rope_parameters=checkpoints.YARN_ROPE),
+    "yarn rope, mscale": partial(
+        checkpoints.llama,
+        rope_parameters={**checkpoints.YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+    ),
+    "long rope, short": partial(
+        checkpoints.phi3, rope_parameters=checkpoints.LONG_ROPE, original_max_position_embeddings=256
+    ),
+    "qwen2": checkpoints.qwen2,
+    "mistral": checkpoints.mistral,
+    "mistral without a window": partial(checkpoints.mistral, sliding_window=None),
+    "phi3": partial(checkpoints.phi3, sliding_window=checkpoints.WINDOW),
+    "phi3, partial rotary": partial(
+        checkpoints.phi3, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+    ),
+    "olmo2": checkpoints.olmo2,
+    "smollm3": checkpoints.smollm3,
+    "gemma2": checkpoints.gemma2,
+    "gemma3": checkpoints.gemma3,
+    "mixtral": checkpoints.mixtral,
+    "qwen3-moe": checkpoints.qwen3_moe,
+    "qwen3-moe, renormalised": partial(checkpoints.qwen3_moe, norm_topk_prob=True, mlp_only_layers=[]),
 }
 
 
@@ -92,12 +120,15 @@ def session(pair: tuple[Any, Decoder, ModelConfig]) -> Session:
 
 @pytest.fixture
 def reference(pair: tuple[Any, Decoder, ModelConfig]) -> Callable[[list[int]], Tensor]:
-    def logits(ids: list[int]) -> Tensor:
-        with torch.no_grad():
-            out: Tensor = pair[0](torch.tensor([ids])).logits[0]
-        return out
+    return partial(dense, pair[0])
 
-    return logits
+
+def dense(reference: Any, ids: list[int]) -> Tensor:
+    """The logits of all tokens, by transformers."""
+    reference.to(torch.get_default_device())
+    with torch.no_grad():
+        out: Tensor = reference(torch.tensor([ids])).logits[0]
+    return out
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -167,20 +198,74 @@ def test_a_wrong_context_changes_the_greedy_tokens(
     right = reference(a).argmax(-1)
 
     def wrong_tokens(ours: Tensor) -> int:
-        return int((ours.argmax(-1) != right[-len(ours) :]).sum())
+        return int((ours.argmax(-1) != right[30 : 30 + len(ours)]).sum())
 
     session.run((0, a, 0))
     assert wrong_tokens(session.run((0, a, 30))[0]) == 0
     swapped = session.req_to_token.clone()
-    session.req_to_token[0, [3, 17]] = swapped[0, [17, 3]]
-    assert wrong_tokens(session.run((0, a, 30))[0]) == 0, "attention has no order: the positions are in the keys"
-    session.req_to_token[0, 3] = session.req_to_token[0, 17]
+    session.req_to_token[0, [22, 27]] = swapped[0, [27, 22]]
+    # Two tokens: no window ends between the two slots.
+    assert wrong_tokens(session.run((0, a[:32], 30))[0]) == 0, "attention has no order: positions are in the keys"
+    session.req_to_token[0, 22] = session.req_to_token[0, 27]
     assert wrong_tokens(session.run((0, a, 30))[0]) > 0, "one wrong slot of thirty"
     session.req_to_token.copy_(swapped)
-    session.kv[1, 0, session.req_to_token[0, 5:9].long()] = 0.0
+    session.kv[1, 0, session.req_to_token[0, 23:27].long()] = 0.0
     assert wrong_tokens(session.run((0, a, 30))[0]) > 0, "four V of one layer lost"
     session.run((0, a, 0))
-    assert wrong_tokens(session.run((0, a[:29] + a[29:30] + a[31:], 29))[0]) > 0, "one token left out"
+    assert wrong_tokens(session.run((0, a[:30] + a[31:], 30))[0]) > 0, "one token left out"
+
+
+@pytest.mark.usefixtures("device")
+def test_what_lies_before_a_window_is_not_read(tmp_path: Path) -> None:
+    """Extended and decoded from position 30: the slots of what it does not see may hold NaN."""
+    folder = checkpoints.write(checkpoints.mistral(), tmp_path)
+    session, a = Session(*load_model(folder, device=torch.get_default_device())), prompt(40, 1)
+    session.run((0, a, 0))
+    first = 30 - checkpoints.WINDOW + 1
+    for ids, num_extends in ((a, 1), (a[:31], 0)):
+        (expected,) = session.run((0, ids, 30), num_extends=num_extends)
+        kept = session.kv.clone()
+        session.kv[:, :, session.req_to_token[0, :first].long()] = torch.nan
+        assert torch.equal(session.run((0, ids, 30), num_extends=num_extends)[0], expected)
+        session.kv[:, :, session.req_to_token[0, first].long()] = 1.0
+        assert not torch.allclose(session.run((0, ids, 30), num_extends=num_extends)[0][0], expected[0])
+        session.kv.copy_(kept)
+
+
+@pytest.mark.usefixtures("device")
+def test_dynamic_rope_in_a_longer_context(tmp_path: Path) -> None:
+    """Beyond the original length: theta is that of transformers for a full context, at every length.
+
+    So a sequence that fills the context equals transformers', and a shorter one equals a model with that theta.
+    """
+    reference = checkpoints.llama(max_position_embeddings=16, rope_parameters=checkpoints.DYNAMIC_ROPE)
+    folder = checkpoints.write(reference, tmp_path)
+    session = Session(*load_model(folder, device=torch.get_default_device(), context_length=60))
+    a = prompt(60, 1)
+    (ours,) = session.run((0, a, 0))
+    assert_close(ours, dense(reference, a))
+    # A head has 8 elements: theta grows by (factor * 60 / 16 - (factor - 1)) ^ (8 / 6).
+    theta = 10000.0 * (4.0 * 60 / 16 - 3.0) ** (8 / 6)
+    fixed = checkpoints.llama(rope_parameters={"rope_type": "default", "rope_theta": theta})
+    for name, parameter in reference.state_dict().items():
+        assert torch.equal(fixed.state_dict()[name], parameter), "the same seed, the same weights"
+    chunks = [session.run((1, a[:end], start))[0] for start, end in ((0, 7), (7, 40))]
+    assert_close(torch.cat(chunks), dense(fixed, a[:40]))
+    with pytest.raises(ParameterError, match="context_length is 65; it must be a whole number from 2 to 64"):
+        load_model(folder, context_length=65)
+
+
+@pytest.mark.usefixtures("device")
+def test_long_rope_follows_the_context_length(tmp_path: Path) -> None:
+    """Beyond the original length all sequences have the long factors, up to it the short ones."""
+    reference = checkpoints.phi3(rope_parameters=checkpoints.LONG_ROPE, original_max_position_embeddings=16)
+    folder, a = checkpoints.write(reference, tmp_path), prompt(60, 1)
+    longer = Session(*load_model(folder, device=torch.get_default_device()))
+    chunks = [longer.run((1, a[:end], start))[0] for start, end in ((0, 7), (7, 60))]
+    assert_close(torch.cat(chunks), dense(reference, a))
+    shorter = Session(*load_model(folder, device=torch.get_default_device(), context_length=16))
+    assert_close(shorter.run((0, a[:16], 0))[0], dense(reference, a[:16]))
+    assert not torch.allclose(longer.run((0, a[:16], 0))[0], dense(reference, a[:16]), atol=0.1)
 
 
 def test_bfloat16_keeps_close(tmp_path: Path) -> None:

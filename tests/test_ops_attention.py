@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from attention_cases import Case, dense_attention, make_case, packed_qkv
@@ -36,16 +38,16 @@ def assert_matches(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.
 # --- decode ---
 
 
-def decode(case: Case, q: Tensor, plan: AttentionPlan | None = None) -> Tensor:
+def decode(case: Case, q: Tensor, plan: AttentionPlan | None = None, **options: Any) -> Tensor:
     plan = AttentionPlan.flat(case.rows, case.seq_lens) if plan is None else plan
-    return decode_attention(q, case.k_buffer, case.v_buffer, case.req_to_token, plan, scale=SCALE)
+    return decode_attention(q, case.k_buffer, case.v_buffer, case.req_to_token, plan, scale=SCALE, **options)
 
 
-def dense_decode(case: Case, q: Tensor) -> Tensor:
+def dense_decode(case: Case, q: Tensor, **options: Any) -> Tensor:
     out = torch.zeros(q.shape, dtype=torch.float64)
     for b, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
         if len(keys):
-            out[b : b + 1] = dense_attention(q[b : b + 1], keys, values, SCALE)
+            out[b : b + 1] = dense_attention(q[b : b + 1], keys, values, SCALE, **options)
     return out
 
 
@@ -199,7 +201,7 @@ def test_decode_of_scores_all_far_below_zero() -> None:
 # --- extend ---
 
 
-def extend(case: Case, prefix_lens: list[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def extend(case: Case, prefix_lens: list[int], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     extend_lens = case.seq_lens - int32(prefix_lens)
     return extend_attention(
         q,
@@ -213,6 +215,7 @@ def extend(case: Case, prefix_lens: list[int], q: Tensor, k: Tensor, v: Tensor) 
         (extend_lens.cumsum(0) - extend_lens).int(),
         extend_lens,
         scale=SCALE,
+        **options,
     )
 
 
@@ -223,7 +226,7 @@ def hide_new_tokens(case: Case, prefix_lens: list[int]) -> None:
         case.k_buffer[slots], case.v_buffer[slots] = torch.nan, torch.nan
 
 
-def check_extend(case: Case, prefix_lens: list[int], group: int, *, packed: bool = False) -> None:
+def check_extend(case: Case, prefix_lens: list[int], group: int, *, packed: bool = False, **options: Any) -> None:
     num_kv_heads, head_dim = case.k_buffer.shape[1:]
     dtype = case.k_buffer.dtype
     new_keys = [keys[prefix:] for keys, prefix in zip(case.keys, prefix_lens, strict=True)]
@@ -233,14 +236,14 @@ def check_extend(case: Case, prefix_lens: list[int], group: int, *, packed: bool
     k, v = torch.cat(new_keys), torch.cat(new_values)
     expected = torch.cat(
         [
-            dense_attention(part, keys, values, SCALE)
+            dense_attention(part, keys, values, SCALE, **options)
             for part, keys, values in zip(q.split([len(n) for n in new_keys]), case.keys, case.values, strict=True)
         ]
     )
     if packed:
         q, k, v = torch.cat([q, k, v], dim=1).split([q.shape[1], num_kv_heads, num_kv_heads], dim=1)
         assert not q.is_contiguous()
-    assert_matches(extend(case, prefix_lens, q, k, v), expected, dtype)
+    assert_matches(extend(case, prefix_lens, q, k, v, **options), expected, dtype)
 
 
 @pytest.mark.parametrize(("head_dim", "group"), SHAPES)
@@ -289,6 +292,82 @@ def test_extend_requests_do_not_disturb_one_another() -> None:
     out = extend(case, [8, 7, 6], q, k, v)
     assert out[1].isnan().any()
     assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
+# --- windows and softcaps ---
+
+# With lengths up to 200 and items of 64: windows of one token, with their edge inside a tile or an item and at its
+# border, and longer than everything. A softcap of 0.5 bends all scores, one of 50 few.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window 1": {"sliding_window": 1},
+    "window 7": {"sliding_window": 7},
+    "window 64": {"sliding_window": 64},
+    "window 70": {"sliding_window": 70},
+    "window 500": {"sliding_window": 500},
+    "softcap 0.5": {"softcap": 0.5},
+    "softcap 50": {"softcap": 50.0},
+    "window 7, softcap 0.5": {"sliding_window": 7, "softcap": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_decode_with_windows_and_softcaps(name: str) -> None:
+    lengths = [1, 2, SHORT_ITEM - 1, SHORT_ITEM, SHORT_ITEM + 1, 2 * SHORT_ITEM, 0, 200, 7, 8]
+    case, options = make_case(lengths, head_dim=32), OPTIONS[name]
+    q = random_q(len(lengths), 8, 32)
+    assert_matches(decode(case, q, **options), dense_decode(case, q, **options))
+    half = make_case(lengths, dtype=torch.bfloat16)
+    q = random_q(len(lengths), 4, 16, torch.bfloat16)
+    assert_matches(decode(half, q, **options), dense_decode(half, q, **options), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("tree", TREES)
+def test_decode_of_shared_items_with_windows_and_softcaps(tree: str, name: str) -> None:
+    """The rows of an item end at different positions: each has a window of its own."""
+    case, plan = tree_case(*TREES[tree])
+    q = random_q(len(case.keys), 4, 16)
+    assert_matches(decode(case, q, plan, **OPTIONS[name]), dense_decode(case, q, **OPTIONS[name]))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_extend_with_windows_and_softcaps(name: str) -> None:
+    options = OPTIONS[name]
+    check_extend(make_case([9, 12, 1, 30, 21, 90], head_dim=32), [0, 11, 0, 17, 1, 80], 4, **options)
+    check_extend(make_case([130]), [40], 2, packed=True, **options)
+    check_extend(make_case([130]), [0], 1, **options)
+    check_extend(make_case([9, 40], dtype=torch.bfloat16), [4, 20], 2, **options)
+
+
+def test_slots_before_the_windows_are_not_read() -> None:
+    case, window = make_case([90, 40, 5]), 8
+    q, k, v = packed_qkv(6, 4, 2, 16)
+    seen_by = {name: call(case, q, k, v, window) for name, call in WINDOWED.items()}
+    for row, length in zip(case.rows.tolist(), case.seq_lens.tolist(), strict=True):
+        # The first new token is two before the end.
+        hidden = case.req_to_token[row, : max(0, length - 1 - window)].long()
+        case.k_buffer[hidden], case.v_buffer[hidden] = torch.nan, torch.nan
+    for name, call in WINDOWED.items():
+        assert torch.equal(call(case, q, k, v, window), seen_by[name]), name
+
+
+WINDOWED = {
+    "decode": lambda case, q, k, v, window: decode(case, q[:3], sliding_window=window),
+    "extend": lambda case, q, k, v, window: extend(case, [88, 38, 3], q, k, v, sliding_window=window),
+}
+
+
+def test_softcaps_of_huge_scores_are_finite() -> None:
+    """Every score is far beyond the cap: keys in the query's direction share the attention evenly."""
+    case = make_case([70])
+    slots = case.req_to_token[case.rows[0], :70].long()
+    case.keys[0] = torch.full_like(case.keys[0], 1e6)
+    case.keys[0][::2] *= -1
+    case.k_buffer[slots] = case.keys[0]
+    q, options = torch.full((1, 4, 16), 1e6), {"softcap": 30.0}
+    assert_matches(decode(case, q, **options), dense_decode(case, q, **options))
+    out = extend(case, [69], q, case.keys[0][69:], case.values[0][69:], **options)
+    assert_matches(out, dense_decode(case, q, **options))
 
 
 # --- store ---

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import numpy as np
 import pytest
 import torch
@@ -126,6 +127,38 @@ def test_greedy_continuations_equal_those_of_transformers(reference: tuple[Any, 
     if run == "retracted":
         assert retractions > 0
         assert sum(o.usage.recomputed_tokens for o in cold + warm) > 0
+
+
+# Run in one way each, which chunks, batches and reuses; the runs above are about the engine, not about the model.
+FAMILIES: dict[str, Any] = {
+    "qwen2, dynamic rope": lambda: checkpoints.qwen2(rope_parameters=checkpoints.DYNAMIC_ROPE),
+    "mistral, linear rope": lambda: checkpoints.mistral(rope_parameters=checkpoints.LINEAR_ROPE),
+    "phi3, partial rotary": lambda: checkpoints.phi3(
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    ),
+    "olmo2, yarn rope": lambda: checkpoints.olmo2(seed=1, rope_parameters=checkpoints.YARN_ROPE),
+    "smollm3": checkpoints.smollm3,
+    "gemma2": checkpoints.gemma2,
+    "gemma3": checkpoints.gemma3,
+    "mixtral": checkpoints.mixtral,
+    "qwen3-moe": checkpoints.qwen3_moe,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_continue_as_transformers(family: str, tmp_path: Path) -> None:
+    with torch.device("cpu"):
+        model = FAMILIES[family]()
+    model.to(torch.get_default_device())
+    prompts, params = shared_prompts(), replace(GREEDY, max_new_tokens=16)
+    with small_runtime(write(model, tmp_path), chunked_prefill_size=13) as runtime:
+        cold, warm = runtime.generate(prompts, params), runtime.generate(prompts, params)
+    for prompt, *outputs in zip(prompts, cold, warm, strict=True):
+        expected, margin = continuation(model, prompt, params.max_new_tokens)
+        assert margin > 1e-4
+        assert [list(output.token_ids) for output in outputs] == [expected] * 2
+    assert sum(o.usage.cached_tokens for o in cold) > 0
+    assert [o.usage.cached_tokens for o in warm] == [len(p) - 1 for p in prompts]
 
 
 def test_a_wrong_context_changes_the_tokens(reference: tuple[Any, Path]) -> None:

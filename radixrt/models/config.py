@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig
 
-from layers.rotary import Llama3Scaling, RopeParameters
+from layers.rotary import RopeParameters
+from radixrt.bounds import whole
 from radixrt.errors import ModelError
+from radixrt.models.rope import longest_context, read_rope
+
+if TYPE_CHECKING:
+    from typing import Self
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What tells the attention of one layer from that of another: its rope (None: no positions at all) and
+    its window in tokens (None: it sees everything).
+    """
+
+    rope: RopeParameters | None
+    window: int | None = None
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder and the tokens that mean something to it.
 
-    `dtype` is the one the checkpoint was saved in (float32 where it does not say), `context_length` the
-    longest sequence that positions exist for, `eos_token_ids` the tokens that end an answer, sorted.
+    `attention` has an entry for each layer. `dtype` is the one the checkpoint was saved in (float32 where it
+    does not say), `context_length` the longest sequence that positions exist for, at most
+    `max_context_length`, which is greater where the rope's scaling reaches farther than config.json's
+    max_position_embeddings. `eos_token_ids` are the tokens that end an answer, sorted.
+
+    A family with numbers of its own derives a class that adds them and overrides `read_family`.
     """
 
     architecture: str
@@ -31,19 +52,20 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     context_length: int
+    max_context_length: int
     rms_norm_eps: float
-    rope: RopeParameters
+    attention: tuple[AttentionKind, ...]
+    activation: str
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    qk_norm: bool
     initializer_range: float
     dtype: torch.dtype
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ModelConfig:
+    def from_folder(cls, folder: Path) -> Self:
         """Read `config.json` and, where there is one, `generation_config.json`; no code of the folder is
         run.
 
@@ -52,33 +74,50 @@ class ModelConfig:
         """
         architecture = read_architecture(folder)
         try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            _refuse_unsupported(config)
-            return cls(
+            source = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            config = cls(
+                **_read_common(source),
+                **cls.read_family(source),
                 architecture=architecture,
-                num_layers=config.num_hidden_layers,
-                hidden_size=config.hidden_size,
-                intermediate_size=config.intermediate_size,
-                num_heads=config.num_attention_heads,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-                vocab_size=config.vocab_size,
-                context_length=config.max_position_embeddings,
-                rms_norm_eps=config.rms_norm_eps,
-                rope=_rope(config.rope_parameters),
-                tie_word_embeddings=config.tie_word_embeddings,
-                attention_bias=config.attention_bias,
-                mlp_bias=getattr(config, "mlp_bias", False),
-                qk_norm=config.model_type == "qwen3",
-                initializer_range=config.initializer_range,
-                dtype=config.dtype or torch.float32,
-                bos_token_id=config.bos_token_id,
-                eos_token_ids=_end_tokens(folder, config.eos_token_id),
+                eos_token_ids=_end_tokens(folder, source.eos_token_id),
             )
         except ModelError:
             raise
         except Exception as error:  # whatever transformers' validators raise
             raise ModelError(f"{folder / 'config.json'} cannot be used: {error}") from error
+        config.check()
+        return config
+
+    @classmethod
+    def read_family(cls, source: Any) -> dict[str, Any]:
+        """The fields that a derived class adds, from transformers' config object; ModelError names what is
+        not supported.
+        """
+        return {}
+
+    def check(self) -> None:
+        """Raise ModelError if the numbers describe no model that can be built."""
+        if self.num_layers < 1:
+            raise ModelError(f"num_hidden_layers is {self.num_layers}; a decoder has at least one")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"num_attention_heads {self.num_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_kv_heads}"
+            )
+        if self.activation not in ACTIVATIONS:
+            raise ModelError(
+                f"the activation {self.activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}"
+            )
+        for kind in self.attention:
+            if kind.window is not None and kind.window < 1:
+                raise ModelError(f"sliding_window is {kind.window}; a token sees at least itself")
+
+    def with_context_length(self, context_length: int) -> Self:
+        """The same model for sequences up to `context_length`; ParameterError where it is not 2 to
+        `max_context_length`.
+        """
+        whole("context_length", context_length, 2, self.max_context_length)
+        return replace(self, context_length=context_length)
 
 
 def read_architecture(folder: Path) -> str:
@@ -100,43 +139,68 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _refuse_unsupported(config: Any) -> None:
-    if config.hidden_act != "silu":
-        raise ModelError(f"hidden_act {config.hidden_act!r} is not supported; 'silu' is")
-    if getattr(config, "quantization_config", None) is not None:
+def _read_common(source: Any) -> dict[str, Any]:
+    """The fields that all families have, but those of `from_folder`.
+
+    A name that the model's type does not know may stand in its config.json all the same (a Llama with a
+    sliding_window, say); transformers ignores it, and so does this.
+    """
+    known = vars(type(source)())
+
+    def optional(name: str, default: Any) -> Any:
+        return getattr(source, name) if name in known else default
+
+    if getattr(source, "quantization_config", None) is not None:
         raise ModelError("quantised weights are not supported, but config.json holds a quantization_config")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
-        raise ModelError(f"layers of kind {', '.join(sorted(kinds))} are not supported; full_attention is")
-    if config.num_hidden_layers < 1:
-        raise ModelError(f"num_hidden_layers is {config.num_hidden_layers}; a decoder has at least one")
-    if config.num_attention_heads % config.num_key_value_heads:
+    if optional("use_bidirectional_attention", None):
+        raise ModelError("use_bidirectional_attention is not supported")
+    num_layers, trained_length = source.num_hidden_layers, source.max_position_embeddings
+    window = optional("sliding_window", None)
+    types = optional("layer_types", None) or [None] * num_layers
+    rotated = optional("no_rope_layers", [True] * num_layers)  # by transformers' convention, 1 stands for rope
+    for name, values in (("layer_types", types), ("no_rope_layers", rotated)):
+        if len(values) < num_layers:
+            raise ModelError(f"{name} has {len(values)} entries, but the model has {num_layers} layers")
+    unknown = set(types) - {None, "full_attention", "sliding_attention"}
+    if unknown:
         raise ModelError(
-            f"num_attention_heads {config.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads {config.num_key_value_heads}"
+            f"layers of kind {', '.join(sorted(unknown))} are not supported; "
+            "full_attention and sliding_attention are"
         )
-    if config.head_dim % 2:
-        raise ModelError(f"head_dim {config.head_dim} is odd: rotary embedding needs pairs")
+    if "sliding_attention" in types and window is None:
+        raise ModelError("layer_types names sliding_attention, but there is no sliding_window")
 
+    head_dim = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
 
-def _rope(parameters: dict[str, Any]) -> RopeParameters:
-    """`rope_parameters`, which transformers also makes of the older `rope_theta` and `rope_scaling`."""
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"partial_rotary_factor {parameters['partial_rotary_factor']} is not supported; 1.0 is")
-    theta, kind = float(parameters["rope_theta"]), parameters["rope_type"]
-    if kind == "default":
-        return RopeParameters(theta)
-    if kind == "llama3":
-        return RopeParameters(
-            theta,
-            Llama3Scaling(
-                factor=float(parameters["factor"]),
-                low_freq_factor=float(parameters["low_freq_factor"]),
-                high_freq_factor=float(parameters["high_freq_factor"]),
-                original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
-            ),
-        )
-    raise ModelError(f"rope_type {kind!r} is not supported; 'default' and 'llama3' are")
+    def rope(layer_type: str | None) -> RopeParameters:
+        parameters = source.rope_parameters.get(layer_type or "", source.rope_parameters)
+        return read_rope(parameters, head_dim, trained_length)
+
+    attention = tuple(
+        AttentionKind(rope(kind) if with_rope else None, None if kind == "full_attention" else window)
+        for kind, with_rope, _ in zip(types, rotated, range(num_layers), strict=False)
+    )
+    lengths = [longest_context(kind.rope, trained_length) for kind in attention if kind.rope is not None]
+    return {
+        "num_layers": num_layers,
+        "hidden_size": source.hidden_size,
+        "intermediate_size": source.intermediate_size,
+        "num_heads": source.num_attention_heads,
+        "num_kv_heads": source.num_key_value_heads,
+        "head_dim": head_dim,
+        "vocab_size": source.vocab_size,
+        "context_length": trained_length,
+        "max_context_length": min(lengths, default=trained_length),
+        "rms_norm_eps": source.rms_norm_eps,
+        "attention": attention,
+        "activation": source.hidden_activation if "hidden_activation" in known else source.hidden_act,
+        "tie_word_embeddings": source.tie_word_embeddings,
+        "attention_bias": optional("attention_bias", False),
+        "mlp_bias": optional("mlp_bias", False),
+        "initializer_range": source.initializer_range,
+        "dtype": source.dtype or torch.float32,
+        "bos_token_id": source.bos_token_id,
+    }
 
 
 def _end_tokens(folder: Path, config_value: object) -> tuple[int, ...]:

@@ -1,57 +1,116 @@
-"""The decoder of Llama and its kin: pre-norm blocks of grouped-query attention and SwiGLU, rotary positions.
+"""The decoder that all families share: pre-norm blocks of grouped-query attention and a gated feed-forward
+layer, rotary positions. That is Llama (Touvron et al. 2023, Llama team 2024), Mistral (Jiang et al. 2023: a
+window on the attention) and SmolLM3 (Hugging Face, 2025: layers without positions), which differ by their
+configs alone.
 
-Llama 2 and 3 (Touvron et al. 2023, Llama team 2024), Qwen3 (Qwen team 2025: a norm on each query and key
-head).
+A family that differs in more derives a class from `Decoder` and overrides the methods that build what differs;
+docs/models.md says how.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from layers.activation import SiluAndMul
+from layers.activation import GeluAndMul, SiluAndMul
 from layers.embedding import Embedding
 from layers.input_metadata import InputMetadata
 from layers.linear import GateUpLinear, Linear, QKVLinear
 from layers.logits import LogitsHead
+from layers.moe import SparseMoE
 from layers.norm import RMSNorm
 from layers.radix_attention import KVCache, RadixAttention
 from layers.rotary import RotaryEmbedding
 from radixrt.models.config import ModelConfig
 
+ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
+    {
+        "silu": SiluAndMul,
+        "gelu": lambda: GeluAndMul("none"),
+        "gelu_pytorch_tanh": lambda: GeluAndMul("tanh"),
+    }
+)
+
+
+class Placement(TypedDict):
+    """Where weights live, as keyword arguments of a layer."""
+
+    dtype: torch.dtype
+    device: torch.device
+
 
 class Attention(nn.Module):
-    """Projections, head norms, rotation and attention of one layer."""
+    """Projections, norms of q and k, rotation and attention of one layer.
+
+    Args:
+        config: of the model; `config.attention[layer_id]` tells this layer's window.
+        layer_id: counts from 0.
+        rotary: None where the layer has no positions.
+        q_norm, k_norm: over a head, or over all heads where their size says so.
+        qkv_bias, output_bias: whether the projections have biases; None: `config.attention_bias`.
+        packed_as: the name of the q, k and v projections where a checkpoint stores them as one.
+        scale: factor on the scores; None: `head_dim ** -0.5`.
+        softcap: of the scores; None: they are not capped.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         layer_id: int,
-        rotary: RotaryEmbedding,
+        rotary: RotaryEmbedding | None,
         *,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        qkv_bias: bool | None = None,
+        output_bias: bool | None = None,
+        packed_as: str | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        bias = config.attention_bias
-        self.qkv = QKVLinear(config.hidden_size, heads, kv_heads, head_dim, bias=bias, dtype=dtype, device=device)
-        self.output = Linear(heads * head_dim, config.hidden_size, bias=bias, dtype=dtype, device=device)
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        if config.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype=dtype, device=device)
+        hidden, heads, kv_heads, head_dim = (
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        self.qkv = QKVLinear(
+            hidden,
+            heads,
+            kv_heads,
+            head_dim,
+            packed_as=packed_as,
+            bias=config.attention_bias if qkv_bias is None else qkv_bias,
+            dtype=dtype,
+            device=device,
+        )
+        output_bias = config.attention_bias if output_bias is None else output_bias
+        self.output = Linear(heads * head_dim, hidden, bias=output_bias, dtype=dtype, device=device)
+        self.q_norm = q_norm
+        self.k_norm = k_norm
         self.rotary = rotary
-        self.attention = RadixAttention(layer_id, heads, kv_heads, head_dim, scale=head_dim**-0.5)
+        self.attention = RadixAttention(
+            layer_id,
+            heads,
+            kv_heads,
+            head_dim,
+            scale=head_dim**-0.5 if scale is None else scale,
+            softcap=softcap,
+            sliding_window=config.attention[layer_id].window,
+        )
 
     def forward(self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
         q, k, v = self.qkv.split_heads(self.qkv(hidden))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary(q, k, metadata.positions)
+            q, k = _norm_heads(self.q_norm, q), _norm_heads(self.k_norm, k)
+        if self.rotary is not None:
+            q, k = self.rotary(q, k, metadata.positions)
         attended: Tensor = self.output(self.attention(q, k, v, metadata, kv_pool).flatten(1))
         return attended
 
@@ -63,14 +122,27 @@ class Attention(nn.Module):
             yield from self.k_norm.checkpoint_tensors(f"{name}.k_norm")
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+def _norm_heads(norm: RMSNorm, x: Tensor) -> Tensor:
+    """`x [T, heads, head_dim]` normed, each head by itself or all of a token's together."""
+    normed: Tensor = norm(x) if norm.weight.shape[0] == x.shape[2] else norm(x.flatten(1)).view(x.shape)
+    return normed
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+
+class FeedForward(nn.Module):
+    """`down(activation(gate(x)) * up(x))`: SwiGLU or GeGLU, as `config.activation` says."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        packed_as: str | None = None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up = GateUpLinear(hidden, inner, bias=bias, dtype=dtype, device=device)
-        self.activation = SiluAndMul()
+        self.gate_up = GateUpLinear(hidden, inner, packed_as=packed_as, bias=bias, dtype=dtype, device=device)
+        self.activation = ACTIVATIONS[config.activation]()
         self.down = Linear(inner, hidden, bias=bias, dtype=dtype, device=device)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -83,29 +155,40 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. The residual travels beside the hidden states, so that each addition is fused with the next
-    norm.
+    """One layer, of parts that are handed in: norm, attention, norm, feed-forward.
+
+    The residual travels beside the hidden states, so that each addition is fused with the next norm. A family
+    whose norms stand elsewhere derives a class with a `forward` of its own. `checkpoint_names` says what a
+    checkpoint calls each part.
     """
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "attention_norm": "input_layernorm",
+            "attention": "self_attn",
+            "feed_forward_norm": "post_attention_layernorm",
+            "feed_forward": "mlp",
+        }
+    )
 
     def __init__(
         self,
-        config: ModelConfig,
-        layer_id: int,
-        rotary: RotaryEmbedding,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        attention_norm: RMSNorm,
+        attention: Attention,
+        feed_forward_norm: RMSNorm,
+        feed_forward: FeedForward | SparseMoE,
     ) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.attention = Attention(config, layer_id, rotary, dtype=dtype, device=device)
-        self.feed_forward_norm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.feed_forward = FeedForward(config, dtype=dtype, device=device)
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.feed_forward_norm = feed_forward_norm
+        self.feed_forward = feed_forward
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
     ) -> tuple[Tensor, Tensor]:
+        """The layer's input is `hidden + residual`, or `hidden` alone before the first; so is its output."""
         if residual is None:
             hidden, residual = self.attention_norm(hidden), hidden
         else:
@@ -115,27 +198,61 @@ class Block(nn.Module):
         return self.feed_forward(hidden), residual
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        yield from self.attention_norm.checkpoint_tensors(f"{name}.input_layernorm")
-        yield from self.attention.checkpoint_tensors(f"{name}.self_attn")
-        yield from self.feed_forward_norm.checkpoint_tensors(f"{name}.post_attention_layernorm")
-        yield from self.feed_forward.checkpoint_tensors(f"{name}.mlp")
+        for part, stored in self.checkpoint_names.items():
+            yield from getattr(self, part).checkpoint_tensors(f"{name}.{stored}")
 
 
 class Decoder(nn.Module):
-    """The whole model; its weights are uninitialised until someone fills what `checkpoint_tensors` yields."""
+    """The whole model; its weights are uninitialised until someone fills what `checkpoint_tensors` yields.
+
+    The `build_...` methods are called once each, or once a layer, while the model is built: they are what a
+    family overrides. `config_class` reads the family's config, `block_class` is what a layer does with its parts.
+    """
+
+    config_class: ClassVar[type[ModelConfig]] = ModelConfig
+    block_class: ClassVar[type[Block]] = Block
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.config = config
-        vocab, hidden = config.vocab_size, config.hidden_size
-        self.embedding = Embedding(vocab, hidden, dtype=dtype, device=device)
-        rotary = RotaryEmbedding(config.head_dim, config.context_length, config.rope, device=device)
-        self.blocks = nn.ModuleList(
-            Block(config, layer_id, rotary, dtype=dtype, device=device) for layer_id in range(config.num_layers)
+        self.placement = Placement(dtype=dtype, device=device)
+        self.embedding = self.build_embedding()
+        ropes = {kind.rope for kind in config.attention if kind.rope is not None}
+        self._rotaries = {
+            rope: RotaryEmbedding(config.head_dim, config.context_length, rope, device=device) for rope in ropes
+        }
+        self.blocks = nn.ModuleList(self.build_block(layer_id) for layer_id in range(config.num_layers))
+        self.norm = self.build_norm(config.hidden_size)
+        self.head = self.build_head()
+
+    def build_embedding(self) -> Embedding:
+        return Embedding(self.config.vocab_size, self.config.hidden_size, **self.placement)
+
+    def build_norm(self, size: int) -> RMSNorm:
+        return RMSNorm(size, self.config.rms_norm_eps, **self.placement)
+
+    def build_attention(self, layer_id: int) -> Attention:
+        return Attention(self.config, layer_id, self.rotary(layer_id), **self.placement)
+
+    def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
+        return FeedForward(self.config, **self.placement)
+
+    def build_block(self, layer_id: int) -> Block:
+        return self.block_class(
+            attention_norm=self.build_norm(self.config.hidden_size),
+            attention=self.build_attention(layer_id),
+            feed_forward_norm=self.build_norm(self.config.hidden_size),
+            feed_forward=self.build_feed_forward(layer_id),
         )
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype, device=device)
-        tied_to = self.embedding if config.tie_word_embeddings else None
-        self.head = LogitsHead(vocab, hidden, tied_to=tied_to, dtype=dtype, device=device)
+
+    def build_head(self) -> LogitsHead:
+        tied_to = self.embedding if self.config.tie_word_embeddings else None
+        return LogitsHead(self.config.vocab_size, self.config.hidden_size, tied_to=tied_to, **self.placement)
+
+    def rotary(self, layer_id: int) -> RotaryEmbedding | None:
+        """The rotary embedding of a layer, one for all layers of the same rope; None where it has none."""
+        rope = self.config.attention[layer_id].rope
+        return None if rope is None else self._rotaries[rope]
 
     def forward(self, input_ids: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
         """Run a pass over `input_ids` int32 or int64 `[T]`, writing the tokens' KV into `kv_pool`.
@@ -167,3 +284,9 @@ class Decoder(nn.Module):
             yield from block.checkpoint_tensors(f"model.layers.{layer_id}")
         yield from self.norm.checkpoint_tensors("model.norm")
         yield from self.head.checkpoint_tensors("lm_head")
+
+    def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A tensor as a checkpoint stores it, under the names of `checkpoint_tensors`: itself, or its parts
+        where a family's checkpoints come in more than one layout.
+        """
+        yield name, tensor

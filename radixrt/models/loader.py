@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from layers.norm import RMSNorm
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig, read_architecture, read_json
 from radixrt.models.decoder import Decoder
@@ -36,24 +37,29 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
+    context_length: int | None = None,
     load_format: LoadFormat = "auto",
     seed: int = 0,
 ) -> tuple[Decoder, ModelConfig]:
     """The model in `source`, a folder or a hub id in Hugging Face format, on `device`.
 
-    `dtype` is a torch dtype or its name; "auto" is the checkpoint's, float32 on a CPU. `load_format`
-    "auto" reads safetensors, tensor by tensor straight into place; "dummy" needs a config only and fills the
-    weights with random numbers that depend on `seed`, not on the device. Raises ModelError for whatever is
-    wrong with the source.
+    `dtype` is a torch dtype or its name; "auto" is the checkpoint's, float32 on a CPU. `context_length` is
+    the longest sequence that the model is to see; None: what its config says. `load_format` "auto" reads
+    safetensors, tensor by tensor straight into place; "dummy" needs a config only and fills the weights with
+    random numbers that depend on `seed`, not on the device.
+
+    Raises ModelError for whatever is wrong with the source, ParameterError for a context that it cannot have.
     """
     if load_format not in get_args(LoadFormat):
         raise ModelError(f"load_format {load_format!r} is unknown; these are: {', '.join(get_args(LoadFormat))}")
     folder = model_folder(source, weights=load_format == "auto")
-    build = find_architecture(read_architecture(folder))
-    config = ModelConfig.from_folder(folder)
+    decoder = find_architecture(read_architecture(folder))
+    config = decoder.config_class.from_folder(folder)
+    if context_length is not None:
+        config = config.with_context_length(context_length)
     device = torch.device(device)
     files = _weight_files(folder) if load_format == "auto" else []
-    model = build(config, dtype=_resolve_dtype(dtype, config, device), device=device)
+    model = decoder(config, dtype=_resolve_dtype(dtype, config, device), device=device)
     if load_format == "dummy":
         _fill_randomly(model, config.initializer_range, seed)
     else:
@@ -134,13 +140,14 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ModelError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
-def _stored_tensors(files: Iterable[Path]) -> Iterator[tuple[Path, str, Tensor]]:
-    """Every tensor of the files, one at a time."""
+def _stored_tensors(files: Iterable[Path], model: Decoder) -> Iterator[tuple[Path, str, Tensor]]:
+    """Every tensor of the files, one at a time, under the names that `model` has for them."""
     for file in files:
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    yield file, name, tensors.get_tensor(name)
+                    for part, tensor in model.split_stored(name, tensors.get_tensor(name)):
+                        yield file, part, tensor
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read: {error}") from error
 
@@ -149,7 +156,7 @@ def _fill_from_files(model: Decoder, config: ModelConfig, files: list[Path], *, 
     places = dict(model.checkpoint_tensors())
     missing = dict(places)
     extra = []
-    for file, name, tensor in _stored_tensors(files):
+    for file, name, tensor in _stored_tensors(files, model):
         if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight"):
             continue
         if name not in places:
@@ -179,14 +186,18 @@ def _fill_from_files(model: Decoder, config: ModelConfig, files: list[Path], *, 
 
 
 def _fill_randomly(model: Decoder, std: float, seed: int) -> None:
-    """Norms 1, all else normal with mean 0 and `std`: consecutive stretches of one long cycle of numbers."""
+    """Norms neutral, all else normal with mean 0 and `std`: consecutive stretches of one long cycle of
+    numbers.
+    """
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.weight.fill_(module.neutral)
     noise = torch.empty(DUMMY_PERIOD, device="cpu")
     noise.normal_(std=std, generator=torch.Generator(device="cpu").manual_seed(seed))
     noise = noise.to(model.norm.weight.device)
     offset = 0
     for name, place in model.checkpoint_tensors():
         if name.endswith("norm.weight"):
-            place.fill_(1.0)
             continue
         flat = place.view(-1)  # a stack's parts are whole rows: contiguous
         start = 0

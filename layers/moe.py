@@ -1,0 +1,79 @@
+"""Sparse mixture of experts: a router, and SwiGLU experts whose weights are stacked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from layers.linear import Linear
+from triton_ops.moe import moe
+from triton_ops.topk_softmax import topk_softmax
+
+EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
+STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+
+
+class SparseMoE(nn.Module):
+    """Each token goes through the `top_k` of `num_experts` feed-forward layers that a router chooses.
+
+    `renormalize` makes a token's weights sum to 1. `names` are those of an expert's gate, up and down
+    projections in a checkpoint.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        renormalize: bool,
+        names: Sequence[str] = EXPERT_NAMES,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.renormalize = renormalize
+        self.names = tuple(names)
+        self.router = Linear(hidden_size, num_experts, bias=False, dtype=dtype, device=device)
+        gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
+        self.gate_up = nn.Parameter(gate_up, requires_grad=False)
+        down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype, device=device)
+        self.down = nn.Parameter(down, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x [num_tokens, hidden_size]` to the same shape."""
+        weights, experts = topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize)
+        return moe(x, weights, experts, self.gate_up, self.down)
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint stores of this layer, called `name` there: (tensor name, where it goes), expert
+        by expert.
+        """
+        yield from self.router.checkpoint_tensors(f"{name}.gate")
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            parts = (*gate_up.chunk(2), down)
+            for part, tensor in zip(self.names, parts, strict=True):
+                yield f"{name}.experts.{expert}.{part}.weight", tensor
+
+
+def split_experts(name: str, tensor: Tensor, names: Sequence[str] = EXPERT_NAMES) -> Iterator[tuple[str, Tensor]]:
+    """A tensor of a checkpoint expert by expert, under the names of `SparseMoE.checkpoint_tensors`.
+
+    Experts may be stored stacked: `...experts.gate_up_proj` `[num_experts, 2 * intermediate_size, hidden_size]`
+    and `...experts.down_proj`. Any other tensor is yielded as it is.
+    """
+    match = STACKED.fullmatch(name)
+    if match is None or tensor.dim() != 3:
+        yield name, tensor
+        return
+    experts, stack = match.groups()
+    gate, up, down = names
+    for expert, weights in enumerate(tensor):
+        parts = {down: weights} if stack == "down_proj" else dict(zip((gate, up), weights.chunk(2), strict=True))
+        for part, weight in parts.items():
+            yield f"{experts}.{expert}.{part}.weight", weight

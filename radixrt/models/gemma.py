@@ -1,0 +1,125 @@
+"""Gemma 2 (Google DeepMind, 2024) and the text part of Gemma 3 (2025)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from layers.embedding import Embedding
+from layers.input_metadata import InputMetadata
+from layers.logits import LogitsHead
+from layers.norm import RMSNorm, WideRMSNorm
+from layers.radix_attention import KVCache
+from radixrt.models.config import ModelConfig
+from radixrt.models.decoder import Attention, Block, Decoder
+
+
+@dataclass(frozen=True)
+class GemmaConfig(ModelConfig):
+    """`attention_scale` is the factor on the scores; the softcaps are None where there are none."""
+
+    attention_scale: float
+    attention_softcap: float | None
+    logits_softcap: float | None
+
+    @classmethod
+    def read_family(cls, source: Any) -> dict[str, Any]:
+        return {
+            "attention_scale": source.query_pre_attn_scalar**-0.5,
+            "attention_softcap": source.attn_logit_softcapping,
+            "logits_softcap": source.final_logit_softcapping,
+        }
+
+
+class GemmaBlock(Block):
+    """Norms before and behind attention and feed-forward: `x + norm(attention(norm(x)))`."""
+
+    checkpoint_names = MappingProxyType(
+        {
+            "attention_norm": "input_layernorm",
+            "attention": "self_attn",
+            "after_attention_norm": "post_attention_layernorm",
+            "feed_forward_norm": "pre_feedforward_layernorm",
+            "feed_forward": "mlp",
+            "after_feed_forward_norm": "post_feedforward_layernorm",
+        }
+    )
+
+    def __init__(self, *, after_attention_norm: RMSNorm, after_feed_forward_norm: RMSNorm, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.after_attention_norm = after_attention_norm
+        self.after_feed_forward_norm = after_feed_forward_norm
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            hidden, residual = self.attention_norm(hidden), hidden
+        else:
+            hidden, residual = self.attention_norm.add(hidden, residual)
+        hidden = self.after_attention_norm(self.attention(hidden, metadata, kv_pool))
+        hidden, residual = self.feed_forward_norm.add(hidden, residual)
+        return self.after_feed_forward_norm(self.feed_forward(hidden)), residual
+
+
+class Gemma2(Decoder):
+    """Scaled embeddings, norms centred on 1, a scale of its own for the scores, softcaps."""
+
+    config: GemmaConfig
+    config_class = GemmaConfig
+
+    def build_embedding(self) -> Embedding:
+        size = self.config.hidden_size
+        return Embedding(self.config.vocab_size, size, scale=size**0.5, **self.placement)
+
+    def build_norm(self, size: int) -> WideRMSNorm:
+        return WideRMSNorm(size, self.config.rms_norm_eps, offset=1.0, **self.placement)
+
+    def build_attention(self, layer_id: int) -> Attention:
+        return Attention(
+            self.config,
+            layer_id,
+            self.rotary(layer_id),
+            scale=self.config.attention_scale,
+            softcap=self.config.attention_softcap,
+            **self.placement,
+        )
+
+    def build_block(self, layer_id: int) -> GemmaBlock:
+        size = self.config.hidden_size
+        return GemmaBlock(
+            attention_norm=self.build_norm(size),
+            attention=self.build_attention(layer_id),
+            after_attention_norm=self.build_norm(size),
+            feed_forward_norm=self.build_norm(size),
+            feed_forward=self.build_feed_forward(layer_id),
+            after_feed_forward_norm=self.build_norm(size),
+        )
+
+    def build_head(self) -> LogitsHead:
+        config = self.config
+        return LogitsHead(
+            config.vocab_size,
+            config.hidden_size,
+            tied_to=self.embedding if config.tie_word_embeddings else None,
+            softcap=config.logits_softcap,
+            **self.placement,
+        )
+
+
+class Gemma3(Gemma2):
+    """A norm on each query and key head; its configs set no softcap for the scores."""
+
+    def build_attention(self, layer_id: int) -> Attention:
+        return Attention(
+            self.config,
+            layer_id,
+            self.rotary(layer_id),
+            q_norm=self.build_norm(self.config.head_dim),
+            k_norm=self.build_norm(self.config.head_dim),
+            scale=self.config.attention_scale,
+            **self.placement,
+        )

@@ -1,0 +1,69 @@
+"""Mixtral (Mistral AI, 2024): Mistral whose feed-forward layers are mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from layers.moe import SparseMoE, split_experts
+from radixrt.errors import ModelError
+from radixrt.models.config import ModelConfig
+from radixrt.models.decoder import Block, Decoder
+
+# Of an expert's gate, up and down projections.
+EXPERT_NAMES = ("w1", "w3", "w2")
+
+
+@dataclass(frozen=True)
+class MixtureConfig(ModelConfig):
+    """A token goes through `top_k` of `num_experts` experts; `expert_size` is their intermediate size."""
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+
+    @classmethod
+    def read_family(cls, source: Any) -> dict[str, Any]:
+        if source.hidden_act != "silu":
+            raise ModelError(f"experts with hidden_act {source.hidden_act!r} are not supported; 'silu' is")
+        if not 1 <= source.num_experts_per_tok <= source.num_experts:
+            raise ModelError(
+                f"num_experts_per_tok is {source.num_experts_per_tok}; it must be 1 to {source.num_experts}"
+            )
+        return {
+            "num_experts": source.num_experts,
+            "top_k": source.num_experts_per_tok,
+            "expert_size": source.intermediate_size,
+        }
+
+
+class MixtralBlock(Block):
+    checkpoint_names = MappingProxyType({**Block.checkpoint_names, "feed_forward": "block_sparse_moe"})
+
+
+class Mixtral(Decoder):
+    """The weights of a token's experts sum to 1."""
+
+    config: MixtureConfig
+    config_class = MixtureConfig
+    block_class = MixtralBlock
+
+    def build_feed_forward(self, layer_id: int) -> SparseMoE:
+        config = self.config
+        return SparseMoE(
+            config.hidden_size,
+            config.expert_size,
+            config.num_experts,
+            config.top_k,
+            renormalize=True,
+            names=EXPERT_NAMES,
+            **self.placement,
+        )
+
+    def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        # Where experts are stacked, they go by another name.
+        return split_experts(name.replace(".mlp.", ".block_sparse_moe."), tensor, EXPERT_NAMES)

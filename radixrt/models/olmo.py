@@ -1,0 +1,53 @@
+"""OLMo 2 (Ai2, 2024): norms behind attention and feed-forward, not before them, and on all of q and k."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from torch import Tensor
+
+from layers.input_metadata import InputMetadata
+from layers.norm import WideRMSNorm
+from layers.radix_attention import KVCache
+from radixrt.models.decoder import Attention, Block, Decoder
+
+
+class Olmo2Block(Block):
+    """`x + norm(attention(x))`, then the same with the feed-forward layer."""
+
+    checkpoint_names = MappingProxyType(
+        {
+            "attention": "self_attn",
+            "attention_norm": "post_attention_layernorm",
+            "feed_forward": "mlp",
+            "feed_forward_norm": "post_feedforward_layernorm",
+        }
+    )
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        if residual is not None:
+            hidden = hidden + residual
+        hidden = hidden + self.attention_norm(self.attention(hidden, metadata, kv_pool))
+        return self.feed_forward_norm(self.feed_forward(hidden)), hidden
+
+
+class Olmo2(Decoder):
+    """A norm on q and k spans all heads of the projection."""
+
+    block_class = Olmo2Block
+
+    def build_norm(self, size: int) -> WideRMSNorm:
+        return WideRMSNorm(size, self.config.rms_norm_eps, offset=0.0, **self.placement)
+
+    def build_attention(self, layer_id: int) -> Attention:
+        config = self.config
+        return Attention(
+            config,
+            layer_id,
+            self.rotary(layer_id),
+            q_norm=self.build_norm(config.num_heads * config.head_dim),
+            k_norm=self.build_norm(config.num_kv_heads * config.head_dim),
+            **self.placement,
+        )

@@ -1,0 +1,15 @@
+"""Phi-3 and Phi-4 (Microsoft, 2024): Llama whose checkpoints store q, k and v as one matrix, and gate and up."""
+
+from __future__ import annotations
+
+from radixrt.models.decoder import Attention, Decoder, FeedForward
+
+
+class Phi3(Decoder):
+    """The packed matrices are our stacks: they are filled in place."""
+
+    def build_attention(self, layer_id: int) -> Attention:
+        return Attention(self.config, layer_id, self.rotary(layer_id), packed_as="qkv_proj", **self.placement)
+
+    def build_feed_forward(self, layer_id: int) -> FeedForward:
+        return FeedForward(self.config, packed_as="gate_up_proj", **self.placement)

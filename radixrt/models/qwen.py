@@ -1,0 +1,82 @@
+"""Qwen2 and 2.5 (Qwen team, 2024), Qwen3 and its mixtures of experts (Qwen team, 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from layers.moe import SparseMoE, split_experts
+from radixrt.models.decoder import Attention, Decoder, FeedForward
+from radixrt.models.mixtral import MixtureConfig
+
+
+class Qwen2(Decoder):
+    """Llama with biases on q, k and v."""
+
+    def build_attention(self, layer_id: int) -> Attention:
+        return Attention(
+            self.config,
+            layer_id,
+            self.rotary(layer_id),
+            qkv_bias=True,
+            output_bias=False,
+            **self.placement,
+        )
+
+
+class Qwen3(Decoder):
+    """Llama with a norm on each query and key head."""
+
+    def build_attention(self, layer_id: int) -> Attention:
+        return Attention(
+            self.config,
+            layer_id,
+            self.rotary(layer_id),
+            q_norm=self.build_norm(self.config.head_dim),
+            k_norm=self.build_norm(self.config.head_dim),
+            **self.placement,
+        )
+
+
+@dataclass(frozen=True)
+class Qwen3MoeConfig(MixtureConfig):
+    """`dense_layers` are those without experts; `renormalize` whether a token's weights sum to 1."""
+
+    dense_layers: frozenset[int]
+    renormalize: bool
+
+    @classmethod
+    def read_family(cls, source: Any) -> dict[str, Any]:
+        dense = {i for i in range(source.num_hidden_layers) if (i + 1) % source.decoder_sparse_step}
+        return {
+            **super().read_family(source),
+            "expert_size": source.moe_intermediate_size,
+            "dense_layers": frozenset(dense.union(source.mlp_only_layers)),
+            "renormalize": source.norm_topk_prob,
+        }
+
+
+class Qwen3Moe(Qwen3):
+    """Qwen3 whose feed-forward layers are mixtures of experts, but for some that are dense."""
+
+    config: Qwen3MoeConfig
+    config_class = Qwen3MoeConfig
+
+    def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
+        config = self.config
+        if layer_id in config.dense_layers:
+            return super().build_feed_forward(layer_id)
+        return SparseMoE(
+            config.hidden_size,
+            config.expert_size,
+            config.num_experts,
+            config.top_k,
+            renormalize=config.renormalize,
+            **self.placement,
+        )
+
+    def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        return split_experts(name, tensor)
