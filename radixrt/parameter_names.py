@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,8 +20,8 @@ SPELLINGS = {
 }
 
 
-def sampling_params_from_dict(values: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams from a plain dict, with the spellings of both engines.
+def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
+    """SamplingParams from a plain dict, with the spellings of both engines; `defaults` for what is not in it.
 
     Raises:
         ParameterError: keys are unknown (all of them are named, with the nearest that are known), a parameter is
@@ -41,7 +41,7 @@ def sampling_params_from_dict(values: Mapping[str, Any]) -> SamplingParams:
         first = given.setdefault(known[key], key)
         if first != key:
             raise ParameterError(f"{first} and {key} are the same parameter; give one of them")
-    return SamplingParams(**{name: values[key] for name, key in given.items()})
+    return replace(defaults or SamplingParams(), **{name: values[key] for name, key in given.items()})
 
 
 def _with_nearest(key: object, known: list[str]) -> str:

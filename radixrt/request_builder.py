@@ -129,6 +129,8 @@ class RequestBuilder:
                     ids = self.tokenizer.encode_chat(cast("Sequence[Message]", prompt))
             except TokenizerError as error:
                 raise PromptError(f"cannot be encoded: {error}") from error
+        elif isinstance(prompt, np.ndarray) and is_token_ids(prompt):
+            ids = prompt
         elif is_token_ids(prompt):
             ids = np.array([int(i) for i in cast("Sequence[int]", prompt)], dtype=np.object_)  # of any size
         else:

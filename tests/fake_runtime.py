@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixrt.errors import ParameterError, PromptError
-from radixrt.output import FinishReason, RequestOutput, Timings, Usage
+from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, Usage
 from radixrt.sampling_params import SamplingParams
 
 VOCAB_SIZE = 1000
@@ -82,11 +82,18 @@ class FakeRuntime:
         return [
             RequestOutput(
                 index=request.index,
-                text=f"{ids[0]} é\u2028",
-                token_ids=ids,
-                finish_reason=FinishReason.ERROR if failed else FinishReason.LENGTH,
+                id=request.index,
+                outputs=(
+                    CompletionOutput(
+                        index=0,
+                        text=f"{ids[0]} é\u2028",
+                        token_ids=ids,
+                        finish_reason=FinishReason.ERROR if failed else FinishReason.LENGTH,
+                        error="the pass failed" if failed else None,
+                    ),
+                ),
                 usage=Usage(len(request.prompt_ids), cached, len(request.prompt_ids) - cached, len(ids)),
                 timings=Timings(queue=0.25, first_token=None if failed else 0.5, total=1.0),
-                error="the pass failed" if failed else None,
+                prompt_token_ids=tuple(request.prompt_ids.tolist()),
             )
         ]

@@ -278,7 +278,7 @@ def test_seeds_and_indices_are_those_of_a_list(files: tuple[Path, Path], monkeyp
     write(files[0], [good(0), b"", b"{", good(3)])
     runtime = FakeRuntime()
     submitted: list[int] = []
-    monkeypatch.setattr(runtime, "submit", lambda request: submitted.append(request.index))
+    monkeypatch.setattr(runtime, "submit", lambda *requests: submitted.extend(r.index for r in requests))
     with pytest.raises(SchedulerError):
         run_batch(runtime, *files)
     assert submitted == [0, 3]

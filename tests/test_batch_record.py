@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixrt.batch.record import InputRecord, LineError, LineErrorType, error_line, output_line, parse_line
-from radixrt.output import FinishReason, RequestOutput, Timings, Usage
+from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
 from radixrt.sampling_params import SamplingParams
 
 DEFAULTS = SamplingParams(temperature=0.5, max_new_tokens=7)
@@ -51,11 +51,11 @@ def test_round_trip(prompt: str | list[int], custom_id: str | None, metadata: An
 
     output = RequestOutput(
         index=0,
-        text="\ud800\u2028\u2029\x85\x0b\n\0",
-        token_ids=(3, 4),
-        finish_reason=FinishReason.STOP,
+        id=0,
+        outputs=(CompletionOutput(0, "\ud800\u2028\u2029\x85\x0b\n\0", (3, 4), FinishReason.STOP),),
         usage=Usage(5, 2, 3, 2, 1),
         timings=Timings(0.1234567, None, 2.0),
+        prompt_token_ids=(1, 2),
     )
     written = output_line(9, record.custom_id, record.metadata, output)
     assert len(written.decode().splitlines()) == 1
@@ -94,13 +94,27 @@ def test_parameters_go_on_top_of_the_defaults() -> None:
 
 
 def test_a_failed_run_has_an_error_and_no_answer() -> None:
-    output = RequestOutput(
-        0, "half", (1,), FinishReason.ERROR, Usage(1, 0, 1, 1), Timings(0, None, 1), error="not finite"
-    )
+    answer = CompletionOutput(0, "half", (1,), FinishReason.ERROR, error="not finite")
+    output = RequestOutput(0, 0, (answer,), Usage(1, 0, 1, 1), Timings(0, None, 1), (5,))
     record = json.loads(output_line(0, "a", [1], output))
     assert record["error"] == {"type": "failed", "message": "not finite"}
     assert (record["text"], record["token_ids"], record["finish_reason"]) == (None, None, "error")
     assert (record["custom_id"], record["metadata"], record["usage"]["completion_tokens"]) == ("a", [1], 1)
+
+
+def test_several_answers_and_their_log_probabilities() -> None:
+    token = TokenLogprob(7, -0.5, 1, ((7, -0.5), (8, -1.5)))
+    answers = [CompletionOutput(i, f"a{i}", (7,), FinishReason.LENGTH, logprobs=(token,)) for i in range(2)]
+    output = RequestOutput(0, 0, tuple(answers), Usage(1, 0, 1, 2), Timings(0, 0, 1), (5,), (token,))
+    record = json.loads(output_line(0, None, None, output))
+    shown = {"token_id": 7, "logprob": -0.5, "rank": 1, "top": [[7, -0.5], [8, -1.5]]}
+    assert record["outputs"] == [
+        {"text": f"a{i}", "token_ids": [7], "finish_reason": "length", "logprobs": [shown]} for i in range(2)
+    ]
+    assert (record["text"], record["logprobs"], record["prompt_logprobs"]) == ("a0", [shown], [shown])
+    one = json.loads(output_line(0, None, None, output.split()[1]))
+    assert one["text"] == "a1"
+    assert "outputs" not in one
 
 
 @pytest.mark.parametrize(
@@ -159,9 +173,9 @@ def test_bad_prompts(prompt: dict[str, Any], message: str) -> None:
     ("params", "message"),
     [
         ([], "sampling_params is a list; it must be an object"),
-        ({"max_tokens": 5}, "unknown sampling parameter 'max_tokens'; known are max_new_tokens,"),
+        ({"max_tokns": 5}, "unknown sampling parameter 'max_tokns' (did you mean 'max_tokens'?); known are"),
         ({"temperature": -1}, "temperature is -1"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_tokens": -1}, "max_new_tokens is -1"),
         ({"top_p": None}, "top_p is None"),
         ({"stop_token_ids": "ab"}, "stop_token_ids is 'ab'"),
         ({"ignore_eos": 1}, "ignore_eos is 1"),

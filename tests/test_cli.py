@@ -66,7 +66,7 @@ def test_batch(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(Recorder, "submit", lambda self, request: seen.append(request.params))
+    monkeypatch.setattr(Recorder, "submit", lambda self, *requests: seen.extend(r.params for r in requests))
     options = shlex.split("""
         --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --max-new-tokens 4
         --model m --dtype float32 --device cpu --load-format dummy --context-length 64 --seed 5

@@ -14,7 +14,7 @@ from small_tokenizers import CHATML, chat_tokenizer, small_tokenizer
 from radixrt.builtin import MODEL_PATH
 from radixrt.conversation import Conversation
 from radixrt.errors import ParameterError, TokenizerError
-from radixrt.output import FinishReason, RequestOutput, Timings, Usage
+from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, Usage
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.builder import TextBuilder
@@ -53,7 +53,8 @@ class FakeRuntime:
             builder.push(token_id)
         count = len(prompts)
         usage = Usage(count, 0, count, len(ids))
-        return RequestOutput(0, builder.finish(), tuple(ids), reason, usage, Timings(0.0, 0.0, 0.0))
+        answer = CompletionOutput(0, builder.finish(), tuple(ids), reason)
+        return RequestOutput(0, 0, (answer,), usage, Timings(0.0, 0.0, 0.0), tuple(prompts))
 
     def stream(self, prompt: list[int], sampling_params: SamplingParams, /) -> Iterator[FakeChunk]:
         output = self.generate(prompt, sampling_params)

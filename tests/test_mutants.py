@@ -136,7 +136,7 @@ def pad_to_a_live_slot(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("followers wait")
 def release_followers_too_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixCache, "is_awaited", lambda self, match, tokens: False)
+    patch.setattr(PrefixCache, "is_awaited", lambda *_: False)
 
 
 @mutant("6:")

@@ -4,7 +4,8 @@ An input line is a JSON object with
 
     prompt            a string, or a list of token ids;
     token_ids         a list of token ids, in place of `prompt`;
-    sampling_params   fields of `SamplingParams`; those not given keep the run's defaults (optional);
+    sampling_params   fields of `SamplingParams`, in the spelling of SGLang or vLLM if you like; those not given
+                      keep the run's defaults (optional);
     custom_id         a string of the user's, no two lines the same (optional);
     metadata          any JSON value, returned as it came (optional).
 
@@ -21,23 +22,27 @@ An output line is a JSON object with
     usage             token counts (`Usage`), or null if the request never ran;
     timings           seconds (`Timings`), or null if the request never ran;
     metadata          as given, or null;
-    error             null, or {"type": see `LineErrorType`, "message"}; then text and token_ids are null.
+    error             null, or {"type": see `LineErrorType`, "message"}; then text and token_ids are null;
+    outputs           with n > 1: text, token_ids, finish_reason and, if asked for, logprobs of each answer; the
+                      first one's are also those of the record;
+    logprobs          if asked for: for each token {"token_id", "logprob", "rank", "top": [[id, logprob], ...]};
+    prompt_logprobs   if asked for: the same for tokens of the prompt.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, NoReturn
 
 from radixrt.errors import ParameterError
-from radixrt.output import FinishReason, RequestOutput
+from radixrt.output import FinishReason, RequestOutput, TokenLogprob
+from radixrt.parameter_names import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
 
 _KEYS = ("prompt", "token_ids", "sampling_params", "custom_id", "metadata")
-_PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 _MAX_TOKEN_ID = 2**31 - 1
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
@@ -136,13 +141,8 @@ def parse_line(line: bytes, default_params: SamplingParams) -> InputRecord:
     given = {} if given is None else given
     if not isinstance(given, dict):
         bad(LineErrorType.INVALID_PARAMETERS, f"sampling_params is {_kind(given)}; it must be an object")
-    if unknown := [key for key in given if key not in _PARAMETERS]:
-        bad(
-            LineErrorType.INVALID_PARAMETERS,
-            f"unknown sampling parameter {_names(unknown)}; known are {', '.join(_PARAMETERS)}",
-        )
     try:
-        params = replace(default_params, **given)
+        params = sampling_params_from_dict(given, default_params)
     except ParameterError as error:
         bad(LineErrorType.INVALID_PARAMETERS, str(error))
     return InputRecord(prompt, params, custom_id, metadata)
@@ -151,6 +151,18 @@ def parse_line(line: bytes, default_params: SamplingParams) -> InputRecord:
 def output_line(index: int, custom_id: str | None, metadata: object, output: RequestOutput) -> bytes:
     """The record of a line whose request ran, with its newline."""
     failed = output.finish_reason is FinishReason.ERROR
+    more: dict[str, object] = {}
+    if len(output.outputs) > 1:
+        more["outputs"] = [
+            {
+                "text": answer.text,
+                "token_ids": answer.token_ids,
+                "finish_reason": answer.finish_reason,
+                **_logprobs("logprobs", answer.logprobs),
+            }
+            for answer in output.outputs
+        ]
+    more |= _logprobs("logprobs", output.logprobs) | _logprobs("prompt_logprobs", output.prompt_logprobs)
     return _dump(
         {
             "custom_id": custom_id,
@@ -165,8 +177,13 @@ def output_line(index: int, custom_id: str | None, metadata: object, output: Req
             },
             "metadata": metadata,
             "error": {"type": LineErrorType.FAILED, "message": output.error} if failed else None,
+            **more,
         }
     )
+
+
+def _logprobs(name: str, logprobs: tuple[TokenLogprob, ...] | None) -> dict[str, object]:
+    return {} if logprobs is None else {name: [asdict(token) for token in logprobs]}
 
 
 def error_line(index: int, error: LineError) -> bytes:
