@@ -112,8 +112,9 @@ class SimulatedPass:
 class SimulatedRunner:
     """Runs passes in order, each when the test says so, at the latest when it is collected."""
 
-    def __init__(self, rows: ReqToTokenPool, num_slots: int) -> None:
+    def __init__(self, rows: ReqToTokenPool, num_slots: int, prefill_budget: int) -> None:
         self.host_rows = rows
+        self.prefill_budget = prefill_budget
         self.req_to_token = np.zeros_like(rows.req_to_token)
         self.kv = np.full(num_slots, POISON, dtype=np.uint64)
         self.last_token = np.zeros(rows.max_requests, dtype=np.int32)
@@ -129,6 +130,12 @@ class SimulatedRunner:
     def launch(self, batch: ScheduleBatch) -> SimulatedPass:
         for request, start, end in zip(batch.requests, batch.prefix_lens, batch.seq_lens, strict=True):
             self.tokens_launched[request.index] += int(end - start)
+        extended = [
+            int(end - start)
+            for request, start, end in zip(batch.requests, batch.prefix_lens, batch.seq_lens, strict=True)
+            if start < request.extend_end
+        ]
+        self._require("10: a pass keeps to its prefill budget", sum(extended) <= self.prefill_budget)
         if self.fail_launch:
             self.fail_launch = False
             raise SimulatedFailure("launch")
@@ -143,24 +150,27 @@ class SimulatedRunner:
 
     def collect(self, handle: SimulatedPass) -> PassResult:
         assert handle is self.in_flight[0], "passes are collected in order"
-        try:
-            while handle.result is None and handle.error is None:
-                self.run_next()
-        except Violation as violation:
-            self.violation = violation
-            raise
+        while handle.result is None and handle.error is None:
+            self.run_next()
         self.in_flight.popleft()
         if handle.error is not None:
             raise handle.error
         assert handle.result is not None
         return handle.result
 
+    def _require(self, name: str, holds: bool, detail: object = "") -> None:
+        try:
+            require(name, holds, detail)
+        except Violation as violation:
+            self.violation = self.violation or violation
+            raise
+
     def run_next(self) -> None:
         flight = self.queue.popleft()
         batch = flight.batch
         changes = batch.row_changes
         cells = set(zip(changes.rows.tolist(), changes.positions.tolist(), strict=True))
-        require("rows: no cell is changed twice in one pass", len(cells) == len(changes))
+        self._require("rows: no cell is changed twice in one pass", len(cells) == len(changes))
         self.req_to_token[changes.rows, changes.positions] = changes.slots
         if flight.fails:
             flight.error = SimulatedFailure("run")
@@ -179,7 +189,7 @@ class SimulatedRunner:
                 if position >= start:
                     token = int(batch.input_ids[at])
                     token = int(self.last_token[-token - 1]) if token < 0 else token
-                    require("7: a new token is written where its row says", slot == batch.out_cache_loc[at])
+                    self._require("7: a new token is written where its row says", slot == batch.out_cache_loc[at])
                     bad = i in flight.poisoned and position == end - 1
                     self.kv[slot] = POISON + 1 if bad else _kv(read, token)
                     at += 1
@@ -191,7 +201,7 @@ class SimulatedRunner:
             elif not self._tainted(flight, i):
                 expected = histories(request.namespace, known)
                 got = history[: len(known)]
-                require(
+                self._require(
                     "7: what is read is the KV of the own history", got == expected, (request.index, start, end)
                 )
             sampled[i] = _mix(read) % VOCAB
@@ -242,7 +252,7 @@ class World:
         self.scheduler = Scheduler(
             self.cache, max_running_requests=s.max_running, chunked_prefill_size=s.chunk, policy=s.policy
         )
-        self.runner = SimulatedRunner(self.rows, s.num_slots)
+        self.runner = SimulatedRunner(self.rows, s.num_slots, s.chunk)
         self.engine = Engine(self.scheduler, self.runner)
         self.requests: list[Request] = []
         self.events: Counter[str] = Counter()
@@ -350,6 +360,12 @@ class World:
     def retract(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
             self.scheduler.retract(request)
+
+    def drain_requests(self) -> None:
+        """Run until nothing is left to do; what is cached stays."""
+        while self.engine.has_work:
+            self.step()
+            self.check()
 
     def drain(self) -> None:
         self.fail_alloc = False

@@ -150,7 +150,7 @@ def commit_what_is_only_launched(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_let_go", hasty)
 
 
-@mutant("6:", "7:")
+@mutant("6:", "7:", "12:")
 def commit_what_is_not_finite(patch: pytest.MonkeyPatch) -> None:
     process = Scheduler.process
 

@@ -297,6 +297,66 @@ def test_longest_prefix_order() -> None:
     assert ended.index(warm) < ended.index(cold)
 
 
+def test_first_come_order_looks_at_no_match() -> None:
+    world = World(Sizes(num_slots=120, max_running=1, policy=SchedulePolicy.FCFS))
+    first = world.submit([1, 2, 3, 4], 1)
+    cold = world.submit([2, 2, 2], 1)
+    warm = world.submit([1, 2, 3, 0], 1)
+    ended = []
+    while world.engine.has_work:
+        ended += world.step()
+    assert ended == [first, cold, warm]
+
+
+def test_what_runs_to_its_end_for_sure_is_never_retracted() -> None:
+    """Requests that no token stops are admitted only as far as all of them fit to their ends."""
+    world = World(Sizes(num_slots=61, num_rows=8, max_running=6, chunk=64))
+    requests = [world.submit([i, i, i, i], 17) for i in range(5)]  # 20 slots each: three fit
+    most = 0
+    while world.engine.has_work:
+        world.step()
+        world.check()
+        most = max(most, len(world.scheduler.running))
+    assert world.scheduler.num_retractions == 0
+    assert most == 3
+    assert all(r.num_output == 17 for r in requests)
+
+
+def test_a_follower_starts_when_its_part_is_committed_not_when_its_leader_is_done() -> None:
+    world = World(Sizes(num_slots=200, num_rows=6, chunk=6))
+    leader = world.submit([1, 2, 3, 4] * 5 + [1, 2], 1)  # passes of 6, 6, 6 and 4 tokens: two are left over
+    follower = world.submit([1, 2, 3, 4, 0, 0, 0], 1)
+    while follower.state is RequestState.WAITING:
+        world.step()
+    assert leader.computed < leader.prompt_len
+    assert follower.usage().cached_tokens == 4
+    world.drain()
+
+
+def test_a_hit_keeps_a_prefix_from_eviction() -> None:
+    world = World(Sizes(num_slots=31, num_rows=4, chunk=32))
+    old, other = [1] * 10, [2] * 10
+    for prompt in (old, other, old):  # the old one is hit again
+        world.submit(prompt, 1)
+        world.drain_requests()
+    world.submit([3] * 15, 1)  # has to evict five tokens
+    world.drain_requests()
+    assert world.cache.match(Namespace(), np.array([*old, 0], dtype=np.int32)).length == 10
+    assert world.cache.match(Namespace(), np.array([*other, 0], dtype=np.int32)).length == 5
+
+
+def test_a_retracted_request_finds_again_what_it_computed() -> None:
+    world = World(Sizes(num_slots=120))
+    request = world.submit([1, 2, 3, 4, 0, 1], 8)
+    for _ in range(5):
+        world.step()
+    computed = request.computed
+    assert computed > request.prompt_len
+    world.retract(request)
+    world.drain()
+    assert request.usage().recomputed_tokens <= 2  # what was in flight
+
+
 def test_a_failed_pass_ends_its_requests_alone() -> None:
     world = World(Sizes(num_slots=120, max_running=2, num_rows=4))
     doomed = [world.submit([1, 2, 3], 5), world.submit([2, 2, 3], 5)]

@@ -58,10 +58,10 @@ class OutputEstimate:
         self.share = self.INITIAL
 
     def expected(self, request: Request) -> int:
-        """Output tokens still expected of `request`, each of which will want a slot."""
+        """Output tokens still expected of `request`, at least one."""
         if not request.stop_ids:
             return request.remaining
-        return int(request.remaining * self.share)
+        return max(1, int(request.remaining * self.share))
 
     def pass_scheduled(self) -> None:
         self.share = max(self.LOWEST, self.share * self.FALL)

@@ -176,7 +176,9 @@ class Scheduler:
                     pieces.append(piece)
                     budget -= len(piece.slots)
         if self.num_retractions == retractions:  # whoever has just yielded does not come back at once
-            pieces.extend(self._admissions(budget))
+            granted = sum(len(piece.slots) for piece in pieces)
+            promised = sum(self._demand(request) for request in self.running) - granted
+            pieces.extend(self._admissions(budget, promised))
         if not pieces:
             return None
         self._estimate.pass_scheduled()
@@ -217,12 +219,11 @@ class Scheduler:
             return None
         return _Piece(request, lease, request.launched, slots, request.launched + count == request.extend_end)
 
-    def _admissions(self, budget: int) -> list[_Piece]:
-        """Admit waiting requests while budget, rows and memory last."""
+    def _admissions(self, budget: int, promised: int) -> list[_Piece]:
+        """Admit waiting requests while budget, rows and the memory that is not `promised` to others last."""
         pieces: list[_Piece] = []
         if budget <= 0 or not self.waiting or len(self.running) >= self.max_running_requests:
             return pieces
-        promised = sum(self._demand(r) for r in self.running)
         order = admission_order(
             self.policy, self.waiting, lambda r: self.cache.match(r.namespace, r.tokens()).length
         )
@@ -238,7 +239,7 @@ class Scheduler:
             if self.cache.is_awaited(self.cache.match(request.namespace, tokens), tokens):
                 continue  # a follower: its leader is computing what it needs next
             # Whoever runs alone runs to its end: submit has checked that it fits.
-            reserve = promised + self._estimate.expected(request) if self.running else 0
+            reserve = promised + self._demand(request) - len(tokens) if self.running else 0
             lease = self.cache.acquire(request.namespace, tokens, reserve)
             if lease is None:
                 break
@@ -260,8 +261,10 @@ class Scheduler:
         return pieces
 
     def _demand(self, request: Request) -> int:
-        """Slots that a running request is still expected to ask for."""
-        return request.extend_end - min(request.launched, request.extend_end) + self._estimate.expected(request)
+        """Slots that a request is still expected to ask for; its last token never wants one."""
+        if request.remaining == 0:
+            return 0
+        return request.total - request.launched + self._estimate.expected(request) - 1
 
     def _batch(self, pieces: list[_Piece]) -> ScheduleBatch:
         pieces.sort(key=lambda p: len(p.slots) == 1)  # stable: the longer extends come first
