@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from layers.rotary import LinearScaling, Llama3Scaling, RopeParameters
+from layers.rotary import LinearScaling, Llama3Scaling, LongRopeScaling, RopeParameters
 from radixrt.errors import ModelError, ParameterError
 from radixrt.models import loader
 from radixrt.models.config import AttentionKind, ModelConfig
@@ -388,6 +389,16 @@ def test_older_names_of_a_gemma3(tmp_path: Path) -> None:
     kinds = GemmaConfig.from_folder(tmp_path).attention
     assert [kind.window for kind in kinds] == [checkpoints.WINDOW, None] * 2
     assert [kind.rope for kind in kinds] == [RopeParameters(50.0), RopeParameters(5000.0)] * 2
+
+
+def test_older_names_of_a_phi3(tmp_path: Path) -> None:
+    """As Phi-3 128k has them."""
+    file = checkpoints.write(checkpoints.phi3(), tmp_path) / "config.json"
+    old = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    edit_json(file, rope_parameters=None, rope_theta=1e4, rope_scaling=old, original_max_position_embeddings=64)
+    factor = math.sqrt(1 + math.log(4) / math.log(64))
+    scaling = LongRopeScaling((1.0,) * 4, (2.0,) * 4, 64, factor)
+    assert ModelConfig.from_folder(tmp_path).attention[0].rope == RopeParameters(1e4, scaling)
 
 
 def test_windows_of_layers(tmp_path: Path) -> None:

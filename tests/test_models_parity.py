@@ -60,6 +60,10 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+# Where transformers computes frequencies during the pass, in float32 and on the device.
+ROUGHLY = 2e-4
+
+
 class Session:
     """A model, a pool whose unused slots hold NaN, and rows of scattered slots."""
 
@@ -135,8 +139,8 @@ def prompt(length: int, seed: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(0, checkpoints.VOCAB_SIZE, length)]
 
 
-def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+def assert_close(ours: Tensor, theirs: Tensor, *, atol: float = 2e-5) -> None:
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=1e-5)
 
 
 def test_cold(session: Session, reference: Callable[[list[int]], Tensor]) -> None:
@@ -243,7 +247,7 @@ def test_dynamic_rope_in_a_longer_context(tmp_path: Path) -> None:
     session = Session(*load_model(folder, device=torch.get_default_device(), context_length=60))
     a = prompt(60, 1)
     (ours,) = session.run((0, a, 0))
-    assert_close(ours, dense(reference, a))
+    assert_close(ours, dense(reference, a), atol=ROUGHLY)
     # A head has 8 elements: theta grows by (factor * 60 / 16 - (factor - 1)) ^ (8 / 6).
     theta = 10000.0 * (4.0 * 60 / 16 - 3.0) ** (8 / 6)
     fixed = checkpoints.llama(rope_parameters={"rope_type": "default", "rope_theta": theta})
@@ -262,7 +266,7 @@ def test_long_rope_follows_the_context_length(tmp_path: Path) -> None:
     folder, a = checkpoints.write(reference, tmp_path), prompt(60, 1)
     longer = Session(*load_model(folder, device=torch.get_default_device()))
     chunks = [longer.run((1, a[:end], start))[0] for start, end in ((0, 7), (7, 60))]
-    assert_close(torch.cat(chunks), dense(reference, a))
+    assert_close(torch.cat(chunks), dense(reference, a), atol=ROUGHLY)
     shorter = Session(*load_model(folder, device=torch.get_default_device(), context_length=16))
     assert_close(shorter.run((0, a[:16], 0))[0], dense(reference, a[:16]))
     assert not torch.allclose(longer.run((0, a[:16], 0))[0], dense(reference, a[:16]), atol=0.1)

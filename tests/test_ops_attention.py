@@ -335,7 +335,7 @@ def test_extend_with_windows_and_softcaps(name: str) -> None:
     options = OPTIONS[name]
     check_extend(make_case([9, 12, 1, 30, 21, 90], head_dim=32), [0, 11, 0, 17, 1, 80], 4, **options)
     check_extend(make_case([130]), [40], 2, packed=True, **options)
-    check_extend(make_case([130]), [0], 1, **options)
+    check_extend(make_case([130, 1, 7, 8, 64, 65]), [0] * 6, 1, **options)
     check_extend(make_case([9, 40], dtype=torch.bfloat16), [4, 20], 2, **options)
 
 
