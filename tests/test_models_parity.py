@@ -140,6 +140,8 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def assert_close(ours: Tensor, theirs: Tensor, *, atol: float = 2e-5) -> None:
+    if ours.device.type != "cpu":  # a GPU adds up in another order: 2.2e-5 was seen with experts
+        atol = max(atol, 5e-5)
     torch.testing.assert_close(ours, theirs, atol=atol, rtol=1e-5)
 
 

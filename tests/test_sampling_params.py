@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 from radixrt import ParameterError, SamplingParams
 
 BAD: list[tuple[str, Any]] = [
-    ("max_new_tokens", 0),
+    ("max_new_tokens", -2),
     ("max_new_tokens", -1),
     ("max_new_tokens", 1.5),
     ("max_new_tokens", True),
@@ -45,6 +45,38 @@ BAD: list[tuple[str, Any]] = [
     ("stop_token_ids", None),
     ("ignore_eos", 1),
     ("ignore_eos", None),
+    ("min_new_tokens", -1),
+    ("min_new_tokens", 129),  # more than max_new_tokens
+    ("n", 0),
+    ("n", 4097),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", 10.5),
+    ("presence_penalty", 2.5),
+    ("presence_penalty", float("nan")),
+    ("frequency_penalty", -2.5),
+    ("logit_bias", [1, 2]),
+    ("logit_bias", {1: 101}),
+    ("logit_bias", {-1: 1}),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", 3),
+    ("bad_words", "word"),
+    ("bad_words", [""]),
+    ("bad_words", [[]]),
+    ("bad_words", [[-1]]),
+    ("stop", [""]),
+    ("stop", [3]),
+    ("stop", ["x" * 1025]),
+    ("stop", ["x"] * 65),
+    ("stop", 7),
+    ("include_stop_str", 1),
+    ("skip_special_tokens", None),
+    ("logprobs", -1),
+    ("logprobs", 129),
+    ("prompt_logprobs", 1.5),
+    ("prompt_logprobs_start", -1),
 ]
 
 
@@ -64,6 +96,21 @@ def test_bounds_themselves_are_inside() -> None:
     low = SamplingParams(1, 0, -1, 1e-9, 0, 0, (), False)
     assert (low.top_k, low.temperature) == (0, 0.0)
     SamplingParams(2**31 - 1, 100, 2**31 - 1, 1, 1, 2**63 - 1, tuple(range(128)), True)
+
+
+def test_nothing_to_draw_several_times() -> None:
+    with pytest.raises(ParameterError, match="n is 2, but max_new_tokens is 0"):
+        SamplingParams(n=2, max_new_tokens=0)
+
+
+def test_lists_and_mappings_become_values() -> None:
+    params = SamplingParams(stop="end", logit_bias={"7": 1, 3: -2}, bad_words=["a", [1, 2]], allowed_token_ids=[5])
+    assert params.stop == ("end",)
+    assert params.logit_bias == ((3, -2.0), (7, 1.0))
+    assert params.bad_words == ("a", (1, 2))
+    assert params.allowed_token_ids == (5,)
+    assert hash(params) == hash(replace(params))
+    assert SamplingParams(max_new_tokens=0).max_new_tokens == 0
 
 
 def test_values_are_plain_and_frozen() -> None:

@@ -391,7 +391,8 @@ def _answer(runtime: Runtime, asks: Sequence[Ask]) -> list[Answer]:
 
 def _score(runtime: Runtime, asks: Sequence[Ask]) -> list[Answer]:
     """Compute the likelihood of each continuation; the figures of it are of no interest here."""
-    runtime.generate([ask.input_ids for ask in asks], SamplingParams(max_new_tokens=1, temperature=0))
+    prompts = [ask.prompt_ids for ask in asks]
+    runtime.score(prompts, [ask.continuation_ids for ask in asks if ask.continuation_ids is not None])
     return [()] * len(asks)
 
 
