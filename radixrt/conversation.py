@@ -77,7 +77,7 @@ class Conversation:
         self._tokenizer = runtime.tokenizer
         self._params = SamplingParams() if sampling_params is None else sampling_params
         self._messages = checked_messages(messages) if messages else []
-        self._ids: list[int] = []  # of the last prompt and its answer
+        self._ids: list[int] = []  # of the last prompt and its answer; never changed in place
         # plain turns: text after them that no prompt has held yet
         self._unsaid = "" if self._tokenizer.has_chat_template else "".join(m["content"] for m in self._messages)
         self._forks = 0
@@ -133,7 +133,7 @@ class Conversation:
             params = replace(self._params, seed=_branch_seed(self._params.seed or 0, self._forks))
             self._forks += 1
             branch = Conversation(self._runtime, self._messages, params)
-            branch._ids = list(self._ids)
+            branch._ids = self._ids
             branch._unsaid = self._unsaid
             branches.append(branch)
         return branches

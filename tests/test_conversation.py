@@ -230,6 +230,28 @@ def test_a_plain_answer_cut_inside_a_token(builtin: Tokenizer) -> None:
     assert talk.messages[-1] == {"role": "assistant", "content": ""}
 
 
+def test_a_plain_answer_cut_at_its_length_is_kept_whole() -> None:
+    """Even where it ends with half a character."""
+    tokenizer = small_tokenizer("byte level")
+    runtime = FakeRuntime(tokenizer)
+    talk = Conversation(runtime)
+    answer = tokenizer.encode("x😃").tolist()[:-1]
+    runtime.will_say(*answer, reason=FinishReason.LENGTH)
+    talk.say("A:")
+    assert talk.token_ids == runtime.prompts[0] + answer
+
+
+def test_a_fork_goes_on_inside_a_token(builtin: Tokenizer) -> None:
+    runtime = FakeRuntime(builtin, stop=("slo",))
+    talk = Conversation(runtime)
+    runtime.will_say(*encode_continuation(builtin, " Mira likes Oslo."))
+    talk.say("A:")
+    for branch in (talk, *talk.fork(2)):
+        runtime.will_say(2)
+        branch.say("fen")
+        assert builtin.decode(runtime.prompts[-1]) == "A: Mira likes Ofen"
+
+
 def test_a_real_runtime_finds_the_history_in_its_cache() -> None:
     with Runtime(device="cpu", max_total_tokens=2048) as runtime:
         talk = Conversation(runtime, sampling_params=SamplingParams(max_new_tokens=8, temperature=0))

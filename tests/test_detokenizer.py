@@ -137,6 +137,17 @@ def test_what_ends_unfinished_becomes_replacements() -> None:
         assert set(rest) == {"\ufffd"}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_silent_tokens_delay_nothing(kind: str) -> None:
+    tokenizer = small_tokenizer(kind)
+    ids = tokenizer.encode("Mira", add_special_tokens=False).tolist()
+    detokenizer = Detokenizer(tokenizer)
+    shown = ""
+    for token_id in [1] * 100 + ids + [1, tokenizer.vocab_size] * 100 + ids:
+        shown += detokenizer.push(token_id)
+    assert shown == tokenizer.decode(ids + ids)
+
+
 def test_tentative_text() -> None:
     tokenizer = small_tokenizer("byte fallback")
     detokenizer = Detokenizer(tokenizer)

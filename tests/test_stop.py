@@ -168,6 +168,8 @@ def test_a_stop_before_min_tokens_is_ordinary_text() -> None:
     assert text("a", "EN", "D.", "c", least=3) == "a"  # begun before, complete with the third
     assert text("a", "EN", "D.", "c", least=4) == "aEND.c"
     assert text("END", least=5) == "END"
+    inside = TextBuilder(letters(), stop=("b", "abcc"), min_tokens=2)  # held back with the "a", yet no stop
+    assert run(inside, ids_of("ab", "x", "y", "b"))[0] == "abxy"
     assert run(TextBuilder(letters(), stop=("aa",), min_tokens=3), ids_of("a", "a", "a"))[0] == "a"  # overlapping
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from radixrt.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-_MAX_UNFINISHED = 3  # bytes of a character that may lack its last one; each may show as a replacement
 _MAX_CONTEXT = 8  # tokens
 _MAX_WINDOW = 64  # tokens
 
@@ -47,7 +46,8 @@ class Detokenizer:
         if len(self._window) < self._due:
             return ""
         text = self._window_text()
-        certain = _without_unfinished(text)
+        # Of an unfinished character all bytes together show as one replacement.
+        certain = text.removesuffix(_REPLACEMENT)
         new = certain[self._returned :]
         if text and certain == text:
             self._close(text)
@@ -103,9 +103,3 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, self._skip)
-
-
-def _without_unfinished(text: str) -> str:
-    for _ in range(_MAX_UNFINISHED):
-        text = text.removesuffix(_REPLACEMENT)
-    return text
