@@ -20,6 +20,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Runtime": "radixrt.runtime",
+    "Conversation": "radixrt.conversation",
+    "CompletionOutput": "radixrt.output",
+    "ScoreOutput": "radixrt.output",
+    "StreamChunk": "radixrt.output",
+    "TokenLogprob": "radixrt.output",
     "SamplingParams": "radixrt.sampling_params",
     "FinishReason": "radixrt.output",
     "RequestOutput": "radixrt.output",
@@ -29,6 +34,8 @@ _HOMES = {
 
 __all__ = [
     "BatchFileError",
+    "CompletionOutput",
+    "Conversation",
     "FinishReason",
     "ModelError",
     "ParameterError",
@@ -39,7 +46,10 @@ __all__ = [
     "Runtime",
     "SamplingParams",
     "SchedulerError",
+    "ScoreOutput",
+    "StreamChunk",
     "Timings",
+    "TokenLogprob",
     "TokenizerError",
     "Usage",
     "__version__",
@@ -85,6 +95,7 @@ def _check_origin() -> None:
 _check_origin()
 
 if TYPE_CHECKING:
+    from radixrt.conversation import Conversation
     from radixrt.errors import (
         BatchFileError,
         ModelError,
@@ -95,6 +106,15 @@ if TYPE_CHECKING:
         SchedulerError,
         TokenizerError,
     )
-    from radixrt.output import FinishReason, RequestOutput, Timings, Usage
+    from radixrt.output import (
+        CompletionOutput,
+        FinishReason,
+        RequestOutput,
+        ScoreOutput,
+        StreamChunk,
+        Timings,
+        TokenLogprob,
+        Usage,
+    )
     from radixrt.runtime import Runtime
     from radixrt.sampling_params import SamplingParams

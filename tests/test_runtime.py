@@ -314,6 +314,28 @@ def test_numbers_that_are_not_finite_end_one_request(runtime: Runtime) -> None:
         assert output.token_ids == ()
 
 
+def test_a_chunk_without_logits_is_checked_too(folder: Path) -> None:
+    with small_runtime(folder, chunked_prefill_size=4) as runtime:
+        with torch.no_grad():
+            runtime._driver._engine.runner.model.embedding.weight[50] = float("nan")
+        request = runtime.prepare([5, 50, 7, 8, *range(3, 40)], GREEDY)
+        runtime.submit(request)
+        runtime.step()
+        (output,) = runtime.step()  # its first chunk has no logits, and is the last one all the same
+        assert output.finish_reason is FinishReason.ERROR
+        while runtime.has_work:
+            runtime.step()
+        assert runtime.cache_stats().free == runtime.cache_stats().capacity
+
+
+def test_logits_are_checked_though_hidden_states_are_finite(runtime: Runtime) -> None:
+    with torch.no_grad():
+        runtime._driver._engine.runner.model.head.weight[7] = float("inf")
+    output = runtime.generate([5, 6, 7], GREEDY)
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.token_ids == ()
+
+
 def test_a_failed_pass_raises_and_leaves_the_runtime_usable(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -391,8 +391,8 @@ def _answer(runtime: Runtime, asks: Sequence[Ask]) -> list[Answer]:
 
 def _score(runtime: Runtime, asks: Sequence[Ask]) -> list[Answer]:
     """Compute the likelihood of each continuation; the figures of it are of no interest here."""
-    prompts = [ask.prompt_ids for ask in asks]
-    runtime.score(prompts, [ask.continuation_ids for ask in asks if ask.continuation_ids is not None])
+    continuations = [ask.continuation_ids.tolist() for ask in asks if ask.continuation_ids is not None]
+    runtime.score([ask.prompt_ids for ask in asks], continuations)
     return [()] * len(asks)
 
 
