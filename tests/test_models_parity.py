@@ -274,9 +274,10 @@ def test_long_rope_follows_the_context_length(tmp_path: Path) -> None:
     assert not torch.allclose(longer.run((0, a[:16], 0))[0], dense(reference, a[:16]), atol=0.1)
 
 
-def test_bfloat16_keeps_close(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "mixtral"])
+def test_bfloat16_keeps_close(family: str, tmp_path: Path) -> None:
     """Our bfloat16 logits are no farther from float32's than twice transformers' own."""
-    reference = checkpoints.llama()
+    reference = MODELS[family]()
     folder = checkpoints.write(reference, tmp_path)
     model, config = load_model(folder, dtype="bfloat16")
     session, ids = Session(model, config), prompt(40, 1)

@@ -248,6 +248,16 @@ def test_context_length_ends_generation(folder: Path) -> None:
             runtime.generate([9] * 24, GREEDY)
 
 
+def test_a_rope_that_reaches_farther_gives_a_longer_context(tmp_path: Path) -> None:
+    with torch.device("cpu"):
+        model = llama(max_position_embeddings=32, rope_parameters=checkpoints.LINEAR_ROPE)
+    folder, prompt = write(model.to(torch.get_default_device()), tmp_path), shared_prompts()[0]
+    with small_runtime(folder) as runtime, pytest.raises(PromptError, match="with a context of 32"):
+        runtime.generate(prompt, GREEDY)
+    with small_runtime(folder, context_length=128) as runtime:
+        assert list(runtime.generate(prompt, GREEDY).token_ids) == continuation(model, prompt, 32)[0]
+
+
 def test_bad_prompts_are_named_together_and_nothing_runs(runtime: Runtime) -> None:
     prompts: list[Any] = [[5], [], [-1], [VOCAB_SIZE], "text", [1.5], [3] * 300, None, [10**30]]
     with pytest.raises(PromptError) as error:

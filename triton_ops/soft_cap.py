@@ -7,4 +7,4 @@ from torch import Tensor
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """`cap * tanh(x / cap)`, in x's dtype: about x near 0, within -cap and cap however large x is."""
-    return (x / cap).tanh() * cap
+    return (x / cap).tanh_().mul_(cap)
