@@ -73,10 +73,13 @@ def reload_weights(model: Decoder, config: ModelConfig, source: str | Path) -> N
     Names and shapes of all tensors are checked first: where this raises ModelError, nothing has changed.
     """
     folder = model_folder(source)
-    other = ModelConfig.from_folder(folder)
+    other = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
+    other = other.with_context_length(config.context_length)
+    if type(other) is not type(config):
+        raise ModelError(f"{folder} holds a {other.architecture}, not a {config.architecture}")
     differing = [
         f"{field.name} is {getattr(other, field.name)!r}, not {getattr(config, field.name)!r}"
-        for field in fields(ModelConfig)
+        for field in fields(config)
         if field.name not in _MAY_DIFFER and getattr(other, field.name) != getattr(config, field.name)
     ]
     if differing:

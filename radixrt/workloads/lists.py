@@ -40,6 +40,11 @@ class Ask:
             return self.prompt_ids
         return np.concatenate([self.prompt_ids, self.continuation_ids])
 
+    @property
+    def num_computed(self) -> int:
+        """Tokens at its end that no cache can serve: their logits are wanted."""
+        return 1 if self.continuation_ids is None else len(self.continuation_ids) + 1
+
 
 class TokenSource:
     """Random tokens and lengths from a seed. `vocab_size`: ids are below it."""

@@ -79,7 +79,11 @@ def program_statistics(rounds: Iterable[Round]) -> TokenStatistics:
     The cache is empty at first and has no limit.
     """
     return sum(
-        (token_statistics(played.prompts, history) for played, history in with_history(rounds)), TokenStatistics()
+        (
+            token_statistics(played.prompts, history, [ask.num_computed for ask in played.asks])
+            for played, history in with_history(rounds)
+        ),
+        TokenStatistics(),
     )
 
 

@@ -43,51 +43,71 @@ class TokenStatistics:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Of one prompt: its length, and how many of its tokens it shares with what is computed before it."""
+    """Of one prompt: its length, and how many of its tokens it shares with what is computed before it.
+
+    Its last `computed` tokens are computed in any case, for their logits: one, or those that are scored and one more.
+    before them.
+    """
 
     length: int
     shared: int
+    computed: int = 1
 
     @property
     def distinct(self) -> int:
         return self.length - self.shared
 
+    @property
+    def cached(self) -> int:
+        """How many of its tokens the cache can serve at best."""
+        return max(0, min(self.shared, self.length - self.computed))
 
-def shared_prefixes(prompts: Sequence[Prompt], computed_before: Sequence[Prompt] = ()) -> list[SharedPrefix]:
+
+def shared_prefixes(
+    prompts: Sequence[Prompt], computed_before: Sequence[Prompt] = (), computed: Sequence[int] | None = None
+) -> list[SharedPrefix]:
     """For each of `prompts`, in lexicographic order: what it shares with the ones before it in that order, or
     with any of `computed_before`. The shared tokens are then as many as in any other order, or more.
 
     Each is a list of ids that fit in int32, or int32 [num_tokens]. The longest prefix that a sequence shares
     with any before it in lexicographic order is the one that it shares with its neighbour, and likewise for
-    those after it. Any order of the tokens will do, so the sequences are sorted as bytes.
+    those after it. Any order of the tokens will do, so the sequences are sorted as bytes. `computed` is
+    `SharedPrefix.computed` of each prompt; None: 1.
     """
+    each = [1] * len(prompts) if computed is None else computed
     ordered = sorted(
-        [(np.asarray(tokens, dtype=np.int32).tobytes(), False) for tokens in computed_before]
-        + [(np.asarray(tokens, dtype=np.int32).tobytes(), True) for tokens in prompts]
+        [(np.asarray(tokens, dtype=np.int32).tobytes(), False, 0) for tokens in computed_before]
+        + [
+            (np.asarray(tokens, dtype=np.int32).tobytes(), True, own)
+            for tokens, own in zip(prompts, each, strict=True)
+        ]
     )
     found = []
     following = b""  # the next sequence that was computed before
     for i in reversed(range(len(ordered))):
-        current, is_new = ordered[i]
+        current, is_new, own = ordered[i]
         if not is_new:
             following = current
             continue
         preceding = ordered[i - 1][0] if i else b""
         shared = max(_common_prefix(current, preceding), _common_prefix(current, following))
-        found.append(SharedPrefix(len(current) // 4, shared))
+        found.append(SharedPrefix(len(current) // 4, shared, own))
     return found[::-1]
 
 
-def token_statistics(prompts: Sequence[Prompt], computed_before: Sequence[Prompt] = ()) -> TokenStatistics:
+def token_statistics(
+    prompts: Sequence[Prompt], computed_before: Sequence[Prompt] = (), computed: Sequence[int] | None = None
+) -> TokenStatistics:
     """Count the tokens of `prompts` (each a list of ids that fit in int32, or int32 [num_tokens]).
 
-    The cache holds the tokens of `computed_before` at first.
+    The cache holds the tokens of `computed_before` at first. `computed` says how many of each prompt's last tokens
+    are computed in any case; None: one.
     """
-    prefixes = shared_prefixes(prompts, computed_before)
+    prefixes = shared_prefixes(prompts, computed_before, computed)
     return TokenStatistics(
         prompt_tokens=sum(prefix.length for prefix in prefixes),
         distinct_tokens=sum(prefix.distinct for prefix in prefixes),
-        best_cached_tokens=sum(max(0, min(prefix.shared, prefix.length - 1)) for prefix in prefixes),
+        best_cached_tokens=sum(prefix.cached for prefix in prefixes),
     )
 
 
