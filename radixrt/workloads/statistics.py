@@ -45,8 +45,8 @@ class TokenStatistics:
 class SharedPrefix:
     """Of one prompt: its length, and how many of its tokens it shares with what is computed before it.
 
-    Its last `computed` tokens are computed in any case, for their logits: one, or those that are scored and one more.
-    before them.
+    Its last `computed` tokens are computed in any case, for their logits: one; or those that are scored, and the
+    one before them.
     """
 
     length: int
