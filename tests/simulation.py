@@ -609,11 +609,10 @@ class World:
         if self.sizes.force_miss or not self.sizes.enabled or lease.matched >= limit:
             return
         for other in self.scheduler.running:
-            shared = other.lease.committed
+            shared = lease.matched
             if (
                 other.namespace == namespace
-                and shared == lease.matched
-                and shared < other.extend_end
+                and other.lease.committed <= shared < other.extend_end
                 and np.array_equal(other.tokens()[: shared + 1], tokens[: shared + 1])
             ):
                 raise Violation("followers wait for what their leader computes", (other.index, shared))

@@ -19,7 +19,7 @@ of these passes has ended; then all of it is let go at once.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +42,8 @@ class Lease:
         committed: positions whose slots belong to the tree.
         allocated: positions that have a slot; those from `committed` on are private.
         matched: positions that were found in the tree when the lease was made.
+        frontier: where others can see that it computes what comes next; None if it computes nothing for others.
+        target: the tokens `[n]` that it computes up to.
     """
 
     row: int
@@ -51,6 +53,7 @@ class Lease:
     matched: int
     released: bool = False
     frontier: Frontier | None = None
+    target: Tokens = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class PrefixCache:
         self.recomputed_tokens = 0
         self.evicted_tokens = 0
         self._pending: deque[_Pending] = deque()
-        self._frontiers: Counter[Frontier] = Counter()
+        self._frontiers: dict[Frontier, list[Lease]] = {}
 
     # -- what there is -------------------------------------------------------------------------------------
 
@@ -155,11 +158,22 @@ class PrefixCache:
 
         What is beyond the limit is always computed by its own request: nobody waits for that.
         """
-        if self.force_miss or not self.enabled or match.length >= limit:
+        length = match.length
+        if self.force_miss or not self.enabled or length >= limit:
             return False
-        if not match.at_boundary:
-            return False  # whoever computes below a node has its end as a boundary
-        return match.node is not None and (match.node, int(tokens[match.length])) in self._frontiers
+        # Whoever computes it stands at the match, or before it where others have published what comes between.
+        node, end = match.node, length
+        if node is not None and not match.at_boundary:
+            node, end = node.parent, length - match.inside
+        while node is not None:
+            for leader in self._frontiers.get((node, int(tokens[end])), ()):
+                if len(leader.target) > length and np.array_equal(
+                    leader.target[end : length + 1], tokens[end : length + 1]
+                ):
+                    return True
+            end -= len(node.tokens)
+            node = node.parent
+        return False
 
     # -- a lease, from acquire to release ------------------------------------------------------------------
 
@@ -323,11 +337,13 @@ class PrefixCache:
         self._withdraw(lease)
         if self.enabled and lease.committed < len(tokens):
             lease.frontier = (lease.node, int(tokens[lease.committed]))
-            self._frontiers[lease.frontier] += 1
+            lease.target = tokens
+            self._frontiers.setdefault(lease.frontier, []).append(lease)
 
     def _withdraw(self, lease: Lease) -> None:
         if lease.frontier is not None:
-            self._frontiers[lease.frontier] -= 1
-            if not self._frontiers[lease.frontier]:
+            others = self._frontiers[lease.frontier]
+            others.remove(lease)
+            if not others:
                 del self._frontiers[lease.frontier]
             lease.frontier = None
