@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import re
 import runpy
@@ -9,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,12 @@ from fake_runtime import FakeRuntime
 
 import radixrt
 from radixrt.cli import main
+from radixrt.cli.options import MODEL, SAMPLING, SCHEDULE, add_options, sampling_params
 from radixrt.errors import ModelError, SchedulerError
+from radixrt.models.families import FAMILIES
+from radixrt.models.registry import ARCHITECTURES, find_architecture
+from radixrt.parameter_names import SPELLINGS
+from radixrt.runtime import Runtime
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
 
@@ -94,6 +102,80 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
     assert (second.temperature, second.top_k) == (1.0, 3)
 
 
+def test_every_keyword_of_the_api_is_an_option() -> None:
+    sampling = [SPELLINGS.get(option.name, option.name) for option in SAMPLING]
+    assert sorted(sampling) == sorted(field.name for field in fields(radixrt.SamplingParams))
+    runtime = [option.name for option in (*MODEL, *SCHEDULE)]
+    assert sorted(runtime) == sorted(set(inspect.signature(Runtime).parameters))
+
+
+def test_sampling_options_are_the_parameters() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, "sampling", SAMPLING)
+    assert sampling_params(parser.parse_args([])) == radixrt.SamplingParams()
+    options = shlex.split("""
+        --max-new-tokens 9 --min-new-tokens 2 --n 3 --temperature 0.5 --top-k 4 --top-p 0.5 --min-p 0.25
+        --repetition-penalty 1.5 --presence-penalty -1 --frequency-penalty 0.5 --logit-bias 2=-100,13=1.5
+        --allowed-token-ids 2,13 --bad-word no --bad-word ' never' --sampling-seed 7 --stop 'a b' --stop c
+        --include-stop-str --stop-token-ids 5 --ignore-eos --no-skip-special-tokens --logprobs 2
+        --prompt-logprobs 0 --prompt-logprobs-start 4
+    """)
+    assert sampling_params(parser.parse_args(options)) == radixrt.SamplingParams(
+        max_new_tokens=9,
+        min_new_tokens=2,
+        n=3,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.5,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        logit_bias=((2, -100.0), (13, 1.5)),
+        allowed_token_ids=(2, 13),
+        bad_words=("no", " never"),
+        seed=7,
+        stop=("a b", "c"),
+        include_stop_str=True,
+        stop_token_ids=(5,),
+        ignore_eos=True,
+        skip_special_tokens=False,
+        logprobs=2,
+        prompt_logprobs=0,
+        prompt_logprobs_start=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--logit-bias 3", "argument --logit-bias: '3' is not a list of biases, such as 2=-100,13=1.5"),
+        ("--stop-token-ids 3,x", "argument --stop-token-ids: '3,x' is not a list of token ids, such as 2,13"),
+        ("--temp 0", "unrecognized arguments: --temp"),
+    ],
+)
+def test_options_that_cannot_be_read(
+    batch: list[str], capsys: pytest.CaptureFixture[str], options: str, message: str
+) -> None:
+    for command in (batch, ["generate", "x"], ["chat"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, *options.split()])
+        assert ended.value.code == 2
+        shown = capsys.readouterr().err
+        assert message in shown
+        assert len(shown.splitlines()) == 2
+
+
+def test_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["models"]) == 0
+    shown = capsys.readouterr().out
+    for name, family in FAMILIES.items():
+        assert re.search(rf"{name} +{family.name} +{re.escape(family.checkpoints)}", shown)
+    assert list(ARCHITECTURES) == list(FAMILIES)
+    assert find_architecture("Qwen3ForCausalLM").__name__ == "Qwen3"
+
+
 def test_mistakes_show_in_one_line_before_the_model_loads(
     batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,24 +242,38 @@ def test_the_script_is_the_command(
     assert Path(batch[-1]).exists()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["batch", "--help"], ["bench", "--help"], ["bench", "prefix-reuse", "--help"], ["--version"], []],
-)
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    code = f"""
-import sys
+COMMANDS = ("generate", "chat", "batch", "bench", "bench prefix-reuse", "models")
+
+
+def test_help_teaches_and_imports_nothing_heavy() -> None:
+    """Each in less than a second: but for an interpreter's start, which is measured with the first."""
+    code = """
+import sys, time
 from radixrt.cli import main
-try:
-    main({arguments!r})
-finally:
-    assert not {{"torch", "numpy", "transformers", "rich", "tqdm"}} & set(sys.modules)
+for arguments in sys.argv[1:]:
+    begin = time.perf_counter()
+    try:
+        main(arguments.split())
+    except SystemExit as ended:
+        assert ended.code == (0 if arguments else 2), arguments
+    assert time.perf_counter() - begin < 1, arguments
+assert not {"torch", "numpy", "transformers", "rich", "tqdm"} & set(sys.modules)
 """
+    lines = ["--help", *(f"{command} --help" for command in COMMANDS), "--version", ""]
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=HOME, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, *lines], cwd=HOME, capture_output=True, text=True, timeout=60, check=False
     )
-    assert result.returncode == (0 if arguments else 2), result.stderr
-    assert "Traceback" not in result.stderr
+    assert result.returncode == 0, result.stderr
+    helps = re.split(r"^usage: ", result.stdout, flags=re.MULTILINE)[1:]
+    assert len(helps) == 1 + len(COMMANDS)
+    for command, shown in zip(("", *COMMANDS), helps, strict=True):
+        assert re.search(rf"^example.*\n?.*radixrt {command}", shown, flags=re.MULTILINE | re.DOTALL), command
+
+
+def test_models_needs_no_torch() -> None:
+    code = "import sys; from radixrt.cli import main; main(['models']); assert 'torch' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], cwd=HOME, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_version_and_module() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,21 @@ def test_the_python_example_prints_what_the_readme_says() -> None:
     assert len(code.splitlines()) <= 10
     result = subprocess.run([sys.executable, "-c", code], cwd=HOME, capture_output=True, text=True, timeout=300)
     assert result.stdout == printed, result.stderr
+
+
+def test_the_commands_print_what_the_readme_says(tmp_path: Path) -> None:
+    found = re.search(r"```console\n(.*?)```", README, flags=re.DOTALL)
+    assert found is not None
+    (tmp_path / "radixrt").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m radixrt "$@"\n')
+    (tmp_path / "radixrt").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(HOME)}
+    commands = re.findall(r"^\$ (.*)$", found[1], flags=re.MULTILINE)
+    running = [
+        subprocess.Popen(["bash", "-c", command], env=environment, stdout=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    printed = [process.communicate(timeout=300)[0] for process in running]
+    assert "".join(f"$ {command}\n{out}" for command, out in zip(commands, printed, strict=True)) == found[1]
 
 
 def test_every_path_that_the_documents_name_exists() -> None:

@@ -1,33 +1,23 @@
-"""Which architectures there are, and what builds them."""
+"""The classes that build the architectures of `radixrt.models.families`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from types import MappingProxyType
 
 from radixrt.errors import ModelError
 from radixrt.models.decoder import Decoder
-from radixrt.models.gemma import Gemma2, Gemma3
-from radixrt.models.mixtral import Mixtral
-from radixrt.models.olmo import Olmo2
-from radixrt.models.phi import Phi3
-from radixrt.models.qwen import Qwen2, Qwen3, Qwen3Moe
+from radixrt.models.families import FAMILIES, Family
 
-# From the names of Hugging Face configs; docs/models.md has the same table with what differs.
+
+def _decoder(family: Family) -> type[Decoder]:
+    found: type[Decoder] = getattr(import_module(family.module), family.decoder)
+    return found
+
+
 ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
-    {
-        "LlamaForCausalLM": Decoder,
-        "MistralForCausalLM": Decoder,
-        "SmolLM3ForCausalLM": Decoder,
-        "Qwen2ForCausalLM": Qwen2,
-        "Qwen3ForCausalLM": Qwen3,
-        "Phi3ForCausalLM": Phi3,
-        "Olmo2ForCausalLM": Olmo2,
-        "MixtralForCausalLM": Mixtral,
-        "Qwen3MoeForCausalLM": Qwen3Moe,
-        "Gemma2ForCausalLM": Gemma2,
-        "Gemma3ForCausalLM": Gemma3,
-    }
+    {architecture: _decoder(family) for architecture, family in FAMILIES.items()}
 )
 
 

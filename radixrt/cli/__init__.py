@@ -1,0 +1,61 @@
+"""The command `radixrt`. Nothing here imports torch before a model is wanted: help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import radixrt
+from radixrt.bench.command import add_bench_command
+from radixrt.cli.batch import add_batch_command
+from radixrt.cli.chat import add_chat_command
+from radixrt.cli.exit_status import INTERRUPTED, PIPE_CLOSED, exit_status
+from radixrt.cli.generate import add_generate_command
+from radixrt.cli.models import add_models_command
+from radixrt.errors import RadixrtError
+
+_EXAMPLES = """\
+examples, with the small built-in model (--model FOLDER_OR_ID takes another one):
+  radixrt generate $'Mira likes Oslo.\\nQ: Mira likes?\\nA:' --temperature 0
+  radixrt chat --system 'Mira likes Oslo. Tarek counts 374.' --temperature 0
+  radixrt batch --input questions.jsonl --output answers.jsonl
+
+`radixrt COMMAND --help` says more of each.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with `argv` (sys.argv without the program's name if None); returns the exit status."""
+    try:
+        arguments = _parser().parse_args(argv)
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()  # here, where a closed pipe can be told from a defect
+        return status
+    except RadixrtError as error:
+        print(f"radixrt: error: {error}", file=sys.stderr)
+        return exit_status(error)
+    except KeyboardInterrupt as error:
+        print(f"radixrt: {str(error) or 'interrupted'}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # such as `| head`: nobody reads on, which is no mistake
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
+        return PIPE_CLOSED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="radixrt",
+        description="Text generation for prompts that share prefixes: every distinct prefix is computed once.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"radixrt {radixrt.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    add_generate_command(commands)
+    add_chat_command(commands)
+    add_batch_command(commands)
+    add_bench_command(commands)
+    add_models_command(commands)
+    return parser

@@ -1,0 +1,80 @@
+"""`radixrt batch`: a file of prompts to a file of records."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import radixrt
+from radixrt.cli.exit_status import DONE
+from radixrt.cli.options import (
+    SAMPLING,
+    add_command,
+    add_options,
+    add_runtime_options,
+    runtime_options,
+    sampling_params,
+)
+
+_EXAMPLE = """\
+example:
+  $ cat questions.jsonl
+  {"prompt": "Mira likes Oslo.\\nQ: Mira likes?\\nA:", "custom_id": "a", "sampling_params": {"max_new_tokens": 8}}
+  {"token_ids": [5, 8, 13], "metadata": {"source": "page 7"}}
+
+  $ radixrt batch --input questions.jsonl --output answers.jsonl --temperature 0
+
+Each line gives one record in answers.jsonl, in the same order: custom_id, index (the line's place in the
+input, from 0), text, token_ids, finish_reason, usage, timings, metadata and error; with n above 1 outputs, and
+log-probabilities if asked for. A bad line gets a record with its error; the others go on. Ctrl-C stops after
+the current pass and keeps what is done in answers.jsonl.partial.
+
+exit status: 0 every line has its record; 1 the run failed; 2 the options, the model or a file cannot be used;
+130 stopped by Ctrl-C.
+"""
+
+
+def add_batch_command(commands: Any) -> None:
+    """Add `batch` to the subparsers of `radixrt`."""
+    parser = add_command(
+        commands,
+        "batch",
+        usage="--input FILE --output FILE [options]",
+        help="answer a file of prompts",
+        description="Answer a file of prompts (JSON lines) with a file of records, in the same order.",
+        epilog=_EXAMPLE,
+        run=_batch,
+    )
+    option = parser.add_argument_group("files").add_argument
+    option("--input", type=Path, required=True, metavar="FILE", help="JSON lines, one prompt each")
+    option("--output", type=Path, required=True, metavar="FILE", help="gets one record a line")
+    option("--overwrite", action="store_true", help="replace an output that exists")
+    option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
+    add_options(parser, "sampling parameters of lines that give none", SAMPLING)
+    add_runtime_options(parser)
+
+
+def _batch(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from radixrt.batch.job import check_paths, run_batch
+    from radixrt.batch.report import print_report
+
+    # before the model is loaded: a mistake shows at once
+    default_params = sampling_params(arguments)
+    check_paths(arguments.input, arguments.output, overwrite=arguments.overwrite)
+    with radixrt.Runtime(**runtime_options(arguments)) as runtime:
+        report = run_batch(
+            runtime,
+            arguments.input,
+            arguments.output,
+            default_params=default_params,
+            overwrite=arguments.overwrite,
+            progress=arguments.progress,
+        )
+    if report.requests:
+        print_report(report, Console(highlight=False), output=str(report.output_path))
+    else:
+        print(f"{arguments.input} holds no prompts: {report.output_path} is empty")
+    return DONE

@@ -1,0 +1,43 @@
+"""`radixrt models`: what can be loaded."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from radixrt.cli.exit_status import DONE
+from radixrt.cli.options import add_command
+from radixrt.models.families import FAMILIES
+
+_EXAMPLE = """\
+example:
+  radixrt models
+  radixrt generate 'Once upon a time' --model Qwen/Qwen3-0.6B
+
+A model is a folder or a hub id in Hugging Face format: `architectures` in its config.json is what decides.
+"""
+
+
+def add_models_command(commands: Any) -> None:
+    """Add `models` to the subparsers of `radixrt`."""
+    add_command(
+        commands,
+        "models",
+        usage="[--help]",
+        help="list the architectures that can be loaded",
+        description="Which architectures can be loaded, and checkpoints that have them.",
+        epilog=_EXAMPLE,
+        run=_models,
+    )
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("architecture", "family", "for example", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, family in FAMILIES.items():
+        table.add_row(name, family.name, family.checkpoints)
+    Console(highlight=False).print(table)
+    return DONE

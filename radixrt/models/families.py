@@ -1,0 +1,48 @@
+"""The families of models there are, without importing any of them: names can be listed before torch is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one architecture stands for.
+
+    Attributes:
+        name: of the family.
+        module, decoder: where its class is, and what it is called.
+        checkpoints: names of some that have the architecture.
+    """
+
+    name: str
+    module: str
+    decoder: str
+    checkpoints: str
+
+
+# By the names in `architectures` of Hugging Face configs.
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "LlamaForCausalLM": Family(
+            "Llama",
+            "radixrt.models.decoder",
+            "Decoder",
+            "Llama 2, 3, 3.1, 3.2, 3.3, TinyLlama, SmolLM 1 and 2, Yi, CodeLlama, Vicuna",
+        ),
+        "MistralForCausalLM": Family("Mistral", "radixrt.models.decoder", "Decoder", "Mistral 7B, Nemo"),
+        "SmolLM3ForCausalLM": Family("SmolLM3", "radixrt.models.decoder", "Decoder", "SmolLM3 3B"),
+        "Qwen2ForCausalLM": Family("Qwen2", "radixrt.models.qwen", "Qwen2", "Qwen2, Qwen2.5, QwQ"),
+        "Qwen3ForCausalLM": Family("Qwen3", "radixrt.models.qwen", "Qwen3", "Qwen3 dense"),
+        "Qwen3MoeForCausalLM": Family("Qwen3 MoE", "radixrt.models.qwen", "Qwen3Moe", "Qwen3 30B-A3B, 235B-A22B"),
+        "MixtralForCausalLM": Family("Mixtral", "radixrt.models.mixtral", "Mixtral", "Mixtral 8x7B, 8x22B"),
+        "Phi3ForCausalLM": Family(
+            "Phi-3", "radixrt.models.phi", "Phi3", "Phi-3 mini, Phi-3.5 mini, Phi-4, Phi-4 mini"
+        ),
+        "Olmo2ForCausalLM": Family("OLMo 2", "radixrt.models.olmo", "Olmo2", "OLMo 2"),
+        "Gemma2ForCausalLM": Family("Gemma 2", "radixrt.models.gemma", "Gemma2", "Gemma 2 2B, 9B, 27B"),
+        "Gemma3ForCausalLM": Family("Gemma 3", "radixrt.models.gemma", "Gemma3", "Gemma 3 270M, 1B (text)"),
+    }
+)
