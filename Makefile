@@ -7,12 +7,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Idle OpenMP threads that spin slow other processes on the same cores down many times over.
 QUIET := OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: help demo test test-long bench bench-tree lint clean
+.PHONY: help demo test test-long test-eval bench bench-tree lint clean
 
 help:
 	@echo "make demo       answer examples/questions.jsonl with the built-in model"
 	@echo "make test       the tests, the demo among them (minutes)"
 	@echo "make test-long  the tests marked long (many minutes)"
+	@echo "make test-eval  the tests of radixrt[eval], which make test skips until this has installed the harness"
 	@echo "make bench      what prefix reuse brings, at sizes for a CPU (3 minutes)"
 	@echo "make bench-tree how long the radix tree takes"
 	@echo "make lint       ruff and mypy"
@@ -28,6 +29,9 @@ test: $(VENV)/.installed
 
 test-long: $(VENV)/.installed
 	$(QUIET) $(BIN)/python -m pytest -m long
+
+test-eval: $(VENV)/.installed-eval
+	$(QUIET) $(BIN)/python -m pytest tests/test_lm_eval.py
 
 bench: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/bench_prefix_reuse.py --scale cpu
@@ -47,6 +51,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "making $(VENV) (once; a minute or more)"
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -e '.[test,bench]'
+	@touch $@
+
+$(VENV)/.installed-eval: $(VENV)/.installed
+	$(PIP) -e '.[test,bench,eval]'
 	@touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed

@@ -76,7 +76,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `encode_chat` can be called."""
+        """Whether `encode_chat` and `chat_text` can be called."""
         return self._template is not None
 
     def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> TokenIds:
@@ -84,6 +84,14 @@ class Tokenizer:
 
         The template alone decides about BOS, as in transformers' `apply_chat_template`: none is added to what
         it writes. Special tokens written out in a content become those tokens.
+
+        Args and errors as of `chat_text`.
+        """
+        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+    def chat_text(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The text that the checkpoint's chat template makes of a conversation.
 
         Args:
             messages: dicts of "role" and "content".
@@ -97,7 +105,7 @@ class Tokenizer:
                 "this checkpoint's tokenizer has no chat template: give the prompt as text, or add a "
                 "chat_template.jinja to the model's folder"
             )
-        return self.encode(render(self._template, messages, add_generation_prompt), add_special_tokens=False)
+        return render(self._template, messages, add_generation_prompt)
 
     def piece(self, token_id: int) -> str:
         """A token as the vocabulary spells it, such as `▁the`, `Ġthe` or `<0xE3>`; "" for an id it lacks.
