@@ -350,7 +350,8 @@ class Runtime:
             For each prompt a ScoreOutput, or a list of them.
 
         Raises:
-            PromptError: names every pair that cannot be scored; nothing has run then.
+            PromptError: names every prompt that cannot be scored; nothing has run then.
+            PassError: a pass failed, or the model computed values that are not finite.
         """
         if len(prompts) != len(continuations):
             raise ParameterError(f"there are {len(continuations)} continuations for {len(prompts)} prompts")
@@ -361,7 +362,9 @@ class Runtime:
             pairs += [(i, prompt, choice) for choice in choices]
         listed: list[Prompt] = []
         params: list[Params] = []
-        errors: dict[int, Exception] = {}
+        errors: dict[int, Exception] = {
+            i: PromptError("has no continuations") for i in set(range(len(prompts))) - {i for i, _, _ in pairs}
+        }
         for i, prompt, choice in pairs:
             try:
                 ids, start = self._joined(prompt, choice)
@@ -374,6 +377,8 @@ class Runtime:
             raise named_together(errors, len(prompts))
         outputs: dict[int, RequestOutput] = {}
         for output in self._iterate(listed, params, tenant, "raise", progress):
+            if output.error is not None:
+                raise PassError(f"prompt {pairs[output.index][0]} cannot be scored: {output.error}")
             outputs[output.index] = output
         scores: list[list[ScoreOutput]] = [[] for _ in prompts]
         for at, (i, _, _) in enumerate(pairs):

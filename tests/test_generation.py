@@ -278,6 +278,14 @@ def test_what_cannot_be_scored(runtime: Runtime) -> None:
         runtime.score([[3], [4]], [[5]])
     with pytest.raises(PromptError, match="prompt 1 must be text with a text continuation"):
         runtime.score([[3], [4]], [[5], "text"])
+    with pytest.raises(PromptError, match="prompt 0 has no continuations"):
+        runtime.score([[3], [4]], [[], [5]])
+    with torch.no_grad():
+        runtime._model.embedding.weight[50] = float("nan")
+    with pytest.raises(
+        PassError, match="prompt 1 cannot be scored: the model computed values that are not finite"
+    ):
+        runtime.score([[3], [4]], [[5], [50, 6]])
 
 
 # -- calls -------------------------------------------------------------------------------------------------
