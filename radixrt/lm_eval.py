@@ -59,6 +59,9 @@ _MOST_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_complet
 _Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
+HARNESS_DEVICE = "cuda:0"  # the harness gives this one, whether or not there is a GPU
+
+
 @register_model("radixrt")
 class RadixLM(TemplateLM):
     """A Runtime behind the interface of the harness.
@@ -68,9 +71,10 @@ class RadixLM(TemplateLM):
         model: another name of `pretrained`.
         max_length: most tokens of a context with its continuation or answer; None is the model's own.
         max_gen_toks: most tokens to generate where a task does not say.
+        device: as that of Runtime; what the harness gives where nobody has said anything is left to Runtime too.
         batch_size, max_batch_size: the harness always gives them; the Runtime makes its batches itself and
             results do not depend on them (see `max_running_requests` of Runtime).
-        options: go to Runtime: dtype, device, memory_fraction, chunked_prefill_size, ...
+        options: go to Runtime: dtype, memory_fraction, chunked_prefill_size, ...
 
     Raises:
         ParameterError: an option is outside its bounds, or the model is named twice.
@@ -84,15 +88,20 @@ class RadixLM(TemplateLM):
         model: str | Path | None = None,
         max_length: int | None = None,
         max_gen_toks: int = 256,
+        device: str | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
+        import torch  # a second, hence here
+
         if pretrained is not None and model is not None:
             raise ParameterError(f"pretrained is {pretrained!r} and model is {model!r}; give one of them")
         self._name = str(pretrained or model or "built-in")
-        self.runtime = radixrt.Runtime(pretrained or model, context_length=max_length, **options)
+        if device == HARNESS_DEVICE and not torch.cuda.is_available():
+            device = None
+        self.runtime = radixrt.Runtime(pretrained or model, device=device, context_length=max_length, **options)
         if self.runtime.tokenizer is None:
             self.runtime.close()
             raise TokenizerError(f"{self._name} has no tokenizer, and the harness asks in text")

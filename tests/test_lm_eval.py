@@ -26,7 +26,7 @@ from lm_eval.tasks import TaskManager
 
 from radixrt import ParameterError, PassError, PromptError, TokenizerError
 from radixrt.builtin.task import EVAL_SEED, Question, ask_few_shot, make_document
-from radixrt.lm_eval import RadixLM, main
+from radixrt.lm_eval import HARNESS_DEVICE, RadixLM, main
 from radixrt.workloads import best_hit_rate
 
 HOME = Path(__file__).resolve().parent.parent
@@ -391,3 +391,9 @@ def test_without_the_harness() -> None:
 def test_imports_are_no_heavier_than_needed() -> None:
     assert python("-c", "import sys, radixrt.runtime; sys.exit('lm_eval' in sys.modules)").returncode == 0
     assert python("-c", "import sys, radixrt.lm_eval; sys.exit('torch' in sys.modules)").returncode == 0
+
+
+def test_the_device_that_the_harness_gives_unasked_is_no_demand() -> None:
+    lm = RadixLM(device=HARNESS_DEVICE, max_total_tokens=2000)
+    assert lm.runtime.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    lm.runtime.close()
