@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from radixrt.bench.prefix_reuse import Comparison
+from radixrt.bench.comparison import Comparison
 
 CACHED, MISSED, BEST = "#1b6ca8", "#c9c9c9", "#d1495b"
 HEIGHT = 0.38  # of a bar; two of them and a gap make a workload
