@@ -7,13 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from radixrt.errors import ParameterError, TokenizerError
+from radixrt.bounds import whole
+from radixrt.errors import TokenizerError
 from radixrt.output import FinishReason, RequestOutput
+from radixrt.request_builder import Params, read_params
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Message, checked_messages
 from radixrt.text.continuation import encode_continuation, splice
 from radixrt.text.detokenizer import Detokenizer
 from radixrt.text.tokenizer import Tokenizer
+
+MAX_FORKS = 4096
 
 _RECORDED = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -69,13 +73,13 @@ class Conversation:
         self,
         runtime: ChatRuntime,
         messages: Sequence[Message] | None = None,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params = None,
     ) -> None:
         if runtime.tokenizer is None:
             raise TokenizerError("a conversation needs a tokenizer, and the model's folder has none")
         self._runtime = runtime
         self._tokenizer = runtime.tokenizer
-        self._params = SamplingParams() if sampling_params is None else sampling_params
+        self._params = read_params(sampling_params)
         self._messages = checked_messages(messages) if messages else []
         self._ids: list[int] = []  # of the last prompt and its answer; never changed in place
         # plain turns: text after them that no prompt has held yet
@@ -92,7 +96,7 @@ class Conversation:
         """The last turn's prompt and answer in tokens: what the next prompt goes on from; a copy."""
         return list(self._ids)
 
-    def say(self, text: str, sampling_params: SamplingParams | None = None) -> RequestOutput:
+    def say(self, text: str, sampling_params: Params = None) -> RequestOutput:
         """Say `text` as the user. Returns the answer, which becomes a part of the conversation.
 
         An answer that ends with "error" or "abort" does not, nor does `text`: say it again.
@@ -105,17 +109,24 @@ class Conversation:
             PromptError, ParameterError, PassError: as `Runtime.generate`.
         """
         prompt = self._prompt(text)
-        output = self._runtime.generate(prompt, sampling_params or self._params)
+        output = self._runtime.generate(
+            prompt, self._params if sampling_params is None else read_params(sampling_params)
+        )
         self._record(text, prompt, output)
         return output
 
-    def stream(self, text: str, sampling_params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(self, text: str, sampling_params: Params = None) -> Iterator[Chunk]:
         """`say`, in chunks as they come. The turn becomes a part of the conversation with the last one."""
         prompt = self._prompt(text)
-        for chunk in self._runtime.stream(prompt, sampling_params or self._params):
+        for chunk in self._runtime.stream(
+            prompt, self._params if sampling_params is None else read_params(sampling_params)
+        ):
             if chunk.output is not None:
                 self._record(text, prompt, chunk.output)
             yield chunk
+
+    def _of_turn(self, sampling_params: Params) -> SamplingParams:
+        return self._params if sampling_params is None else read_params(sampling_params)
 
     def fork(self, n: int = 1) -> list[Conversation]:
         """`n` conversations that share what was said so far and go their own way from here.
@@ -124,10 +135,9 @@ class Conversation:
         the same words differs unless the temperature is 0.
 
         Raises:
-            ParameterError: n is not positive.
+            ParameterError: n is not a whole number from 1 to MAX_FORKS.
         """
-        if n < 1:
-            raise ParameterError(f"n is {n!r}; a conversation forks into 1 or more")
+        whole("n", n, 1, MAX_FORKS)
         branches = []
         for _ in range(n):
             params = replace(self._params, seed=_branch_seed(self._params.seed or 0, self._forks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -9,10 +10,13 @@ from typing import TypeVar
 
 from radixrt.engine import Engine
 from radixrt.errors import RadixrtError
+from radixrt.interrupt import uninterrupted
 from radixrt.output import RequestOutput
 from radixrt.schedule.request import Request
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class Call:
@@ -43,6 +47,7 @@ class Driver:
         self._engine = engine
         self._make_output = make_output
         self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread that steps
         self._calls: dict[int, Call] = {}  # by the id of each request that has not ended
         self._closed = False
 
@@ -98,11 +103,18 @@ class Driver:
 
     def abandon(self, call: Call) -> None:
         """End what is left of a call and run until it is gone, so that nothing of it stays behind."""
+        if self._owner == threading.get_ident():
+            # The garbage collector ends a forgotten stream in the middle of a step: the steps to come see to it.
+            for request in list(call.requests.values()):
+                self._engine.abort(request)
+            return
         with self._lock:
+            if self._closed:
+                return
             for request in list(call.requests.values()):
                 self._engine.abort(request)
             # The last pass in flight too, unless others will step: nothing is left to do behind an answer.
-            while not self._closed and self._has_work and (call.requests or not self._calls):
+            while self._has_work and (call.requests or not self._calls):
                 self._step()
 
     def while_idle(self, action: Callable[[], None]) -> None:
@@ -132,9 +144,21 @@ class Driver:
             raise RadixrtError("the runtime is closed")
 
     def _step(self) -> None:
-        for request in self._engine.step():
-            first = request.family[0]
-            if first.id in self._calls and all(answer.finished for answer in first.family):
-                call = self._calls.pop(first.id)
-                del call.requests[first.id]
-                call.ready.append(self._make_output(first))
+        self._owner = threading.get_ident()
+        try:
+            with uninterrupted():  # booking included: an output that is not delivered now never is
+                for request in self._engine.step():
+                    first = request.family[0]
+                    if first.id in self._calls and all(answer.finished for answer in first.family):
+                        call = self._calls.pop(first.id)
+                        del call.requests[first.id]
+                        call.ready.append(self._output(first))
+        finally:
+            self._owner = None
+
+    def _output(self, first: Request) -> RequestOutput:
+        try:
+            return self._make_output(first)
+        except Exception as error:  # one request's text must not cost the others theirs
+            _log.exception("no output can be made of request %d", first.id)
+            return RequestOutput.refused(first.index, f"no output can be made: {error}", request_id=first.id)

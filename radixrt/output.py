@@ -119,10 +119,10 @@ class RequestOutput:
     cause: BaseException | None = None
 
     @classmethod
-    def refused(cls, index: int, error: str) -> RequestOutput:
-        """The output of a prompt that could not be run: it has no id, no tokens and no time."""
+    def refused(cls, index: int, error: str, request_id: int = -1) -> RequestOutput:
+        """The output of a prompt that could not be run: it has no tokens and no time, and mostly no id."""
         answer = CompletionOutput(0, "", (), FinishReason.ERROR, error=error)
-        return cls(index, -1, (answer,), Usage(0, 0, 0, 0), Timings(0.0, None, 0.0), ())
+        return cls(index, request_id, (answer,), Usage(0, 0, 0, 0), Timings(0.0, None, 0.0), ())
 
     @property
     def text(self) -> str:
@@ -195,11 +195,13 @@ class StreamChunk:
     Attributes:
         text: what is certain of the text and was not in a chunk before; may be empty.
         token_ids: the tokens that have come since the chunk before.
+        request_id: what `Runtime.abort` takes.
         output: the whole output, with the last chunk.
     """
 
     text: str
     token_ids: tuple[int, ...]
+    request_id: int
     output: RequestOutput | None = None
 
 

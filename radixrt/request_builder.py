@@ -71,11 +71,17 @@ class RequestBuilder:
             ParameterError: the parameters are out of bounds, or ask for what this model does not have.
         """
         params = read_params(params)
+        if tenant is not None and not isinstance(tenant, str):
+            raise ParameterError(f"tenant is {tenant!r}; it must be a string or None")
         ids = self.token_ids(prompt)
         longest = self.context_length if params.max_new_tokens == 0 else self.context_length - 1
         if len(ids) > longest:
             raise PromptError(
                 f"has {len(ids)} tokens; with a context of {self.context_length} it may have at most {longest}"
+            )
+        if params.prompt_logprobs is not None and params.prompt_logprobs_start >= len(ids):
+            raise ParameterError(
+                f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(ids)} tokens"
             )
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -153,7 +159,10 @@ class RequestBuilder:
             if self.tokenizer is None:
                 raise ParameterError("bad_words holds text, but the model has no tokenizer: give token ids")
             for text in (word, f" {word}"):
-                words.append(tuple(self.tokenizer.encode(text, add_special_tokens=False).tolist()))
+                try:
+                    words.append(tuple(self.tokenizer.encode(text, add_special_tokens=False).tolist()))
+                except TokenizerError as error:
+                    raise ParameterError(f"bad_words holds what cannot be encoded: {error}") from error
         return tuple(dict.fromkeys(words))
 
     def _check_params(
@@ -196,7 +205,7 @@ def is_token_ids(prompt: object) -> bool:
         return prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer)
     return (
         isinstance(prompt, Sequence)
-        and not isinstance(prompt, str)
+        and not isinstance(prompt, (str, bytes, bytearray))
         and len(prompt) > 0
         and all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in prompt)
     )
@@ -205,6 +214,15 @@ def is_token_ids(prompt: object) -> bool:
 def is_one_prompt(prompts: object) -> bool:
     """Whether a value is one prompt rather than a list of them."""
     return isinstance(prompts, (str, np.ndarray)) or is_token_ids(prompts) or is_chat(prompts)
+
+
+def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """One prompt or many as a list, and whether they were many. Raises PromptError for what is neither."""
+    if is_one_prompt(prompts):
+        return [cast("Prompt", prompts)], False
+    if isinstance(prompts, (Mapping, bytes, bytearray)) or not isinstance(prompts, Sequence):
+        raise PromptError(f"prompts are a {type(prompts).__name__}; they must be one prompt or a list of prompts")
+    return list(cast("Sequence[Prompt]", prompts)), True
 
 
 def one_each(params: Params | Sequence[Params], count: int, many: bool) -> Sequence[Params]:

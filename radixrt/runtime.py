@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,15 +28,14 @@ from radixrt.engine import Engine
 from radixrt.errors import ParameterError, PassError, PromptError
 from radixrt.execution.device import choose_device, pool_slots
 from radixrt.execution.model_runner import ModelRunner
-from radixrt.interrupt import first_interrupt
 from radixrt.models.loader import LoadFormat, load_model, reload_weights
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, ScoreOutput, StreamChunk
 from radixrt.request_builder import (
     Params,
     Prompt,
     RequestBuilder,
-    is_one_prompt,
     is_token_ids,
+    listed_prompts,
     named_together,
     one_each,
 )
@@ -234,8 +233,7 @@ class Runtime:
             PromptError: names every prompt that cannot be run; nothing has run then.
             PassError: a pass failed, out of memory for instance. All other requests of the call are ended.
         """
-        many = not is_one_prompt(prompts)
-        listed = cast("Sequence[Prompt]", prompts if many else [prompts])
+        listed, many = listed_prompts(prompts)
         params = one_each(sampling_params, len(listed), many)
         outputs: dict[int, RequestOutput] = {}
         for output in self._iterate(listed, params, tenant, on_error, progress):
@@ -256,7 +254,7 @@ class Runtime:
 
         Leaving the loop early ends what is left.
         """
-        listed = cast("Sequence[Prompt]", [prompts] if is_one_prompt(prompts) else prompts)
+        listed, _ = listed_prompts(prompts)
         params = one_each(sampling_params, len(listed), True)
         yield from self._iterate(listed, params, tenant, on_error, progress)
 
@@ -297,8 +295,7 @@ class Runtime:
         on_error: OnError = "raise",
     ) -> RequestOutput | list[RequestOutput]:
         """`generate` for asyncio. Calls that wait at the same time run together; a cancelled one ends."""
-        many = not is_one_prompt(prompts)
-        listed = cast("Sequence[Prompt]", prompts if many else [prompts])
+        listed, many = listed_prompts(prompts)
         outputs, requests = self._built(listed, one_each(sampling_params, len(listed), many), tenant, on_error)
         call = self._driver.submit(requests)
         try:
@@ -353,36 +350,31 @@ class Runtime:
             PromptError: names every prompt that cannot be scored; nothing has run then.
             PassError: a pass failed, or the model computed values that are not finite.
         """
+        for name, given in (("prompts", prompts), ("continuations", continuations)):
+            if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
+                raise PromptError(f"{name} are a {type(given).__name__}; they must be a list, one for each prompt")
         if len(prompts) != len(continuations):
             raise ParameterError(f"there are {len(continuations)} continuations for {len(prompts)} prompts")
-        pairs: list[tuple[int, Prompt, Continuation]] = []
+        requests: list[Request] = []
+        owners: list[int] = []  # for each request the place of its prompt
+        errors: dict[int, Exception] = {}
         for i, (prompt, own) in enumerate(zip(prompts, continuations, strict=True)):
-            single = isinstance(own, str) or is_token_ids(own)
-            choices = cast("Sequence[Continuation]", [own] if single else own)
-            pairs += [(i, prompt, choice) for choice in choices]
-        listed: list[Prompt] = []
-        params: list[Params] = []
-        errors: dict[int, Exception] = {
-            i: PromptError("has no continuations") for i in set(range(len(prompts))) - {i for i, _, _ in pairs}
-        }
-        for i, prompt, choice in pairs:
             try:
-                ids, start = self._joined(prompt, choice)
-            except PromptError as error:
+                for choice in _choices(own):
+                    ids, start = self._joined(prompt, choice)
+                    params = SamplingParams(max_new_tokens=0, prompt_logprobs=0, prompt_logprobs_start=start)
+                    requests.append(self._requests.build(ids, params, index=len(requests), tenant=tenant))
+                    owners.append(i)
+            except (PromptError, ParameterError) as error:
                 errors[i] = error
-                continue
-            listed.append(ids)
-            params.append(SamplingParams(max_new_tokens=0, prompt_logprobs=0, prompt_logprobs_start=start))
         if errors:
             raise named_together(errors, len(prompts))
-        outputs: dict[int, RequestOutput] = {}
-        for output in self._iterate(listed, params, tenant, "raise", progress):
-            if output.error is not None:
-                raise PassError(f"prompt {pairs[output.index][0]} cannot be scored: {output.error}")
-            outputs[output.index] = output
         scores: list[list[ScoreOutput]] = [[] for _ in prompts]
-        for at, (i, _, _) in enumerate(pairs):
-            scores[i].append(_score(outputs[at]))
+        for output in sorted(self._drive(requests, "return", progress), key=lambda output: output.index):
+            owner = owners[output.index]
+            if output.error is not None:
+                raise PassError(f"prompt {owner} cannot be scored: {output.error}") from output.cause
+            scores[owner].append(_score(output))
         return [
             own[0] if isinstance(given, str) or is_token_ids(given) else own
             for own, given in zip(scores, continuations, strict=True)
@@ -421,7 +413,7 @@ class Runtime:
 
     def abort(self, request: Request | int) -> bool:
         """End a request, given itself or its `id`, at the next step, from any thread. False if it has ended."""
-        return self._driver.abort(request if isinstance(request, int) else request.id)
+        return self._driver.abort(request.id if isinstance(request, Request) else int(request))
 
     @property
     def has_work(self) -> bool:
@@ -504,17 +496,18 @@ class Runtime:
         progress: bool,
     ) -> Iterator[RequestOutput]:
         refused, requests = self._built(prompts, params, tenant, on_error)
-        bar = tqdm(total=len(prompts), unit=" requests", disable=not progress, file=sys.stderr)
-        bar.update(len(refused))
-        with bar, first_interrupt() as interrupted:
+        yield from refused.values()
+        yield from self._drive(requests, on_error, progress)
+
+    def _drive(self, requests: list[Request], on_error: OnError, progress: bool) -> Iterator[RequestOutput]:
+        """Run requests as one call; outputs come as they are complete."""
+        bar = tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr)
+        with bar:
             call = self._driver.submit(requests)
             try:
-                yield from refused.values()
                 tokens = 0
                 while call.requests or call.ready:
                     self._driver.advance(call)
-                    if interrupted.is_set():
-                        raise KeyboardInterrupt
                     while call.ready:
                         output = self._checked(call.ready.popleft(), on_error)
                         tokens += output.usage.completion_tokens
@@ -549,7 +542,7 @@ class Runtime:
             return None
         builder = request.text_stop
         assert isinstance(builder, TextBuilder)  # it streams
-        return StreamChunk(builder.delta(), ids, output)
+        return StreamChunk(builder.delta(), ids, request.id, output)
 
     def _joined(self, prompt: Prompt, continuation: Continuation) -> tuple[NDArray[np.int32], int]:
         """Token ids of a prompt with a continuation, and where the continuation begins. Raises PromptError."""
@@ -606,6 +599,15 @@ class Runtime:
             logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
             error=request.error,
         )
+
+
+def _choices(own: Continuation | Sequence[Continuation]) -> Sequence[Continuation]:
+    """A continuation, or the choices among several, as a list. Raises PromptError if there are none."""
+    if isinstance(own, str) or is_token_ids(own):
+        return [cast("Continuation", own)]
+    if not isinstance(own, Sequence) or isinstance(own, (bytes, Mapping)) or not own:
+        raise PromptError("has no continuations: give text, token ids, or a list of these")
+    return cast("Sequence[Continuation]", own)
 
 
 def _score(output: RequestOutput) -> ScoreOutput:

@@ -141,7 +141,10 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
     if len(pairs) > MAX_BIASES:
         raise ParameterError(f"logit_bias has {len(pairs)} tokens; at most {MAX_BIASES} are taken")
     biases = {}
-    for token, bias in pairs:
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ParameterError(f"logit_bias holds {pair!r}; it must map token ids to numbers")
+        token, bias = pair
         if isinstance(token, str) and token.isdecimal():  # the keys of JSON objects are strings
             token = int(token)
         biases[whole("logit_bias", token, 0, MAX_TOKEN_ID)] = real("logit_bias", bias, -100.0, 100.0)
@@ -159,6 +162,8 @@ def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
     strings = [value] if isinstance(value, str) else _listed("stop", value, MAX_STOP_STRINGS, "strings")
     for string in strings:
         if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_LENGTH:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -478,3 +479,99 @@ def test_the_tree_can_be_looked_at(builtin: Runtime, capsys: pytest.CaptureFixtu
     assert "Mira likes" in printed
     builtin.print_tree(max_nodes=2)
     assert "more nodes" in capsys.readouterr().out
+
+
+# -- what a review found -----------------------------------------------------------------------------------
+
+
+def test_what_is_of_a_wrong_type_is_refused_and_nothing_breaks(builtin: Runtime) -> None:
+    anything: Any = builtin
+    for prompts in (b"bytes", {"role": "user", "content": "hi"}, None, 5, (p for p in ["a"])):
+        with pytest.raises(PromptError):
+            anything.generate(prompts)
+    for prompts, continuations in (
+        ("abc", "xyz"),
+        (["a"], [b"ab"]),
+        (["a"], [None]),
+        ([1, 2], [3, 4]),
+        (None, []),
+    ):
+        with pytest.raises(PromptError):
+            anything.score(prompts, continuations)
+    with pytest.raises(PromptError, match="tenant is"):
+        anything.generate("a", tenant=["t"])
+    (output,) = anything.generate(["a"], {"bad_words": ["\ud800"]}, on_error="return")
+    assert "bad_words holds what cannot be encoded" in str(output.error)
+    with pytest.raises(PromptError, match="prompt_logprobs_start is 999, but the prompt has"):
+        builtin.generate("a", {"prompt_logprobs": 0, "prompt_logprobs_start": 999})
+    assert builtin.generate("Mira", {"max_tokens": 1, "stop": None}).usage.completion_tokens == 1
+
+
+def test_score_names_the_prompt_that_is_too_long(builtin: Runtime) -> None:
+    with pytest.raises(PromptError, match="1 of 2 prompts cannot be run:\nprompt 1 has"):
+        builtin.score(["Mira", "Hugo"], [[" a", " b", " c"], [" likes" * 2000]])
+
+
+def test_nothing_left_to_draw_is_an_error_and_no_other_token(runtime: Runtime) -> None:
+    params = replace(GREEDY, allowed_token_ids=(5,), bad_words=[[5, 5]])
+    output = runtime.generate(PROMPT, params)
+    assert output.finish_reason is FinishReason.ERROR
+    assert set(output.token_ids) <= {5}
+    assert "left no token to draw" in str(output.error)
+
+
+def test_requests_are_submitted_all_or_none(runtime: Runtime) -> None:
+    request = runtime.prepare(PROMPT, GREEDY)
+    with pytest.raises(ValueError, match="submitted twice"):
+        runtime.submit(request, request)
+    assert not runtime.has_work
+    runtime.submit(request)
+    with pytest.raises(ValueError, match="submitted before"):
+        runtime.submit(runtime.prepare(PROMPT, GREEDY), request)
+    outputs = []
+    while runtime.has_work:
+        outputs += runtime.step()
+    assert len(outputs) == 1
+
+
+def test_a_stream_that_is_forgotten_in_the_middle_of_a_step_does_not_lock_up(
+    builtin: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten = builtin.stream("Mira likes", Params(max_new_tokens=200, ignore_eos=True))
+    next(forgotten)
+    runner = builtin._driver._engine.runner
+    launch = runner.launch
+
+    def collected(batch: Any) -> Any:
+        forgotten.close()  # as the garbage collector may, at any time
+        return launch(batch)
+
+    monkeypatch.setattr(runner, "launch", collected)
+    assert builtin.generate("Hugo", Params(max_new_tokens=3, ignore_eos=True)).usage.completion_tokens == 3
+    monkeypatch.setattr(runner, "launch", launch)
+    assert builtin.generate("Hugo", Params(max_new_tokens=3, ignore_eos=True)).usage.completion_tokens == 3
+    assert not builtin._driver._calls
+
+
+def test_an_interrupt_delivers_what_has_ended_to_others(builtin: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = builtin.prepare("Hugo", Params(max_new_tokens=2, ignore_eos=True))
+    builtin.submit(request)
+    runner = builtin._driver._engine.runner
+    collect = runner.collect
+
+    def interrupted(handle: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return collect(handle)
+
+    monkeypatch.setattr(runner, "collect", interrupted)
+    interrupts = 0
+    while not request.finished:
+        try:
+            builtin.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts > 0
+    monkeypatch.setattr(runner, "collect", collect)
+    outputs = builtin.step()
+    assert [output.id for output in outputs] == [request.id]
+    assert builtin.generate("Hugo", Params(max_new_tokens=2)).error is None

@@ -103,8 +103,8 @@ class ModelRunner:
         token_ids, logprobs = arrays["sampling"], None
         if draws:
             logits = self.model.compute_logits(hidden, metadata.logits_indices)
-            token_ids = draw_tokens(logits, arrays, self._last_token)
-            finite[arrays["sampling"]] &= finite_rows(logits)
+            token_ids, drawn = draw_tokens(logits, arrays, self._last_token)
+            finite[arrays["sampling"]] &= drawn
             asked = [d.request.params.logprobs for d in draws if d.request.params.logprobs is not None]
             if asked:
                 logprobs = token_logprobs(logits, token_ids, min(max(asked), logits.shape[1]))

@@ -17,7 +17,7 @@ from torch import Tensor
 from radixrt.schedule.request import Request
 from triton_ops.logit_masks import add_bias, ban_tokens, keep_only
 from triton_ops.penalties import apply_penalties
-from triton_ops.sampling import greedy, sample
+from triton_ops.sampling import finite_rows, greedy, sample
 
 Arrays = dict[str, NDArray[Any]]
 NO_TOKEN = -1
@@ -51,13 +51,14 @@ def sampling_arrays(draws: Sequence[Draw]) -> Arrays:
     }
 
 
-def draw_tokens(logits: Tensor, arrays: Mapping[str, Tensor], last_token: Tensor) -> Tensor:
-    """Token ids `[S]` int32 for `logits` `[S, vocab_size]`.
+def draw_tokens(logits: Tensor, arrays: Mapping[str, Tensor], last_token: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids `[S]` int32 for `logits` `[S, vocab_size]`, and bool `[S]`: whether there was one to draw.
 
     Args:
         arrays: what `sampling_arrays` made, on the device.
         last_token: int32 `[max_requests]`, the last token sampled for each row.
     """
+    drawn = finite_rows(logits)
     if "penalty_ids" in arrays:
         ids = arrays["penalty_ids"]
         logits = apply_penalties(
@@ -78,9 +79,11 @@ def draw_tokens(logits: Tensor, arrays: Mapping[str, Tensor], last_token: Tensor
         logits = ban_tokens(logits, arrays["banned_rows"], arrays["banned_ids"], applies)
     if "allowed_ids" in arrays:
         logits = keep_only(logits, arrays["allowed_rows"], arrays["allowed_ids"], arrays["is_restricted"] != 0)
+    if "banned_ids" in arrays or "allowed_ids" in arrays:
+        drawn &= finite_rows(logits)
     if "temperatures" not in arrays:
-        return greedy(logits)
-    return sample(
+        return greedy(logits), drawn
+    token_ids = sample(
         logits,
         temperatures=arrays["temperatures"],
         seeds=arrays["seeds"],
@@ -90,6 +93,7 @@ def draw_tokens(logits: Tensor, arrays: Mapping[str, Tensor], last_token: Tensor
         top_ps=arrays.get("top_ps"),
         min_ps=arrays.get("min_ps"),
     )
+    return token_ids, drawn
 
 
 def _distribution(draws: Sequence[Draw]) -> Arrays:

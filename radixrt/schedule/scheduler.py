@@ -89,6 +89,11 @@ class Scheduler:
         those that share a prefix come one after the other, which wants the least memory for the most hits (Zheng
         et al. 2024, theorem 3.1).
         """
+        requests = list(requests)
+        for request in requests:  # all or none
+            self._check(request)
+        if len({id(request) for request in requests}) < len(requests):
+            raise ValueError("a request is submitted twice")
         if self.policy is SchedulePolicy.LPM:
             requests = sorted(requests, key=lambda r: r.tokens().astype(">i4").tobytes())
         for request in requests:
@@ -100,15 +105,18 @@ class Scheduler:
         Raises:
             ValueError: it can never run (`refusal` says why), or it was submitted before.
         """
+        self._check(request)
+        request.arrival = self._arrivals
+        request.submitted_at = time.perf_counter()
+        self._arrivals += 1
+        self.waiting.append(request)
+
+    def _check(self, request: Request) -> None:
         if request.arrival >= 0:
             raise ValueError(f"request {request.index} was submitted before")
         refusal = self.refusal(request)
         if refusal is not None:
             raise ValueError(f"request {request.index} {refusal}")
-        request.arrival = self._arrivals
-        request.submitted_at = time.perf_counter()
-        self._arrivals += 1
-        self.waiting.append(request)
 
     # -- one pass ------------------------------------------------------------------------------------------
 
@@ -145,7 +153,10 @@ class Scheduler:
                 continue
             holds = request.lease is batch.leases[i]  # False: retracted since; its token is good all the same
             if not result.finite[i]:
-                self._end(request, FinishReason.ERROR, "the model computed values that are not finite")
+                why = "the model computed values that are not finite"
+                if request.params.allowed_token_ids is not None or request.bad_words:
+                    why += ", or allowed_token_ids and bad_words left no token to draw"
+                self._end(request, FinishReason.ERROR, why)
                 ended.append(request)
                 continue
             if holds:
