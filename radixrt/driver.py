@@ -126,7 +126,10 @@ class Driver:
             action()
 
     def close(self) -> None:
-        """End all requests and let go of the engine, from any thread. Callers that wait get a RadixrtError."""
+        """End all requests and let go of the engine, from any thread.
+
+        Callers that wait get a RadixrtError, or outputs that end with "abort".
+        """
         with self._lock:
             if self._closed:
                 return

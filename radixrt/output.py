@@ -195,14 +195,14 @@ class StreamChunk:
     Attributes:
         text: what is certain of the text and was not in a chunk before; may be empty.
         token_ids: the tokens that have come since the chunk before.
-        request_id: what `Runtime.abort` takes.
         output: the whole output, with the last chunk.
+        request_id: what `Runtime.abort` takes.
     """
 
     text: str
     token_ids: tuple[int, ...]
-    request_id: int
     output: RequestOutput | None = None
+    request_id: int = -1
 
 
 @dataclass(frozen=True)

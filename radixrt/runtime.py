@@ -457,7 +457,10 @@ class Runtime:
         self._driver.while_idle(swap)
 
     def close(self) -> None:
-        """End all requests and let go of the model, from any thread. A second call does nothing."""
+        """End all requests and let go of the model, from any thread. A second call does nothing.
+
+        Calls that wait in other threads raise RadixrtError, or return outputs that end with "abort".
+        """
         self._driver.close()
         self.__dict__.pop("_model", None)
         self.__dict__.pop("_kv_pool", None)
@@ -542,7 +545,7 @@ class Runtime:
             return None
         builder = request.text_stop
         assert isinstance(builder, TextBuilder)  # it streams
-        return StreamChunk(builder.delta(), ids, request.id, output)
+        return StreamChunk(builder.delta(), ids, output, request.id)
 
     def _joined(self, prompt: Prompt, continuation: Continuation) -> tuple[NDArray[np.int32], int]:
         """Token ids of a prompt with a continuation, and where the continuation begins. Raises PromptError."""

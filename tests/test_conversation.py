@@ -316,7 +316,7 @@ def test_forks_share_the_history_and_go_their_own_way(chatml: Tokenizer) -> None
         again = Conversation(runtime, sampling_params=SamplingParams(seed=7)).fork(2)
         assert again[0]._params.seed != branches[0]._params.seed
         for bad in (0, -1):
-            with pytest.raises(ParameterError, match=f"n is {bad}; a conversation forks into 1 or more"):
+            with pytest.raises(ParameterError, match=f"n is {bad}; it must be a whole number from 1 to 4096"):
                 talk.fork(bad)
 
 
