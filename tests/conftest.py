@@ -11,9 +11,17 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+
+# Where there is no GPU, kernels run in Triton's interpreter, which has to know before they are defined.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from hypothesis import settings
+
+from triton_ops.implementation import triton
 
 # A deadline fails on a busy machine, not on a slow program. The same examples each time: CI does not flicker.
 settings.register_profile("radixrt", deadline=None, derandomize=True)
@@ -31,6 +39,20 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
         patch.setattr(torch, "Generator", Generator)
         yield chosen
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernel_device(request: pytest.FixtureRequest) -> torch.device:
+    """Where a kernel is compared with its reference: a GPU, or the CPU in Triton's interpreter, which knows
+    float16 and float32 but not bfloat16.
+    """
+    if request.param == "cuda":
+        return torch.device("cuda")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled in this process, not interpreted: there is a GPU")
+    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.5.0":
+        pytest.skip(f"Triton {triton.__version__}'s interpreter does not know NumPy {np.__version__}")
+    return torch.device("cpu")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,0 +1,90 @@
+"""Which implementation of an operation runs, the torch reference or the Triton kernel, and on what GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:  # Triton exists for Linux alone; the torch references run everywhere
+
+    class triton:  # type: ignore[no-redef]
+        """Lets the kernels be defined, though not launched, where there is no Triton."""
+
+        __version__ = ""
+
+        @staticmethod
+        def jit(fn):
+            return fn
+
+    tl = None
+
+__all__ = ["GPU", "Impl", "compiling_for", "gpu_of", "runs_triton", "tl", "triton"]
+
+Impl = Literal["auto", "torch", "triton"]
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What a kernel's configuration depends on: compute capability (90 is 9.0), number of multiprocessors."""
+
+    capability: int
+    num_sms: int
+
+
+INTERPRETER = GPU(capability=90, num_sms=4)  # as a Hopper, with little to share work among
+_compiling_for: GPU | None = None
+
+
+def runs_triton(impl: Impl, tensor: Tensor) -> bool:
+    """Whether an operation on `tensor` runs its kernel: "auto" does on a CUDA device where Triton is installed.
+
+    Raises ValueError where `impl` is "triton" and the kernel cannot run: on a CPU it does only in Triton's
+    interpreter, with TRITON_INTERPRET=1 set before the kernel's module is imported.
+    """
+    if impl == "torch":
+        return False
+    if impl == "auto":
+        return tensor.is_cuda and bool(triton.__version__)
+    if impl != "triton":
+        raise ValueError(f'impl must be "auto", "torch" or "triton", but is {impl!r}')
+    if not triton.__version__:
+        raise ValueError('impl is "triton", but Triton is not installed')
+    if not tensor.is_cuda and _compiling_for is None and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f'impl is "triton", but the tensors are on {tensor.device}; a kernel needs a CUDA device')
+    return True
+
+
+def gpu_of(device: torch.device) -> GPU:
+    """The GPU that kernels on `device` are configured for."""
+    if _compiling_for is not None:
+        return _compiling_for
+    return _cuda_gpu(device) if device.type == "cuda" else INTERPRETER
+
+
+@lru_cache
+def _cuda_gpu(device: torch.device) -> GPU:
+    properties = torch.cuda.get_device_properties(device)
+    return GPU(properties.major * 10 + properties.minor, properties.multi_processor_count)
+
+
+@contextmanager
+def compiling_for(gpu: GPU) -> Iterator[None]:
+    """Within, kernels launch on CPU tensors too, configured for `gpu`: for tests that record the launches and
+    compile what was launched ahead of time.
+    """
+    global _compiling_for
+    before, _compiling_for = _compiling_for, gpu
+    try:
+        yield
+    finally:
+        _compiling_for = before
