@@ -1,27 +1,64 @@
-"""AttentionPlan: which segments of KV the query rows of a pass's decode part read."""
+"""AttentionPlan and ExtendPlan: which segments of KV the query rows of a pass read, and how what is read merges.
+
+Plans are built on the host, in numpy, and copied to the device as int32 arrays: `host_arrays` makes the arrays,
+`from_arrays` the plan of the same arrays on the device, `build` is both for who has no copy of many to pack.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+
+Int32Array = NDArray[np.int32]
+PlanType = TypeVar("PlanType", bound="_Plan")
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class _Plan:
+    @classmethod
+    def from_arrays(
+        cls: type[PlanType], arrays: Mapping[str, Tensor], prefix: str = "", **numbers: int
+    ) -> PlanType:
+        """The plan of `host_arrays` that lie on the device, each under its name behind `prefix`, and of the fields
+        that are `numbers`.
+        """
+        names = [field.name for field in fields(cls) if field.name not in numbers]
+        return cls(**{name: arrays[prefix + name] for name in names}, **numbers)
+
+    @classmethod
+    def build(
+        cls: type[PlanType], arrays: Mapping[str, Int32Array], device: torch.device, **numbers: int
+    ) -> PlanType:
+        """`from_arrays` of arrays that are copied to `device` one by one: handy, not fast."""
+        copies = {name: torch.tensor(array, device=device) for name, array in arrays.items()}
+        return cls.from_arrays(copies, **numbers)
+
+
+@dataclass(frozen=True)
+class AttentionPlan(_Plan):
     """The work items of a pass's decode attention.
 
     An item is a segment of KV read by a contiguous range of query rows. A query row is a decode request of
     the pass, in batch order (row 0 is the first decode). The result of a row is the merge, by log-sum-exp,
     of the partial results of all items whose range covers it; the order of the items means nothing.
 
-    All fields are int32 tensors `[num_items]` on the device of the pass:
+    All fields are int32 tensors on the device of the pass. Of N items, R query rows, P partial results:
 
-    - `item_rows`: the line of `req_to_token` that names the segment's slots (any request that has it),
-    - `item_starts`: the first KV position of the segment,
-    - `item_lens`: its number of tokens (0: the item adds nothing),
-    - `item_query_starts`, `item_query_lens`: the query rows that read it.
+    - `item_rows` [N]: the line of `req_to_token` that names the segment's slots (any request that has it),
+    - `item_starts` [N]: the first KV position of the segment,
+    - `item_lens` [N]: its number of tokens (0: the item adds nothing),
+    - `item_query_starts`, `item_query_lens` [N]: the query rows that read it,
+    - `item_partials` [N]: the number of its first row's partial result, the others' follow; -1 where no other
+      item covers its rows: what it computes is their result,
+    - `row_partial_starts` [R + 1], `row_partials` [P]: row r merges the partial results
+      `row_partials[row_partial_starts[r] : row_partial_starts[r + 1]]`,
+    - `seq_lens` [R]: the tokens of each row's request; the row's own position is the last of them.
     """
 
     item_rows: Tensor
@@ -29,18 +66,167 @@ class AttentionPlan:
     item_lens: Tensor
     item_query_starts: Tensor
     item_query_lens: Tensor
+    item_partials: Tensor
+    row_partial_starts: Tensor
+    row_partials: Tensor
+    seq_lens: Tensor
+
+    @staticmethod
+    def host_arrays(
+        item_rows: ArrayLike,
+        item_starts: ArrayLike,
+        item_lens: ArrayLike,
+        item_query_starts: ArrayLike,
+        item_query_lens: ArrayLike,
+        seq_lens: ArrayLike,
+    ) -> dict[str, Int32Array]:
+        """All arrays of the plan of these items, by field name. A row that no item covers gets an empty one.
+
+        Raises ValueError where the items' arrays differ in length, or an item's rows are not of the batch.
+        """
+        seq = np.asarray(seq_lens, np.int32)
+        items = np.array([item_rows, item_starts, item_lens, item_query_starts, item_query_lens], np.int32)
+        first, count = items[3], items[4]
+        if items.size and (first.min() < 0 or count.min() < 0 or (first + count).max() > seq.size):
+            raise ValueError(f"an item's query rows must be among the {seq.size} of the batch")
+        item, row = _pairs(first, count)
+        covered = np.bincount(row, minlength=seq.size)
+        bare = np.flatnonzero(covered == 0)
+        if bare.size:
+            empty = np.zeros((5, bare.size), np.int32)
+            empty[3], empty[4] = bare, 1
+            items = np.concatenate([items, empty], 1)
+        alone = np.ones(items.shape[1], bool)
+        alone[item[covered[row] > 1]] = False
+        merged = ~alone[item]
+        partial_counts = np.where(alone, 0, items[4])
+        partials = np.cumsum(partial_counts, dtype=np.int32) - partial_counts
+        # Pairs are in the order of the items, so the partial results of a pair are numbered in the order of pairs.
+        order = np.argsort(row[merged], kind="stable").astype(np.int32)
+        starts = np.zeros(seq.size + 1, np.int32)
+        np.cumsum(np.bincount(row[merged], minlength=seq.size), out=starts[1:])
+        names = ("item_rows", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
+        return {
+            **dict(zip(names, items, strict=True)),
+            "item_partials": np.where(alone, -1, partials).astype(np.int32),
+            "row_partial_starts": starts,
+            "row_partials": order,
+            "seq_lens": seq,
+        }
 
     @classmethod
-    def flat(cls, req_pool_indices: Tensor, seq_lens: Tensor) -> AttentionPlan:
-        """The plan without sharing: one item a decode request, its whole context.
+    def flat_arrays(
+        cls,
+        req_pool_indices: ArrayLike,
+        seq_lens: ArrayLike,
+        *,
+        max_item_len: int | None = None,
+        sliding_window: int | None = None,
+    ) -> dict[str, Int32Array]:
+        """`host_arrays` of the plan without sharing: each request's own context, the longest items first.
 
-        `req_pool_indices` and `seq_lens` are int32 `[num_decodes]`; a `seq_len` of 0 marks a padded
-        row. Nothing here waits for the device.
+        Contexts longer than `max_item_len` are cut into items of about the same length (None: one item a
+        request); with `sliding_window` they begin where the window does. A `seq_len` of 0 marks a padded row.
         """
-        return cls(
-            item_rows=req_pool_indices,
-            item_starts=torch.zeros_like(seq_lens),
-            item_lens=seq_lens,
-            item_query_starts=torch.arange(seq_lens.shape[0], dtype=torch.int32, device=seq_lens.device),
-            item_query_lens=torch.ones_like(seq_lens),
-        )
+        rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
+        begin = np.zeros_like(seq) if sliding_window is None else np.maximum(seq - sliding_window, 0)
+        query, start, length = _cut(begin, seq, max_item_len)
+        order = np.argsort(-length, kind="stable")
+        query = query[order]
+        return cls.host_arrays(rows[query], start[order], length[order], query, np.ones_like(query), seq)
+
+
+@dataclass(frozen=True)
+class ExtendPlan(_Plan):
+    """The work items of a pass's extend attention.
+
+    An item is a tile of at most `tile_tokens` (a number that the host knows) successive new tokens of one request,
+    and a segment of the KV positions that they read. All other fields are int32 tensors on the device of the pass, as in `AttentionPlan`; a
+    query row is a new token, numbered as in the pass:
+
+    - `item_requests` [N]: the request, numbered as in the batch,
+    - `item_query_starts` [N]: the tile's first token, counted from the first new token of the request,
+    - `item_starts`, `item_lens` [N]: the KV positions, of which a token reads those up to its own,
+    - `item_partials` [N]: the number of the tile's first token's partial result, or -1,
+    - `row_partial_starts` [T + 1] or, where nothing merges, [0]; `row_partials` [P].
+    """
+
+    tile_tokens: int
+    item_requests: Tensor
+    item_query_starts: Tensor
+    item_starts: Tensor
+    item_lens: Tensor
+    item_partials: Tensor
+    row_partial_starts: Tensor
+    row_partials: Tensor
+
+    @staticmethod
+    def host_arrays(
+        prefix_lens: ArrayLike,
+        extend_start_loc: ArrayLike,
+        extend_seq_lens: ArrayLike,
+        *,
+        tile_tokens: int,
+        max_item_len: int | None = None,
+        sliding_window: int | None = None,
+    ) -> dict[str, Int32Array]:
+        """All arrays by field name, the items that read most first.
+
+        KV longer than `max_item_len` is cut into items of about the same length (None: one item a tile); with
+        `sliding_window` it begins where the window of the tile's first token does.
+        """
+        prefix, extend = np.asarray(prefix_lens, np.int32), np.asarray(extend_seq_lens, np.int32)
+        request, nth = _pairs(np.zeros_like(extend), -(-extend // tile_tokens))
+        first = nth * tile_tokens
+        tokens = np.minimum(extend[request] - first, tile_tokens)
+        position = prefix[request] + first
+        begin = np.zeros_like(first) if sliding_window is None else np.maximum(position - sliding_window + 1, 0)
+        tile, start, length = _cut(begin, position + tokens, max_item_len)
+        order = np.argsort(-length, kind="stable")
+        tile, start, length = tile[order], start[order], length[order]
+
+        split = np.bincount(tile, minlength=first.size) > 1
+        partial_counts = np.where(split[tile], tokens[tile], 0)
+        partials = np.cumsum(partial_counts, dtype=np.int32) - partial_counts
+        row_starts, row_partials = np.zeros(0, np.int32), np.zeros(0, np.int32)
+        if split.any():
+            loc = np.asarray(extend_start_loc, np.int32)
+            _, row = _pairs((loc[request] + first)[tile], partial_counts)
+            row_partials = np.argsort(row, kind="stable").astype(np.int32)
+            row_starts = np.zeros(int((loc + extend).max()) + 1, np.int32)
+            np.cumsum(np.bincount(row, minlength=row_starts.size - 1), out=row_starts[1:])
+        return {
+            "item_requests": request[tile],
+            "item_query_starts": first[tile],
+            "item_starts": start,
+            "item_lens": length,
+            "item_partials": np.where(split[tile], partials, -1).astype(np.int32),
+            "row_partial_starts": row_starts,
+            "row_partials": row_partials,
+        }
+
+
+def _pairs(first: Int32Array, count: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """All pairs (i, first[i] + j) with j below count[i], in order: two arrays."""
+    index = np.repeat(np.arange(count.size, dtype=np.int32), count)
+    offset = np.cumsum(count, dtype=np.int32) - count
+    return index, np.arange(index.size, dtype=np.int32) + (first - offset)[index]
+
+
+def _cut(
+    begin: Int32Array, end: Int32Array, max_len: int | None
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Each range [begin, end) in the fewest pieces of at most `max_len`: index, start and length of each piece.
+
+    A range's pieces are of the same length, a multiple of 64 where `max_len` is, but for the last.
+    """
+    length = end - begin
+    if max_len is None:
+        return np.arange(length.size, dtype=np.int32), begin, length
+    pieces = np.maximum(-(-length // max_len), 1)
+    step = -(-length // pieces)
+    if max_len % 64 == 0:
+        step = -(-step // 64) * 64
+    index, nth = _pairs(np.zeros_like(pieces), pieces)
+    start = begin[index] + nth * step[index]
+    return index, start, np.clip(end[index] - start, 0, step[index])

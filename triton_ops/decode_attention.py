@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from triton_ops.attention_plan import AttentionPlan
+from triton_ops.implementation import GPU, Impl, gpu_of, runs_triton, tl, triton
+from triton_ops.merge_partials import merge_partials
+from triton_ops.online_softmax import attend_tile, finish_rows
 from triton_ops.soft_cap import soft_cap
 
 # Items up to this many tokens are padded to one another: a separate block for them would cost more.
 SHORT_ITEM = 64
 # Elements of K that are gathered at a time: with as much of V they stay in a CPU's cache.
 BLOCK_SIZE = 2**17
+PROGRAMS_PER_SM = 4  # that many of the kernel's run side by side
 
 
 def decode_attention(
@@ -24,11 +31,15 @@ def decode_attention(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    lse: Tensor | None = None,
+    impl: Impl = "auto",
 ) -> Tensor:
     """Softmax(scale * q k^T) v of every query row, over the items of `plan` that cover the row.
 
     Args:
-        q: `[num_decodes, num_heads, head_dim]`, any float dtype, any strides.
+        q: `[num_decodes, num_heads, head_dim]`, any float dtype, any strides but for the last, which is 1.
         k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]`. `num_heads` is a multiple of
             `num_kv_heads`: query head h reads KV head `h // (num_heads // num_kv_heads)`. Slots that no
             item names may hold anything, NaN included.
@@ -36,66 +47,82 @@ def decode_attention(
         plan: the work items; several may cover a row, and several rows may share one.
         scale: factor on the scores.
         softcap: the scaled scores become `softcap * tanh(score / softcap)`; None: they stay.
-        sliding_window: a row sees the last `sliding_window` positions that its items hold; what lies before
-            them is not read, unless another row of the item sees it. None: a row sees all.
+        sliding_window: a row sees the last `sliding_window` positions of its request, of those that its items
+            hold; None: all.
+        sinks: float32 `[num_heads]`: a logit that joins the softmax of each row of the head, without a value
+            (Xiao et al., 2023, as learned by gpt-oss, 2025).
+        alibi_slopes: float32 `[num_heads]`: `slope * (key position - own position)` is added to the scores (Press
+            et al., 2022), after the softcap.
+        lse: float32 `[num_decodes, num_heads]` or None: where the natural logs of the sums of exponentials, sinks
+            included, are written; -inf where a row saw nothing.
 
     Returns:
         `[num_decodes, num_heads, head_dim]` in q's dtype, computed in float32. A row without an item, or
         whose items are all empty, is zero.
 
-    Items of about the same length are padded to one another and computed together, a block at a time. On a GPU
-    this waits for the device, to read the lengths. The merge is that of FlashDecoding (Dao et al., 2023).
+    The reference waits for the device, to read the lengths: items of about the same length are padded to one
+    another and computed together, a block at a time. The kernel does not, and its grid depends on the shapes of the
+    plan alone, so that a captured graph serves any plan of the same shape. Partial results are merged as in
+    FlashDecoding (Dao et al., 2023).
     """
+    if runs_triton(impl, q):
+        return _decode_triton(
+            q, k_buffer, v_buffer, req_to_token, plan, scale, softcap, sliding_window, sinks, alibi_slopes, lse
+        )
     num_decodes, num_heads, head_dim = q.shape
     # One row more: where the rows that pad a block read from and write to.
     queries = torch.zeros(num_decodes + 1, num_heads, head_dim, device=q.device)
     queries[:-1].copy_(q).mul_(scale)
+    positions = torch.zeros(num_decodes + 1, dtype=torch.int64, device=q.device)
+    positions[:-1] = plan.seq_lens - 1
     fields = torch.stack(
         [plan.item_rows, plan.item_starts, plan.item_lens, plan.item_query_starts, plan.item_query_lens]
     ).long()
-    windows = None if sliding_window is None else _window_starts(fields, num_decodes + 1, sliding_window)
-    if windows is not None:
-        _cut(fields, windows)
+    if sliding_window is not None:
+        _cut(fields, positions - sliding_window + 1)
     rows, outs, lses = [], [], []
     for items in _blocks(fields, tokens_per_block=BLOCK_SIZE // k_buffer[0].numel()):
         item_rows, starts, lens, query_starts, query_lens = items.unsqueeze(-1)
         offsets = torch.arange(int(lens.max()), device=q.device)
         is_token = offsets < lens
         # An item's first slot stands in beyond its end: what the pool holds elsewhere is never read.
-        positions = starts + offsets * is_token
-        slots = req_to_token[item_rows, positions]
+        key_positions = starts + offsets * is_token
+        slots = req_to_token[item_rows, key_positions]
         offsets = torch.arange(int(query_lens.max()), device=q.device)
         query_rows = torch.where(offsets < query_lens, query_starts + offsets, num_decodes)
+        distances = key_positions.unsqueeze(1) - positions[query_rows].unsqueeze(2)  # [n, rows, length]
         visible = is_token.unsqueeze(1)
-        if windows is not None:
-            visible = visible & (positions.unsqueeze(1) >= windows[query_rows].unsqueeze(2))
-        out, lse = _attend(queries[query_rows], k_buffer, v_buffer, slots, visible, softcap)
+        if sliding_window is not None:
+            visible = visible & (distances > -sliding_window)
+        bias = None if alibi_slopes is None else alibi_slopes[:, None] * distances.unsqueeze(2)
+        out, part_lse = _attend(queries[query_rows], k_buffer, v_buffer, slots, visible, softcap, bias)
         rows.append(query_rows.flatten())
         outs.append(out.flatten(0, 1))
-        lses.append(lse.flatten(0, 1))
+        lses.append(part_lse.flatten(0, 1))
+    if sinks is not None:
+        rows.append(torch.arange(num_decodes, device=q.device))
+        outs.append(torch.zeros_like(queries[:-1]))
+        lses.append(sinks.expand(num_decodes, num_heads))
     if not rows:
-        return torch.zeros_like(q)
-    row, out, lse = torch.cat(rows), torch.cat(outs), torch.cat(lses)
+        if lse is not None:
+            lse.fill_(-torch.inf)
+        return torch.zeros_like(q, memory_format=torch.contiguous_format)
+    row, out, part_lse = torch.cat(rows), torch.cat(outs), torch.cat(lses)
 
-    # A row's last position is always seen, so its greatest lse is finite, though that of an item before its window
-    # is -inf. A row that no item covers is never read at the -inf it keeps.
+    # A row's greatest lse is that of nothing at all where its window hides every item: 0 stands for it.
     max_lse = torch.full_like(queries[..., 0], -torch.inf)
-    max_lse.scatter_reduce_(0, row.unsqueeze(1).expand_as(lse), lse, "amax")
-    weight = torch.exp(lse - max_lse[row])
+    max_lse.scatter_reduce_(0, row.unsqueeze(1).expand_as(part_lse), part_lse, "amax")
+    finite = max_lse.clamp(min=torch.finfo(torch.float32).min)
+    weight = torch.exp(part_lse - finite[row])
     total = torch.zeros_like(max_lse).index_add_(0, row, weight)
     merged = torch.zeros_like(queries).index_add_(0, row, out * weight.unsqueeze(-1))
+    if lse is not None:
+        lse.copy_((finite + total.log())[:-1])
     return (merged / total.masked_fill_(total == 0.0, 1.0).unsqueeze(-1))[:-1].to(q.dtype)
 
 
-def _window_starts(fields: Tensor, num_rows: int, sliding_window: int) -> Tensor:
-    """The first position that each query row sees: int64 `[num_rows]`, below 0 where it sees all."""
-    item, row = _item_rows(fields)
-    ends = torch.zeros(num_rows, dtype=torch.int64, device=fields.device)
-    return ends.scatter_reduce_(0, row, (fields[1] + fields[2])[item], "amax") - sliding_window
-
-
 def _cut(fields: Tensor, windows: Tensor) -> None:
-    """Take from the items, in place, what lies before the windows of all their rows."""
+    """Take from the items, in place, what lies before `windows`, each row's first position, of all their rows."""
     item, row = _item_rows(fields)
     starts, lens = fields[1], fields[2]
     first = starts + lens  # of an item without rows: nothing is left
@@ -136,10 +163,16 @@ def _blocks(fields: Tensor, tokens_per_block: int) -> list[Tensor]:
 
 
 def _attend(
-    q: Tensor, k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, visible: Tensor, softcap: float | None
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    slots: Tensor,
+    visible: Tensor,
+    softcap: float | None,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Partial results of `q [n, rows, num_heads, head_dim]` (scaled, float32) over `slots [n, length]` where
-    `visible [n, rows or 1, length]` is true.
+    `visible [n, rows or 1, length]` is true, with `bias [n, rows, num_heads, length]` on the scores.
 
     Returns the output `[n, rows, num_heads, head_dim]` and the natural log of the sum of exponentials
     `[n, rows, num_heads]`: 0 and -inf where nothing is visible.
@@ -158,6 +191,9 @@ def _attend(
     scores = q @ gather(k_buffer).transpose(2, 3)
     if softcap is not None:
         scores = soft_cap(scores, softcap)
+    if bias is not None:
+        bias = bias.view(num_items, num_rows, num_kv_heads, group, -1).transpose(1, 2)
+        scores += bias.reshape(scores.shape)
     if visible.shape[1] > 1:
         visible = visible.repeat_interleave(group, dim=1)
     scores.masked_fill_(~visible.unsqueeze(1), -torch.inf)
@@ -171,3 +207,204 @@ def _attend(
         return x.reshape(num_items, num_rows, num_heads, -1)
 
     return heads_last(out), heads_last(greatest + total.log()).squeeze(-1)
+
+
+# --- the kernel ---
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """`block_n` keys a step; `num_warps` and `num_stages` are Triton's. An item is at least `min_item_len` long."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    min_item_len: int = 256
+
+
+def decode_config(gpu: GPU, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+    """The kernel's configuration, measured on an H200 (docs/benchmarks.md)."""
+    head_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    if head_bytes > 512:
+        return DecodeConfig(block_n=16, num_warps=4, num_stages=2)
+    if head_bytes > 256:
+        return DecodeConfig(block_n=32, num_warps=4, num_stages=2)
+    return DecodeConfig(block_n=64, num_warps=2, num_stages=2)
+
+
+def decode_item_len(
+    gpu: GPU, num_kv_heads: int, head_dim: int, dtype: torch.dtype, total_len: int, max_len: int
+) -> int:
+    """The greatest length of an item for requests of `total_len` tokens together, `max_len` the longest.
+
+    Items are cut so that all multiprocessors have as many programs as run there side by side, unless the items
+    would be too short to be worth a partial result.
+    """
+    config = decode_config(gpu, head_dim, dtype)
+    programs = PROGRAMS_PER_SM * gpu.num_sms
+    fair = -(-total_len * num_kv_heads // programs)
+    return -(-max(fair, config.min_item_len) // 64) * 64
+
+
+def _decode_triton(
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    req_to_token: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    lse: Tensor | None,
+) -> Tensor:
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k_buffer.shape[1]
+    group = num_heads // num_kv_heads
+    out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_rows == 0:
+        return out
+    num_partials = plan.row_partials.shape[0]
+    partial_out = torch.empty((num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=q.device)
+    config = decode_config(gpu_of(q.device), head_dim, q.dtype)
+    _decode_kernel[(plan.item_rows.shape[0] * num_kv_heads,)](
+        q,
+        k_buffer,
+        v_buffer,
+        req_to_token,
+        plan.seq_lens,
+        plan.item_rows,
+        plan.item_starts,
+        plan.item_lens,
+        plan.item_query_starts,
+        plan.item_query_lens,
+        plan.item_partials,
+        sinks,
+        alibi_slopes,
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        scale if softcap is not None else scale * math.log2(math.e),
+        1.0 if softcap is None else softcap,
+        0 if sliding_window is None else sliding_window,
+        q.stride(0),
+        q.stride(1),
+        k_buffer.stride(0),
+        k_buffer.stride(1),
+        req_to_token.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_N=config.block_n,
+        NUM_STAGES=config.num_stages,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_WINDOW=sliding_window is not None,
+        HAS_SINKS=sinks is not None,
+        HAS_ALIBI=alibi_slopes is not None,
+        HAS_LSE=lse is not None,
+        num_warps=config.num_warps,
+    )
+    if num_partials:
+        merge_partials(
+            partial_out, partial_lse, plan.row_partial_starts, plan.row_partials, sinks, out, lse
+        )
+    return out
+
+
+@triton.jit
+def _decode_kernel(
+    q, k_buffer, v_buffer, req_to_token, seq_lens,
+    item_rows, item_starts, item_lens, item_query_starts, item_query_lens, item_partials,
+    sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
+    q_row_stride, q_head_stride, slot_stride, slot_head_stride, line_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """A program is one item and KV head; a tile's rows are the item's query rows times the heads of the group."""
+    item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
+    query_len = tl.load(item_query_lens + item)
+    query_start = tl.load(item_query_starts + item)
+    item_start = tl.load(item_starts + item)
+    end = item_start + tl.load(item_lens + item)
+    first_partial = tl.load(item_partials + item)
+    slots = req_to_token + tl.load(item_rows + item).to(tl.int64) * line_stride
+    d = tl.arange(0, BLOCK_D)
+    in_head = (d < HEAD_DIM)[None, :]
+    k_head = k_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
+    v_head = v_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
+
+    for tile in range(0, tl.cdiv(query_len * GROUP, BLOCK_M)):
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        in_tile = m < query_len * GROUP
+        row = (query_start + m // GROUP).to(tl.int64)
+        head = kv_head * GROUP + m % GROUP
+        queries = tl.load(
+            q + row[:, None] * q_row_stride + head[:, None] * q_head_stride + d[None, :],
+            mask=in_tile[:, None] & in_head,
+            other=0.0,
+        )
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        start = item_start
+        position = tl.zeros([BLOCK_M], tl.int32)
+        slopes = tl.zeros([BLOCK_M], tl.float32)
+        if HAS_WINDOW or HAS_ALIBI:
+            position = tl.load(seq_lens + row, mask=in_tile, other=2147483647) - 1
+        if HAS_WINDOW:
+            start = tl.maximum(start, tl.min(position) - window + 1)
+        if HAS_ALIBI:
+            slopes = tl.load(alibi_slopes + head, mask=in_tile, other=0.0)
+
+        length = tl.maximum(end - start, 0)
+        peeled = start + length // BLOCK_N * BLOCK_N
+        if HAS_WINDOW:
+            peeled = start
+        for first in tl.range(start, peeled, BLOCK_N, num_stages=NUM_STAGES):
+            key_position = first + tl.arange(0, BLOCK_N)
+            offset = tl.load(slots + key_position).to(tl.int64)[:, None] * slot_stride
+            k = tl.load(k_head + offset, mask=in_head, other=0.0)
+            v = tl.load(v_head + offset, mask=in_head, other=0.0)
+            acc, row_max, row_sum = attend_tile(
+                queries, k, v, acc, row_max, row_sum, key_position, position, slopes, in_tile[:, None],
+                scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
+            )  # fmt: skip
+        for first in range(peeled, end, BLOCK_N):
+            key_position = first + tl.arange(0, BLOCK_N)
+            live = key_position < end
+            offset = tl.load(slots + key_position, mask=live, other=0).to(tl.int64)[:, None] * slot_stride
+            # What no item names may be NaN, and 0 * NaN is NaN: neither K nor V is read there.
+            k = tl.load(k_head + offset, mask=live[:, None] & in_head, other=0.0)
+            v = tl.load(v_head + offset, mask=live[:, None] & in_head, other=0.0)
+            visible = in_tile[:, None] & live[None, :]
+            if HAS_WINDOW:
+                visible = visible & (key_position[None, :] > position[:, None] - window)
+            acc, row_max, row_sum = attend_tile(
+                queries, k, v, acc, row_max, row_sum, key_position, position, slopes, visible,
+                scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
+            )  # fmt: skip
+
+        if first_partial < 0:
+            sink = row_max
+            if HAS_SINKS:
+                sink = tl.load(sinks + head, mask=in_tile, other=0.0)
+            result, result_lse = finish_rows(acc, row_max, row_sum, sink, HAS_SINKS)
+            at = row * (NUM_KV_HEADS * GROUP) + head
+            tl.store(
+                out + at[:, None] * HEAD_DIM + d[None, :],
+                result.to(out.dtype.element_ty),
+                mask=in_tile[:, None] & in_head,
+            )
+            if HAS_LSE:
+                tl.store(lse + at, result_lse / 1.4426950408889634, mask=in_tile)
+        else:
+            result, result_lse = finish_rows(acc, row_max, row_sum, row_max, False)
+            at = (first_partial + m // GROUP).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
+            tl.store(partial_out + at[:, None] * HEAD_DIM + d[None, :], result, mask=in_tile[:, None] & in_head)
+            tl.store(partial_lse + at, result_lse, mask=in_tile)

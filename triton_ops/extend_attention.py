@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from triton_ops.attention_plan import ExtendPlan, Int32Array
+from triton_ops.implementation import GPU, Impl, gpu_of, runs_triton, tl, triton
+from triton_ops.merge_partials import merge_partials
+from triton_ops.online_softmax import attend_tile, finish_rows
 from triton_ops.soft_cap import soft_cap
 
 
@@ -20,15 +27,20 @@ def extend_attention(
     prefix_lens: Tensor,
     extend_start_loc: Tensor,
     extend_seq_lens: Tensor,
+    plan: ExtendPlan | None = None,
     *,
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    lse: Tensor | None = None,
+    impl: Impl = "auto",
 ) -> Tensor:
     """Token i of a request attends to the request's cached prefix and to its new tokens 0..i.
 
     Args:
-        q: `[num_tokens, num_heads, head_dim]`, any float dtype, any strides.
+        q: `[num_tokens, num_heads, head_dim]`, any float dtype, any strides but for the last, which is 1.
         k, v: `[num_tokens, num_kv_heads, head_dim]`, the new tokens' own, contiguous by request.
             `num_heads` is a multiple of `num_kv_heads`.
         k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]`; read at the prefixes' slots only, the
@@ -36,24 +48,48 @@ def extend_attention(
         req_to_token: int32 `[max_requests, max_context_len]`, position to slot.
         req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens: int32 `[num_extends]`. Request b
             has tokens `extend_start_loc[b] : extend_start_loc[b] + extend_seq_lens[b]`; 0 of them is
-            allowed.
+            allowed. Every token is one request's.
+        plan: how the kernel shares out the work, what `plan_extends` makes of the same lengths and window, on the
+            device; None: it is made here, which waits for the device to read the lengths. The reference needs none.
         scale: factor on the scores.
         softcap: the scaled scores become `softcap * tanh(score / softcap)`; None: they stay.
         sliding_window: a token at position p sees the positions from `p - sliding_window + 1` to p, so 1 is
             itself alone; None: all from 0.
+        sinks, alibi_slopes: float32 `[num_heads]`, as in `decode_attention`.
+        lse: float32 `[num_tokens, num_heads]` or None: as in `decode_attention`.
 
     Returns:
-        `[num_tokens, num_heads, head_dim]` in q's dtype, computed in float32; zero at tokens of no request.
+        `[num_tokens, num_heads, head_dim]` in q's dtype, computed in float32.
 
-    On a GPU this waits for the device, to read the lengths.
+    The reference waits for the device, to read the lengths. The kernel is FlashAttention-2 (Dao, 2023) with the heads
+    of a group side by side in a tile of queries; a long prefix that few tiles read is shared out and merged as in
+    FlashDecoding (Dao et al., 2023).
     """
+    if runs_triton(impl, q):
+        if plan is None:
+            arrays, tile_tokens = plan_extends(
+                prefix_lens.cpu().numpy(),
+                extend_start_loc.cpu().numpy(),
+                extend_seq_lens.cpu().numpy(),
+                gpu=gpu_of(q.device),
+                num_heads=q.shape[1],
+                num_kv_heads=k.shape[1],
+                head_dim=q.shape[2],
+                dtype=q.dtype,
+                sliding_window=sliding_window,
+            )
+            plan = ExtendPlan.build(arrays, q.device, tile_tokens=tile_tokens)
+        return _extend_triton(
+            q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, prefix_lens, extend_start_loc,
+            extend_seq_lens, plan, scale, softcap, sliding_window, sinks, alibi_slopes, lse,
+        )  # fmt: skip
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     requests = torch.stack([req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens], 1).tolist()
     for row, prefix_len, start, extend_len in requests:
         if extend_len == 0:
             continue
         new = slice(start, start + extend_len)
-        keys, values, mask = k[new], v[new], None
+        keys, values, mask, bias = k[new], v[new], None, None
         # What the first new token no longer sees, none of them does.
         first = 0 if sliding_window is None else max(0, prefix_len - sliding_window + 1)
         num_cached = prefix_len - first
@@ -61,35 +97,342 @@ def extend_attention(
             slots = req_to_token[row, first:prefix_len]
             keys = torch.cat([k_buffer.index_select(0, slots).to(k.dtype), keys])
             values = torch.cat([v_buffer.index_select(0, slots).to(v.dtype), values])
-        if num_cached or softcap is not None or (sliding_window is not None and sliding_window < extend_len):
+        plain = softcap is None and sinks is None and alibi_slopes is None and lse is None
+        if num_cached or not plain or (sliding_window is not None and sliding_window < extend_len):
             mask = torch.ones(extend_len, num_cached + extend_len, dtype=torch.bool, device=q.device)
             mask = mask.tril_(num_cached)
             if sliding_window is not None:
                 mask = mask.triu_(num_cached - sliding_window + 1)
-        out[new] = _attend(q[new], keys, values, mask, scale, softcap)
+        if plain:
+            out[new] = _attend(q[new], keys, values, mask, scale)
+            continue
+        assert mask is not None
+        if alibi_slopes is not None:
+            tokens = torch.arange(num_cached + extend_len, device=q.device)
+            bias = alibi_slopes[:, None, None] * (tokens - tokens[num_cached:, None])
+        out[new], new_lse = _attend_with_all(q[new], keys, values, mask, scale, softcap, sinks, bias)
+        if lse is not None:
+            lse[new] = new_lse
     return out
 
 
-def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """`q [T, num_heads, head_dim]` over `keys` and `values` `[L, num_kv_heads, head_dim]` where
     `mask [T, L]` is true (None: causal, T = L), in float32.
     """
     q, keys, values = (x.transpose(0, 1).float() for x in (q, keys, values))
-    if softcap is None:
-        attended = scaled_dot_product_attention(
-            q[None],
-            keys[None],
-            values[None],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=True,
-        )
-        return attended[0].transpose(0, 1)
-    assert mask is not None
+    attended = scaled_dot_product_attention(
+        q[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    return attended[0].transpose(0, 1)
+
+
+def _attend_with_all(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`_attend` with everything that torch's attention does not know: also returns the log-sum-exps
+    `[T, num_heads]`. `bias` is `[num_heads, T, L]`.
+    """
+    q, keys, values = (x.transpose(0, 1).float() for x in (q, keys, values))
     group = q.shape[0] // keys.shape[0]
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    scores = soft_cap(q @ keys.transpose(1, 2) * scale, softcap)
-    return (scores.masked_fill_(~mask, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+    scores = q @ keys.transpose(1, 2) * scale
+    if softcap is not None:
+        scores = soft_cap(scores, softcap)
+    if bias is not None:
+        scores += bias
+    lse = scores.masked_fill_(~mask, -torch.inf).logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks[:, None])
+    return ((scores - lse.unsqueeze(-1)).exp_() @ values).transpose(0, 1), lse.T
+
+
+# --- the kernel ---
+
+
+@dataclass(frozen=True)
+class ExtendConfig:
+    """A tile has `block_m` rows (tokens times the heads of a group) and reads `block_n` keys a step; `num_warps` and
+    `num_stages` are Triton's. With at most `max_registers` a thread two programs run side by side.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+def extend_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, short: bool) -> ExtendConfig:
+    """The kernel's configuration, measured on an H200 (docs/benchmarks.md); `short` tiles have fewer rows."""
+    if dtype == torch.float32:
+        return ExtendConfig(64, 16 if head_dim > 128 else 32, 4 if head_dim <= 64 else 8, 1)
+    if head_dim > 128:
+        return ExtendConfig(64, 32, 8, 2) if short else ExtendConfig(128, 32, 8, 2)
+    if gpu.capability != 90:
+        return ExtendConfig(64, 64, 4, 2) if short else ExtendConfig(128, 64, 8, 2)
+    if short:
+        return ExtendConfig(64, 32, 4, 3)
+    return ExtendConfig(128, 64, 4, 3) if head_dim <= 64 else ExtendConfig(128, 32, 8, 3, max_registers=128)
+
+
+SHORT_ROWS = 64  # extends with no more rows than this take short tiles
+PROGRAMS_PER_SM = 2  # that many of the kernel's run side by side
+MIN_ITEM_LEN = 512  # shorter pieces of a prefix are not worth a partial result
+
+
+def plan_extends(
+    prefix_lens: Int32Array,
+    extend_start_loc: Int32Array,
+    extend_seq_lens: Int32Array,
+    *,
+    gpu: GPU,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    sliding_window: int | None = None,
+) -> tuple[dict[str, Int32Array], int]:
+    """`ExtendPlan.host_arrays` for these requests and `tile_tokens`, as the configuration for `gpu` wants them.
+
+    Where there are fewer tiles than programs that run side by side, the KV that tiles read is cut.
+    """
+    group = num_heads // num_kv_heads
+    short = int(extend_seq_lens.max(initial=0)) * group <= SHORT_ROWS
+    config = extend_config(gpu, head_dim, dtype, short=short)
+    tile_tokens = max(1, config.block_m // group)
+    num_tiles = int((-(-extend_seq_lens // tile_tokens)).sum())
+    programs = PROGRAMS_PER_SM * gpu.num_sms
+    max_item_len = None
+    if num_tiles * num_kv_heads < programs:
+        # About what each tile reads; a token at the end of an extend sees all of it.
+        total = int(((prefix_lens + extend_seq_lens) * (-(-extend_seq_lens // tile_tokens))).sum())
+        max_item_len = -(-max(-(-total * num_kv_heads // programs), MIN_ITEM_LEN) // 64) * 64
+    arrays = ExtendPlan.host_arrays(
+        prefix_lens,
+        extend_start_loc,
+        extend_seq_lens,
+        tile_tokens=tile_tokens,
+        max_item_len=max_item_len,
+        sliding_window=sliding_window,
+    )
+    return arrays, tile_tokens
+
+
+def _extend_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    prefix_lens: Tensor,
+    extend_start_loc: Tensor,
+    extend_seq_lens: Tensor,
+    plan: ExtendPlan,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    lse: Tensor | None,
+) -> Tensor:
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group = num_heads // num_kv_heads
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    num_items = plan.item_requests.shape[0]
+    if num_items == 0:
+        return out
+    num_partials = plan.row_partials.shape[0]
+    partial_out = torch.empty((num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=q.device)
+    short = plan.tile_tokens * group <= SHORT_ROWS
+    config = extend_config(gpu_of(q.device), head_dim, q.dtype, short=short)
+    _extend_kernel[(num_items * num_kv_heads,)](
+        q,
+        k,
+        v,
+        k_buffer,
+        v_buffer,
+        req_to_token,
+        req_pool_indices,
+        prefix_lens,
+        extend_start_loc,
+        extend_seq_lens,
+        plan.item_requests,
+        plan.item_query_starts,
+        plan.item_starts,
+        plan.item_lens,
+        plan.item_partials,
+        sinks,
+        alibi_slopes,
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        scale if softcap is not None else scale * math.log2(math.e),
+        1.0 if softcap is None else softcap,
+        0 if sliding_window is None else sliding_window,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        k_buffer.stride(0),
+        k_buffer.stride(1),
+        req_to_token.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        NUM_STAGES=config.num_stages,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_WINDOW=sliding_window is not None,
+        HAS_SINKS=sinks is not None,
+        HAS_ALIBI=alibi_slopes is not None,
+        HAS_LSE=lse is not None,
+        num_warps=config.num_warps,
+        maxnreg=config.max_registers,
+    )
+    if num_partials:
+        merge_partials(partial_out, partial_lse, plan.row_partial_starts, plan.row_partials, sinks, out, lse)
+    return out
+
+
+@triton.jit
+def _extend_kernel(
+    q, k, v, k_buffer, v_buffer, req_to_token,
+    req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens,
+    item_requests, item_query_starts, item_starts, item_lens, item_partials,
+    sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
+    q_row_stride, q_head_stride, kv_row_stride, kv_head_stride, slot_stride, slot_head_stride, line_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """A program is one item and KV head; a tile's rows are the item's tokens times the heads of the group."""
+    item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
+    request = tl.load(item_requests + item)
+    query_start = tl.load(item_query_starts + item)
+    start = tl.load(item_starts + item)
+    end = start + tl.load(item_lens + item)
+    first_partial = tl.load(item_partials + item)
+    prefix_len = tl.load(prefix_lens + request)
+    extend_len = tl.load(extend_seq_lens + request)
+    first_row = tl.load(extend_start_loc + request)
+    slots = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * line_stride
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    in_head = (d < HEAD_DIM)[None, :]
+    token = query_start + m // GROUP
+    in_tile = (token < extend_len) & (m < BLOCK_M // GROUP * GROUP)
+    head = kv_head * GROUP + m % GROUP
+    position = prefix_len + token
+    row = (first_row + token).to(tl.int64)
+    queries = tl.load(
+        q + row[:, None] * q_row_stride + head[:, None] * q_head_stride + d[None, :],
+        mask=in_tile[:, None] & in_head,
+        other=0.0,
+    )
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(alibi_slopes + head, mask=in_tile, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+
+    # The cached prefix, through the pool: whole tiles, then what is left, masked. A window masks every tile.
+    k_head = k_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
+    v_head = v_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
+    cached_end = tl.minimum(end, prefix_len)
+    peeled = start + tl.maximum(cached_end - start, 0) // BLOCK_N * BLOCK_N
+    if HAS_WINDOW:
+        peeled = start
+    # The next tile's slots are carried along: loads that depend on loads would wait for them.
+    slot = tl.load(slots + start + n, mask=start + n < cached_end, other=0)
+    for first in tl.range(start, peeled, BLOCK_N, num_stages=NUM_STAGES):
+        offset = slot.to(tl.int64)[:, None] * slot_stride
+        slot = tl.load(slots + first + BLOCK_N + n, mask=first + BLOCK_N + n < cached_end, other=0)
+        keys = tl.load(k_head + offset, mask=in_head, other=0.0)
+        values = tl.load(v_head + offset, mask=in_head, other=0.0)
+        acc, row_max, row_sum = attend_tile(
+            queries, keys, values, acc, row_max, row_sum, first + n, position, slopes, in_tile[:, None],
+            scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
+        )  # fmt: skip
+    for first in tl.range(peeled, cached_end, BLOCK_N, num_stages=NUM_STAGES if HAS_WINDOW else 1):
+        live = first + n < cached_end
+        offset = slot.to(tl.int64)[:, None] * slot_stride
+        if HAS_WINDOW:
+            slot = tl.load(slots + first + BLOCK_N + n, mask=first + BLOCK_N + n < cached_end, other=0)
+        # What is not the request's may be NaN, and 0 * NaN is NaN: neither K nor V is read there.
+        keys = tl.load(k_head + offset, mask=live[:, None] & in_head, other=0.0)
+        values = tl.load(v_head + offset, mask=live[:, None] & in_head, other=0.0)
+        visible = in_tile[:, None] & live[None, :]
+        if HAS_WINDOW:
+            visible = visible & ((first + n)[None, :] > position[:, None] - window)
+        acc, row_max, row_sum = attend_tile(
+            queries, keys, values, acc, row_max, row_sum, first + n, position, slopes, visible,
+            scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
+        )  # fmt: skip
+
+    # The new tokens, contiguous: those that all rows see, then the diagonal.
+    k_new = k + first_row.to(tl.int64) * kv_row_stride + kv_head * kv_head_stride + d[None, :]
+    v_new = v + first_row.to(tl.int64) * kv_row_stride + kv_head * kv_head_stride + d[None, :]
+    new_start = tl.maximum(start - prefix_len, 0)
+    new_end = tl.minimum(end - prefix_len, extend_len)
+    # Rows see up to their own token, the first row the fewest: up to and with token query_start.
+    seen_by_all = tl.minimum(query_start + 1, new_end)
+    peeled = new_start + tl.maximum(seen_by_all - new_start, 0) // BLOCK_N * BLOCK_N
+    if HAS_WINDOW:
+        peeled = new_start
+    for first in tl.range(new_start, peeled, BLOCK_N, num_stages=NUM_STAGES):
+        offset = (first + n).to(tl.int64)[:, None] * kv_row_stride
+        keys = tl.load(k_new + offset, mask=in_head, other=0.0)
+        values = tl.load(v_new + offset, mask=in_head, other=0.0)
+        acc, row_max, row_sum = attend_tile(
+            queries, keys, values, acc, row_max, row_sum, prefix_len + first + n, position, slopes,
+            in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
+        )  # fmt: skip
+    for first in tl.range(peeled, new_end, BLOCK_N, num_stages=NUM_STAGES if HAS_WINDOW else 1):
+        key = first + n
+        offset = key.to(tl.int64)[:, None] * kv_row_stride
+        keys = tl.load(k_new + offset, mask=(key < new_end)[:, None] & in_head, other=0.0)
+        values = tl.load(v_new + offset, mask=(key < new_end)[:, None] & in_head, other=0.0)
+        visible = in_tile[:, None] & (key < new_end)[None, :] & (key[None, :] <= token[:, None])
+        if HAS_WINDOW:
+            visible = visible & (key[None, :] > token[:, None] - window)
+        acc, row_max, row_sum = attend_tile(
+            queries, keys, values, acc, row_max, row_sum, prefix_len + key, position, slopes, visible,
+            scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
+        )  # fmt: skip
+
+    if first_partial < 0:
+        sink = row_max
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=in_tile, other=0.0)
+        result, result_lse = finish_rows(acc, row_max, row_sum, sink, HAS_SINKS)
+        at = row * (NUM_KV_HEADS * GROUP) + head
+        tl.store(
+            out + at[:, None] * HEAD_DIM + d[None, :],
+            result.to(out.dtype.element_ty),
+            mask=in_tile[:, None] & in_head,
+        )
+        if HAS_LSE:
+            tl.store(lse + at, result_lse / 1.4426950408889634, mask=in_tile)
+    else:
+        result, result_lse = finish_rows(acc, row_max, row_sum, row_max, False)
+        at = (first_partial + m // GROUP).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
+        tl.store(partial_out + at[:, None] * HEAD_DIM + d[None, :], result, mask=in_tile[:, None] & in_head)
+        tl.store(partial_lse + at, result_lse, mask=in_tile)

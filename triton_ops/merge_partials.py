@@ -1,0 +1,85 @@
+"""Merging partial results of attention by their log-sum-exp (FlashDecoding, Dao et al., 2023)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from triton_ops.implementation import tl, triton
+from triton_ops.online_softmax import finish_rows
+
+
+def merge_partials(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    row_partial_starts: Tensor,
+    row_partials: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Write the merged rows to `out` and `lse`; a row without partial results is left as it is. Runs on a GPU.
+
+    Args:
+        partial_out: float32 `[P, num_heads, head_dim]`, each normalised by itself.
+        partial_lse: float32 `[P, num_heads]`, log-sum-exps in base 2; -inf of a part that saw nothing.
+        row_partial_starts, row_partials: int32, as in `AttentionPlan`: which parts each row merges.
+        sinks: float32 `[num_heads]`, natural logits that join each row's softmax without a value, or None.
+        out: `[num_rows, num_heads, head_dim]`, any float dtype, contiguous.
+        lse: float32 `[num_rows, num_heads]`, contiguous, or None; natural logarithms.
+    """
+    num_rows, num_heads, head_dim = out.shape
+    _merge_kernel[(num_rows, num_heads)](
+        partial_out,
+        partial_lse,
+        row_partial_starts,
+        row_partials,
+        sinks,
+        out,
+        lse,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_P=16,
+        HAS_SINKS=sinks is not None,
+        HAS_LSE=lse is not None,
+        num_warps=2,
+    )
+
+
+@triton.jit
+def _merge_kernel(
+    partial_out, partial_lse, row_partial_starts, row_partials, sinks, out, lse,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(row_partial_starts + row), tl.load(row_partial_starts + row + 1)
+    if start == end:
+        return
+    d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([1, BLOCK_D], tl.float32)
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
+    for first in range(start, end, BLOCK_P):
+        index = first + tl.arange(0, BLOCK_P)
+        live = index < end
+        part = tl.load(row_partials + index, mask=live, other=0).to(tl.int64) * NUM_HEADS + head
+        lses = tl.load(partial_lse + part, mask=live, other=float("-inf"))
+        values = tl.load(
+            partial_out + part[:, None] * HEAD_DIM + d[None, :],
+            mask=live[:, None] & (d < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        greatest = tl.maximum(row_max, tl.max(lses, 0))
+        base = tl.where(greatest == float("-inf"), 0.0, greatest)
+        weights = tl.exp2(lses - base)
+        keep = tl.exp2(row_max - base)
+        acc = acc * keep[:, None] + tl.sum(values * weights[:, None], 0)[None, :]
+        row_sum = row_sum * keep + tl.sum(weights, 0)
+        row_max = greatest
+    sink = tl.load(sinks + head + tl.zeros([1], tl.int32)) if HAS_SINKS else row_max
+    merged, merged_lse = finish_rows(acc, row_max, row_sum, sink, HAS_SINKS)
+    at = row.to(tl.int64) * NUM_HEADS + head
+    tl.store(out + at * HEAD_DIM + d[None, :], merged.to(out.dtype.element_ty), mask=(d < HEAD_DIM)[None, :])
+    if HAS_LSE:
+        tl.store(lse + at + tl.zeros([1], tl.int64), merged_lse / 1.4426950408889634)

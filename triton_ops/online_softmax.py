@@ -1,0 +1,63 @@
+"""What the attention kernels share: scores of a tile, and the running softmax over tiles (Milakov and
+Gimelshein, 2018), in base 2.
+"""
+
+from __future__ import annotations
+
+from triton_ops.implementation import tl, triton
+
+LOG2_E: tl.constexpr = 1.4426950408889634 if tl is None else tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attend_tile(
+    q, k, v, acc, row_max, row_sum, key_positions, positions, slopes, visible,
+    scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Take the keys `k [BLOCK_N, BLOCK_D]` and their values into the softmax of the rows `q [BLOCK_M, BLOCK_D]`.
+
+    `acc [BLOCK_M, BLOCK_D]` holds the weighted sum of values, `row_max` the greatest score so far, in base 2, and
+    `row_sum` the sum of exponentials less it. `scale` includes log2(e) unless there is a softcap. Where MASKED,
+    only `visible [BLOCK_M, BLOCK_N]` scores count.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if HAS_SOFTCAP:
+        # tanh without overflow: its exponential may be infinite.
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap) * LOG2_E) + 1.0)) * LOG2_E
+    elif HAS_ALIBI or MASKED:
+        scores = scores * scale
+    if HAS_ALIBI:
+        scores += slopes[:, None] * (key_positions[None, :] - positions[:, None]).to(tl.float32) * LOG2_E
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    if HAS_SOFTCAP or HAS_ALIBI or MASKED:
+        greatest = tl.maximum(row_max, tl.max(scores, 1))
+        # A row that has seen nothing yet subtracts 0: -inf less -inf would be NaN.
+        base = tl.where(greatest == float("-inf"), 0.0, greatest) if MASKED else greatest
+        weights = tl.exp2(scores - base[:, None])
+    else:
+        greatest = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        base = greatest
+        weights = tl.exp2(scores * scale - base[:, None])  # one multiply-add an element
+    keep = tl.exp2(row_max - base)
+    row_sum = row_sum * keep + tl.sum(weights, 1)
+    acc = acc * keep[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, greatest, row_sum
+
+
+@triton.jit
+def finish_rows(acc, row_max, row_sum, sinks, HAS_SINKS: tl.constexpr):
+    """The softmax's result and its log-sum-exp in base 2, with the `sinks` (natural logits, a row each) as one
+    more key without a value: 0 and -inf where there was nothing.
+    """
+    if HAS_SINKS:
+        sink = sinks * LOG2_E
+        greatest = tl.maximum(row_max, sink)
+        acc = acc * tl.exp2(row_max - greatest)[:, None]
+        row_sum = row_sum * tl.exp2(row_max - greatest) + tl.exp2(sink - greatest)
+        row_max = greatest
+    empty = row_sum == 0.0
+    out = acc / tl.where(empty, 1.0, row_sum)[:, None]
+    lse = tl.where(empty, float("-inf"), row_max + tl.log2(tl.where(empty, 1.0, row_sum)))
+    return out, lse
