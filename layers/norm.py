@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
+from layers.placement import Placement
 from triton_ops.rms_norm import add_rms_norm, rms_norm
 from triton_ops.wide_rms_norm import add_wide_rms_norm, wide_rms_norm
 
@@ -19,10 +19,11 @@ class RMSNorm(nn.Module):
 
     neutral = 1.0
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, eps: float, *, placement: Placement) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+        self.weight = placement.parameter(size)
         self.eps = eps
+        self.impl = placement.impl
 
     def forward(self, x: Tensor) -> Tensor:
         """`x [..., size]`, normed."""
@@ -40,8 +41,8 @@ class RMSNorm(nn.Module):
 class WideRMSNorm(RMSNorm):
     """The norm of OLMo 2 (`offset` 0) and Gemma (1): `x * (offset + weight)` is rounded once, at the end."""
 
-    def __init__(self, size: int, eps: float, *, offset: float, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(size, eps, dtype=dtype, device=device)
+    def __init__(self, size: int, eps: float, *, offset: float, placement: Placement) -> None:
+        super().__init__(size, eps, placement=placement)
         self.offset = offset
         self.neutral = 1.0 - offset
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from layers.input_metadata import InputMetadata
 from triton_ops.decode_attention import decode_attention
 from triton_ops.extend_attention import extend_attention
+from triton_ops.implementation import Impl
 from triton_ops.kv_store import kv_store
 
 
@@ -38,6 +39,7 @@ class RadixAttention(nn.Module):
         scale: float,
         softcap: float | None = None,
         sliding_window: int | None = None,
+        impl: Impl = "auto",
     ) -> None:
         super().__init__()
         if num_heads % num_kv_heads:
@@ -49,6 +51,7 @@ class RadixAttention(nn.Module):
         self.scale = scale
         self.softcap = softcap
         self.sliding_window = sliding_window
+        self.impl = impl
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
         """Attention of a pass's T new tokens; writes their K and V to `metadata.out_cache_loc` first.
