@@ -20,7 +20,7 @@ class SiluAndMul(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x [..., 2 * size]` to `[..., size]`."""
-        return silu_and_mul(x)
+        return silu_and_mul(x, impl=self.impl)
 
 
 class GeluAndMul(nn.Module):
@@ -33,4 +33,4 @@ class GeluAndMul(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x [..., 2 * size]` to `[..., size]`."""
-        return gelu_and_mul(x, approximate=self.approximate)
+        return gelu_and_mul(x, approximate=self.approximate, impl=self.impl)

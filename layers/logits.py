@@ -38,7 +38,7 @@ class LogitsHead(nn.Module):
         `hidden_states` is `[T, hidden_size]`, `logits_indices` int32 `[S]`; returns `[S, vocab_size]`.
         """
         logits = nn.functional.linear(hidden_states.index_select(0, logits_indices), self.weight)
-        return logits if self.softcap is None else soft_cap(logits, self.softcap)
+        return logits if self.softcap is None else soft_cap(logits, self.softcap, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """What a checkpoint stores of this layer, called `name` there; nothing if it is tied."""

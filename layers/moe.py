@@ -46,7 +46,7 @@ class SparseMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x [num_tokens, hidden_size]` to the same shape."""
         weights, experts = topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize)
-        return moe(x, weights, experts, self.gate_up, self.down)
+        return moe(x, weights, experts, self.gate_up, self.down, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """What a checkpoint stores of this layer, called `name` there: (tensor name, where it goes), expert

@@ -87,12 +87,16 @@ class Attention(nn.Module):
         self.output = Linear(heads * head_dim, hidden, bias=output_bias, placement=placement)
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self.rotary = rotary
+        # Norms of each head are fused with what follows; those over all heads are launches of their own.
+        self.norms_each_head = q_norm is not None and q_norm.weight.shape[0] == head_dim
         self.attention = RadixAttention(
             layer_id,
             heads,
             kv_heads,
             head_dim,
+            rotary=rotary,
+            q_norm=q_norm if self.norms_each_head else None,
+            k_norm=k_norm if self.norms_each_head else None,
             scale=head_dim**-0.5 if scale is None else scale,
             softcap=softcap,
             sliding_window=config.attention[layer_id].window,
@@ -101,10 +105,9 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
         q, k, v = self.qkv.split_heads(self.qkv(hidden))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = _norm_heads(self.q_norm, q), _norm_heads(self.k_norm, k)
-        if self.rotary is not None:
-            q, k = self.rotary(q, k, metadata.positions)
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_each_head:
+            q = self.q_norm(q.flatten(1)).view(q.shape)
+            k = self.k_norm(k.flatten(1)).view(k.shape)
         attended: Tensor = self.output(self.attention(q, k, v, metadata, kv_pool).flatten(1))
         return attended
 
@@ -114,12 +117,6 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             yield from self.q_norm.checkpoint_tensors(f"{name}.q_norm")
             yield from self.k_norm.checkpoint_tensors(f"{name}.k_norm")
-
-
-def _norm_heads(norm: RMSNorm, x: Tensor) -> Tensor:
-    """`x [T, heads, head_dim]` normed, each head by itself or all of a token's together."""
-    normed: Tensor = norm(x) if norm.weight.shape[0] == x.shape[2] else norm(x.flatten(1)).view(x.shape)
-    return normed
 
 
 class FeedForward(nn.Module):
