@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from triton_ops.attention_plan import AttentionPlan
+from triton_ops.attention_plan import AttentionPlan, ExtendPlan
 
 Int32Array = NDArray[np.int32]
 
@@ -30,8 +31,10 @@ class InputMetadata:
       counted too (exclusive sum of `seq_lens`),
     - `positions` [T]: position of each token in its request, `out_cache_loc` [T]: the slot for its KV,
     - `logits_indices` [S]: the tokens, among the T, whose logits are wanted,
-    - `req_to_token` [max_requests, max_context_len]: position to slot, the new tokens' included,
-    - `plan`: what the decodes read; query row 0 is the first decode.
+    - `req_to_token` [max_requests, max_context_len]: position to slot, the new tokens' included.
+
+    `decode_plans` and `extend_plans` say what the decodes and the extends read, for each sliding window of the
+    model's layers; those under None serve every layer. Query row 0 is the first decode.
 
     A padded decode has `seq_len` 1 and writes to slot 0. `total_num_tokens` is the sum of
     `seq_lens`, `max_seq_len` their maximum, `max_extend_len` the longest of the extends (0 if there
@@ -48,12 +51,22 @@ class InputMetadata:
     out_cache_loc: Tensor
     logits_indices: Tensor
     req_to_token: Tensor
-    plan: AttentionPlan
+    decode_plans: Mapping[int | None, AttentionPlan]
+    extend_plans: Mapping[int | None, ExtendPlan]
     total_num_tokens: int
     max_seq_len: int
     max_extend_len: int
     num_extends: int
     num_extend_tokens: int
+
+    def decode_plan(self, sliding_window: int | None) -> AttentionPlan:
+        """The plan for the decodes in layers of that window."""
+        plans = self.decode_plans
+        return plans[sliding_window] if sliding_window in plans else plans[None]
+
+    def extend_plan(self, sliding_window: int | None) -> ExtendPlan | None:
+        """The plan for the extends in layers of that window; None where nobody made one."""
+        return self.extend_plans.get(sliding_window)
 
     @staticmethod
     def host_arrays(
@@ -108,14 +121,14 @@ class InputMetadata:
         logits_indices: Tensor,
         req_to_token: Tensor,
         num_extends: int,
-        plan: AttentionPlan | None = None,
+        decode_plans: Mapping[int | None, AttentionPlan],
+        extend_plans: Mapping[int | None, ExtendPlan] = MappingProxyType({}),
     ) -> InputMetadata:
         """The metadata whose numbers come from `host` (see `host_arrays`) and whose tensors from
         `device`.
 
-        `device` holds the same arrays, under the same names, on the device. `plan` is the flat plan if
-        None. Raises ValueError where `num_extends` is out of range or a request after the extends is no
-        decode.
+        `device` holds the same arrays, under the same names, on the device. Raises ValueError where
+        `num_extends` is out of range or a request after the extends is no decode.
         """
         extend = host["extend_seq_lens"]
         if not 0 <= num_extends <= extend.size:
@@ -123,13 +136,12 @@ class InputMetadata:
         if (extend[num_extends:] != 1).any():
             raise ValueError(f"a decode computes one token, but extend_seq_lens are {extend[num_extends:]}")
         seq, extends = host["seq_lens"], extend[:num_extends]
-        if plan is None:
-            plan = AttentionPlan.flat(device["req_pool_indices"][num_extends:], device["seq_lens"][num_extends:])
         return cls(
             **{name: device[name] for name in host},
             logits_indices=logits_indices,
             req_to_token=req_to_token,
-            plan=plan,
+            decode_plans=decode_plans,
+            extend_plans=extend_plans,
             total_num_tokens=int(seq.sum(dtype=np.int64)),
             max_seq_len=int(seq.max(initial=0)),
             max_extend_len=int(extends.max(initial=0)),
@@ -153,12 +165,17 @@ class InputMetadata:
         """`host_arrays`, copied to `req_to_token`'s device array by array: handy, not fast.
 
         `num_extends` is all requests if None, `logits_indices` the last token of each request that has
-        one.
+        one, `plan` (of the decodes) the flat plan.
         """
         host = cls.host_arrays(req_pool_indices, seq_lens, prefix_lens, out_cache_loc)
         if logits_indices is None:
             extend = host["extend_seq_lens"]
             logits_indices = (host["extend_start_loc"] + extend - 1)[extend > 0]
+
+        num_extends = host["seq_lens"].size if num_extends is None else num_extends
+        if plan is None:
+            rows, seq = host["req_pool_indices"][num_extends:], host["seq_lens"][num_extends:]
+            plan = AttentionPlan.build(AttentionPlan.flat_arrays(rows, seq), req_to_token.device)
 
         def to_device(array: NDArray[Any]) -> Tensor:
             return torch.tensor(array, dtype=torch.int32, device=req_to_token.device)
@@ -168,6 +185,6 @@ class InputMetadata:
             {name: to_device(array) for name, array in host.items()},
             logits_indices=to_device(np.asarray(logits_indices, np.int32)),
             req_to_token=req_to_token,
-            num_extends=host["seq_lens"].size if num_extends is None else num_extends,
-            plan=plan,
+            num_extends=num_extends,
+            decode_plans={None: plan},
         )

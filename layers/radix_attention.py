@@ -88,37 +88,38 @@ class RadixAttention(nn.Module):
             rotation=rotation,
             impl=self.impl,
         )
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num_extends, num_extend_tokens = metadata.num_extends, metadata.num_extend_tokens
-        outputs = []
         if num_extends:
-            outputs.append(
-                extend_attention(
-                    q[:num_extend_tokens],
-                    k[:num_extend_tokens],
-                    v[:num_extend_tokens],
-                    k_buffer,
-                    v_buffer,
-                    metadata.req_to_token,
-                    metadata.req_pool_indices[:num_extends],
-                    metadata.prefix_lens[:num_extends],
-                    metadata.extend_start_loc[:num_extends],
-                    metadata.extend_seq_lens[:num_extends],
-                    scale=self.scale,
-                    softcap=self.softcap,
-                    sliding_window=self.sliding_window,
-                )
+            extend_attention(
+                q[:num_extend_tokens],
+                k[:num_extend_tokens],
+                v[:num_extend_tokens],
+                k_buffer,
+                v_buffer,
+                metadata.req_to_token,
+                metadata.req_pool_indices[:num_extends],
+                metadata.prefix_lens[:num_extends],
+                metadata.extend_start_loc[:num_extends],
+                metadata.extend_seq_lens[:num_extends],
+                metadata.extend_plan(self.sliding_window),
+                scale=self.scale,
+                softcap=self.softcap,
+                sliding_window=self.sliding_window,
+                out=out[:num_extend_tokens],
+                impl=self.impl,
             )
-        if num_extend_tokens < q.shape[0] or not outputs:
-            outputs.append(
-                decode_attention(
-                    q[num_extend_tokens:],
-                    k_buffer,
-                    v_buffer,
-                    metadata.req_to_token,
-                    metadata.plan,
-                    scale=self.scale,
-                    softcap=self.softcap,
-                    sliding_window=self.sliding_window,
-                )
+        if num_extend_tokens < q.shape[0]:
+            decode_attention(
+                q[num_extend_tokens:],
+                k_buffer,
+                v_buffer,
+                metadata.req_to_token,
+                metadata.decode_plan(self.sliding_window),
+                scale=self.scale,
+                softcap=self.softcap,
+                sliding_window=self.sliding_window,
+                out=out[num_extend_tokens:],
+                impl=self.impl,
             )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out

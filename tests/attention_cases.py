@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triton_ops.attention_plan import AttentionPlan
+
 
 def dense_attention(
     q: Tensor,
@@ -15,14 +17,17 @@ def dense_attention(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
-) -> Tensor:
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Query i of `q [T, Hq, D]` over all but the last T - 1 - i of `keys [L, Hk, D]`, in float64; of these over
-    the last `sliding_window`.
+    the last `sliding_window`. Returns the result `[T, Hq, D]` and the log-sum-exps `[T, Hq]`.
     """
     num_tokens, num_heads, _ = q.shape
     length, num_kv_heads, _ = keys.shape
     group = num_heads // num_kv_heads
     out = torch.empty(q.shape, dtype=torch.float64)
+    lse = torch.empty(q.shape[:2], dtype=torch.float64)
     for token in range(num_tokens):
         end = length - num_tokens + 1 + token
         visible = slice(0 if sliding_window is None else max(0, end - sliding_window), end)
@@ -31,8 +36,13 @@ def dense_attention(
             scores = keys[visible, kv_head].double() @ q[token, head].double() * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            out[token, head] = torch.softmax(scores, 0) @ values[visible, kv_head].double()
-    return out
+            if alibi_slopes is not None:
+                scores += alibi_slopes[head].double() * (torch.arange(visible.start, end) - (end - 1))
+            logits = scores if sinks is None else torch.cat([scores, sinks[head : head + 1].double()])
+            weights = torch.softmax(logits, 0)[: len(scores)]
+            out[token, head] = weights @ values[visible, kv_head].double()
+            lse[token, head] = torch.logsumexp(logits, 0)
+    return out, lse
 
 
 @dataclass
@@ -49,6 +59,20 @@ class Case:
     seq_lens: Tensor
     keys: list[Tensor]
     values: list[Tensor]
+
+    def flat_plan(self, max_item_len: int | None = None, sliding_window: int | None = None) -> AttentionPlan:
+        """The plan in which each request is a decode."""
+        rows, seq_lens = self.rows.cpu().numpy(), self.seq_lens.cpu().numpy()
+        arrays = AttentionPlan.flat_arrays(
+            rows, seq_lens, max_item_len=max_item_len, sliding_window=sliding_window
+        )
+        return AttentionPlan.build(arrays, self.rows.device)
+
+    def plan(self, *columns: list[int]) -> AttentionPlan:
+        """The plan of these items: rows, starts, lengths, first query rows, numbers of query rows."""
+        return AttentionPlan.build(
+            AttentionPlan.host_arrays(*columns, self.seq_lens.cpu().numpy()), self.rows.device
+        )
 
 
 def make_case(

@@ -48,11 +48,18 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
     """
     if request.param == "cuda":
         return torch.device("cuda")
+    require_interpreter()
+    return torch.device("cpu")
+
+
+def require_interpreter() -> None:
+    """Skip a test of kernels on the CPU where they do not run there."""
+    if not triton.__version__:
+        pytest.skip("there is no Triton for this platform")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled in this process, not interpreted: there is a GPU")
     if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.5.0":
         pytest.skip(f"Triton {triton.__version__}'s interpreter does not know NumPy {np.__version__}")
-    return torch.device("cpu")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -73,7 +73,7 @@ def test_golden_example() -> None:
         slots = req_to_token[row, :seq_len].long()
         dense = dense_attention(
             q[start : start + extend_len], pool.k_buffer(1)[slots], pool.v_buffer(1)[slots], 0.125
-        )
+        )[0]
         torch.testing.assert_close(out[start : start + extend_len].double(), dense, atol=1e-5, rtol=1e-5)
         start += extend_len
 
@@ -91,9 +91,10 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
     num_new = [seq - prefix for seq, prefix in zip(seq_lens, prefix_lens, strict=True)]
     assert metadata.num_extend_tokens == sum(num_new[:num_extends])
     assert metadata.max_extend_len == max(num_new[:num_extends], default=0)
-    assert metadata.plan.item_rows.tolist() == list(range(num_extends, 4))
-    assert metadata.plan.item_lens.tolist() == seq_lens[num_extends:]
-    assert metadata.plan.item_query_starts.tolist() == list(range(4 - num_extends))
+    plan = metadata.decode_plan(sliding_window=None)
+    decodes = sorted(zip(plan.item_query_starts.tolist(), plan.item_rows.tolist(), plan.item_lens.tolist()))
+    assert decodes == [(b - num_extends, b, seq_lens[b]) for b in range(num_extends, 4)]
+    assert metadata.decode_plan(sliding_window=7) is plan
 
     generator = torch.Generator().manual_seed(2)
     pool = TwoLayerPool(41, 2, 8)
@@ -107,7 +108,7 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
     assert out.shape == (sum(num_new), 4, 8)
     for b, (part, result) in enumerate(zip(q.split(num_new), out.split(num_new), strict=True)):
         slots = req_to_token[b, : seq_lens[b]].long()
-        dense = dense_attention(part, pool.k_buffer(0)[slots], pool.v_buffer(0)[slots], 0.3)
+        dense = dense_attention(part, pool.k_buffer(0)[slots], pool.v_buffer(0)[slots], 0.3)[0]
         torch.testing.assert_close(result.double(), dense, atol=1e-5, rtol=1e-5)
 
 
@@ -129,11 +130,11 @@ def test_a_request_of_no_new_token_takes_no_room() -> None:
 
 def test_given_logits_indices_and_plan_are_kept() -> None:
     table = scattered_rows(2, 4)
-    plan = AttentionPlan.flat(torch.tensor([1], dtype=torch.int32), torch.tensor([4], dtype=torch.int32))
+    plan = AttentionPlan.build(AttentionPlan.flat_arrays([1], [4]), torch.get_default_device())
     metadata = InputMetadata.from_lengths(
         [0, 1], [4, 4], [0, 3], [1, 2, 3, 4, 5], table, num_extends=1, logits_indices=[4, 0, 4], plan=plan
     )
-    assert metadata.plan is plan
+    assert metadata.decode_plan(None) is plan
     assert metadata.logits_indices.tolist() == [4, 0, 4]
     assert metadata.req_to_token is table
 

@@ -19,6 +19,7 @@ SHORT_ITEM = 64
 # Elements of K that are gathered at a time: with as much of V they stay in a CPU's cache.
 BLOCK_SIZE = 2**17
 PROGRAMS_PER_SM = 4  # that many of the kernel's run side by side
+MAX_HEAD_DIM = 256
 
 
 def decode_attention(
@@ -33,6 +34,7 @@ def decode_attention(
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    out: Tensor | None = None,
     lse: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -53,21 +55,23 @@ def decode_attention(
             (Xiao et al., 2023, as learned by gpt-oss, 2025).
         alibi_slopes: float32 `[num_heads]`: `slope * (key position - own position)` is added to the scores (Press
             et al., 2022), after the softcap.
+        out: `[num_decodes, num_heads, head_dim]` in q's dtype, contiguous: where the result goes; None: a new tensor.
         lse: float32 `[num_decodes, num_heads]` or None: where the natural logs of the sums of exponentials, sinks
             included, are written; -inf where a row saw nothing.
 
     Returns:
-        `[num_decodes, num_heads, head_dim]` in q's dtype, computed in float32. A row without an item, or
-        whose items are all empty, is zero.
+        `out`, computed in float32. A row without an item, or whose items are all empty, is zero.
 
     The reference waits for the device, to read the lengths: items of about the same length are padded to one
     another and computed together, a block at a time. The kernel does not, and its grid depends on the shapes of the
     plan alone, so that a captured graph serves any plan of the same shape. Partial results are merged as in
     FlashDecoding (Dao et al., 2023).
     """
-    if runs_triton(impl, q):
-        return _decode_triton(
-            q, k_buffer, v_buffer, req_to_token, plan, scale, softcap, sliding_window, sinks, alibi_slopes, lse
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if runs_triton(impl, q.device):
+        return _launch(
+            q, k_buffer, v_buffer, req_to_token, plan, scale, softcap, sliding_window, sinks, alibi_slopes, out, lse
         )
     num_decodes, num_heads, head_dim = q.shape
     # One row more: where the rows that pad a block read from and write to.
@@ -80,7 +84,7 @@ def decode_attention(
     ).long()
     if sliding_window is not None:
         _cut(fields, positions - sliding_window + 1)
-    rows, outs, lses = [], [], []
+    rows, parts, lses = [], [], []
     for items in _blocks(fields, tokens_per_block=BLOCK_SIZE // k_buffer[0].numel()):
         item_rows, starts, lens, query_starts, query_lens = items.unsqueeze(-1)
         offsets = torch.arange(int(lens.max()), device=q.device)
@@ -95,19 +99,19 @@ def decode_attention(
         if sliding_window is not None:
             visible = visible & (distances > -sliding_window)
         bias = None if alibi_slopes is None else alibi_slopes[:, None] * distances.unsqueeze(2)
-        out, part_lse = _attend(queries[query_rows], k_buffer, v_buffer, slots, visible, softcap, bias)
+        part, part_lse = _attend(queries[query_rows], k_buffer, v_buffer, slots, visible, softcap, bias)
         rows.append(query_rows.flatten())
-        outs.append(out.flatten(0, 1))
+        parts.append(part.flatten(0, 1))
         lses.append(part_lse.flatten(0, 1))
     if sinks is not None:
         rows.append(torch.arange(num_decodes, device=q.device))
-        outs.append(torch.zeros_like(queries[:-1]))
+        parts.append(torch.zeros_like(queries[:-1]))
         lses.append(sinks.expand(num_decodes, num_heads))
     if not rows:
         if lse is not None:
             lse.fill_(-torch.inf)
-        return torch.zeros_like(q, memory_format=torch.contiguous_format)
-    row, out, part_lse = torch.cat(rows), torch.cat(outs), torch.cat(lses)
+        return out.zero_()
+    row, part, part_lse = torch.cat(rows), torch.cat(parts), torch.cat(lses)
 
     # A row's greatest lse is that of nothing at all where its window hides every item: 0 stands for it.
     max_lse = torch.full_like(queries[..., 0], -torch.inf)
@@ -115,10 +119,10 @@ def decode_attention(
     finite = max_lse.clamp(min=torch.finfo(torch.float32).min)
     weight = torch.exp(part_lse - finite[row])
     total = torch.zeros_like(max_lse).index_add_(0, row, weight)
-    merged = torch.zeros_like(queries).index_add_(0, row, out * weight.unsqueeze(-1))
+    merged = torch.zeros_like(queries).index_add_(0, row, part * weight.unsqueeze(-1))
     if lse is not None:
         lse.copy_((finite + total.log())[:-1])
-    return (merged / total.masked_fill_(total == 0.0, 1.0).unsqueeze(-1))[:-1].to(q.dtype)
+    return out.copy_((merged / total.masked_fill_(total == 0.0, 1.0).unsqueeze(-1))[:-1])
 
 
 def _cut(fields: Tensor, windows: Tensor) -> None:
@@ -224,18 +228,15 @@ class DecodeConfig:
 
 def decode_config(gpu: GPU, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
     """The kernel's configuration, measured on an H200 (docs/benchmarks.md)."""
-    head_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    if head_bytes > 512:
-        return DecodeConfig(block_n=16, num_warps=4, num_stages=2)
-    if head_bytes > 256:
+    if dtype == torch.float32:
+        return DecodeConfig(block_n=32, num_warps=4 if head_dim <= 64 else 8, num_stages=1)
+    if head_dim > 128:
         return DecodeConfig(block_n=32, num_warps=4, num_stages=2)
     return DecodeConfig(block_n=64, num_warps=2, num_stages=2)
 
 
-def decode_item_len(
-    gpu: GPU, num_kv_heads: int, head_dim: int, dtype: torch.dtype, total_len: int, max_len: int
-) -> int:
-    """The greatest length of an item for requests of `total_len` tokens together, `max_len` the longest.
+def decode_item_len(gpu: GPU, num_kv_heads: int, head_dim: int, dtype: torch.dtype, total_len: int) -> int:
+    """The greatest length of an item for requests that read `total_len` tokens together.
 
     Items are cut so that all multiprocessors have as many programs as run there side by side, unless the items
     would be too short to be worth a partial result.
@@ -246,7 +247,7 @@ def decode_item_len(
     return -(-max(fair, config.min_item_len) // 64) * 64
 
 
-def _decode_triton(
+def _launch(
     q: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
@@ -257,12 +258,17 @@ def _decode_triton(
     sliding_window: int | None,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
+    out: Tensor,
     lse: Tensor | None,
 ) -> Tensor:
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
     group = num_heads // num_kv_heads
-    out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if head_dim > MAX_HEAD_DIM or k_buffer.stride() != v_buffer.stride() or q.stride(2) != 1:
+        raise ValueError(
+            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, K and V of the same strides, but q is "
+            f"{[*q.shape]} with strides {[*q.stride()]}, K and V have {[*k_buffer.stride()]}, {[*v_buffer.stride()]}"
+        )
     if num_rows == 0:
         return out
     num_partials = plan.row_partials.shape[0]
@@ -339,7 +345,7 @@ def _decode_kernel(
     k_head = k_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
     v_head = v_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
 
-    for tile in range(0, tl.cdiv(query_len * GROUP, BLOCK_M)):
+    for tile in range(tl.cdiv(query_len * GROUP, BLOCK_M)):
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         in_tile = m < query_len * GROUP
         row = (query_start + m // GROUP).to(tl.int64)

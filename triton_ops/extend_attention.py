@@ -34,6 +34,7 @@ def extend_attention(
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    out: Tensor | None = None,
     lse: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -56,16 +57,19 @@ def extend_attention(
         sliding_window: a token at position p sees the positions from `p - sliding_window + 1` to p, so 1 is
             itself alone; None: all from 0.
         sinks, alibi_slopes: float32 `[num_heads]`, as in `decode_attention`.
+        out: `[num_tokens, num_heads, head_dim]` in q's dtype, contiguous: where the result goes; None: a new tensor.
         lse: float32 `[num_tokens, num_heads]` or None: as in `decode_attention`.
 
     Returns:
-        `[num_tokens, num_heads, head_dim]` in q's dtype, computed in float32.
+        `out`, computed in float32.
 
     The reference waits for the device, to read the lengths. The kernel is FlashAttention-2 (Dao, 2023) with the heads
     of a group side by side in a tile of queries; a long prefix that few tiles read is shared out and merged as in
     FlashDecoding (Dao et al., 2023).
     """
-    if runs_triton(impl, q):
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if runs_triton(impl, q.device):
         if plan is None:
             arrays, tile_tokens = plan_extends(
                 prefix_lens.cpu().numpy(),
@@ -79,11 +83,10 @@ def extend_attention(
                 sliding_window=sliding_window,
             )
             plan = ExtendPlan.build(arrays, q.device, tile_tokens=tile_tokens)
-        return _extend_triton(
+        return _launch(
             q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, prefix_lens, extend_start_loc,
-            extend_seq_lens, plan, scale, softcap, sliding_window, sinks, alibi_slopes, lse,
+            extend_seq_lens, plan, scale, softcap, sliding_window, sinks, alibi_slopes, out, lse,
         )  # fmt: skip
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     requests = torch.stack([req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens], 1).tolist()
     for row, prefix_len, start, extend_len in requests:
         if extend_len == 0:
@@ -173,16 +176,25 @@ class ExtendConfig:
 def extend_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, short: bool) -> ExtendConfig:
     """The kernel's configuration, measured on an H200 (docs/benchmarks.md); `short` tiles have fewer rows."""
     if dtype == torch.float32:
-        return ExtendConfig(64, 16 if head_dim > 128 else 32, 4 if head_dim <= 64 else 8, 1)
+        return ExtendConfig(32, 32, 8, 1) if head_dim <= 64 else ExtendConfig(16, 16, 8, 1)
     if head_dim > 128:
         return ExtendConfig(64, 32, 8, 2) if short else ExtendConfig(128, 32, 8, 2)
     if gpu.capability != 90:
         return ExtendConfig(64, 64, 4, 2) if short else ExtendConfig(128, 64, 8, 2)
     if short:
         return ExtendConfig(64, 32, 4, 3)
-    return ExtendConfig(128, 64, 4, 3) if head_dim <= 64 else ExtendConfig(128, 32, 8, 3, max_registers=128)
+    if head_dim <= 64:
+        return ExtendConfig(128, 64, 4, 3)
+    # Heads that are padded need registers for their masks.
+    return ExtendConfig(128, 32, 8, 3, max_registers=128 if head_dim == 128 else None)
 
 
+def _block_m(config: ExtendConfig, group: int) -> int:
+    """Rows of a tile: at least one token's."""
+    return max(config.block_m, triton.next_power_of_2(group))
+
+
+MAX_HEAD_DIM = 256
 SHORT_ROWS = 64  # extends with no more rows than this take short tiles
 PROGRAMS_PER_SM = 2  # that many of the kernel's run side by side
 MIN_ITEM_LEN = 512  # shorter pieces of a prefix are not worth a partial result
@@ -207,7 +219,7 @@ def plan_extends(
     group = num_heads // num_kv_heads
     short = int(extend_seq_lens.max(initial=0)) * group <= SHORT_ROWS
     config = extend_config(gpu, head_dim, dtype, short=short)
-    tile_tokens = max(1, config.block_m // group)
+    tile_tokens = _block_m(config, group) // group
     num_tiles = int((-(-extend_seq_lens // tile_tokens)).sum())
     programs = PROGRAMS_PER_SM * gpu.num_sms
     max_item_len = None
@@ -226,7 +238,7 @@ def plan_extends(
     return arrays, tile_tokens
 
 
-def _extend_triton(
+def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -243,12 +255,23 @@ def _extend_triton(
     sliding_window: int | None,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
+    out: Tensor,
     lse: Tensor | None,
 ) -> Tensor:
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if (
+        head_dim > MAX_HEAD_DIM
+        or k.stride() != v.stride()
+        or k_buffer.stride() != v_buffer.stride()
+        or not q.stride(2) == k.stride(2) == 1
+    ):
+        raise ValueError(
+            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, K and V of the same strides, but q is "
+            f"{[*q.shape]}, and strides are {[*q.stride()]} of q, {[*k.stride()]} and {[*v.stride()]} of k and v, "
+            f"{[*k_buffer.stride()]} and {[*v_buffer.stride()]} of the buffers"
+        )
     num_items = plan.item_requests.shape[0]
     if num_items == 0:
         return out
@@ -293,7 +316,7 @@ def _extend_triton(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_M=config.block_m,
+        BLOCK_M=_block_m(config, group),
         BLOCK_N=config.block_n,
         NUM_STAGES=config.num_stages,
         HAS_SOFTCAP=softcap is not None,

@@ -17,7 +17,7 @@ def gelu_and_mul(x: Tensor, *, approximate: Literal["none", "tanh"], impl: Impl 
     `approximate` "none" is `gate * Phi(gate)` with the normal distribution's Phi, "tanh" the approximation
     `gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate^3)))`.
     """
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return launch_gated(_gelu_and_mul_kernel, x, TANH={"none": False, "tanh": True}[approximate])
     gate, up = x.chunk(2, dim=-1)
     return gelu(gate, approximate=approximate) * up

@@ -14,7 +14,7 @@ def gelu_fast(x: Tensor, *, impl: Impl = "auto") -> Tensor:
 
     Computed in float32, rounded once.
     """
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return launch_each(_gelu_fast_kernel, x)
     wide = x.float()
     return (0.5 * wide * (1.0 + torch.tanh(0.7978845608 * wide * (1.0 + 0.044715 * wide * wide)))).to(x.dtype)

@@ -14,7 +14,7 @@ def gelu_new(x: Tensor, *, impl: Impl = "auto") -> Tensor:
 
     Computed in float32, rounded once.
     """
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return launch_each(_gelu_new_kernel, x)
     return gelu(x, approximate="tanh")
 

@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 try:
     import triton
@@ -45,8 +44,8 @@ INTERPRETER = GPU(capability=90, num_sms=4)  # as a Hopper, with little to share
 _compiling_for: GPU | None = None
 
 
-def runs_triton(impl: Impl, tensor: Tensor) -> bool:
-    """Whether an operation on `tensor` runs its kernel: "auto" does on a CUDA device where Triton is installed.
+def runs_triton(impl: Impl, device: torch.device) -> bool:
+    """Whether an operation on `device` runs its kernel: "auto" does on a CUDA device where Triton is installed.
 
     Raises ValueError where `impl` is "triton" and the kernel cannot run: on a CPU it does only in Triton's
     interpreter, with TRITON_INTERPRET=1 set before the kernel's module is imported.
@@ -54,13 +53,13 @@ def runs_triton(impl: Impl, tensor: Tensor) -> bool:
     if impl == "torch":
         return False
     if impl == "auto":
-        return tensor.is_cuda and bool(triton.__version__)
+        return device.type == "cuda" and bool(triton.__version__)
     if impl != "triton":
         raise ValueError(f'impl must be "auto", "torch" or "triton", but is {impl!r}')
     if not triton.__version__:
         raise ValueError('impl is "triton", but Triton is not installed')
-    if not tensor.is_cuda and _compiling_for is None and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f'impl is "triton", but the tensors are on {tensor.device}; a kernel needs a CUDA device')
+    if device.type != "cuda" and _compiling_for is None and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f'impl is "triton", but the tensors are on {device}; a kernel needs a CUDA device')
     return True
 
 

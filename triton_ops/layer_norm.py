@@ -16,7 +16,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, im
     `x` is `[..., size]` in any float dtype, `weight` and `bias` (None: 0) are `[size]` in the same. Everything is
     computed in float32 and rounded to x's dtype at the end.
     """
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return _launch(x, None, weight, bias, eps)[0]
     return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
@@ -25,7 +25,7 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
     """`layer_norm(x + residual)` and the sum, which is the next residual; both `[..., size]` in x's dtype."""
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return _launch(x, residual, weight, bias, eps)
     residual = x + residual
     return layer_norm(residual, weight, bias, eps, impl="torch"), residual

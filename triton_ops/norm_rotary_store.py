@@ -69,7 +69,7 @@ def norm_rotary_store(
     Each step rounds to q's dtype, as the operations do that this one is made of. Raises ValueError where the
     kernel cannot read the tensors.
     """
-    if runs_triton(impl, q):
+    if runs_triton(impl, q.device):
         _launch(q, k, v, k_buffer, v_buffer, out_cache_loc, norm, rotation)
         return
     new_q, new_k = q, k

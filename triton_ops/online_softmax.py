@@ -20,7 +20,7 @@ def attend_tile(
     `row_sum` the sum of exponentials less it. `scale` includes log2(e) unless there is a softcap. Where MASKED,
     only `visible [BLOCK_M, BLOCK_N]` scores count.
     """
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if HAS_SOFTCAP:
         # tanh without overflow: its exponential may be infinite.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap) * LOG2_E) + 1.0)) * LOG2_E
@@ -42,7 +42,7 @@ def attend_tile(
     keep = tl.exp2(row_max - base)
     row_sum = row_sum * keep + tl.sum(weights, 1)
     acc = acc * keep[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
     return acc, greatest, row_sum
 
 

@@ -11,7 +11,7 @@ from triton_ops.implementation import Impl, runs_triton, tl, triton
 
 def silu_and_mul(x: Tensor, *, impl: Impl = "auto") -> Tensor:
     """`silu(gate) * up` of `x [..., 2 * size]` = gate | up: `[..., size]` in x's dtype."""
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return launch_gated(_silu_and_mul_kernel, x)
     gate, up = x.chunk(2, dim=-1)
     return silu(gate) * up

@@ -10,7 +10,7 @@ from triton_ops.implementation import Impl, runs_triton, tl, triton
 
 def soft_cap(x: Tensor, cap: float, *, impl: Impl = "auto") -> Tensor:
     """`cap * tanh(x / cap)`, in x's dtype: about x near 0, within -cap and cap however large x is."""
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return launch_each(_soft_cap_kernel, x, CAP=float(cap))
     return (x / cap).tanh_().mul_(cap)
 

@@ -16,7 +16,7 @@ def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float, impl:
     rounded to x's dtype at the end; `rms_norm` rounds before it multiplies. `offset` is 0 in OLMo 2 and 1 in
     Gemma, whose weights are centred on 0.
     """
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return launch_rms_norm(x, None, weight, eps, offset=offset)[0]
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -29,7 +29,7 @@ def add_wide_rms_norm(
     """`wide_rms_norm(x + residual)` and the sum, which is the next residual; both `[..., size]` in x's
     dtype.
     """
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return launch_rms_norm(x, residual, weight, eps, offset=offset)
     residual = x + residual
     return wide_rms_norm(residual, weight, eps, offset=offset, impl="torch"), residual

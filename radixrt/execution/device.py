@@ -28,7 +28,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 def check_impl(impl: Impl, device: torch.device) -> None:
     """Raise ParameterError unless the implementation can run on the device."""
     try:
-        runs_triton(impl, torch.empty(0, device=device))
+        runs_triton(impl, device)
     except ValueError as error:
         raise ParameterError(str(error)) from error
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from layers.input_metadata import InputMetadata
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.execution.attention_planner import AttentionPlanner
 from radixrt.execution.sampler import Draw, draw_tokens, sampling_arrays
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
@@ -58,6 +59,7 @@ class ModelRunner:
         )
         self._last_token = torch.zeros(rows.max_requests, dtype=torch.int32, device=device)
         self._staging = Staging(device)
+        self._planner = AttentionPlanner(model.config, model.placement)
 
     @torch.inference_mode()
     def launch(self, batch: ScheduleBatch) -> PassInFlight:
@@ -83,7 +85,8 @@ class ModelRunner:
             "changed_slots": batch.row_changes.slots,
         }
         own |= sampling_arrays(draws)
-        arrays = self._staging.upload({**host, **own})
+        plans = self._planner.plan(host, batch.num_extends)
+        arrays = self._staging.upload({**host, **own, **plans.arrays})
 
         if len(batch.row_changes):
             self._req_to_token[arrays["changed_rows"], arrays["changed_positions"]] = arrays["changed_slots"]
@@ -93,6 +96,8 @@ class ModelRunner:
             logits_indices=arrays["logits_indices"],
             req_to_token=self._req_to_token,
             num_extends=batch.num_extends,
+            decode_plans=plans.decode(arrays),
+            extend_plans=plans.extend(arrays),
         )
         ids = arrays["input_ids"]
         # A negative id -(row + 1) is the last token sampled for that row.
