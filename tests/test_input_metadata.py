@@ -92,8 +92,8 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
     assert metadata.num_extend_tokens == sum(num_new[:num_extends])
     assert metadata.max_extend_len == max(num_new[:num_extends], default=0)
     plan = metadata.decode_plan(sliding_window=None)
-    decodes = sorted(zip(plan.item_query_starts.tolist(), plan.item_rows.tolist(), plan.item_lens.tolist()))
-    assert decodes == [(b - num_extends, b, seq_lens[b]) for b in range(num_extends, 4)]
+    items = torch.stack([plan.item_query_starts, plan.item_rows, plan.item_lens], 1).tolist()
+    assert sorted(items) == [[b - num_extends, b, seq_lens[b]] for b in range(num_extends, 4)]
     assert metadata.decode_plan(sliding_window=7) is plan
 
     generator = torch.Generator().manual_seed(2)
@@ -146,7 +146,7 @@ def test_device_views_need_not_be_copies() -> None:
     packed = torch.from_numpy(np.concatenate(list(host.values())))
     views = dict(zip(host, packed.split([array.size for array in host.values()]), strict=True))
     metadata = InputMetadata.from_host_and_device(
-        host, views, logits_indices=packed[:0], req_to_token=scattered_rows(2, 10), num_extends=2
+        host, views, logits_indices=packed[:0], req_to_token=scattered_rows(2, 10), num_extends=2, decode_plans={}
     )
     assert metadata.positions.data_ptr() == views["positions"].data_ptr()
     assert metadata.positions.tolist() == [3, 4, 5, 4, 5, 6, 7, 8, 9]

@@ -1,4 +1,4 @@
-"""decode_attention and extend_attention, references and kernels, and kv_store, against dense attention in float64."""
+"""Attention, references and kernels, and kv_store, against dense attention in float64."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def require_known(dtype: torch.dtype) -> None:
 def decode(case: Case, q: Tensor, plan: AttentionPlan | None = None, **options: Any) -> Tensor:
     """With `lse=`, the log-sum-exps are written there."""
     plan = case.flat_plan(max_item_len=SHORT_ITEM) if plan is None else plan
-    return decode_attention(q, case.k_buffer, case.v_buffer, case.req_to_token, plan, scale=SCALE, **RUNS, **options)
+    options |= RUNS
+    return decode_attention(q, case.k_buffer, case.v_buffer, case.req_to_token, plan, scale=SCALE, **options)
 
 
 def dense_decode(case: Case, q: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ class _Plan:
     ) -> PlanType:
         """`from_arrays` of arrays that are copied to `device` one by one: handy, not fast."""
         copies = {name: torch.tensor(array, device=device) for name, array in arrays.items()}
-        return cls.from_arrays(copies, **numbers)
+        return cls.from_arrays(copies, "", **numbers)
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class ExtendPlan(_Plan):
     """The work items of a pass's extend attention.
 
     An item is a tile of at most `tile_tokens` (a number that the host knows) successive new tokens of one request,
-    and a segment of the KV positions that they read. All other fields are int32 tensors on the device of the pass, as in `AttentionPlan`; a
-    query row is a new token, numbered as in the pass:
+    and a segment of the KV positions that they read. All other fields are int32 tensors on the device of the pass,
+    as in `AttentionPlan`; a query row is a new token, numbered as in the pass:
 
     - `item_requests` [N]: the request, numbered as in the batch,
     - `item_query_starts` [N]: the tile's first token, counted from the first new token of the request,
@@ -213,9 +213,7 @@ def _pairs(first: Int32Array, count: Int32Array) -> tuple[Int32Array, Int32Array
     return index, np.arange(index.size, dtype=np.int32) + (first - offset)[index]
 
 
-def _cut(
-    begin: Int32Array, end: Int32Array, max_len: int | None
-) -> tuple[Int32Array, Int32Array, Int32Array]:
+def _cut(begin: Int32Array, end: Int32Array, max_len: int | None) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Each range [begin, end) in the fewest pieces of at most `max_len`: index, start and length of each piece.
 
     A range's pieces are of the same length, a multiple of 64 where `max_len` is, but for the last.

@@ -19,6 +19,7 @@ SHORT_ITEM = 64
 # Elements of K that are gathered at a time: with as much of V they stay in a CPU's cache.
 BLOCK_SIZE = 2**17
 PROGRAMS_PER_SM = 4  # that many of the kernel's run side by side
+MIN_ITEM_LEN = 256  # shorter pieces of a context are not worth a partial result
 MAX_HEAD_DIM = 256
 
 
@@ -55,7 +56,8 @@ def decode_attention(
             (Xiao et al., 2023, as learned by gpt-oss, 2025).
         alibi_slopes: float32 `[num_heads]`: `slope * (key position - own position)` is added to the scores (Press
             et al., 2022), after the softcap.
-        out: `[num_decodes, num_heads, head_dim]` in q's dtype, contiguous: where the result goes; None: a new tensor.
+        out: `[num_decodes, num_heads, head_dim]` in q's dtype, contiguous: where the result goes; None: a new
+            tensor.
         lse: float32 `[num_decodes, num_heads]` or None: where the natural logs of the sums of exponentials, sinks
             included, are written; -inf where a row saw nothing.
 
@@ -63,16 +65,17 @@ def decode_attention(
         `out`, computed in float32. A row without an item, or whose items are all empty, is zero.
 
     The reference waits for the device, to read the lengths: items of about the same length are padded to one
-    another and computed together, a block at a time. The kernel does not, and its grid depends on the shapes of the
-    plan alone, so that a captured graph serves any plan of the same shape. Partial results are merged as in
+    another and computed together, a block at a time. The kernel does not, and its grid depends on the plan's
+    shapes alone, so that a captured graph serves any plan of the same shapes. Partial results are merged as in
     FlashDecoding (Dao et al., 2023).
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if runs_triton(impl, q.device):
         return _launch(
-            q, k_buffer, v_buffer, req_to_token, plan, scale, softcap, sliding_window, sinks, alibi_slopes, out, lse
-        )
+            q, k_buffer, v_buffer, req_to_token, plan,
+            scale, softcap, sliding_window, sinks, alibi_slopes, out, lse,
+        )  # fmt: skip
     num_decodes, num_heads, head_dim = q.shape
     # One row more: where the rows that pad a block read from and write to.
     queries = torch.zeros(num_decodes + 1, num_heads, head_dim, device=q.device)
@@ -194,7 +197,7 @@ def _attend(
     q = q.reshape(num_items, num_kv_heads, num_rows * group, head_dim)
     scores = q @ gather(k_buffer).transpose(2, 3)
     if softcap is not None:
-        scores = soft_cap(scores, softcap)
+        scores = soft_cap(scores, softcap, impl="torch")
     if bias is not None:
         bias = bias.view(num_items, num_rows, num_kv_heads, group, -1).transpose(1, 2)
         scores += bias.reshape(scores.shape)
@@ -218,12 +221,11 @@ def _attend(
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """`block_n` keys a step; `num_warps` and `num_stages` are Triton's. An item is at least `min_item_len` long."""
+    """`block_n` keys a step; `num_warps` and `num_stages` are Triton's."""
 
     block_n: int
     num_warps: int
     num_stages: int
-    min_item_len: int = 256
 
 
 def decode_config(gpu: GPU, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
@@ -235,16 +237,15 @@ def decode_config(gpu: GPU, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
     return DecodeConfig(block_n=64, num_warps=2, num_stages=2)
 
 
-def decode_item_len(gpu: GPU, num_kv_heads: int, head_dim: int, dtype: torch.dtype, total_len: int) -> int:
+def decode_item_len(gpu: GPU, num_kv_heads: int, total_len: int) -> int:
     """The greatest length of an item for requests that read `total_len` tokens together.
 
     Items are cut so that all multiprocessors have as many programs as run there side by side, unless the items
     would be too short to be worth a partial result.
     """
-    config = decode_config(gpu, head_dim, dtype)
     programs = PROGRAMS_PER_SM * gpu.num_sms
     fair = -(-total_len * num_kv_heads // programs)
-    return -(-max(fair, config.min_item_len) // 64) * 64
+    return -(-max(fair, MIN_ITEM_LEN) // 64) * 64
 
 
 def _launch(
@@ -266,8 +267,8 @@ def _launch(
     group = num_heads // num_kv_heads
     if head_dim > MAX_HEAD_DIM or k_buffer.stride() != v_buffer.stride() or q.stride(2) != 1:
         raise ValueError(
-            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, K and V of the same strides, but q is "
-            f"{[*q.shape]} with strides {[*q.stride()]}, K and V have {[*k_buffer.stride()]}, {[*v_buffer.stride()]}"
+            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, and K and V of the same strides; q is "
+            f"{[*q.shape]}, strides are {[*q.stride()]}, {[*k_buffer.stride()]} and {[*v_buffer.stride()]}"
         )
     if num_rows == 0:
         return out
@@ -316,9 +317,7 @@ def _launch(
         num_warps=config.num_warps,
     )
     if num_partials:
-        merge_partials(
-            partial_out, partial_lse, plan.row_partial_starts, plan.row_partials, sinks, out, lse
-        )
+        merge_partials(partial_out, partial_lse, plan.row_partial_starts, plan.row_partials, sinks, out, lse)
     return out
 
 

@@ -51,21 +51,23 @@ def extend_attention(
             has tokens `extend_start_loc[b] : extend_start_loc[b] + extend_seq_lens[b]`; 0 of them is
             allowed. Every token is one request's.
         plan: how the kernel shares out the work, what `plan_extends` makes of the same lengths and window, on the
-            device; None: it is made here, which waits for the device to read the lengths. The reference needs none.
+            device; None: it is made here, which waits for the device to read the lengths. The reference needs
+            none.
         scale: factor on the scores.
         softcap: the scaled scores become `softcap * tanh(score / softcap)`; None: they stay.
         sliding_window: a token at position p sees the positions from `p - sliding_window + 1` to p, so 1 is
             itself alone; None: all from 0.
         sinks, alibi_slopes: float32 `[num_heads]`, as in `decode_attention`.
-        out: `[num_tokens, num_heads, head_dim]` in q's dtype, contiguous: where the result goes; None: a new tensor.
+        out: `[num_tokens, num_heads, head_dim]` in q's dtype, contiguous: where the result goes; None: a new
+            tensor.
         lse: float32 `[num_tokens, num_heads]` or None: as in `decode_attention`.
 
     Returns:
         `out`, computed in float32.
 
-    The reference waits for the device, to read the lengths. The kernel is FlashAttention-2 (Dao, 2023) with the heads
-    of a group side by side in a tile of queries; a long prefix that few tiles read is shared out and merged as in
-    FlashDecoding (Dao et al., 2023).
+    The reference waits for the device, to read the lengths. The kernel is FlashAttention-2 (Dao, 2023) with the
+    heads of a group side by side in a tile of queries; a long prefix that few tiles read is shared out and merged
+    as in FlashDecoding (Dao et al., 2023).
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -148,7 +150,7 @@ def _attend_with_all(
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     scores = q @ keys.transpose(1, 2) * scale
     if softcap is not None:
-        scores = soft_cap(scores, softcap)
+        scores = soft_cap(scores, softcap, impl="torch")
     if bias is not None:
         scores += bias
     lse = scores.masked_fill_(~mask, -torch.inf).logsumexp(-1)
@@ -162,8 +164,8 @@ def _attend_with_all(
 
 @dataclass(frozen=True)
 class ExtendConfig:
-    """A tile has `block_m` rows (tokens times the heads of a group) and reads `block_n` keys a step; `num_warps` and
-    `num_stages` are Triton's. With at most `max_registers` a thread two programs run side by side.
+    """A tile has `block_m` rows (tokens times the heads of a group) and reads `block_n` keys a step; `num_warps`
+    and `num_stages` are Triton's. With at most `max_registers` a thread two programs run side by side.
     """
 
     block_m: int
@@ -191,7 +193,7 @@ def extend_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, short: bool) -
 
 def _block_m(config: ExtendConfig, group: int) -> int:
     """Rows of a tile: at least one token's."""
-    return max(config.block_m, triton.next_power_of_2(group))
+    return max(config.block_m, int(triton.next_power_of_2(group)))
 
 
 MAX_HEAD_DIM = 256
@@ -258,7 +260,7 @@ def _launch(
     out: Tensor,
     lse: Tensor | None,
 ) -> Tensor:
-    num_tokens, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
     if (
@@ -268,9 +270,9 @@ def _launch(
         or not q.stride(2) == k.stride(2) == 1
     ):
         raise ValueError(
-            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, K and V of the same strides, but q is "
-            f"{[*q.shape]}, and strides are {[*q.stride()]} of q, {[*k.stride()]} and {[*v.stride()]} of k and v, "
-            f"{[*k_buffer.stride()]} and {[*v_buffer.stride()]} of the buffers"
+            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, and K and V of the same strides; q is "
+            f"{[*q.shape]}, strides are {[*q.stride()]}, {[*k.stride()]} and {[*v.stride()]}, of the buffers "
+            f"{[*k_buffer.stride()]} and {[*v_buffer.stride()]}"
         )
     num_items = plan.item_requests.shape[0]
     if num_items == 0:

@@ -60,9 +60,7 @@ class AttentionPlanner:
             max_item_len = None
             if gpu is not None:
                 read = seq_lens if window is None else seq_lens.clip(max=window)
-                max_item_len = decode_item_len(
-                    gpu, config.num_kv_heads, config.head_dim, self._dtype, int(read.sum())
-                )
+                max_item_len = decode_item_len(gpu, config.num_kv_heads, int(read.sum()))
             decode = AttentionPlan.flat_arrays(rows, seq_lens, max_item_len=max_item_len, sliding_window=window)
             arrays |= {f"decode {window} {name}": array for name, array in decode.items()}
             if gpu is not None and num_extends:
