@@ -22,7 +22,7 @@ from triton_ops.norm_rotary_store import HeadNorm, Rotation, norm_rotary_store
 from triton_ops.rms_norm import add_rms_norm, rms_norm
 from triton_ops.silu_and_mul import silu_and_mul
 from triton_ops.soft_cap import soft_cap
-from triton_ops.wide_rms_norm import add_wide_rms_norm, wide_rms_norm
+from triton_ops.wide_rms_norm import add_wide_rms_norm, norm_add_wide_rms_norm, wide_rms_norm, wide_rms_norm_add
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter, on purpose
 
@@ -81,6 +81,30 @@ def test_norms(name: str, shape: tuple[int, ...], dtype: torch.dtype, kernel_dev
     assert torch.equal(total, expected_total)
     assert_same(normed, expected)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(3, 4096), (5, 896), (1, 100), (0, 64), (130, 16)])
+def test_norms_before_an_addition(
+    shape: tuple[int, ...], offset: float, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    make = partial(random, dtype=dtype, device=kernel_device)
+    x, residual, before, weight = (
+        make(*shape) * 3,
+        make(*shape, seed=1),
+        make(shape[1], seed=2),
+        make(shape[1], seed=3),
+    )
+    arguments: dict[str, Any] = {"eps": 1e-5, "offset": offset}
+    total = wide_rms_norm_add(x, residual, before, **arguments, impl="triton")
+    assert_same(total, wide_rms_norm_add(x, residual, before, **arguments, impl="torch"))
+    normed, same = norm_add_wide_rms_norm(x, residual, before, weight, **arguments, impl="triton")
+    assert torch.equal(same, total)
+    assert_same(normed, wide_rms_norm(total, weight, **arguments, impl="torch"))
+    expected, expected_total = norm_add_wide_rms_norm(x, residual, before, weight, **arguments, impl="torch")
+    assert_same(total, expected_total)
+    torch.testing.assert_close(normed, expected, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("name", NORMS)
