@@ -107,11 +107,12 @@ def _rms_norm_kernel(
         weight = tl.load(weight_ptr + same, mask=mask, other=0.0)
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
     dtype = x.dtype
+    if residual_ptr is not None:
+        other = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)
     if before_ptr is not None:
         before = tl.load(before_ptr + same, mask=mask, other=0.0)
         x = _normed(x.to(tl.float32), before, eps, dtype, OFFSET, SIZE)
     if residual_ptr is not None:
-        other = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)
         # Rounded before it is normed: the next layer adds to this sum.
         x = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + row * SIZE + col, x, mask=mask)
