@@ -8,7 +8,12 @@ from torch import Tensor, nn
 
 from layers.placement import Placement
 from triton_ops.rms_norm import add_rms_norm, rms_norm
-from triton_ops.wide_rms_norm import add_wide_rms_norm, wide_rms_norm
+from triton_ops.wide_rms_norm import (
+    add_wide_rms_norm,
+    norm_add_wide_rms_norm,
+    wide_rms_norm,
+    wide_rms_norm_add,
+)
 
 
 class RMSNorm(nn.Module):
@@ -54,6 +59,15 @@ class WideRMSNorm(RMSNorm):
         """`x [..., size]`, normed."""
         return wide_rms_norm(x, self.weight, self.eps, offset=self.offset, impl=self.impl)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`x + residual` normed, and the sum: the next residual."""
-        return add_wide_rms_norm(x, residual, self.weight, self.eps, offset=self.offset, impl=self.impl)
+    def add(self, x: Tensor, residual: Tensor, *, before: WideRMSNorm | None = None) -> tuple[Tensor, Tensor]:
+        """`x + residual` normed, and the sum: the next residual. A norm `before`, of the same kind, is x's own:
+        `before(x) + residual`.
+        """
+        if before is None:
+            return add_wide_rms_norm(x, residual, self.weight, self.eps, offset=self.offset, impl=self.impl)
+        weights = (before.weight, self.weight)
+        return norm_add_wide_rms_norm(x, residual, *weights, self.eps, offset=self.offset, impl=self.impl)
+
+    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`x` normed, plus `residual`."""
+        return wide_rms_norm_add(x, residual, self.weight, self.eps, offset=self.offset, impl=self.impl)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from triton_ops.implementation import tl, triton
 
-MAX_SIZE = 65536  # elements of a row that one program holds in its registers
+MAX_SIZE = 32768  # elements of a row that one program holds in its registers
 ROW_TILE = 2048  # elements of a program of short rows
 ROW_ELEMENTS = 16  # of a thread, where rows are held: two accesses of 16 bytes
 BLOCK = 1024  # elements of a program that holds no row

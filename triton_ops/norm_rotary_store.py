@@ -11,7 +11,7 @@ from torch import Tensor
 from triton_ops.elementwise import check_vector
 from triton_ops.implementation import Impl, runs_triton, tl, triton
 from triton_ops.kv_store import kv_store
-from triton_ops.rms_norm import rms_norm
+from triton_ops.rms_norm import rms_norm, weighted
 from triton_ops.rotary import apply_rotary
 from triton_ops.wide_rms_norm import wide_rms_norm
 
@@ -314,11 +314,11 @@ def _norm_and_rotate(
             else:
                 first_weight = tl.load(weights + pair, mask=is_pair, other=0.0)
                 second_weight = tl.load(weights + ROTARY_DIM // 2 + pair, mask=is_pair, other=0.0)
-            first = _normed(first, scale, first_weight, dtype, OFFSET).to(tl.float32)
-            second = _normed(second, scale, second_weight, dtype, OFFSET).to(tl.float32)
+            first = weighted(first * scale, first_weight, dtype, OFFSET).to(tl.float32)
+            second = weighted(second * scale, second_weight, dtype, OFFSET).to(tl.float32)
         if REST > 0:
             rest_weight = tl.load(weights + behind, mask=is_behind, other=0.0)
-            rest = _normed(rest.to(tl.float32), scale, rest_weight, dtype, OFFSET)
+            rest = weighted(rest.to(tl.float32) * scale, rest_weight, dtype, OFFSET)
             tl.store(heads + behind, rest, mask=is_behind)
     if REST > 0 and pool_heads is not None:
         tl.store(pool_heads + behind, rest.to(pool_heads.dtype.element_ty), mask=is_behind)
@@ -344,10 +344,3 @@ def _split(x):
     """The even and the odd columns of `x [rows, columns]`."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     return even, odd
-
-
-@triton.jit
-def _normed(x, scale, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
-    """`x` in float32, scaled and weighted, rounded where `rms_norm` or `wide_rms_norm` do."""
-    scaled, weight = x * scale, weight.to(tl.float32)
-    return (scaled.to(dtype).to(tl.float32) * weight if OFFSET is None else scaled * (weight + OFFSET)).to(dtype)

@@ -15,8 +15,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> T
     `x` is `[..., size]` in any float dtype, `weight` `[size]` in the same. Normalised in float32, rounded to x's
     dtype, then multiplied by the weight: the order of transformers, which checkpoints were trained with.
     """
-    if runs_triton(impl, x.device):
-        return launch_rms_norm(x, None, weight, eps, offset=None)[0]
+    if runs_triton(impl, x):
+        return launch_rms_norm(x, None, weight, eps)[0]
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
@@ -26,33 +26,44 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm(x + residual)` and the sum, which is the next residual; both `[..., size]` in x's dtype."""
-    if runs_triton(impl, x.device):
-        return launch_rms_norm(x, residual, weight, eps, offset=None)
+    if runs_triton(impl, x):
+        return launch_rms_norm(x, residual, weight, eps)
     residual = x + residual
     return rms_norm(residual, weight, eps, impl="torch"), residual
 
 
 def launch_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, offset: float | None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    offset: float | None = None,
+    before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The kernel's norm of `x`, or of `x + residual`, and that sum (x itself where there is no residual).
 
-    `offset` None is `rms_norm`, else that of `wide_rms_norm`. Rows that do not lie a common stride apart are
-    copied first. Raises ValueError where shapes or dtypes disagree.
+    `offset` None is `rms_norm`, else that of `wide_rms_norm`. With a weight `before`, x is normed by it before it
+    is added. Without `weight` there is the sum alone, twice. Rows that do not lie a common stride apart are copied
+    first. Raises ValueError where shapes or dtypes disagree.
     """
     size = x.shape[-1]
-    check_vector("weight", weight, x)
+    for name, vector in (("weight", weight), ("before", before)):
+        if vector is not None:
+            check_vector(name, vector, x)
     rows, num_rows = as_rows(x), x.numel() // size
-    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
-    others = total = None
+    normed = others = total = None
+    if weight is not None:
+        normed = torch.empty_like(x, memory_format=torch.contiguous_format)
     if residual is not None:
         check_residual(residual, x)
-        others, total = as_rows(residual), torch.empty_like(normed)
+        others, total = as_rows(residual), torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_rows:
         block, block_rows, num_warps = row_blocks(size)
         _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
             rows,
             others,
+            before,
             weight,
             normed,
             total,
@@ -66,13 +77,15 @@ def launch_rms_norm(
             ROWS=block_rows,
             num_warps=num_warps,
         )
-    return normed, x if total is None else total
+    total = x if total is None else total
+    return total if normed is None else normed, total
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
+    before_ptr,
     weight_ptr,
     out_ptr,
     sum_ptr,
@@ -88,16 +101,34 @@ def _rms_norm_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (col < SIZE)
-    # A pointer for each row: loaded in the rows' layout, so that nothing moves between threads.
-    weight = tl.load(weight_ptr + tl.zeros_like(row) + col, mask=mask, other=0.0).to(tl.float32)
+    # A pointer for each row: weights are loaded in the rows' layout, so that nothing moves between threads.
+    same = tl.zeros_like(row) + col
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + same, mask=mask, other=0.0)
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
     dtype = x.dtype
     if residual_ptr is not None:
         other = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)
+    if before_ptr is not None:
+        before = tl.load(before_ptr + same, mask=mask, other=0.0)
+        x = _normed(x.to(tl.float32), before, eps, dtype, OFFSET, SIZE)
+    if residual_ptr is not None:
         # Rounded before it is normed: the next layer adds to this sum.
         x = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + row * SIZE + col, x, mask=mask)
-    wide = x.to(tl.float32)
+    if weight_ptr is not None:
+        normed = _normed(x.to(tl.float32), weight, eps, dtype, OFFSET, SIZE)
+        tl.store(out_ptr + row * SIZE + col, normed, mask=mask)
+
+
+@triton.jit
+def _normed(wide, weight, eps, dtype: tl.constexpr, OFFSET: tl.constexpr, SIZE: tl.constexpr):
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / SIZE + eps)
-    normed = normed.to(dtype).to(tl.float32) * weight if OFFSET is None else normed * (weight + OFFSET)
-    tl.store(out_ptr + row * SIZE + col, normed.to(dtype), mask=mask)
+    return weighted(normed, weight, dtype, OFFSET)
+
+
+@triton.jit
+def weighted(normed, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
+    """`normed` in float32 times the weight, rounded where `rms_norm` (OFFSET None) or `wide_rms_norm` do."""
+    weight = weight.to(tl.float32)
+    return (normed.to(dtype).to(tl.float32) * weight if OFFSET is None else normed * (weight + OFFSET)).to(dtype)

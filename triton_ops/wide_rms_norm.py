@@ -33,3 +33,29 @@ def add_wide_rms_norm(
         return launch_rms_norm(x, residual, weight, eps, offset=offset)
     residual = x + residual
     return wide_rms_norm(residual, weight, eps, offset=offset, impl="torch"), residual
+
+
+def norm_add_wide_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    before: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`add_wide_rms_norm` of `wide_rms_norm(x, before)`: what Gemma does between attention and feed-forward."""
+    if runs_triton(impl, x):
+        return launch_rms_norm(x, residual, weight, eps, offset=offset, before=before)
+    x = wide_rms_norm(x, before, eps, offset=offset, impl="torch")
+    return add_wide_rms_norm(x, residual, weight, eps, offset=offset, impl="torch")
+
+
+def wide_rms_norm_add(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float, impl: Impl = "auto"
+) -> Tensor:
+    """`wide_rms_norm(x) + residual`: what OLMo 2 does behind attention and feed-forward."""
+    if runs_triton(impl, x):
+        return launch_rms_norm(x, residual, None, eps, offset=offset, before=weight)[1]
+    return wide_rms_norm(x, weight, eps, offset=offset, impl="torch") + residual

@@ -177,7 +177,7 @@ class Block(nn.Module):
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """The layer's input is `hidden + residual`, or `hidden` alone before the first; so is its output."""
         if residual is None:
             hidden, residual = self.attention_norm(hidden), hidden
@@ -212,7 +212,9 @@ class Decoder(nn.Module):
             rope: RotaryEmbedding(config.head_dim, config.context_length, rope, device=placement.device)
             for rope in ropes
         }
-        self.blocks = nn.ModuleList(self.build_block(layer_id) for layer_id in range(config.num_layers))
+        self.blocks = nn.ModuleList()
+        for layer_id in range(config.num_layers):
+            self.blocks.append(self.build_block(layer_id))
         self.norm = self.build_norm(config.hidden_size)
         self.head = self.build_head()
 
@@ -255,9 +257,12 @@ class Decoder(nn.Module):
         residual: Tensor | None = None
         for block in self.blocks:
             hidden, residual = block(hidden, residual, metadata, kv_pool)
-        assert residual is not None, "a decoder has at least one layer"
-        hidden, _ = self.norm.add(hidden, residual)
-        return hidden
+        return self.final_norm(hidden, residual)
+
+    def final_norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        """The norm of the last layer's output."""
+        normed: Tensor = self.norm(hidden) if residual is None else self.norm.add(hidden, residual)[0]
+        return normed
 
     def compute_logits(self, hidden: Tensor, logits_indices: Tensor) -> Tensor:
         """Logits `[S, vocab_size]`, in the model's dtype, of rows `logits_indices` int32 `[S]` of

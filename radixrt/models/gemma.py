@@ -11,7 +11,7 @@ from torch import Tensor
 from layers.embedding import Embedding
 from layers.input_metadata import InputMetadata
 from layers.logits import LogitsHead
-from layers.norm import RMSNorm, WideRMSNorm
+from layers.norm import WideRMSNorm
 from layers.radix_attention import KVCache
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Block, Decoder
@@ -35,7 +35,14 @@ class GemmaConfig(ModelConfig):
 
 
 class GemmaBlock(Block):
-    """Norms before and behind attention and feed-forward: `x + norm(attention(norm(x)))`."""
+    """Norms before and behind attention and feed-forward: `x + norm(attention(norm(x)))`.
+
+    A norm behind is fused with the addition and the norm that follow. So the one behind the feed-forward layer is
+    left to the next layer, which knows it as its `entry_norm`, or to the decoder.
+    """
+
+    attention_norm: WideRMSNorm
+    feed_forward_norm: WideRMSNorm
 
     checkpoint_names = MappingProxyType(
         {
@@ -48,8 +55,16 @@ class GemmaBlock(Block):
         }
     )
 
-    def __init__(self, *, after_attention_norm: RMSNorm, after_feed_forward_norm: RMSNorm, **parts: Any) -> None:
+    def __init__(
+        self,
+        *,
+        entry_norm: WideRMSNorm | None,
+        after_attention_norm: WideRMSNorm,
+        after_feed_forward_norm: WideRMSNorm,
+        **parts: Any,
+    ) -> None:
         super().__init__(**parts)
+        self.entry_norm = entry_norm
         self.after_attention_norm = after_attention_norm
         self.after_feed_forward_norm = after_feed_forward_norm
 
@@ -59,10 +74,10 @@ class GemmaBlock(Block):
         if residual is None:
             hidden, residual = self.attention_norm(hidden), hidden
         else:
-            hidden, residual = self.attention_norm.add(hidden, residual)
-        hidden = self.after_attention_norm(self.attention(hidden, metadata, kv_pool))
-        hidden, residual = self.feed_forward_norm.add(hidden, residual)
-        return self.after_feed_forward_norm(self.feed_forward(hidden)), residual
+            hidden, residual = self.attention_norm.add(hidden, residual, before=self.entry_norm)
+        hidden = self.attention(hidden, metadata, kv_pool)
+        hidden, residual = self.feed_forward_norm.add(hidden, residual, before=self.after_attention_norm)
+        return self.feed_forward(hidden), residual
 
 
 class Gemma2(Decoder):
@@ -70,6 +85,7 @@ class Gemma2(Decoder):
 
     config: GemmaConfig
     config_class = GemmaConfig
+    norm: WideRMSNorm
 
     def build_embedding(self) -> Embedding:
         size = self.config.hidden_size
@@ -91,6 +107,7 @@ class Gemma2(Decoder):
     def build_block(self, layer_id: int) -> GemmaBlock:
         size = self.config.hidden_size
         return GemmaBlock(
+            entry_norm=self._exit_norm() if layer_id else None,
             attention_norm=self.build_norm(size),
             attention=self.build_attention(layer_id),
             after_attention_norm=self.build_norm(size),
@@ -98,6 +115,16 @@ class Gemma2(Decoder):
             feed_forward=self.build_feed_forward(layer_id),
             after_feed_forward_norm=self.build_norm(size),
         )
+
+    def final_norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        assert residual is not None
+        return self.norm.add(hidden, residual, before=self._exit_norm())[0]
+
+    def _exit_norm(self) -> WideRMSNorm:
+        """The norm behind the last layer that there is so far."""
+        last = self.blocks[-1]
+        assert isinstance(last, GemmaBlock)
+        return last.after_feed_forward_norm
 
     def build_head(self) -> LogitsHead:
         config = self.config

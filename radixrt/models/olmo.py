@@ -13,7 +13,10 @@ from radixrt.models.decoder import Attention, Block, Decoder
 
 
 class Olmo2Block(Block):
-    """`x + norm(attention(x))`, then the same with the feed-forward layer."""
+    """`x + norm(attention(x))`, then the same with the feed-forward layer: nothing is left to be added."""
+
+    attention_norm: WideRMSNorm
+    feed_forward_norm: WideRMSNorm
 
     checkpoint_names = MappingProxyType(
         {
@@ -26,11 +29,9 @@ class Olmo2Block(Block):
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
-    ) -> tuple[Tensor, Tensor]:
-        if residual is not None:
-            hidden = hidden + residual
-        hidden = hidden + self.attention_norm(self.attention(hidden, metadata, kv_pool))
-        return self.feed_forward_norm(self.feed_forward(hidden)), hidden
+    ) -> tuple[Tensor, None]:
+        hidden = self.attention_norm.onto(self.attention(hidden, metadata, kv_pool), hidden)
+        return self.feed_forward_norm.onto(self.feed_forward(hidden), hidden), None
 
 
 class Olmo2(Decoder):
