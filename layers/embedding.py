@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from layers.placement import Placement
+
 
 class Embedding(nn.Module):
     """A row of `weight [vocab_size, hidden_size]` a token, times `scale`, which is rounded to the weight's
@@ -19,13 +21,11 @@ class Embedding(nn.Module):
         hidden_size: int,
         *,
         scale: float = 1.0,
-        dtype: torch.dtype,
-        device: torch.device,
+        placement: Placement,
     ) -> None:
         super().__init__()
-        self.scale = torch.tensor(scale, dtype=dtype, device="cpu").item()
-        weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = torch.tensor(scale, dtype=placement.dtype, device="cpu").item()
+        self.weight = placement.parameter(vocab_size, hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """`input_ids` int32 or int64 `[T]`, each below vocab_size, to `[T, hidden_size]`."""

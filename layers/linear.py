@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
+
+from layers.placement import Placement
 
 
 class Linear(nn.Module):
     """`x W^T + b`. Its weights are uninitialised until someone fills what `checkpoint_tensors` yields."""
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
         super().__init__()
-        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = placement.parameter(out_features, in_features)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
+            self.bias = placement.parameter(out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x [..., in_features]` to `[..., out_features]`."""
@@ -47,10 +45,9 @@ class StackedLinear(Linear):
         *,
         packed_as: str | None = None,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        placement: Placement,
     ) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype, device=device)
+        super().__init__(in_features, sum(parts.values()), bias=bias, placement=placement)
         self.parts = dict(parts)
         self.packed_as = packed_as
 
@@ -81,15 +78,14 @@ class QKVLinear(StackedLinear):
         *,
         packed_as: str | None = None,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        placement: Placement,
     ) -> None:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         kv_size = num_kv_heads * head_dim
         parts = {"q_proj": num_heads * head_dim, "k_proj": kv_size, "v_proj": kv_size}
-        super().__init__(hidden_size, parts, packed_as=packed_as, bias=bias, dtype=dtype, device=device)
+        super().__init__(hidden_size, parts, packed_as=packed_as, bias=bias, placement=placement)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The output `[T, ...]` as views: q `[T, num_heads, head_dim]`, k and v
@@ -110,8 +106,7 @@ class GateUpLinear(StackedLinear):
         *,
         packed_as: str | None = None,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        placement: Placement,
     ) -> None:
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        super().__init__(hidden_size, parts, packed_as=packed_as, bias=bias, dtype=dtype, device=device)
+        super().__init__(hidden_size, parts, packed_as=packed_as, bias=bias, placement=placement)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from layers.embedding import Embedding
+from layers.placement import Placement
 from triton_ops.soft_cap import soft_cap
 
 
@@ -24,17 +24,13 @@ class LogitsHead(nn.Module):
         *,
         tied_to: Embedding | None,
         softcap: float | None = None,
-        dtype: torch.dtype,
-        device: torch.device,
+        placement: Placement,
     ) -> None:
         super().__init__()
         self.tied = tied_to is not None
         self.softcap = softcap
-        if tied_to is not None:
-            self.weight = tied_to.weight
-        else:
-            weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
-            self.weight = nn.Parameter(weight, requires_grad=False)
+        self.impl = placement.impl
+        self.weight = placement.parameter(vocab_size, hidden_size) if tied_to is None else tied_to.weight
 
     def forward(self, hidden_states: Tensor, logits_indices: Tensor) -> Tensor:
         """Logits, in the model's dtype, of the tokens that are asked for.
@@ -42,7 +38,7 @@ class LogitsHead(nn.Module):
         `hidden_states` is `[T, hidden_size]`, `logits_indices` int32 `[S]`; returns `[S, vocab_size]`.
         """
         logits = nn.functional.linear(hidden_states.index_select(0, logits_indices), self.weight)
-        return logits if self.softcap is None else soft_cap(logits, self.softcap)
+        return logits if self.softcap is None else soft_cap(logits, self.softcap, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """What a checkpoint stores of this layer, called `name` there; nothing if it is tied."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from layers.linear import Linear
+from layers.placement import Placement
 from triton_ops.moe import moe
 from triton_ops.topk_softmax import topk_softmax
 
@@ -32,23 +32,21 @@ class SparseMoE(nn.Module):
         *,
         renormalize: bool,
         names: Sequence[str] = EXPERT_NAMES,
-        dtype: torch.dtype,
-        device: torch.device,
+        placement: Placement,
     ) -> None:
         super().__init__()
         self.top_k = top_k
         self.renormalize = renormalize
         self.names = tuple(names)
-        self.router = Linear(hidden_size, num_experts, bias=False, dtype=dtype, device=device)
-        gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
-        self.gate_up = nn.Parameter(gate_up, requires_grad=False)
-        down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype, device=device)
-        self.down = nn.Parameter(down, requires_grad=False)
+        self.impl = placement.impl
+        self.router = Linear(hidden_size, num_experts, bias=False, placement=placement)
+        self.gate_up = placement.parameter(num_experts, 2 * intermediate_size, hidden_size)
+        self.down = placement.parameter(num_experts, hidden_size, intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x [num_tokens, hidden_size]` to the same shape."""
         weights, experts = topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize)
-        return moe(x, weights, experts, self.gate_up, self.down)
+        return moe(x, weights, experts, self.gate_up, self.down, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """What a checkpoint stores of this layer, called `name` there: (tensor name, where it goes), expert

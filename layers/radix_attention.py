@@ -1,4 +1,6 @@
-"""RadixAttention: stores the new tokens' KV, and attends to it and to the prefixes in the pool."""
+"""RadixAttention: norms and rotates the new tokens' heads, stores their KV, and attends to it and to the prefixes
+in the pool.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from layers.input_metadata import InputMetadata
+from layers.norm import RMSNorm
+from layers.rotary import RotaryEmbedding
 from triton_ops.decode_attention import decode_attention
 from triton_ops.extend_attention import extend_attention
-from triton_ops.kv_store import kv_store
+from triton_ops.implementation import Impl
+from triton_ops.norm_rotary_store import HeadNorm, Rotation, norm_rotary_store
 
 
 class KVCache(Protocol):
@@ -22,10 +27,11 @@ class KVCache(Protocol):
 
 
 class RadixAttention(nn.Module):
-    """The attention of one layer; it has no weights.
+    """The attention of one layer, from the projection's output to the heads' outputs.
 
-    `scale` is the factor on the scores, `softcap` and `sliding_window` are those of `extend_attention`. A
-    layer with a window stores all its KV nevertheless: a prefix can be reused at any length.
+    `q_norm` and `k_norm`, both or none, are norms of each head by itself; `rotary` is None where the layer has no
+    positions. `scale` is the factor on the scores, `softcap` and `sliding_window` are those of
+    `extend_attention`. A layer with a window stores all its KV nevertheless: a prefix can be reused at any length.
     """
 
     def __init__(
@@ -35,9 +41,13 @@ class RadixAttention(nn.Module):
         num_kv_heads: int,
         head_dim: int,
         *,
+        rotary: RotaryEmbedding | None = None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
         scale: float,
         softcap: float | None = None,
         sliding_window: int | None = None,
+        impl: Impl = "auto",
     ) -> None:
         super().__init__()
         if num_heads % num_kv_heads:
@@ -46,18 +56,38 @@ class RadixAttention(nn.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.rotary = rotary
+        self.q_norm = q_norm
+        self.k_norm = k_norm
         self.scale = scale
         self.softcap = softcap
         self.sliding_window = sliding_window
+        self.impl = impl
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
         """Attention of a pass's T new tokens; writes their K and V to `metadata.out_cache_loc` first.
 
         `q` is `[T, num_heads, head_dim]`, `k` and `v` are `[T, num_kv_heads, head_dim]`, views of
-        one packed projection or not. Returns `[T, num_heads, head_dim]` in q's dtype.
+        one packed projection or not; q and k are normed and rotated in place. Returns
+        `[T, num_heads, head_dim]` in q's dtype.
         """
         k_buffer, v_buffer = kv_pool.k_buffer(self.layer_id), kv_pool.v_buffer(self.layer_id)
-        kv_store(k, v, k_buffer, v_buffer, metadata.out_cache_loc)
+        norm = rotation = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norm = HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
+        if self.rotary is not None:
+            rotation = Rotation(self.rotary.cos_sin_cache, metadata.positions)
+        norm_rotary_store(
+            q,
+            k,
+            v,
+            k_buffer,
+            v_buffer,
+            metadata.out_cache_loc,
+            norm=norm,
+            rotation=rotation,
+            impl=self.impl,
+        )
         num_extends, num_extend_tokens = metadata.num_extends, metadata.num_extend_tokens
         outputs = []
         if num_extends:

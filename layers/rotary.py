@@ -13,8 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from triton_ops.rotary import apply_rotary
-
 
 def geometric_frequencies(theta: float, rotary_dim: int) -> Tensor:
     """The frequencies of RoFormer, `theta^(-2 i / rotary_dim)`: float32 `[rotary_dim // 2]` on the CPU."""
@@ -167,8 +165,9 @@ class RopeParameters:
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by their positions, which are below `context_length`; one serves all layers
-    of its kind.
+    """Cosines and sines of the positions below `context_length`; one serves all layers of its kind.
+
+    `cos_sin_cache` is float32 `[context_length, rotary_dim]`: cosines, then sines.
     """
 
     def __init__(self, head_dim: int, context_length: int, rope: RopeParameters, *, device: torch.device) -> None:
@@ -186,7 +185,3 @@ class RotaryEmbedding(nn.Module):
         angles = torch.arange(context_length, dtype=torch.float32, device="cpu").unsqueeze(1) * inv_freq
         table = torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1)
         self.cos_sin_cache = nn.Buffer(table.to(device))
-
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k `[T, heads, head_dim]` rotated by `positions` int32 `[T]`."""
-        return apply_rotary(q, k, self.cos_sin_cache, positions)

@@ -26,7 +26,7 @@ from radixrt.cache.tree_view import view_tree
 from radixrt.driver import Call, Driver
 from radixrt.engine import Engine
 from radixrt.errors import ParameterError, PassError, PromptError
-from radixrt.execution.device import choose_device, pool_slots
+from radixrt.execution.device import check_impl, choose_device, pool_slots
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.models.loader import LoadFormat, load_model, reload_weights
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, ScoreOutput, StreamChunk
@@ -45,6 +45,7 @@ from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.builder import TextBuilder
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
+from triton_ops.implementation import Impl
 
 OnError = Literal["raise", "return"]
 Continuation = str | Sequence[int]
@@ -91,6 +92,8 @@ class Runtime:
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
         seed: of the run: requests without a seed of their own derive theirs from it and from their index; also
             of dummy weights.
+        impl: what computes the model's operations: "triton", kernels; "torch", the references that say what they
+            mean; "auto" is kernels on a GPU where Triton is installed, else references.
 
     Raises:
         ParameterError: a parameter is outside its bounds.
@@ -113,8 +116,10 @@ class Runtime:
         force_miss: bool = False,
         load_format: LoadFormat = "auto",
         seed: int = 0,
+        impl: Impl = "auto",
     ) -> None:
         self.device = choose_device(device)
+        check_impl(impl, self.device)
         default = GPU_DEFAULTS if self.device.type == "cuda" else CPU_DEFAULTS
         if memory_fraction is None:
             memory_fraction = default.memory_fraction
@@ -140,6 +145,7 @@ class Runtime:
             context_length=context_length,
             load_format=load_format,
             seed=self.seed,
+            impl=impl,
         )
         self.tokenizer = _tokenizer(source)
         self.context_length = self.config.context_length

@@ -77,7 +77,7 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
     monkeypatch.setattr(Recorder, "submit", lambda self, *requests: seen.extend(r.params for r in requests))
     options = shlex.split("""
         --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --max-new-tokens 4
-        --model m --dtype float32 --device cpu --load-format dummy --context-length 64 --seed 5
+        --model m --dtype float32 --device cpu --impl torch --load-format dummy --context-length 64 --seed 5
         --memory-fraction 0.5 --max-total-tokens 100 --max-running-requests 3 --chunked-prefill-size 32
         --schedule-policy fcfs --no-prefix-cache --force-miss
     """)
@@ -86,6 +86,7 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
         "model": "m",
         "dtype": "float32",
         "device": "cpu",
+        "impl": "torch",
         "load_format": "dummy",
         "context_length": 64,
         "seed": 5,

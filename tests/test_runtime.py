@@ -428,12 +428,26 @@ def test_closed_is_closed(folder: Path) -> None:
         ({"chunked_prefill_size": True}, "chunked_prefill_size is True"),
         ({"schedule_policy": "random"}, "schedule_policy is 'random'; it must be one of: lpm, fcfs"),
         ({"seed": -1}, "seed is -1"),
+        ({"impl": "cuda"}, """impl must be "auto", "torch" or "triton", but is 'cuda'"""),
     ],
 )
 def test_parameters_out_of_bounds(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError) as error:
         small_runtime(folder, **options)
     assert message in str(error.value)
+
+
+def test_kernels_need_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ParameterError, match="the tensors are on cpu; a kernel needs a CUDA device"):
+        small_runtime(folder, device="cpu", impl="triton")
+
+
+def test_impl_reaches_every_layer(folder: Path) -> None:
+    with small_runtime(folder, impl="torch") as runtime:
+        told = [module.impl for module in runtime._model.modules() if hasattr(module, "impl")]
+    assert set(told) == {"torch"}
+    assert len(told) == 2 * 4 + 2  # of each block two norms, attention and activation; the last norm and the head
 
 
 def test_a_wrong_path_is_named(tmp_path: Path) -> None:

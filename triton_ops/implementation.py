@@ -23,8 +23,8 @@ except ModuleNotFoundError:  # Triton exists for Linux alone; the torch referenc
         __version__ = ""
 
         @staticmethod
-        def jit(fn):
-            return fn
+        def jit(fn=None, **options):
+            return fn or triton.jit
 
     tl = None
 

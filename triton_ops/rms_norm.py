@@ -5,19 +5,99 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from triton_ops.elementwise import as_rows, check_residual, check_vector, row_blocks
+from triton_ops.implementation import Impl, runs_triton, tl, triton
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
-    `x` is `[..., size]` in any float dtype, `weight` `[size]`. Normalised in float32, rounded to x's
+    `x` is `[..., size]` in any float dtype, `weight` `[size]` in the same. Normalised in float32, rounded to x's
     dtype, then multiplied by the weight: the order of transformers, which checkpoints were trained with.
     """
+    if runs_triton(impl, x):
+        return launch_rms_norm(x, None, weight, eps, offset=None)[0]
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto"
+) -> tuple[Tensor, Tensor]:
     """`rms_norm(x + residual)` and the sum, which is the next residual; both `[..., size]` in x's dtype."""
+    if runs_triton(impl, x):
+        return launch_rms_norm(x, residual, weight, eps, offset=None)
     residual = x + residual
-    return rms_norm(residual, weight, eps), residual
+    return rms_norm(residual, weight, eps, impl="torch"), residual
+
+
+def launch_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, offset: float | None
+) -> tuple[Tensor, Tensor]:
+    """The kernel's norm of `x`, or of `x + residual`, and that sum (x itself where there is no residual).
+
+    `offset` None is `rms_norm`, else that of `wide_rms_norm`. Rows that do not lie a common stride apart are
+    copied first. Raises ValueError where shapes or dtypes disagree.
+    """
+    size = x.shape[-1]
+    check_vector("weight", weight, x)
+    rows, num_rows = as_rows(x), x.numel() // size
+    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+    others = total = None
+    if residual is not None:
+        check_residual(residual, x)
+        others, total = as_rows(residual), torch.empty_like(normed)
+    if num_rows:
+        block, block_rows, num_warps = row_blocks(size)
+        _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+            rows,
+            others,
+            weight,
+            normed,
+            total,
+            num_rows,
+            rows.stride(0),
+            0 if others is None else others.stride(0),
+            eps,
+            OFFSET=offset,
+            SIZE=size,
+            BLOCK=block,
+            ROWS=block_rows,
+            num_warps=num_warps,
+        )
+    return normed, x if total is None else total
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    num_rows,
+    x_stride,
+    residual_stride,
+    eps,
+    OFFSET: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    col = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (col < SIZE)
+    # A pointer for each row: loaded in the rows' layout, so that nothing moves between threads.
+    weight = tl.load(weight_ptr + tl.zeros_like(row) + col, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
+    dtype = x.dtype
+    if residual_ptr is not None:
+        other = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)
+        # Rounded before it is normed: the next layer adds to this sum.
+        x = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
+        tl.store(sum_ptr + row * SIZE + col, x, mask=mask)
+    wide = x.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / SIZE + eps)
+    normed = normed.to(dtype).to(tl.float32) * weight if OFFSET is None else normed * (weight + OFFSET)
+    tl.store(out_ptr + row * SIZE + col, normed.to(dtype), mask=mask)

@@ -111,6 +111,7 @@ MODEL = (
     Option("model", "Hugging Face folder or hub id (the small built-in model)", "FOLDER_OR_ID"),
     Option("dtype", "of weights and KV, such as bfloat16", "DTYPE"),
     Option("device", "such as cpu, cuda or cuda:1", "DEVICE"),
+    Option("impl", "what computes: kernels or references (kernels on a GPU)", choices=("auto", "torch", "triton")),
     Option("load_format", "dummy: random weights from config.json alone", choices=("auto", "dummy")),
     Option("context_length", "most tokens of a prompt with its answer", "N", int),
     Option("seed", "of the run: what prompts without a seed of their own draw", "N", int),

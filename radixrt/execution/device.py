@@ -1,4 +1,4 @@
-"""Where a model runs, and how much KV fits there."""
+"""Where a model runs, what computes it, and how much KV fits there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from radixrt.bounds import whole
 from radixrt.errors import ParameterError
+from triton_ops.implementation import Impl, runs_triton
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -22,6 +23,14 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ParameterError(f"device is {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
     return chosen
+
+
+def check_impl(impl: Impl, device: torch.device) -> None:
+    """Raise ParameterError unless the implementation can run on the device."""
+    try:
+        runs_triton(impl, torch.empty(0, device=device))
+    except ValueError as error:
+        raise ParameterError(str(error)) from error
 
 
 def pool_slots(

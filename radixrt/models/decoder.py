@@ -10,10 +10,10 @@ docs/models.md says how.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import ClassVar, TypedDict
+from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from layers.activation import GeluAndMul, SiluAndMul
@@ -23,24 +23,19 @@ from layers.linear import GateUpLinear, Linear, QKVLinear
 from layers.logits import LogitsHead
 from layers.moe import SparseMoE
 from layers.norm import RMSNorm
+from layers.placement import Placement
 from layers.radix_attention import KVCache, RadixAttention
 from layers.rotary import RotaryEmbedding
 from radixrt.models.config import ModelConfig
+from triton_ops.implementation import Impl
 
-ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
+ACTIVATIONS: Mapping[str, Callable[[Impl], nn.Module]] = MappingProxyType(
     {
         "silu": SiluAndMul,
-        "gelu": lambda: GeluAndMul("none"),
-        "gelu_pytorch_tanh": lambda: GeluAndMul("tanh"),
+        "gelu": partial(GeluAndMul, "none"),
+        "gelu_pytorch_tanh": partial(GeluAndMul, "tanh"),
     }
 )
-
-
-class Placement(TypedDict):
-    """Where weights live, as keyword arguments of a layer."""
-
-    dtype: torch.dtype
-    device: torch.device
 
 
 class Attention(nn.Module):
@@ -70,8 +65,7 @@ class Attention(nn.Module):
         packed_as: str | None = None,
         scale: float | None = None,
         softcap: float | None = None,
-        dtype: torch.dtype,
-        device: torch.device,
+        placement: Placement,
     ) -> None:
         super().__init__()
         hidden, heads, kv_heads, head_dim = (
@@ -87,30 +81,33 @@ class Attention(nn.Module):
             head_dim,
             packed_as=packed_as,
             bias=config.attention_bias if qkv_bias is None else qkv_bias,
-            dtype=dtype,
-            device=device,
+            placement=placement,
         )
         output_bias = config.attention_bias if output_bias is None else output_bias
-        self.output = Linear(heads * head_dim, hidden, bias=output_bias, dtype=dtype, device=device)
+        self.output = Linear(heads * head_dim, hidden, bias=output_bias, placement=placement)
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self.rotary = rotary
+        # Norms of each head are fused with what follows; those over all heads are launches of their own.
+        self.norms_each_head = q_norm is not None and q_norm.weight.shape[0] == head_dim
         self.attention = RadixAttention(
             layer_id,
             heads,
             kv_heads,
             head_dim,
+            rotary=rotary,
+            q_norm=q_norm if self.norms_each_head else None,
+            k_norm=k_norm if self.norms_each_head else None,
             scale=head_dim**-0.5 if scale is None else scale,
             softcap=softcap,
             sliding_window=config.attention[layer_id].window,
+            impl=placement.impl,
         )
 
     def forward(self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
         q, k, v = self.qkv.split_heads(self.qkv(hidden))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = _norm_heads(self.q_norm, q), _norm_heads(self.k_norm, k)
-        if self.rotary is not None:
-            q, k = self.rotary(q, k, metadata.positions)
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_each_head:
+            q = self.q_norm(q.flatten(1)).view(q.shape)
+            k = self.k_norm(k.flatten(1)).view(k.shape)
         attended: Tensor = self.output(self.attention(q, k, v, metadata, kv_pool).flatten(1))
         return attended
 
@@ -122,12 +119,6 @@ class Attention(nn.Module):
             yield from self.k_norm.checkpoint_tensors(f"{name}.k_norm")
 
 
-def _norm_heads(norm: RMSNorm, x: Tensor) -> Tensor:
-    """`x [T, heads, head_dim]` normed, each head by itself or all of a token's together."""
-    normed: Tensor = norm(x) if norm.weight.shape[0] == x.shape[2] else norm(x.flatten(1)).view(x.shape)
-    return normed
-
-
 class FeedForward(nn.Module):
     """`down(activation(gate(x)) * up(x))`: SwiGLU or GeGLU, as `config.activation` says."""
 
@@ -136,14 +127,13 @@ class FeedForward(nn.Module):
         config: ModelConfig,
         *,
         packed_as: str | None = None,
-        dtype: torch.dtype,
-        device: torch.device,
+        placement: Placement,
     ) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up = GateUpLinear(hidden, inner, packed_as=packed_as, bias=bias, dtype=dtype, device=device)
-        self.activation = ACTIVATIONS[config.activation]()
-        self.down = Linear(inner, hidden, bias=bias, dtype=dtype, device=device)
+        self.gate_up = GateUpLinear(hidden, inner, packed_as=packed_as, bias=bias, placement=placement)
+        self.activation = ACTIVATIONS[config.activation](placement.impl)
+        self.down = Linear(inner, hidden, bias=bias, placement=placement)
 
     def forward(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.down(self.activation(self.gate_up(hidden)))
@@ -212,30 +202,31 @@ class Decoder(nn.Module):
     config_class: ClassVar[type[ModelConfig]] = ModelConfig
     block_class: ClassVar[type[Block]] = Block
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
         self.config = config
-        self.placement = Placement(dtype=dtype, device=device)
+        self.placement = placement
         self.embedding = self.build_embedding()
         ropes = {kind.rope for kind in config.attention if kind.rope is not None}
         self._rotaries = {
-            rope: RotaryEmbedding(config.head_dim, config.context_length, rope, device=device) for rope in ropes
+            rope: RotaryEmbedding(config.head_dim, config.context_length, rope, device=placement.device)
+            for rope in ropes
         }
         self.blocks = nn.ModuleList(self.build_block(layer_id) for layer_id in range(config.num_layers))
         self.norm = self.build_norm(config.hidden_size)
         self.head = self.build_head()
 
     def build_embedding(self) -> Embedding:
-        return Embedding(self.config.vocab_size, self.config.hidden_size, **self.placement)
+        return Embedding(self.config.vocab_size, self.config.hidden_size, placement=self.placement)
 
     def build_norm(self, size: int) -> RMSNorm:
-        return RMSNorm(size, self.config.rms_norm_eps, **self.placement)
+        return RMSNorm(size, self.config.rms_norm_eps, placement=self.placement)
 
     def build_attention(self, layer_id: int) -> Attention:
-        return Attention(self.config, layer_id, self.rotary(layer_id), **self.placement)
+        return Attention(self.config, layer_id, self.rotary(layer_id), placement=self.placement)
 
     def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
-        return FeedForward(self.config, **self.placement)
+        return FeedForward(self.config, placement=self.placement)
 
     def build_block(self, layer_id: int) -> Block:
         return self.block_class(
@@ -247,7 +238,8 @@ class Decoder(nn.Module):
 
     def build_head(self) -> LogitsHead:
         tied_to = self.embedding if self.config.tie_word_embeddings else None
-        return LogitsHead(self.config.vocab_size, self.config.hidden_size, tied_to=tied_to, **self.placement)
+        config = self.config
+        return LogitsHead(config.vocab_size, config.hidden_size, tied_to=tied_to, placement=self.placement)
 
     def rotary(self, layer_id: int) -> RotaryEmbedding | None:
         """The rotary embedding of a layer, one for all layers of the same rope; None where it has none."""

@@ -73,10 +73,10 @@ class Gemma2(Decoder):
 
     def build_embedding(self) -> Embedding:
         size = self.config.hidden_size
-        return Embedding(self.config.vocab_size, size, scale=size**0.5, **self.placement)
+        return Embedding(self.config.vocab_size, size, scale=size**0.5, placement=self.placement)
 
     def build_norm(self, size: int) -> WideRMSNorm:
-        return WideRMSNorm(size, self.config.rms_norm_eps, offset=1.0, **self.placement)
+        return WideRMSNorm(size, self.config.rms_norm_eps, offset=1.0, placement=self.placement)
 
     def build_attention(self, layer_id: int) -> Attention:
         return Attention(
@@ -85,7 +85,7 @@ class Gemma2(Decoder):
             self.rotary(layer_id),
             scale=self.config.attention_scale,
             softcap=self.config.attention_softcap,
-            **self.placement,
+            placement=self.placement,
         )
 
     def build_block(self, layer_id: int) -> GemmaBlock:
@@ -106,7 +106,7 @@ class Gemma2(Decoder):
             config.hidden_size,
             tied_to=self.embedding if config.tie_word_embeddings else None,
             softcap=config.logits_softcap,
-            **self.placement,
+            placement=self.placement,
         )
 
 
@@ -121,5 +121,5 @@ class Gemma3(Gemma2):
             q_norm=self.build_norm(self.config.head_dim),
             k_norm=self.build_norm(self.config.head_dim),
             scale=self.config.attention_scale,
-            **self.placement,
+            placement=self.placement,
         )

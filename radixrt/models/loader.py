@@ -13,10 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from layers.norm import RMSNorm
+from layers.placement import Placement
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig, read_architecture, read_json
 from radixrt.models.decoder import Decoder
 from radixrt.models.registry import find_architecture
+from triton_ops.implementation import Impl
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -40,13 +42,15 @@ def load_model(
     context_length: int | None = None,
     load_format: LoadFormat = "auto",
     seed: int = 0,
+    impl: Impl = "auto",
 ) -> tuple[Decoder, ModelConfig]:
     """The model in `source`, a folder or a hub id in Hugging Face format, on `device`.
 
     `dtype` is a torch dtype or its name; "auto" is the checkpoint's, float32 on a CPU. `context_length` is
     the longest sequence that the model is to see; None: what its config says. `load_format` "auto" reads
     safetensors, tensor by tensor straight into place; "dummy" needs a config only and fills the weights with
-    random numbers that depend on `seed`, not on the device.
+    random numbers that depend on `seed`, not on the device. `impl` chooses among the implementations of the
+    operations.
 
     Raises ModelError for whatever is wrong with the source, ParameterError for a context that it cannot have.
     """
@@ -59,7 +63,7 @@ def load_model(
         config = config.with_context_length(context_length)
     device = torch.device(device)
     files = _weight_files(folder) if load_format == "auto" else []
-    model = decoder(config, dtype=_resolve_dtype(dtype, config, device), device=device)
+    model = decoder(config, Placement(_resolve_dtype(dtype, config, device), device, impl))
     if load_format == "dummy":
         _fill_randomly(model, config.initializer_range, seed)
     else:

@@ -61,7 +61,7 @@ class Mixtral(Decoder):
             config.top_k,
             renormalize=True,
             names=EXPERT_NAMES,
-            **self.placement,
+            placement=self.placement,
         )
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

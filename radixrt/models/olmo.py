@@ -39,7 +39,7 @@ class Olmo2(Decoder):
     block_class = Olmo2Block
 
     def build_norm(self, size: int) -> WideRMSNorm:
-        return WideRMSNorm(size, self.config.rms_norm_eps, offset=0.0, **self.placement)
+        return WideRMSNorm(size, self.config.rms_norm_eps, offset=0.0, placement=self.placement)
 
     def build_attention(self, layer_id: int) -> Attention:
         config = self.config
@@ -49,5 +49,5 @@ class Olmo2(Decoder):
             self.rotary(layer_id),
             q_norm=self.build_norm(config.num_heads * config.head_dim),
             k_norm=self.build_norm(config.num_kv_heads * config.head_dim),
-            **self.placement,
+            placement=self.placement,
         )

@@ -9,7 +9,8 @@ class Phi3(Decoder):
     """The packed matrices are our stacks: they are filled in place."""
 
     def build_attention(self, layer_id: int) -> Attention:
-        return Attention(self.config, layer_id, self.rotary(layer_id), packed_as="qkv_proj", **self.placement)
+        rotary = self.rotary(layer_id)
+        return Attention(self.config, layer_id, rotary, packed_as="qkv_proj", placement=self.placement)
 
     def build_feed_forward(self, layer_id: int) -> FeedForward:
-        return FeedForward(self.config, packed_as="gate_up_proj", **self.placement)
+        return FeedForward(self.config, packed_as="gate_up_proj", placement=self.placement)

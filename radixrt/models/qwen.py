@@ -23,7 +23,7 @@ class Qwen2(Decoder):
             self.rotary(layer_id),
             qkv_bias=True,
             output_bias=False,
-            **self.placement,
+            placement=self.placement,
         )
 
 
@@ -37,7 +37,7 @@ class Qwen3(Decoder):
             self.rotary(layer_id),
             q_norm=self.build_norm(self.config.head_dim),
             k_norm=self.build_norm(self.config.head_dim),
-            **self.placement,
+            placement=self.placement,
         )
 
 
@@ -75,7 +75,7 @@ class Qwen3Moe(Qwen3):
             config.num_experts,
             config.top_k,
             renormalize=config.renormalize,
-            **self.placement,
+            placement=self.placement,
         )
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

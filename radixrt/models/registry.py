@@ -22,7 +22,7 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
 
 
 def find_architecture(name: str) -> type[Decoder]:
-    """The class that is built with `(config, dtype=, device=)`; ModelError names those there are if
+    """The class that is built with `(config, placement)`; ModelError names those there are if
     `name` is none.
     """
     try:

@@ -1,0 +1,76 @@
+"""How the kernels that treat each row or element by itself go over their tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triton_ops.implementation import tl, triton
+
+MAX_SIZE = 65536  # elements of a row that one program holds in its registers
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`x [..., size]` as `[rows, size]`, each row contiguous: a view, unless there is none."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def check_vector(name: str, vector: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless there is an element for each of a row of `x`, in its dtype."""
+    if vector.shape != x.shape[-1:] or vector.dtype != x.dtype or not vector.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous [{x.shape[-1]}] in {x.dtype}, but is {[*vector.shape]} in {vector.dtype}"
+        )
+
+
+def check_residual(residual: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless the residual is of x's shape and dtype."""
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"residual must be {[*x.shape]} in {x.dtype}, but is {[*residual.shape]} in {residual.dtype}"
+        )
+
+
+def row_blocks(size: int) -> tuple[int, int, int]:
+    """For kernels that hold whole rows of `size` elements: the block that a row is padded to, the rows of a
+    program (several where they are short), its warps. Raises ValueError where a row is too long.
+    """
+    if size > MAX_SIZE:
+        raise ValueError(f"rows of {size} elements exceed the kernel's limit of {MAX_SIZE}")
+    block = max(16, triton.next_power_of_2(size))
+    rows = max(1, 2048 // block)
+    return block, rows, min(16, max(1, block * rows // 512))
+
+
+def launch_gated(kernel: Any, x: Tensor, **constexprs: Any) -> Tensor:
+    """Run a kernel over the blocks of the result, `[..., SIZE]` in x's dtype, of `x [..., 2 * SIZE]`."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"gate | up must be of even size, but is of {x.shape[-1]}")
+    return _launch_blocks(kernel, x, x.shape[-1] // 2, **constexprs)
+
+
+def launch_each(kernel: Any, x: Tensor, **constexprs: Any) -> Tensor:
+    """Run a kernel over the blocks of the result, of the shape and dtype of `x [..., SIZE]`."""
+    return _launch_blocks(kernel, x, x.shape[-1], **constexprs)
+
+
+def _launch_blocks(kernel: Any, x: Tensor, size: int, **constexprs: Any) -> Tensor:
+    """Run `kernel(x_ptr, out_ptr, x_stride, SIZE, BLOCK, **constexprs)` for each block of the result's rows."""
+    rows = as_rows(x)
+    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    block = min(1024, max(16, triton.next_power_of_2(size)))
+    if out.numel():
+        grid = (rows.shape[0] * triton.cdiv(size, block),)
+        kernel[grid](rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=4, **constexprs)
+    return out
+
+
+@triton.jit
+def row_and_columns(SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The row and the columns of a program of `_launch_blocks`."""
+    num_blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    return (program // num_blocks).to(tl.int64), program % num_blocks * BLOCK + tl.arange(0, BLOCK)
