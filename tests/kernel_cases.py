@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,10 +18,14 @@ from triton_ops.attention_plan import AttentionPlan
 from triton_ops.decode_attention import decode_attention
 from triton_ops.extend_attention import extend_attention
 from triton_ops.gelu_and_mul import gelu_and_mul
-from triton_ops.kv_store import kv_store
+from triton_ops.gelu_fast import gelu_fast
+from triton_ops.gelu_new import gelu_new
+from triton_ops.layer_norm import add_layer_norm, layer_norm
+from triton_ops.moe import moe
+from triton_ops.norm_rotary_store import HeadNorm, Rotation, norm_rotary_store
 from triton_ops.rms_norm import add_rms_norm, rms_norm
-from triton_ops.rotary import apply_rotary
 from triton_ops.silu_and_mul import silu_and_mul
+from triton_ops.soft_cap import soft_cap
 from triton_ops.wide_rms_norm import add_wide_rms_norm, wide_rms_norm
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
@@ -98,7 +103,7 @@ def _shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionSha
     shape = partial(AttentionShape, batch, prefix, extend)
     for head_dim in HEAD_DIMS:
         for dtype in SHORT_NAMES:
-            yield shape(dtype, head_dim), dtype == torch.bfloat16 and head_dim in (64, 80, 128, 256)
+            yield shape(dtype, head_dim), dtype == torch.bfloat16 and head_dim in (80, 128, 256)
         for options in (("softcap", "sliding_window"), ("sinks", "sliding_window"), ("alibi_slopes",)):
             yield shape(head_dim=head_dim, options=options), False
     for group in (1, 2, 7, 8, 16):
@@ -115,7 +120,8 @@ def _extend_cases() -> Iterator[KernelCase]:
         for shape, few in _shapes(batch, prefix, extend):
             if _has_options(extend_attention, shape):
                 wgmma = extend * shape.group >= 64 and shape.dtype != torch.float32
-                few = few and (prefix != 0 or shape == AttentionShape(batch, prefix, extend))
+                few = few and (extend == 512 or (shape.head_dim == 128 and not shape.options))
+                few = few and prefix > 0
                 yield KernelCase(extend_attention, str(shape), partial(_extend, shape), few, wgmma)
 
 
@@ -142,6 +148,7 @@ def _decode_cases() -> Iterator[KernelCase]:
     for batch, length in ((64, 1024), (1, 8192)):
         for shape, few in _shapes(batch, length - 1, 1):
             if _has_options(decode_attention, shape):
+                few = few and (batch > 1 or (shape.head_dim == 128 and not shape.options))
                 yield KernelCase(decode_attention, str(shape), partial(_decode, shape), few)
 
 
@@ -157,13 +164,13 @@ def _decode(shape: AttentionShape) -> None:
 
 def _elementwise_cases() -> Iterator[KernelCase]:
     for dtype in SHORT_NAMES:
-        # Hidden sizes of models: powers of two and not, and one that is no multiple of 16.
-        for size in (128, 2048, 4096, 5120, 7168, 100):
+        # Hidden sizes of models: powers of two and not; one that is no multiple of 16; the largest.
+        for size in (4096,) if dtype == torch.float16 else (128, 2048, 4096, 5120, 7168, 100, 16384):
             for num_tokens in (64, 4096):
-                few = size in (4096, 5120) and num_tokens == 4096 and dtype != torch.float16
+                few = dtype == torch.bfloat16 and (num_tokens, size) == (4096, 4096)
                 yield from _row_cases((num_tokens, size), dtype, few)
         for head_dim in HEAD_DIMS:
-            yield from _head_cases((4096, 8, head_dim), dtype, head_dim in (80, 128) and dtype != torch.float16)
+            yield from _head_cases((4096, 8, head_dim), dtype)
 
 
 def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterator[KernelCase]:
@@ -174,46 +181,86 @@ def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterato
         words = [f"{num_tokens} x {size}", SHORT_NAMES[dtype], *(f"{name} {v}" for name, v in keywords.items())]
         return KernelCase(op, ", ".join(words), lambda: op(*make(), **keywords, impl="triton"), few)
 
-    def rows() -> tuple[Any, ...]:
-        return empty(shape), empty(size), 1e-5
+    def row() -> tuple[Any, ...]:
+        return (empty(shape),)
 
-    def added_rows() -> tuple[Any, ...]:
-        return empty(shape), empty(shape), empty(size), 1e-5
+    def weighted() -> tuple[Any, ...]:
+        return empty(shape), empty(size)
+
+    def added() -> tuple[Any, ...]:
+        return empty(shape), empty(shape), empty(size)
+
+    def biased() -> tuple[Any, ...]:
+        return empty(shape), empty(size), empty(size)
+
+    def added_biased() -> tuple[Any, ...]:
+        return empty(shape), empty(shape), empty(size), empty(size)
 
     def gate_up() -> tuple[Any, ...]:
         return (empty(num_tokens, 2 * size),)
 
-    yield case(rms_norm, rows)
-    yield case(add_rms_norm, added_rows)
-    yield case(wide_rms_norm, rows, offset=1.0)
-    yield case(add_wide_rms_norm, added_rows, offset=1.0)
+    def experts() -> tuple[Any, ...]:
+        """One expert, all of whose activations are rows of `size` elements."""
+        rows = torch.zeros(num_tokens, 16, dtype=dtype), torch.ones(num_tokens, 1)
+        chosen = torch.zeros(num_tokens, 1, dtype=torch.int64)
+        return *rows, chosen, empty(1, 2 * size, 16), empty(1, 16, size)
+
+    yield case(rms_norm, weighted, eps=1e-5)
+    yield case(add_rms_norm, added, eps=1e-5)
+    yield case(wide_rms_norm, weighted, eps=1e-5, offset=1.0)
+    yield case(add_wide_rms_norm, added, eps=1e-5, offset=0.0)
+    yield case(layer_norm, weighted, bias=None, eps=1e-5)
+    yield case(layer_norm, biased, eps=1e-5)
+    yield case(add_layer_norm, added_biased, eps=1e-5)
     yield case(silu_and_mul, gate_up)
     yield case(gelu_and_mul, gate_up, approximate="none")
     yield case(gelu_and_mul, gate_up, approximate="tanh")
+    yield case(gelu_new, row)
+    yield case(gelu_fast, row)
+    yield case(soft_cap, row, cap=30.0)
+    if size <= 128:
+        yield case(moe, experts)
 
 
-def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype, few: bool) -> Iterator[KernelCase]:
-    """q, k and v are views of one packed projection; `shape` is k's and v's, q has 4 times their heads."""
+def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[KernelCase]:
+    """`shape` is k's and v's; q has 4 times their heads. All three are views of one packed projection."""
     num_tokens, num_kv_heads, head_dim = shape
-
-    def qkv() -> tuple[Tensor, ...]:
-        packed = torch.empty(num_tokens, 6 * num_kv_heads, head_dim, dtype=dtype)
-        return packed.split([4 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
-
-    def pool() -> Tensor:
-        return torch.empty(num_tokens + 1, num_kv_heads, head_dim, dtype=dtype)
-
+    empty = partial(torch.empty, dtype=dtype)
+    norms = {
+        "no norm": None,
+        "norm": HeadNorm(empty(head_dim), empty(head_dim), 1e-6),
+        "wide norm": HeadNorm(empty(head_dim), empty(head_dim), 1e-6, offset=1.0),
+    }
     positions = torch.arange(num_tokens, dtype=torch.int32)
+    rotations = {
+        "no rotation": None,
+        **{
+            f"rotary {size}{', interleaved' * interleaved}": Rotation(
+                torch.empty(num_tokens, size), positions, interleaved
+            )
+            for size in (head_dim, head_dim // 2)
+            for interleaved in (False, True)
+        },
+    }
 
-    def case(op: Callable[..., object], words: str, call: Callable[[], object]) -> KernelCase:
-        return KernelCase(op, f"{num_tokens} tokens, d {head_dim}, {SHORT_NAMES[dtype]}{words}", call, few)
+    def call(norm: HeadNorm | None, rotation: Rotation | None) -> None:
+        packed = empty(num_tokens, 6 * num_kv_heads, head_dim)
+        q, k, v = packed.split([4 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+        pool = empty(2, num_tokens + 1, num_kv_heads, head_dim)
+        norm_rotary_store(q, k, v, *pool, positions, norm=norm, rotation=rotation, impl="triton")
 
-    yield case(kv_store, "", lambda: kv_store(*qkv()[1:], pool(), pool(), positions, impl="triton"))
-    for rotary_dim in (head_dim, head_dim // 2):
-        yield case(
-            apply_rotary,
-            f", rotary {rotary_dim}",
-            lambda rotary_dim=rotary_dim: apply_rotary(
-                *qkv()[:2], torch.empty(num_tokens, rotary_dim), positions, impl="triton"
-            ),
+    # The other dtypes take the same ways.
+    names = product(norms, rotations) if dtype == torch.bfloat16 else [("norm", f"rotary {head_dim}")]
+    for norm_words, rotation_words in names:
+        usual = (norm_words, rotation_words) in {
+            ("no norm", "rotary 128"),
+            ("norm", "rotary 128"),
+            ("wide norm", "rotary 128, interleaved"),
+            ("no norm", "rotary 40"),
+        }
+        yield KernelCase(
+            norm_rotary_store,
+            f"{num_tokens} tokens, d {head_dim}, {SHORT_NAMES[dtype]}, {norm_words}, {rotation_words}",
+            partial(call, norms[norm_words], rotations[rotation_words]),
+            few=usual and dtype == torch.bfloat16,
         )

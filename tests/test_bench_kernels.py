@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 import radixrt
-from radixrt.bench.kernels import attention, run
+from radixrt.bench.kernels import attention, elementwise, run
 from radixrt.bench.kernels.attention import decode_case, extend_case
 from radixrt.bench.kernels.attention_inputs import AttentionShape, attention_inputs
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected, worst_error
@@ -255,6 +255,52 @@ def test_attention_cases(case: Case[Any]) -> None:
     assert len(flash) == ("scattered" not in case.name)
     assert all(m.reason for m in result.measurements if m.name.startswith("FlashInfer"))
     assert "FlexAttention" not in [m.name for m in result.measurements]
+
+
+@pytest.fixture
+def half_precision(monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Triton's interpreter does not know bfloat16."""
+    monkeypatch.setattr(elementwise, "DTYPE", torch.float16)
+    return torch.float16
+
+
+def small_elementwise_cases() -> list[Case[Any]]:
+    return [
+        *elementwise.row_cases(5, 48),
+        *elementwise.activation_cases(5, 48),
+        elementwise.logits_case(3, 100),
+        *elementwise.head_cases(5, 4, 2, 16),
+    ]
+
+
+@pytest.mark.usefixtures("half_precision")
+def test_elementwise_cases(kernel_device: torch.device) -> None:
+    """With the kernels themselves."""
+    cases = small_elementwise_cases()
+    for case in cases:
+        timer = PretendedTimer()
+        machine = replace(CARD, l2_bytes=int(case.work.bytes))
+        result = measure(case, machine, timer, kernel_device, compiled=False)
+        assert result.ours.reason is None, (case.name, result.ours.traceback)
+        assert timer.sets == [2], case.name
+        assert [c.name for c in case.contenders] == ["radixrt", "torch.compile"]
+    usual = {case.name.rpartition(" ")[0] for case in choose_cases(Options(only=("elementwise",)))}
+    assert {case.name.rpartition(" ")[0] for case in cases} == usual
+
+
+def test_elementwise_bytes() -> None:
+    """Counted from the tensors of a case: read once, written once."""
+    sizes = {case.name.rpartition(" ")[0]: case.work.bytes for case in small_elementwise_cases()}
+    rows, gates = 5 * 48 * 2, 5 * 48 * 2
+    assert sizes["rms_norm"] == 2 * rows
+    assert sizes["add_layer_norm"] == 4 * rows
+    assert sizes["silu_and_mul"] == 3 * gates
+    assert sizes["gelu_new"] == 2 * gates
+    assert sizes["soft_cap"] == 2 * 3 * 100 * 2
+    # q read and written, k read, written and stored, v read and stored; angles; position and slot.
+    assert (
+        sizes["norm_rotary_store"] == sizes["rotary_store"] == 5 * (16 * 2 * (2 * 4 + 3 * 2 + 2 * 2) + 16 * 4 + 8)
+    )
 
 
 def test_input_sets_share_no_slots() -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kernel_cases import kernel_cases
 
-from triton_ops.implementation import triton
+import triton_ops
+from triton_ops.implementation import runs_triton, triton
+from triton_ops.moe import moe
 
 pytestmark = pytest.mark.skipif(not triton.__version__, reason="there is no Triton")
 
@@ -66,6 +72,15 @@ def test_faults_are_found(tmp_path: Path) -> None:
     assert product["constexprs"]["ROWS"] == "64"
     assert product["wgmma"] > 0
     assert 0 < product["registers"] <= 255
+
+
+def test_every_operation_with_a_kernel_has_cases() -> None:
+    """Those whose parameters say which implementation runs."""
+    have = {case.op for case in kernel_cases() if case.few or case.op is moe}
+    for module in pkgutil.iter_modules(triton_ops.__path__, "triton_ops."):
+        for op in vars(importlib.import_module(module.name)).values():
+            if inspect.isfunction(op) and "impl" in inspect.signature(op).parameters and op is not runs_triton:
+                assert op in have, op
 
 
 def test_kernels_compile(tmp_path: Path) -> None:

@@ -12,11 +12,15 @@ from torch import Tensor
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected
 from radixrt.bench.kernels.roofline import Work
 from triton_ops.gelu_and_mul import gelu_and_mul
-from triton_ops.kv_store import kv_store
+from triton_ops.gelu_fast import gelu_fast
+from triton_ops.gelu_new import gelu_new
+from triton_ops.implementation import Impl
+from triton_ops.layer_norm import add_layer_norm
+from triton_ops.norm_rotary_store import HeadNorm, Rotation, norm_rotary_store
 from triton_ops.rms_norm import add_rms_norm, rms_norm
-from triton_ops.rotary import apply_rotary
 from triton_ops.silu_and_mul import silu_and_mul
-from triton_ops.wide_rms_norm import add_wide_rms_norm, wide_rms_norm
+from triton_ops.soft_cap import soft_cap
+from triton_ops.wide_rms_norm import add_wide_rms_norm
 
 DTYPE = torch.bfloat16
 EPS = 1e-5
@@ -76,70 +80,88 @@ def row_cases(num_tokens: int, size: int) -> Iterator[Case[Arguments]]:
     """The norms of `num_tokens` hidden states."""
     shape, rows = f"{num_tokens}x{size}", (num_tokens, size)
     row_bytes = num_tokens * size * DTYPE.itemsize
-    alone, added = partial(_random, rows, (size,)), partial(_random, rows, rows, (size,))
-    yield _case("rms_norm", shape, 2 * row_bytes, rms_norm, alone, eps=EPS)
+    added = partial(_random, rows, rows, (size,))
+    yield _case("rms_norm", shape, 2 * row_bytes, rms_norm, partial(_random, rows, (size,)), eps=EPS)
     yield _case("add_rms_norm", shape, 4 * row_bytes, add_rms_norm, added, eps=EPS)
-    yield _case("wide_rms_norm", shape, 2 * row_bytes, wide_rms_norm, alone, eps=EPS, offset=1.0)
     yield _case("add_wide_rms_norm", shape, 4 * row_bytes, add_wide_rms_norm, added, eps=EPS, offset=1.0)
+    biased = partial(_random, rows, rows, (size,), (size,))
+    yield _case("add_layer_norm", shape, 4 * row_bytes, add_layer_norm, biased, eps=EPS)
 
 
-def gate_cases(num_tokens: int, size: int) -> Iterator[Case[Arguments]]:
-    """The gated activations of an MLP whose intermediate size is `size`."""
+def activation_cases(num_tokens: int, size: int) -> Iterator[Case[Arguments]]:
+    """The activations of an MLP whose intermediate size is `size`."""
     shape = f"{num_tokens}x{size}"
-    num_bytes = 3 * num_tokens * size * DTYPE.itemsize
-    gate_up = partial(_random, (num_tokens, 2 * size))
-    yield _case("silu_and_mul", shape, num_bytes, silu_and_mul, gate_up)
-    yield _case("gelu_and_mul", shape, num_bytes, gelu_and_mul, gate_up, approximate="tanh")
+    row_bytes = num_tokens * size * DTYPE.itemsize
+    gate_up, alone = partial(_random, (num_tokens, 2 * size)), partial(_random, (num_tokens, size))
+    yield _case("silu_and_mul", shape, 3 * row_bytes, silu_and_mul, gate_up)
+    yield _case("gelu_and_mul", shape, 3 * row_bytes, gelu_and_mul, gate_up, approximate="none")
+    yield _case("gelu_and_mul tanh", shape, 3 * row_bytes, gelu_and_mul, gate_up, approximate="tanh")
+    yield _case("gelu_new", shape, 2 * row_bytes, gelu_new, alone)
+    yield _case("gelu_fast", shape, 2 * row_bytes, gelu_fast, alone)
+
+
+def logits_case(num_tokens: int, vocab_size: int) -> Case[Arguments]:
+    """The soft cap of logits."""
+    num_bytes = 2 * num_tokens * vocab_size * DTYPE.itemsize
+    logits = partial(_random, (num_tokens, vocab_size))
+    return _case("soft_cap", f"{num_tokens}x{vocab_size}", num_bytes, soft_cap, logits, cap=30.0)
 
 
 def head_cases(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterator[Case[Arguments]]:
-    """What happens to q, k and v between the projection and the attention."""
-    shape = f"{num_tokens}x{num_heads}/{num_kv_heads}x{head_dim}"
-    head_bytes = num_tokens * head_dim * DTYPE.itemsize
-    table_bytes = num_tokens * (4 * head_dim + 4)  # cosines and sines in float32, positions
+    """What happens to q, k and v between the projection and the attention, without norms and with them."""
+    # q is read and written, k also stored, v read and stored; cosines and sines in float32; positions and slots.
+    num_bytes = num_tokens * (
+        head_dim * DTYPE.itemsize * (2 * num_heads + 5 * num_kv_heads) + 4 * head_dim + 2 * 4
+    )
 
     def arguments(device: torch.device, generator: torch.Generator) -> Arguments:
         """q, k and v as views of one packed projection; the pool's slots scattered."""
-        (packed,) = _random(
-            (num_tokens, num_heads + 2 * num_kv_heads, head_dim), device=device, generator=generator
+        packed, q_weight, k_weight = _random(
+            (num_tokens, num_heads + 2 * num_kv_heads, head_dim),
+            (head_dim,),
+            (head_dim,),
+            device=device,
+            generator=generator,
         )
         q, k, v = packed.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
         pool = torch.zeros(2, num_tokens + 1, num_kv_heads, head_dim, dtype=DTYPE, device=device)
         cache = torch.randn(num_tokens, head_dim, device=device, generator=generator)
         positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
         slots = 1 + torch.randperm(num_tokens, device=device, generator=generator).int()
-        return (q, k, v, *pool, cache, positions, slots)
+        return (q, k, v, *pool, slots, cache, positions, q_weight, k_weight)
 
-    yield _case(
-        "rotary_and_store",
-        shape,
-        head_bytes * (2 * num_heads + 4 * num_kv_heads) + table_bytes + 4 * num_tokens,
-        _rotary_and_store,
-        arguments,
-    )
+    shape = f"{num_tokens}x{num_heads}/{num_kv_heads}x{head_dim}"
+    yield _case("rotary_store", shape, num_bytes, _norm_rotary_store, arguments, normed=False)
+    yield _case("norm_rotary_store", shape, num_bytes, _norm_rotary_store, arguments, normed=True)
 
 
-def _rotary_and_store(
+def _norm_rotary_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
+    slots: Tensor,
     cos_sin_cache: Tensor,
     positions: Tensor,
-    slots: Tensor,
-    **impl: Any,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    *,
+    normed: bool,
+    impl: Impl,
 ) -> Arguments:
-    """q rotated, and the pool, which holds k rotated and v."""
-    rotated, k = apply_rotary(q, k, cos_sin_cache, positions, **impl)
-    kv_store(k, v, k_buffer, v_buffer, slots, **impl)
-    return rotated, k_buffer, v_buffer
+    """What it writes: q, k and the pool."""
+    norm = HeadNorm(q_weight, k_weight, EPS) if normed else None
+    rotation = Rotation(cos_sin_cache, positions)
+    norm_rotary_store(q, k, v, k_buffer, v_buffer, slots, norm=norm, rotation=rotation, impl=impl)
+    return q, k, k_buffer, v_buffer
 
 
 def elementwise_cases() -> Iterator[Case[Arguments]]:
-    """Llama 3.1 8B's sizes at 16,384 tokens: more than 64 MB each."""
+    """Llama 3.1 8B's sizes at 16,384 tokens, and its logits at 1,024: more than 64 MB each."""
     yield from row_cases(16_384, 4096)
-    yield from gate_cases(16_384, 14_336)
+    yield from activation_cases(16_384, 14_336)
+    yield logits_case(1024, 128_256)
     yield from head_cases(16_384, 32, 8, 128)
 
 
@@ -147,7 +169,7 @@ def elementwise_sweep() -> Iterator[Case[Arguments]]:
     """Fewer and more tokens, other hidden sizes."""
     for num_tokens in (1, 64, 1024, 65_536):
         yield from row_cases(num_tokens, 4096)
-        yield from gate_cases(num_tokens, 14_336)
+        yield from activation_cases(num_tokens, 14_336)
         yield from head_cases(num_tokens, 32, 8, 128)
     for size in (1024, 5120, 8192):
         yield from row_cases(16_384, size)
