@@ -45,7 +45,7 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x [num_tokens, hidden_size]` to the same shape."""
-        weights, experts = topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize)
+        weights, experts = topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
         return moe(x, weights, experts, self.gate_up, self.down, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:

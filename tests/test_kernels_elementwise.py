@@ -116,9 +116,9 @@ def test_norms_refuse_what_they_cannot_read(kernel_device: torch.device) -> None
         layer_norm(x, weight, weight[:4], 1e-5, impl="triton")
     with pytest.raises(ValueError, match=r"residual must be \[4, 8\] in torch.float32, but is \[3, 8\]"):
         add_wide_rms_norm(x, x[:3], weight, 1e-5, offset=1.0, impl="triton")
-    with pytest.raises(ValueError, match="rows of 65537 elements exceed the kernel's limit of 65536"):
+    with pytest.raises(ValueError, match="rows of 32769 elements exceed the kernel's limit of 32768"):
         rms_norm(
-            torch.ones(1, 65537, device=kernel_device), torch.ones(65537, device=kernel_device), 0.1, impl="triton"
+            torch.ones(1, 32769, device=kernel_device), torch.ones(32769, device=kernel_device), 0.1, impl="triton"
         )
     with pytest.raises(ValueError, match='impl must be "auto", "torch" or "triton", but is \'cuda\''):
         rms_norm(x, weight, 1e-5, impl="cuda")  # type: ignore[arg-type]
@@ -353,8 +353,9 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
     x[-3:] = random(3, size, dtype=torch.bfloat16, device=device)
     weight = random(size, dtype=torch.bfloat16, device=device, seed=1)
     assert_same(rms_norm(x, weight, 1e-5, impl="triton")[-3:], rms_norm(x[-3:], weight, 1e-5, impl="torch"))
-    for name, activation in ACTIVATIONS.items():
-        assert_same(activation(x, impl="triton")[-3:], activation(x[-3:], impl="torch")), name
+    for activation in ACTIVATIONS.values():
+        out = activation(x, impl="triton")[-3:].clone()
+        assert_same(out, activation(x[-3:], impl="torch"))
 
 
 @pytest.mark.gpu

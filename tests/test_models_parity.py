@@ -19,6 +19,7 @@ from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from triton_ops.attention_plan import AttentionPlan
+from triton_ops.implementation import runs_triton
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": checkpoints.llama,
@@ -114,7 +115,9 @@ def pair(
         reference = MODELS[request.param]()
     reference.to(device)
     folder = checkpoints.write(reference, tmp_path_factory.mktemp("model"))
-    return reference, *load_model(folder, device=torch.get_default_device())
+    model, config = load_model(folder, device=torch.get_default_device())
+    assert runs_triton(model.placement.impl, model.norm.weight) == (device.type == "cuda"), "kernels on a GPU"
+    return reference, model, config
 
 
 @pytest.fixture

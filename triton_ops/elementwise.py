@@ -9,7 +9,11 @@ from torch import Tensor
 
 from triton_ops.implementation import tl, triton
 
-MAX_SIZE = 65536  # elements of a row that one program holds in its registers
+MAX_SIZE = 32768  # elements of a row that one program holds in its registers
+ROW_TILE = 2048  # elements of a program of short rows
+ROW_ELEMENTS = 16  # of a thread, where rows are held: two accesses of 16 bytes
+BLOCK = 1024  # elements of a program that holds no row
+NUM_WARPS = 4
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -41,8 +45,8 @@ def row_blocks(size: int) -> tuple[int, int, int]:
     if size > MAX_SIZE:
         raise ValueError(f"rows of {size} elements exceed the kernel's limit of {MAX_SIZE}")
     block = max(16, triton.next_power_of_2(size))
-    rows = max(1, 2048 // block)
-    return block, rows, min(16, max(1, block * rows // 512))
+    rows = max(1, ROW_TILE // block)
+    return block, rows, min(16, max(1, block * rows // (32 * ROW_ELEMENTS)))
 
 
 def launch_gated(kernel: Any, x: Tensor, **constexprs: Any) -> Tensor:
@@ -61,10 +65,10 @@ def _launch_blocks(kernel: Any, x: Tensor, size: int, **constexprs: Any) -> Tens
     """Run `kernel(x_ptr, out_ptr, x_stride, SIZE, BLOCK, **constexprs)` for each block of the result's rows."""
     rows = as_rows(x)
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
-    block = min(1024, max(16, triton.next_power_of_2(size)))
+    block = min(BLOCK, max(16, triton.next_power_of_2(size)))
     if out.numel():
         grid = (rows.shape[0] * triton.cdiv(size, block),)
-        kernel[grid](rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=4, **constexprs)
+        kernel[grid](rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=NUM_WARPS, **constexprs)
     return out
 
 
