@@ -26,6 +26,7 @@ from triton_ops.norm_rotary_store import HeadNorm, Rotation, norm_rotary_store
 from triton_ops.rms_norm import add_rms_norm, rms_norm
 from triton_ops.silu_and_mul import silu_and_mul
 from triton_ops.soft_cap import soft_cap
+from triton_ops.topk_softmax import topk_softmax
 from triton_ops.wide_rms_norm import add_wide_rms_norm, wide_rms_norm
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
@@ -52,7 +53,7 @@ class KernelCase:
 
 def kernel_cases() -> Iterator[KernelCase]:
     """All cases of the operations that have a kernel."""
-    for case in (*_extend_cases(), *_decode_cases(), *_elementwise_cases()):
+    for case in (*_extend_cases(), *_decode_cases(), *_elementwise_cases(), *_expert_cases()):
         if "impl" in inspect.signature(case.op).parameters:
             yield case
 
@@ -199,12 +200,6 @@ def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterato
     def gate_up() -> tuple[Any, ...]:
         return (empty(num_tokens, 2 * size),)
 
-    def experts() -> tuple[Any, ...]:
-        """One expert, all of whose activations are rows of `size` elements."""
-        rows = torch.zeros(num_tokens, 16, dtype=dtype), torch.ones(num_tokens, 1)
-        chosen = torch.zeros(num_tokens, 1, dtype=torch.int64)
-        return *rows, chosen, empty(1, 2 * size, 16), empty(1, 16, size)
-
     yield case(rms_norm, weighted, eps=1e-5)
     yield case(add_rms_norm, added, eps=1e-5)
     yield case(wide_rms_norm, weighted, eps=1e-5, offset=1.0)
@@ -218,8 +213,6 @@ def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterato
     yield case(gelu_new, row)
     yield case(gelu_fast, row)
     yield case(soft_cap, row, cap=30.0)
-    if size <= 128:
-        yield case(moe, experts)
 
 
 def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[KernelCase]:
@@ -264,3 +257,54 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
             partial(call, norms[norm_words], rotations[rotation_words]),
             few=usual and dtype == torch.bfloat16,
         )
+
+
+# --- experts ---
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """`num_tokens` tokens that choose `top_k` of the experts each."""
+
+    num_tokens: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    inner_size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        sizes = f"{self.top_k} of {self.num_experts} experts, {self.hidden_size} x {self.inner_size}"
+        return f"{self.num_tokens} tokens, {sizes}, {SHORT_NAMES[self.dtype]}"
+
+    def moe(self) -> None:
+        empty = partial(torch.empty, dtype=self.dtype)
+        moe(
+            empty(self.num_tokens, self.hidden_size),
+            torch.empty(self.num_tokens, self.top_k),
+            torch.arange(self.top_k).repeat(self.num_tokens, 1),
+            empty(self.num_experts, 2 * self.inner_size, self.hidden_size),
+            empty(self.num_experts, self.hidden_size, self.inner_size),
+            impl="triton",
+        )
+
+    def topk_softmax(self, renormalize: bool) -> None:
+        logits = torch.empty(self.num_tokens, self.num_experts, dtype=self.dtype)
+        topk_softmax(logits, self.top_k, renormalize=renormalize, impl="triton")
+
+
+def _expert_cases() -> Iterator[KernelCase]:
+    """Mixtral's experts, Qwen3-MoE's, and some whose sizes are multiples of nothing."""
+    for dtype in SHORT_NAMES:
+        for sizes in ((8, 2, 4096, 14_336), (128, 8, 2048, 768), (5, 3, 40, 24)):
+            for num_tokens in (1, 64, 4096):
+                shape = ExpertShape(num_tokens, *sizes, dtype)
+                few = dtype == torch.bfloat16 and (num_tokens, sizes[0]) in ((4096, 8), (64, 128))
+                # A tile takes about as many rows as an expert has.
+                many_rows = num_tokens * shape.top_k >= 64 * shape.num_experts
+                wgmma = many_rows and dtype != torch.float32 and shape.hidden_size >= 64
+                yield KernelCase(moe, str(shape), shape.moe, few, wgmma)
+                for renormalize in (False, True):
+                    name = f"{shape}, renormalize {renormalize}"
+                    call = partial(shape.topk_softmax, renormalize)
+                    yield KernelCase(topk_softmax, name, call, few and renormalize)
