@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Idle OpenMP threads that spin slow other processes on the same cores down many times over.
 QUIET := OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: help demo test test-long test-eval bench bench-tree lint clean
+.PHONY: help demo test test-long test-eval bench bench-tree bench-kernels lint clean
 
 help:
 	@echo "make demo       answer examples/questions.jsonl with the built-in model"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-eval  the tests of radixrt[eval], which make test skips until this has installed the harness"
 	@echo "make bench      what prefix reuse brings, at sizes for a CPU (3 minutes)"
 	@echo "make bench-tree how long the radix tree takes"
+	@echo "make bench-kernels how long the kernels take (needs an NVIDIA GPU; minutes)"
 	@echo "make lint       ruff and mypy"
 	@echo "make clean      remove $(VENV) and everything else that was made here"
 	@echo
@@ -38,6 +39,9 @@ bench: $(VENV)/.installed
 
 bench-tree: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/bench_radix_tree.py
+
+bench-kernels: $(VENV)/.installed
+	$(QUIET) $(BIN)/python scripts/bench_kernels.py
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check

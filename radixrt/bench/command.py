@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from radixrt.bench.kernels.groups import GROUPS
 from radixrt.bench.scales import SCALES, WORKLOADS, size_table
 from radixrt.bench.shapes import SHAPES
 
@@ -29,6 +30,7 @@ def add_bench_command(commands: Any) -> None:
     )
     benchmarks = bench.add_subparsers(metavar="BENCHMARK", required=True)
     _add_prefix_reuse(benchmarks)
+    _add_kernels(benchmarks)
 
 
 def _add_prefix_reuse(benchmarks: Any) -> None:
@@ -74,6 +76,72 @@ def _add_prefix_reuse(benchmarks: Any) -> None:
     option = parser.add_argument_group("files").add_argument
     option("--json", type=Path, default=None, metavar="FILE", help="gets every run's figures")
     option("--plot", type=Path, default=None, metavar="FILE.png", help="gets a picture (needs radixrt[bench])")
+
+
+_KERNELS_DESCRIPTION = """\
+Time every Triton kernel on an NVIDIA GPU at the shapes that matter, twice: called one by one with the L2 cache
+flushed, and in a captured graph. Every result is compared with a reference first. Beside each time: the share of
+what this card's bandwidth and arithmetic allow, both measured in the same run; the goal, and whether it is met;
+what others take on the same inputs: torch's SDPA, FlexAttention, torch.compile and, where installed, FlashInfer.
+"""
+
+
+def _add_kernels(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "kernels",
+        help="every kernel beside its roofline and others' kernels (needs an NVIDIA GPU)",
+        description=_KERNELS_DESCRIPTION,
+        epilog=_kernels_epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=_kernels)
+
+    option = parser.add_argument_group("what is run").add_argument
+    option(
+        "--only",
+        action="append",
+        default=[],
+        metavar="GROUP[/PATTERN]",
+        help="only these cases; * and ? stand for any text and any letter; may be repeated (all)",
+    )
+    option(
+        "--sweep",
+        action="store_true",
+        help="other batches, lengths, head dimensions and sizes too, not compiled by torch (longer)",
+    )
+    option("--quick", action="store_true", help="shorter, and without what torch.compile has to make")
+
+    option = parser.add_argument_group("files").add_argument
+    option("--json", type=Path, default=None, metavar="FILE", help="gets every figure")
+    option("--plot", type=Path, default=None, metavar="FILE.png", help="gets a picture (needs radixrt[bench])")
+
+
+def _kernels_epilog() -> str:
+    width = max(map(len, GROUPS))
+    groups = "\n".join(f"  {name:<{width}}  {words}" for name, words in GROUPS.items())
+    return f"""\
+groups:
+{groups}
+
+examples:
+  radixrt bench kernels --json out.json --plot out.png
+  radixrt bench kernels --only decode --only 'extend/B=8*' --quick
+  radixrt bench kernels --only 'elementwise/*rms_norm*' --sweep
+
+A case's name has its shape: B requests, L tokens each, or prefix+new ones; H=query/KV heads and D=head dimension
+where they are not 32/8 and 128. A pattern that matches nothing gets the names. An implementation that cannot run
+is shown as -, with the reason below the tables.
+
+exit status: 0 done; 1 one of our kernels failed or was wrong; 2 there is no GPU, or the options or a file cannot
+be used; 130 stopped by Ctrl-C.
+"""
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    from radixrt.bench.kernels.run import Options, run_benchmark
+
+    options = Options(only=tuple(arguments.only), sweep=arguments.sweep, quick=arguments.quick)
+    return run_benchmark(options, json_file=arguments.json, plot_file=arguments.plot)
 
 
 def _epilog() -> str:

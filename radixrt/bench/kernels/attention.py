@@ -1,0 +1,147 @@
+"""Attention over the pool: our kernels and the shapes at which they are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from radixrt.bench.kernels.attention_inputs import (
+    AttentionInputs,
+    AttentionShape,
+    attention_inputs,
+    expected_attention,
+)
+from radixrt.bench.kernels.attention_peers import (
+    flash_infer_decode,
+    flash_infer_extend,
+    flex_attention,
+    sdpa_cudnn,
+    sdpa_flash,
+)
+from radixrt.bench.kernels.case import Call, Case, Contender
+from radixrt.bench.kernels.roofline import decode_work, extend_work
+from triton_ops.attention_plan import AttentionPlan
+from triton_ops.decode_attention import decode_attention
+from triton_ops.extend_attention import extend_attention
+
+KERNEL: dict[str, Any] = {"impl": "triton"}
+
+
+def our_decode(inputs: AttentionInputs) -> Call:
+    """The plan is made once, as for a steady batch."""
+    plan = AttentionPlan.flat(inputs.rows, inputs.seq_lens)
+
+    def run() -> Tensor:
+        return decode_attention(
+            inputs.q,
+            inputs.k_buffer,
+            inputs.v_buffer,
+            inputs.req_to_token,
+            plan,
+            scale=inputs.shape.scale,
+            **KERNEL,
+        )
+
+    return Call(run, _result)
+
+
+def our_extend(inputs: AttentionInputs) -> Call:
+    def run() -> Tensor:
+        return extend_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.k_buffer,
+            inputs.v_buffer,
+            inputs.req_to_token,
+            inputs.rows,
+            inputs.prefix_lens,
+            inputs.extend_start_loc,
+            inputs.extend_seq_lens,
+            scale=inputs.shape.scale,
+            **KERNEL,
+        )
+
+    return Call(run, _result)
+
+
+def _result(out: Any) -> tuple[Tensor]:
+    return (out,)
+
+
+# Theirs that read KV from where it lies, by slots, and those that want it gathered beforehand.
+_PAGED_DECODE = (Contender("FlashInfer", flash_infer_decode),)
+_PAGED_EXTEND = (
+    Contender("FlashInfer FA2", partial(flash_infer_extend, backend="fa2")),
+    Contender("FlashInfer FA3", partial(flash_infer_extend, backend="fa3")),
+)
+_DENSE = (
+    Contender("SDPA FlashAttention-2", sdpa_flash),
+    Contender("SDPA cuDNN", sdpa_cudnn),
+    Contender("FlexAttention", flex_attention, compiles=True),
+)
+
+
+def decode_case(shape: AttentionShape) -> Case[AttentionInputs]:
+    ours = Contender("radixrt", our_decode)
+    return Case(
+        "decode",
+        f"B={shape.batch} L={shape.length} {shape.words}".strip(),
+        "scattered" if shape.scattered else "consecutive",
+        decode_work([shape.length] * shape.batch, *shape.heads),
+        partial(attention_inputs, shape),
+        expected_attention,
+        (ours, *_PAGED_DECODE, *(() if shape.scattered else _DENSE)),
+    )
+
+
+def extend_case(shape: AttentionShape, group: str = "extend") -> Case[AttentionInputs]:
+    return Case(
+        group,
+        f"B={shape.batch} {shape.prefix}+{shape.extend} {shape.words}".strip(),
+        "",
+        extend_work([(shape.prefix, shape.extend)] * shape.batch, *shape.heads),
+        partial(attention_inputs, shape),
+        expected_attention,
+        (Contender("radixrt", our_extend), *_PAGED_EXTEND, *_DENSE),
+    )
+
+
+def attention_cases() -> Iterator[Case[AttentionInputs]]:
+    """The shapes of the goals, and of the published times."""
+    for batch, length in ((1, 8192), (64, 2048), (256, 1024), (256, 8192)):
+        shape = AttentionShape(batch, length - 1, 1)
+        yield decode_case(shape)
+        yield decode_case(replace(shape, scattered=False))
+    for batch, prefix, extend in ((1, 0, 8192), (8, 0, 2048), (32, 1024, 128), (8, 4096, 512)):
+        yield extend_case(AttentionShape(batch, prefix, extend))
+    for batch, heads, length, head_dim in (
+        (4, 48, 4096, 32),
+        (4, 48, 4096, 64),
+        (4, 32, 4096, 128),
+        (1, 32, 16384, 128),
+    ):
+        yield extend_case(AttentionShape(batch, 0, length, heads, heads, head_dim))
+    for batch in (1, 2, 4, 8):
+        yield extend_case(AttentionShape(batch, 32_768, 16), "short-extend")
+
+
+def attention_sweep() -> Iterator[Case[AttentionInputs]]:
+    """Batches, lengths, head dimensions and groups around them."""
+    for length in (128, 1024, 8192, 32_768):
+        for batch in (1, 4, 16, 64, 256):
+            if batch * length <= 2**21:
+                yield decode_case(AttentionShape(batch, length - 1, 1))
+    for extend in (64, 512, 4096, 32_768):
+        for prefix in (0, 1024, 16_384):
+            yield extend_case(AttentionShape(max(1, 8192 // extend), prefix, extend))
+    for head_dim in (16, 32, 64, 80, 96, 112, 192, 256):
+        yield decode_case(AttentionShape(64, 2047, 1, head_dim=head_dim))
+        yield extend_case(AttentionShape(8, 0, 2048, head_dim=head_dim))
+    for num_heads in (8, 16, 56, 64, 128):
+        yield decode_case(AttentionShape(64, 2047, 1, num_heads))
+        yield extend_case(AttentionShape(8, 0, 2048, num_heads))

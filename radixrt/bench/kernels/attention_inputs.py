@@ -1,0 +1,143 @@
+"""Attention's inputs: requests in a pool, and what their attention has to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from radixrt.bench.kernels.case import Expected
+
+CHECKED_ROWS = 128  # new tokens a request that are compared with the reference, the first and the last among them
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """`batch` requests of `prefix` tokens in the pool and `extend` new ones; for decode, 1.
+
+    `scattered`: the requests' slots are a random permutation of the pool's; else they are consecutive.
+    """
+
+    batch: int
+    prefix: int
+    extend: int
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    scattered: bool = True
+
+    @property
+    def length(self) -> int:
+        """Of a request."""
+        return self.prefix + self.extend
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
+    def heads(self) -> tuple[int, int, int, int]:
+        """num_heads, num_kv_heads, head_dim, bytes of an element."""
+        return self.num_heads, self.num_kv_heads, self.head_dim, self.dtype.itemsize
+
+    @property
+    def words(self) -> str:
+        """What differs from 32 heads on 8 KV heads of 128, in bf16."""
+        usual = AttentionShape(0, 0, 0)
+        words = []
+        if (self.num_heads, self.num_kv_heads) != (usual.num_heads, usual.num_kv_heads):
+            words.append(f"H={self.num_heads}/{self.num_kv_heads}")
+        if self.head_dim != usual.head_dim:
+            words.append(f"D={self.head_dim}")
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """One set of inputs. All requests' tokens, the new ones too, are in the pool.
+
+    Attributes:
+        q: `[batch * extend, num_heads, head_dim]`; k, v: the new tokens', with num_kv_heads.
+        k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]`, which sets share; a slot belongs to one set.
+        req_to_token: int32 `[batch, length]`.
+        rows, prefix_lens, extend_start_loc, extend_seq_lens, seq_lens: int32 `[batch]`.
+    """
+
+    shape: AttentionShape
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_buffer: Tensor
+    v_buffer: Tensor
+    req_to_token: Tensor
+    rows: Tensor
+    prefix_lens: Tensor
+    extend_start_loc: Tensor
+    extend_seq_lens: Tensor
+    seq_lens: Tensor
+
+    def dense(self, buffer: Tensor) -> Tensor:
+        """The requests' keys or values, gathered: `[batch, length, num_kv_heads, head_dim]`."""
+        gathered = buffer.index_select(0, self.req_to_token.flatten())
+        return gathered.view(self.shape.batch, self.shape.length, *buffer.shape[1:])
+
+
+def attention_inputs(shape: AttentionShape, device: torch.device, copies: int) -> list[AttentionInputs]:
+    """`copies` sets in one pool; slot 0, which is nobody's, holds NaN."""
+    make = partial(torch.randn, dtype=shape.dtype, device=device)
+    int32 = partial(torch.full, (shape.batch,), dtype=torch.int32, device=device)
+    num_slots = copies * shape.batch * shape.length + 1
+    generator = torch.Generator(device).manual_seed(0)
+    slots = torch.arange(1, num_slots, device=device)
+    if shape.scattered:
+        slots = slots[torch.randperm(num_slots - 1, device=device, generator=generator)]
+    tables = slots.int().view(copies, shape.batch, shape.length)
+    pool = (num_slots, shape.num_kv_heads, shape.head_dim)
+    k_buffer, v_buffer = make(pool, generator=generator), make(pool, generator=generator)
+    k_buffer[0] = v_buffer[0] = torch.nan
+    rows = torch.arange(shape.batch, dtype=torch.int32, device=device)
+    sets = []
+    for table in tables.contiguous():
+        new = table[:, shape.prefix :].flatten()
+        q = make(len(new), shape.num_heads, shape.head_dim, generator=generator)
+        sets.append(
+            AttentionInputs(
+                shape,
+                q,
+                k_buffer[new],
+                v_buffer[new],
+                k_buffer,
+                v_buffer,
+                table,
+                rows,
+                prefix_lens=int32(shape.prefix),
+                extend_start_loc=rows * shape.extend,
+                extend_seq_lens=int32(shape.extend),
+                seq_lens=int32(shape.length),
+            )
+        )
+    return sets
+
+
+def expected_attention(inputs: AttentionInputs) -> Expected:
+    """Dense attention in float32 of some new tokens of every request."""
+    shape = inputs.shape
+    device = inputs.q.device
+    nth = torch.linspace(0, shape.extend - 1, min(shape.extend, CHECKED_ROWS), device=device).round().long()
+    hidden = torch.arange(shape.length, device=device) > (shape.prefix + nth)[:, None]
+    group = shape.num_heads // shape.num_kv_heads
+    rows, outs = [], []
+    for request in range(shape.batch):
+        rows.append(request * shape.extend + nth)
+        slots = inputs.req_to_token[request]
+        # [num_kv_heads, n, group, head_dim] and [num_kv_heads, length, head_dim]
+        q = inputs.q[rows[-1]].float().view(-1, shape.num_kv_heads, group, shape.head_dim).transpose(0, 1)
+        keys, values = (x[slots].float().transpose(0, 1) for x in (inputs.k_buffer, inputs.v_buffer))
+        scores = (q.flatten(1, 2) @ keys.transpose(1, 2)).view(*q.shape[:3], -1).mul_(shape.scale)
+        weights = scores.masked_fill_(hidden[:, None], -torch.inf).softmax(-1)
+        out = (weights.flatten(1, 2) @ values).view_as(q)
+        outs.append(out.transpose(0, 1).flatten(1, 2))
+    return Expected([torch.cat(outs)], torch.cat(rows))

@@ -1,0 +1,85 @@
+"""Case: an operation at one shape, with those who contend for the best time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from radixrt.bench.kernels.goals import Goal, goal_of
+from radixrt.bench.kernels.roofline import Work
+
+Inputs = TypeVar("Inputs")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is timed: `run`. `results` gives the tensors that are compared, from what `run` returned."""
+
+    run: Callable[[], object]
+    results: Callable[[object], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Results of a reference, of those `rows` of the first dimension only; None: of all."""
+
+    tensors: Sequence[Tensor]
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Contender(Generic[Inputs]):
+    """An implementation. What `prepare` does is not timed; it raises where the implementation cannot run.
+
+    `compiles`: it is made by torch.compile, which takes seconds.
+    """
+
+    name: str
+    prepare: Callable[[Inputs], Call]
+    compiles: bool = False
+
+
+@dataclass(frozen=True)
+class Case(Generic[Inputs]):
+    """An operation at one shape.
+
+    Attributes:
+        group, shape, variant: name it; goals belong to a group and a shape.
+        work: what it cannot do without.
+        inputs: makes n sets of inputs that share no memory that is read; each time the same.
+        expected: the reference's results for a set of inputs.
+        contenders: our kernel is the first.
+    """
+
+    group: str
+    shape: str
+    variant: str
+    work: Work
+    inputs: Callable[[torch.device, int], Sequence[Inputs]]
+    expected: Callable[[Inputs], Expected]
+    contenders: tuple[Contender[Inputs], ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape} {self.variant}".strip()
+
+    @property
+    def goal(self) -> Goal | None:
+        return goal_of(self.group, self.shape)
+
+
+def worst_error(results: Sequence[Tensor], expected: Expected) -> float:
+    """The greatest |result - expected| / |expected| of a row, the last dimension, in the Euclidean norm; NaN where
+    there is one. A row of zeros in the reference counts its absolute error.
+    """
+    worst = []
+    for result, reference in zip(results, expected.tensors, strict=True):
+        chosen = (result if expected.rows is None else result[expected.rows]).float()
+        size = reference.float().norm(dim=-1)
+        error = (chosen - reference.float()).norm(dim=-1) / size.masked_fill(size == 0, 1.0)
+        worst.append(error.amax())  # which keeps NaN
+    return float(torch.stack(worst).amax())

@@ -1,0 +1,119 @@
+"""What the kernels are to reach, and what others were measured to reach, on an NVIDIA H200 in bf16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixrt.bench.kernels.roofline import Machine, Work
+
+CARD = "NVIDIA H200"
+"""Goals in seconds, and published times, hold for cards whose name begins so."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A time is to reach all that is given.
+
+    Attributes:
+        bandwidth_share: of a copy's bandwidth, 0 to 1, at least; on any card.
+        seconds: at most.
+        floor_seconds: at most, if the goal is missed.
+        stretch_seconds: what would be better still.
+    """
+
+    bandwidth_share: float | None = None
+    seconds: float | None = None
+    floor_seconds: float | None = None
+    stretch_seconds: float | None = None
+
+    def limit(self, work: Work, machine: Machine) -> float | None:
+        """The goal as seconds; None where it says nothing of this card."""
+        limits = []
+        if self.bandwidth_share is not None:
+            limits.append(work.bytes / (self.bandwidth_share * machine.bandwidth))
+        if self.seconds is not None and machine.name.startswith(CARD):
+            limits.append(self.seconds)
+        return min(limits, default=None)
+
+    def verdict(self, seconds: float, work: Work, machine: Machine) -> str:
+        """ "stretch", "yes", "floor" or "no"; "" where `limit` is None."""
+        limit = self.limit(work, machine)
+        if limit is None:
+            return ""
+        on_card = machine.name.startswith(CARD)
+        if seconds <= limit:
+            stretch = self.stretch_seconds
+            return "stretch" if on_card and stretch is not None and seconds <= stretch else "yes"
+        floor = self.floor_seconds
+        return "floor" if on_card and floor is not None and seconds <= floor else "no"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A time of another implementation: of `triton.testing.do_bench`, so eager and with L2 flushed."""
+
+    name: str
+    seconds: float
+
+
+def _decode(flashinfer: float, share: float | None = 0.9, seconds: float | None = None) -> Goal:
+    """Never slower than FlashInfer; the floor is 1.15 times its time."""
+    return Goal(bandwidth_share=share, seconds=seconds or flashinfer, floor_seconds=1.15 * flashinfer)
+
+
+def _extend(fa2: float, fa3: float) -> Goal:
+    """85 % of FlashAttention-3's speed."""
+    return Goal(seconds=fa3 / 0.85, floor_seconds=fa2, stretch_seconds=fa3)
+
+
+# By group and shape, as `Case` has them.
+GOALS = {
+    ("decode", "B=1 L=8192"): _decode(24.4e-6, share=None, seconds=22e-6),
+    ("decode", "B=64 L=2048"): _decode(144e-6),
+    ("decode", "B=256 L=1024"): _decode(283e-6),
+    ("decode", "B=256 L=8192"): _decode(1975e-6),
+    ("extend", "B=1 0+8192"): _extend(1.81e-3, 1.08e-3),
+    ("extend", "B=8 0+2048"): _extend(0.96e-3, 0.67e-3),
+    ("extend", "B=32 1024+128"): _extend(0.266e-3, 0.184e-3),
+    ("extend", "B=8 4096+512"): _extend(0.917e-3, 0.614e-3),
+    ("extend", "B=4 0+4096 H=48/48 D=32"): Goal(seconds=1.054e-3),
+}
+# Where a group's shape has no goal of its own.
+GROUP_GOALS = {
+    "short-extend": Goal(bandwidth_share=0.6),
+    "elementwise": Goal(bandwidth_share=0.9),
+}
+
+
+def _flashinfer(**seconds: float) -> tuple[Published, ...]:
+    return tuple(Published(f"FlashInfer 0.6.18 {name.upper()}".strip(), s) for name, s in seconds.items())
+
+
+def _sdpa(fa2: float, cudnn: float) -> tuple[Published, ...]:
+    return Published("SDPA FlashAttention-2", fa2), Published("SDPA cuDNN", cudnn)
+
+
+PUBLISHED = {
+    ("decode", "B=1 L=8192"): (Published("FlashInfer 0.6.18", 24.4e-6),),
+    ("decode", "B=64 L=2048"): (Published("FlashInfer 0.6.18", 144e-6),),
+    ("decode", "B=256 L=1024"): (Published("FlashInfer 0.6.18", 283e-6),),
+    ("decode", "B=256 L=8192"): (Published("FlashInfer 0.6.18", 1975e-6),),
+    ("extend", "B=1 0+8192"): _flashinfer(fa2=1.81e-3, fa3=1.08e-3),
+    ("extend", "B=8 0+2048"): _flashinfer(fa2=0.96e-3, fa3=0.67e-3),
+    ("extend", "B=32 1024+128"): _flashinfer(fa2=0.266e-3, fa3=0.184e-3),
+    ("extend", "B=8 4096+512"): _flashinfer(fa2=0.917e-3, fa3=0.614e-3),
+    ("extend", "B=4 0+4096 H=48/48 D=32"): _sdpa(1.054e-3, 0.933e-3),
+    ("extend", "B=4 0+4096 H=48/48 D=64"): _sdpa(1.419e-3, 0.965e-3),
+    ("extend", "B=4 0+4096 H=32/32"): _sdpa(1.718e-3, 1.036e-3),
+    ("extend", "B=1 0+16384 H=32/32"): _sdpa(6.59e-3, 3.83e-3),
+}
+
+
+def goal_of(group: str, shape: str) -> Goal | None:
+    """The goal of a shape; that of its group where it has none of its own, or None."""
+    return GOALS.get((group, shape), GROUP_GOALS.get(group))
+
+
+def published_times(group: str, shape: str, machine: Machine) -> tuple[Published, ...]:
+    """Those of this shape, where they were measured on such a card."""
+    return PUBLISHED.get((group, shape), ()) if machine.name.startswith(CARD) else ()

@@ -1,0 +1,11 @@
+"""The groups of kernels that are measured. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+GROUPS = {
+    "decode": "one new token a request over its KV, slots scattered and consecutive (bound by bytes)",
+    "extend": "causal attention of new tokens over a prefix and themselves (bound by products, or by exp)",
+    "short-extend": "16 new tokens on a prefix of 32,768 (bound by bytes)",
+    "elementwise": "norms, gated activations, rotary embedding and KV store (bound by bytes)",
+}
+"""By name: a line for people, in the order in which they run."""

@@ -1,0 +1,87 @@
+"""The time that a device's bandwidth and arithmetic allow for an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Limit = Literal["bytes", "flops", "exp"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a GPU was measured to do.
+
+    Attributes:
+        name: as CUDA gives it.
+        bandwidth: of its memory, in bytes/s: read and written bytes of a copy.
+        flops: dense bf16 products, in operations/s.
+        exps: exponentials a second; not measured, see EXPS_PER_SM.
+        l2_bytes: of its L2 cache.
+    """
+
+    name: str
+    bandwidth: float
+    flops: float
+    exps: float
+    l2_bytes: int
+
+
+EXPS_PER_SM = 3.9e12 / 132
+"""Exponentials a second of one multiprocessor: 16 a clock at 1.85 GHz, from Ampere to Hopper."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least time, in seconds, and what it is that takes so long."""
+
+    seconds: float
+    limit: Limit
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an operation cannot do without: bytes read and written once, operations of products, exponentials."""
+
+    bytes: float
+    flops: float = 0.0
+    exps: float = 0.0
+
+    def bound(self, machine: Machine) -> Bound:
+        """max(bytes / bandwidth, flops / F, exps / E)."""
+        times: dict[Limit, float] = {
+            "bytes": self.bytes / machine.bandwidth,
+            "flops": self.flops / machine.flops,
+            "exp": self.exps / machine.exps,
+        }
+        limit = max(times, key=lambda name: times[name])
+        return Bound(times[limit], limit)
+
+
+def decode_work(lens: Iterable[int], num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> Work:
+    """One new token a request attends to `lens` tokens; each token's KV is read once, for its request alone."""
+    lens = list(lens)
+    tokens = sum(lens)
+    return Work(
+        bytes=itemsize * head_dim * (2 * num_kv_heads * tokens + 2 * num_heads * len(lens)),
+        flops=4 * head_dim * num_heads * tokens,
+        exps=num_heads * tokens,
+    )
+
+
+def extend_work(
+    requests: Iterable[tuple[int, int]], num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+) -> Work:
+    """Requests of (prefix, new) tokens: causal attention of the new ones; each KV is read once, q read, the
+    result written.
+    """
+    requests = list(requests)
+    pairs = sum(new * prefix + new * (new + 1) // 2 for prefix, new in requests)
+    return Work(
+        bytes=itemsize
+        * head_dim
+        * sum(2 * num_kv_heads * (prefix + new) + 2 * num_heads * new for prefix, new in requests),
+        flops=4 * head_dim * num_heads * pairs,
+        exps=num_heads * pairs,
+    )

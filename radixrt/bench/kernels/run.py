@@ -1,0 +1,137 @@
+"""The kernel benchmark: chosen cases, one after the other, as tables, JSON and a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from tqdm import tqdm
+
+import radixrt
+from radixrt.bench.kernels.attention import attention_cases, attention_sweep
+from radixrt.bench.kernels.case import Case
+from radixrt.bench.kernels.elementwise import elementwise_cases, elementwise_sweep
+from radixrt.bench.kernels.groups import GROUPS
+from radixrt.bench.kernels.measurement import Result, measure
+from radixrt.bench.kernels.roofline import Machine
+from radixrt.bench.kernels.table import Report
+from radixrt.bench.kernels.timing import CudaTimer, measure_machine
+from radixrt.errors import ParameterError, RadixrtError
+from triton_ops.implementation import triton
+
+MEASURE_SECONDS, QUICK_SECONDS = 0.1, 0.02  # of calls, for each time
+_WIDTH = 118  # of the tables where there is no terminal
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured.
+
+    Attributes:
+        only: patterns of cases, GROUP or GROUP/NAME with * and ?; empty: all.
+        sweep: the shapes around the usual ones too, these without what torch.compile has to make.
+        quick: shorter, and nothing that torch.compile has to make.
+    """
+
+    only: tuple[str, ...] = ()
+    sweep: bool = False
+    quick: bool = False
+
+
+def choose_cases(options: Options) -> list[Case[Any]]:
+    """The cases, in the groups' order. Raises ParameterError where a pattern matches none."""
+    cases: list[Case[Any]] = [*attention_cases(), *elementwise_cases()]
+    if options.sweep:
+        swept: list[Case[Any]] = [*attention_sweep(), *elementwise_sweep()]
+        cases += map(_without_compiled, swept)
+    named = {(case.group, case.name): case for case in reversed(cases)}  # a sweep has some of the usual ones
+    cases = list(reversed(named.values()))
+    cases.sort(key=lambda case: list(GROUPS).index(case.group))
+    if not options.only:
+        return cases
+    chosen: set[int] = set()
+    for pattern in options.only:
+        group, _, name = pattern.partition("/")
+        if group not in GROUPS:
+            raise ParameterError(f"only is {pattern!r}; its group must be one of: {', '.join(GROUPS)}")
+        members = [i for i, case in enumerate(cases) if case.group == group]
+        matching = [i for i in members if fnmatchcase(cases[i].name, name or "*")]
+        if not matching:
+            names = ", ".join(repr(cases[i].name) for i in members)
+            raise ParameterError(f"only is {pattern!r}, which is none of {group}'s: {names}")
+        chosen.update(matching)
+    return [cases[i] for i in sorted(chosen)]
+
+
+def _without_compiled(case: Case[Any]) -> Case[Any]:
+    """There are too many in a sweep to wait for torch.compile."""
+    return replace(case, contenders=tuple(c for c in case.contenders if not c.compiles))
+
+
+def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file: Path | None = None) -> int:
+    """Measure, print, and write what is asked for. Returns 0; 1 where a kernel of ours failed or was wrong.
+
+    Raises:
+        ParameterError: a pattern matches nothing, or a file cannot be written; found before anything runs.
+        RadixrtError: there is no GPU, no Triton or, for a picture, no matplotlib.
+    """
+    for file in (json_file, plot_file):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise ParameterError(f"{file} cannot be written: it is a folder, or there is none to hold it")
+    if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise RadixrtError("a plot needs matplotlib: pip install 'radixrt[bench]'")
+    cases = choose_cases(options)
+    if not torch.cuda.is_available() or torch.version.cuda is None or not triton.__version__:
+        raise RadixrtError("this benchmark needs an NVIDIA GPU, a torch made for CUDA, and Triton")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    timer = CudaTimer(QUICK_SECONDS if options.quick else MEASURE_SECONDS)
+    device = torch.device("cuda", torch.cuda.current_device())
+    machine = measure_machine(timer, device)
+    environment = {"radixrt": radixrt.__version__, "torch": torch.__version__, "triton": triton.__version__}
+    console.print(", ".join(f"{name} {value}" for name, value in environment.items()))
+    console.print(describe(machine))
+    report = Report(console)
+    results: list[Result] = []
+    with tqdm(total=len(cases), unit=" cases", file=sys.stderr) as bar:
+        for group, members in groupby(cases, lambda case: case.group):
+            measured = []
+            for case in members:
+                bar.set_postfix_str(f"{group}/{case.name}")
+                measured.append(measure(case, machine, timer, device, compiled=not options.quick))
+                bar.update()
+            with tqdm.external_write_mode():
+                report.print_group(measured)
+            results += measured
+            if json_file is not None:  # after each group: a run that is cut short loses little
+                written = {
+                    "environment": environment,
+                    "machine": asdict(machine),
+                    "options": asdict(options),
+                    "results": [result.to_dict() for result in results],
+                }
+                json_file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    report.print_end()
+    if plot_file is not None:
+        from radixrt.bench.kernels.plot import plot_results  # matplotlib is an extra
+
+        plot_results(results, plot_file, title=f"Kernels on {machine.name}, bf16")
+    return int(any(result.ours.reason is not None for result in results))
+
+
+def describe(machine: Machine) -> str:
+    """What the rooflines are made of, in a line."""
+    return (
+        f"{machine.name}: copies {machine.bandwidth / 1e12:.2f} TB/s (read and written), bf16 products of "
+        f"8192 x 8192 {machine.flops / 1e12:.0f} TFLOP/s, L2 {machine.l2_bytes / 2**20:.0f} MiB; not measured: "
+        f"exponentials {machine.exps / 1e12:.1f} T/s"
+    )

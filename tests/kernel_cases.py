@@ -1,0 +1,310 @@
+"""Calls of every operation that has a Triton kernel, with CPU tensors whose contents nobody reads: what the
+kernels are compiled for ahead of time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triton_ops.attention_plan import AttentionPlan
+from triton_ops.decode_attention import decode_attention
+from triton_ops.extend_attention import extend_attention
+from triton_ops.gelu_and_mul import gelu_and_mul
+from triton_ops.gelu_fast import gelu_fast
+from triton_ops.gelu_new import gelu_new
+from triton_ops.layer_norm import add_layer_norm, layer_norm
+from triton_ops.moe import moe
+from triton_ops.norm_rotary_store import HeadNorm, Rotation, norm_rotary_store
+from triton_ops.rms_norm import add_rms_norm, rms_norm
+from triton_ops.silu_and_mul import silu_and_mul
+from triton_ops.soft_cap import soft_cap
+from triton_ops.topk_softmax import topk_softmax
+from triton_ops.wide_rms_norm import add_wide_rms_norm, wide_rms_norm
+
+HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
+SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """A call of `op`; `call` passes it impl="triton".
+
+    `few`: one of those that `make test` compiles. `wgmma`: on Hopper one of its kernels must use the tensor cores'
+    warpgroup instructions.
+    """
+
+    op: Callable[..., object]
+    name: str
+    call: Callable[[], object]
+    few: bool = False
+    wgmma: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.op.__name__}: {self.name}"
+
+
+def kernel_cases() -> Iterator[KernelCase]:
+    """All cases of the operations that have a kernel."""
+    for case in (*_extend_cases(), *_decode_cases(), *_elementwise_cases(), *_expert_cases()):
+        if "impl" in inspect.signature(case.op).parameters:
+            yield case
+
+
+# --- attention ---
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Requests of one length each, on a page table of their own."""
+
+    batch: int
+    prefix: int
+    extend: int
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 128
+    group: int = 4
+    options: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        words = [f"{self.batch} x ({self.prefix} + {self.extend})", SHORT_NAMES[self.dtype], f"d {self.head_dim}"]
+        return ", ".join([*words, f"group {self.group}", *self.options])
+
+    def pool(self) -> dict[str, Tensor]:
+        """`k_buffer`, `v_buffer` and `req_to_token`, with 8 KV heads."""
+        num_slots = self.batch * (self.prefix + self.extend) + 1
+        shape = (num_slots, 8, self.head_dim)
+        return {
+            "k_buffer": torch.empty(shape, dtype=self.dtype),
+            "v_buffer": torch.empty(shape, dtype=self.dtype),
+            "req_to_token": torch.arange(1, num_slots, dtype=torch.int32).view(self.batch, -1),
+        }
+
+    def keywords(self) -> dict[str, Any]:
+        """The options by their names, and what every call has."""
+        num_heads = 8 * self.group
+        values = {
+            "softcap": 30.0,
+            "sliding_window": 1000,
+            "sinks": torch.empty(num_heads, dtype=self.dtype),
+            "alibi_slopes": torch.empty(num_heads),
+        }
+        return {"scale": 0.1, "impl": "triton", **{name: values[name] for name in self.options}}
+
+
+def _shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionShape, bool]]:
+    """What one kernel is compiled for, and whether it is one of the few."""
+    shape = partial(AttentionShape, batch, prefix, extend)
+    for head_dim in HEAD_DIMS:
+        for dtype in SHORT_NAMES:
+            yield shape(dtype, head_dim), dtype == torch.bfloat16 and head_dim in (80, 128, 256)
+        for options in (("softcap", "sliding_window"), ("sinks", "sliding_window"), ("alibi_slopes",)):
+            yield shape(head_dim=head_dim, options=options), False
+    for group in (1, 2, 7, 8, 16):
+        yield shape(group=group), False
+    yield shape(head_dim=128, options=("softcap", "sliding_window", "sinks", "alibi_slopes")), True
+
+
+def _has_options(op: Callable[..., object], shape: AttentionShape) -> bool:
+    return set(shape.options) <= set(inspect.signature(op).parameters)
+
+
+def _extend_cases() -> Iterator[KernelCase]:
+    for batch, prefix, extend in ((4, 1024, 512), (2, 8192, 16), (4, 0, 512)):
+        for shape, few in _shapes(batch, prefix, extend):
+            if _has_options(extend_attention, shape):
+                wgmma = extend * shape.group >= 64 and shape.dtype != torch.float32
+                few = few and (extend == 512 or (shape.head_dim == 128 and not shape.options))
+                few = few and prefix > 0
+                yield KernelCase(extend_attention, str(shape), partial(_extend, shape), few, wgmma)
+
+
+def _extend(shape: AttentionShape) -> None:
+    """q, k and v are views of one packed projection, as a model has them."""
+    num_tokens = shape.batch * shape.extend
+    packed = torch.empty(num_tokens, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)
+    q, k, v = packed.split([8 * shape.group, 8, 8], dim=1)
+    requests = torch.arange(shape.batch, dtype=torch.int32)
+    extend_attention(
+        q,
+        k,
+        v,
+        **shape.pool(),
+        req_pool_indices=requests,
+        prefix_lens=torch.full_like(requests, shape.prefix),
+        extend_start_loc=requests * shape.extend,
+        extend_seq_lens=torch.full_like(requests, shape.extend),
+        **shape.keywords(),
+    )
+
+
+def _decode_cases() -> Iterator[KernelCase]:
+    for batch, length in ((64, 1024), (1, 8192)):
+        for shape, few in _shapes(batch, length - 1, 1):
+            if _has_options(decode_attention, shape):
+                few = few and (batch > 1 or (shape.head_dim == 128 and not shape.options))
+                yield KernelCase(decode_attention, str(shape), partial(_decode, shape), few)
+
+
+def _decode(shape: AttentionShape) -> None:
+    q = torch.empty(shape.batch, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)[:, : 8 * shape.group]
+    rows = torch.arange(shape.batch, dtype=torch.int32)
+    plan = AttentionPlan.flat(rows, torch.full_like(rows, shape.prefix + shape.extend))
+    decode_attention(q, **shape.pool(), plan=plan, **shape.keywords())
+
+
+# --- elementwise ---
+
+
+def _elementwise_cases() -> Iterator[KernelCase]:
+    for dtype in SHORT_NAMES:
+        # Hidden sizes of models: powers of two and not; one that is no multiple of 16; the largest.
+        for size in (4096,) if dtype == torch.float16 else (128, 2048, 4096, 5120, 7168, 100, 16384):
+            for num_tokens in (64, 4096):
+                few = dtype == torch.bfloat16 and (num_tokens, size) == (4096, 4096)
+                yield from _row_cases((num_tokens, size), dtype, few)
+        for head_dim in HEAD_DIMS:
+            yield from _head_cases((4096, 8, head_dim), dtype)
+
+
+def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterator[KernelCase]:
+    num_tokens, size = shape
+    empty = partial(torch.empty, dtype=dtype)
+
+    def case(op: Callable[..., object], make: Callable[[], tuple[Any, ...]], **keywords: Any) -> KernelCase:
+        words = [f"{num_tokens} x {size}", SHORT_NAMES[dtype], *(f"{name} {v}" for name, v in keywords.items())]
+        return KernelCase(op, ", ".join(words), lambda: op(*make(), **keywords, impl="triton"), few)
+
+    def row() -> tuple[Any, ...]:
+        return (empty(shape),)
+
+    def weighted() -> tuple[Any, ...]:
+        return empty(shape), empty(size)
+
+    def added() -> tuple[Any, ...]:
+        return empty(shape), empty(shape), empty(size)
+
+    def biased() -> tuple[Any, ...]:
+        return empty(shape), empty(size), empty(size)
+
+    def added_biased() -> tuple[Any, ...]:
+        return empty(shape), empty(shape), empty(size), empty(size)
+
+    def gate_up() -> tuple[Any, ...]:
+        return (empty(num_tokens, 2 * size),)
+
+    yield case(rms_norm, weighted, eps=1e-5)
+    yield case(add_rms_norm, added, eps=1e-5)
+    yield case(wide_rms_norm, weighted, eps=1e-5, offset=1.0)
+    yield case(add_wide_rms_norm, added, eps=1e-5, offset=0.0)
+    yield case(layer_norm, weighted, bias=None, eps=1e-5)
+    yield case(layer_norm, biased, eps=1e-5)
+    yield case(add_layer_norm, added_biased, eps=1e-5)
+    yield case(silu_and_mul, gate_up)
+    yield case(gelu_and_mul, gate_up, approximate="none")
+    yield case(gelu_and_mul, gate_up, approximate="tanh")
+    yield case(gelu_new, row)
+    yield case(gelu_fast, row)
+    yield case(soft_cap, row, cap=30.0)
+
+
+def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[KernelCase]:
+    """`shape` is k's and v's; q has 4 times their heads. All three are views of one packed projection."""
+    num_tokens, num_kv_heads, head_dim = shape
+    empty = partial(torch.empty, dtype=dtype)
+    norms = {
+        "no norm": None,
+        "norm": HeadNorm(empty(head_dim), empty(head_dim), 1e-6),
+        "wide norm": HeadNorm(empty(head_dim), empty(head_dim), 1e-6, offset=1.0),
+    }
+    positions = torch.arange(num_tokens, dtype=torch.int32)
+    rotations = {
+        "no rotation": None,
+        **{
+            f"rotary {size}{', interleaved' * interleaved}": Rotation(
+                torch.empty(num_tokens, size), positions, interleaved
+            )
+            for size in (head_dim, head_dim // 2)
+            for interleaved in (False, True)
+        },
+    }
+
+    def call(norm: HeadNorm | None, rotation: Rotation | None) -> None:
+        packed = empty(num_tokens, 6 * num_kv_heads, head_dim)
+        q, k, v = packed.split([4 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+        pool = empty(2, num_tokens + 1, num_kv_heads, head_dim)
+        norm_rotary_store(q, k, v, *pool, positions, norm=norm, rotation=rotation, impl="triton")
+
+    # The other dtypes take the same ways.
+    names = product(norms, rotations) if dtype == torch.bfloat16 else [("norm", f"rotary {head_dim}")]
+    for norm_words, rotation_words in names:
+        usual = (norm_words, rotation_words) in {
+            ("no norm", "rotary 128"),
+            ("norm", "rotary 128"),
+            ("wide norm", "rotary 128, interleaved"),
+            ("no norm", "rotary 40"),
+        }
+        yield KernelCase(
+            norm_rotary_store,
+            f"{num_tokens} tokens, d {head_dim}, {SHORT_NAMES[dtype]}, {norm_words}, {rotation_words}",
+            partial(call, norms[norm_words], rotations[rotation_words]),
+            few=usual and dtype == torch.bfloat16,
+        )
+
+
+# --- experts ---
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """`num_tokens` tokens that choose `top_k` of the experts each."""
+
+    num_tokens: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    inner_size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        sizes = f"{self.top_k} of {self.num_experts} experts, {self.hidden_size} x {self.inner_size}"
+        return f"{self.num_tokens} tokens, {sizes}, {SHORT_NAMES[self.dtype]}"
+
+    def moe(self) -> None:
+        empty = partial(torch.empty, dtype=self.dtype)
+        moe(
+            empty(self.num_tokens, self.hidden_size),
+            torch.empty(self.num_tokens, self.top_k),
+            torch.arange(self.top_k).repeat(self.num_tokens, 1),
+            empty(self.num_experts, 2 * self.inner_size, self.hidden_size),
+            empty(self.num_experts, self.hidden_size, self.inner_size),
+            impl="triton",
+        )
+
+    def topk_softmax(self, renormalize: bool) -> None:
+        logits = torch.empty(self.num_tokens, self.num_experts, dtype=self.dtype)
+        topk_softmax(logits, self.top_k, renormalize=renormalize, impl="triton")
+
+
+def _expert_cases() -> Iterator[KernelCase]:
+    """Mixtral's experts, Qwen3-MoE's, and some whose sizes are multiples of nothing."""
+    for dtype in SHORT_NAMES:
+        for sizes in ((8, 2, 4096, 14_336), (128, 8, 2048, 768), (5, 3, 40, 24)):
+            for num_tokens in (1, 64, 4096):
+                shape = ExpertShape(num_tokens, *sizes, dtype)
+                few = dtype == torch.bfloat16 and (num_tokens, sizes[0]) in ((4096, 8), (64, 128))
+                # A tile takes about as many rows as an expert has.
+                many_rows = num_tokens * shape.top_k >= 64 * shape.num_experts
+                wgmma = many_rows and dtype != torch.float32 and shape.hidden_size >= 64
+                yield KernelCase(moe, str(shape), shape.moe, few, wgmma)
+                for renormalize in (False, True):
+                    name = f"{shape}, renormalize {renormalize}"
+                    call = partial(shape.topk_softmax, renormalize)
+                    yield KernelCase(topk_softmax, name, call, few and renormalize)
