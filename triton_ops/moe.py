@@ -29,7 +29,7 @@ def moe(
     Experts without tokens cost nothing. On a GPU the reference waits for the device, to read how many tokens each
     has; the kernels do not.
     """
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return _launch(x, weights, experts, gate_up, down)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     top_k = experts.shape[1]

@@ -15,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> T
     `x` is `[..., size]` in any float dtype, `weight` `[size]` in the same. Normalised in float32, rounded to x's
     dtype, then multiplied by the weight: the order of transformers, which checkpoints were trained with.
     """
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return launch_rms_norm(x, None, weight, eps)[0]
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -26,7 +26,7 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm(x + residual)` and the sum, which is the next residual; both `[..., size]` in x's dtype."""
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return launch_rms_norm(x, residual, weight, eps)
     residual = x + residual
     return rms_norm(residual, weight, eps, impl="torch"), residual

@@ -16,7 +16,7 @@ def topk_softmax(logits: Tensor, top_k: int, *, renormalize: bool, impl: Impl = 
     `logits` is `[num_tokens, num_experts]` in any float dtype. Weights are the softmax over all experts, in
     float32; with `renormalize` they are divided by their sum, so that it is 1.
     """
-    if runs_triton(impl, logits):
+    if runs_triton(impl, logits.device):
         return _launch(logits, top_k, renormalize)
     weights, experts = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
     return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), experts

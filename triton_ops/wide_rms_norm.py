@@ -46,7 +46,7 @@ def norm_add_wide_rms_norm(
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`add_wide_rms_norm` of `wide_rms_norm(x, before)`: what Gemma does between attention and feed-forward."""
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return launch_rms_norm(x, residual, weight, eps, offset=offset, before=before)
     x = wide_rms_norm(x, before, eps, offset=offset, impl="torch")
     return add_wide_rms_norm(x, residual, weight, eps, offset=offset, impl="torch")
@@ -56,6 +56,6 @@ def wide_rms_norm_add(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float, impl: Impl = "auto"
 ) -> Tensor:
     """`wide_rms_norm(x) + residual`: what OLMo 2 does behind attention and feed-forward."""
-    if runs_triton(impl, x):
+    if runs_triton(impl, x.device):
         return launch_rms_norm(x, residual, None, eps, offset=offset, before=weight)[1]
     return wide_rms_norm(x, weight, eps, offset=offset, impl="torch") + residual
