@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from radixrt.engine import Engine
@@ -44,28 +45,39 @@ class Driver:
     """
 
     def __init__(self, engine: Engine, make_output: Callable[[Request], RequestOutput]) -> None:
-        self._engine = engine
+        self._open: Engine | None = engine  # None once it is closed
         self._make_output = make_output
-        self._lock = threading.Lock()
-        self._owner: int | None = None  # the thread that steps
+        # A thread that holds it may come here again: the garbage collector ends a forgotten stream anywhere.
+        self._lock = threading.RLock()
+        self._working = False  # whoever holds the lock is in the middle of something
         self._calls: dict[int, Call] = {}  # by the id of each request that has not ended
-        self._closed = False
 
     @property
     def has_work(self) -> bool:
         """Whether requests have not ended, or passes are in flight."""
-        self.check_open()
-        return self._has_work
+        return self._engine.has_work and not self._engine.is_cut
 
     @property
-    def _has_work(self) -> bool:
-        return self._engine.has_work and not self._engine.is_cut
+    def _engine(self) -> Engine:
+        return self.check_open()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock, the driver being open."""
+        with self._lock:
+            if self._working:
+                raise RadixrtError("a runtime is called in the middle of its own work, as by a signal's handler")
+            self.check_open()
+            self._working = True
+            try:
+                yield
+            finally:
+                self._working = False
 
     def submit(self, requests: Iterable[Request], call: Call | None = None) -> Call:
         """Queue requests as a call of their own, or as part of `call`."""
         requests = list(requests)
-        with self._lock:
-            self.check_open()
+        with self._alone():
             if call is None:
                 call = Call(())
             self._engine.submit_all(requests)
@@ -76,51 +88,47 @@ class Driver:
 
     def advance(self, call: Call) -> None:
         """Advance all requests by one pass, unless `call` has an output to take or nothing to wait for."""
-        with self._lock:
-            self.check_open()
+        with self._alone():
             if not call.ready and call.requests:
                 self._step()
 
     def look(self, look: Callable[[], T]) -> T:
         """What `look` returns while no pass is being booked."""
-        with self._lock:
+        with self._alone():
             return look()
 
     def step(self) -> None:
         """Advance all requests by one pass."""
-        with self._lock:
-            self.check_open()
+        with self._alone():
             self._step()
 
     def abort(self, request_id: int) -> bool:
         """End a request at the next step; from any thread. False if it has ended, or never was."""
         call = self._calls.get(request_id)
         request = None if call is None else call.requests.get(request_id)
-        if request is None:
+        engine = self._open
+        if request is None or engine is None:
             return False
-        self._engine.abort(request)
+        engine.abort(request)
         return True
 
     def abandon(self, call: Call) -> None:
         """End what is left of a call and run until it is gone, so that nothing of it stays behind."""
-        if self._owner == threading.get_ident():
-            # The garbage collector ends a forgotten stream in the middle of a step: the steps to come see to it.
-            for request in list(call.requests.values()):
-                self._engine.abort(request)
-            return
         with self._lock:
-            if self._closed:
+            if self._open is None:
                 return
             for request in list(call.requests.values()):
-                self._engine.abort(request)
-            # The last pass in flight too, unless others will step: nothing is left to do behind an answer.
-            while self._has_work and (call.requests or not self._calls):
-                self._step()
+                self._open.abort(request)
+            if self._working:  # a stream forgotten in the middle of a step, say: the steps to come see to it
+                return
+            with self._alone():
+                # The last pass in flight too, unless others will step: nothing is left to do behind an answer.
+                while self.has_work and (call.requests or not self._calls):
+                    self._step()
 
     def while_idle(self, action: Callable[[], None]) -> None:
         """Run everything to its end, then `action`, before anything else is let in."""
-        with self._lock:
-            self.check_open()
+        with self._alone():
             while self._engine.has_work:
                 self._step()
             action()
@@ -131,33 +139,31 @@ class Driver:
         Callers that wait get a RadixrtError, or outputs that end with "abort".
         """
         with self._lock:
-            if self._closed:
+            if self._open is None:
                 return
-            for call in list(self._calls.values()):
-                for request in call.requests.values():
-                    self._engine.abort(request)
-            while self._has_work:
-                self._step()
-            self._closed = True
-            del self._engine  # and with it the model and its memory
+            with self._alone():
+                for call in list(self._calls.values()):
+                    for request in call.requests.values():
+                        self._engine.abort(request)
+                while self.has_work:
+                    self._step()
+                self._open = None  # and with it go the model and its memory
 
-    def check_open(self) -> None:
-        """Raise RadixrtError if the driver is closed."""
-        if self._closed:
+    def check_open(self) -> Engine:
+        """The engine. Raises RadixrtError if the driver is closed."""
+        engine = self._open
+        if engine is None:
             raise RadixrtError("the runtime is closed")
+        return engine
 
     def _step(self) -> None:
-        self._owner = threading.get_ident()
-        try:
-            with uninterrupted():  # booking included: an output that is not delivered now never is
-                for request in self._engine.step():
-                    first = request.family[0]
-                    if first.id in self._calls and all(answer.finished for answer in first.family):
-                        call = self._calls.pop(first.id)
-                        del call.requests[first.id]
-                        call.ready.append(self._output(first))
-        finally:
-            self._owner = None
+        with uninterrupted():  # booking included: an output that is not delivered now never is
+            for request in self._engine.step():
+                first = request.family[0]
+                if first.id in self._calls and all(answer.finished for answer in first.family):
+                    call = self._calls.pop(first.id)
+                    del call.requests[first.id]
+                    call.ready.append(self._output(first))
 
     def _output(self, first: Request) -> RequestOutput:
         try:

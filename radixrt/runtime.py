@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -569,10 +569,13 @@ class Runtime:
 
     def _output(self, first: Request) -> RequestOutput:
         """The output of a request whose answers have all ended."""
+        answers = [self._answer(answer) for answer in first.family]
+        # Where it ended before its answers' first tokens were drawn, all have ended so.
+        answers += [replace(answers[0], index=index) for index in range(len(answers), first.params.n)]
         return RequestOutput(
             index=first.index,
             id=first.id,
-            outputs=tuple(self._answer(answer) for answer in first.family),
+            outputs=tuple(answers),
             usage=first.usage(),
             timings=first.timings(),
             prompt_token_ids=tuple(first.prompt_ids.tolist()),
