@@ -93,7 +93,7 @@ class Driver:
                 self._step()
 
     def look(self, look: Callable[[], T]) -> T:
-        """What `look` returns while no pass is being booked."""
+        """What `look` returns while no pass is being booked. Raises RadixrtError if the driver is closed."""
         with self._alone():
             return look()
 

@@ -435,11 +435,11 @@ class Runtime:
                 return " ".join(map(str, tokens.tolist()))
             return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
-        (console or Console()).print(view_tree(self._cache.tree, show, max_nodes=max_nodes))
+        view = self._driver.look(partial(view_tree, self._cache.tree, show, max_nodes=max_nodes))
+        (console or Console()).print(view)
 
     def flush_cache(self) -> int:
         """Forget all prefixes that no running request uses. Returns how many tokens were forgotten."""
-        self._driver.check_open()
         return self._driver.look(self._cache.flush)
 
     def update_weights(self, source: str | Path) -> None:
