@@ -84,6 +84,15 @@ def until(condition: Callable[[], bool]) -> None:
     pytest.fail("it never comes")
 
 
+async def tasks_until(condition: Callable[[], bool]) -> None:
+    """Wait for another task."""
+    for _ in range(PATIENCE * 50):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never comes")
+
+
 # -- asyncio -----------------------------------------------------------------------------------------------
 
 
@@ -107,10 +116,9 @@ def test_a_cancelled_task_ends_its_requests_alone(builtin: Runtime, kind: str) -
 
     async def everything() -> list[Any]:
         task = asyncio.create_task(to_be_cancelled())
-        while len(builtin._scheduler.running) < 1 + 3 * (kind == "generate, many") or (
-            kind.startswith("stream") and not chunks
-        ):
-            await asyncio.sleep(0.001)
+        running = 4 if kind == "generate, many" else 1
+        await tasks_until(lambda: len(builtin._scheduler.running) == running)
+        await tasks_until(lambda: bool(chunks) or kind.startswith("generate"))
         others = [asyncio.create_task(builtin.async_generate(question, GREEDY)) for question in questions]
         await asyncio.sleep(0)  # they are submitted
         assert len(builtin._driver._calls) > 3
@@ -119,12 +127,12 @@ def test_a_cancelled_task_ends_its_requests_alone(builtin: Runtime, kind: str) -
             await task
         del task
         outputs = await asyncio.gather(*others)
-        while not nothing_is_left(builtin):  # a stream that waited in the loop's body is closed by the event loop
-            gc.collect()
-            await asyncio.sleep(0.001)
+        gc.collect()
+        await tasks_until(lambda: nothing_is_left(builtin))  # the event loop closes a stream that was in the body
         return outputs
 
     (outputs,) = in_time(lambda: asyncio.run(everything()))
+    assert not isinstance(outputs, Exception), outputs
     assert [output.text for output in outputs] == expected
     assert nothing_is_left(builtin)
 
