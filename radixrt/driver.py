@@ -6,11 +6,12 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from radixrt.engine import Engine
-from radixrt.errors import RadixrtError
+from radixrt.errors import ParameterError, RadixrtError
 from radixrt.interrupt import uninterrupted
 from radixrt.output import RequestOutput
 from radixrt.schedule.request import Request
@@ -25,12 +26,18 @@ class Call:
 
     Attributes:
         requests: by id, those whose outputs have not come.
+        names: the caller's own ids, by the place of the prompt; those of prompts without one are numbers.
         ready: outputs that nobody has taken.
     """
 
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self.requests = {request.id: request for request in requests}
+    def __init__(self, names: Mapping[int, str] | None = None) -> None:
+        self.requests: dict[int, Request] = {}
+        self.names = names or {}
         self.ready: deque[RequestOutput] = deque()
+
+    def id_of(self, request: Request) -> int | str:
+        """What users know a request by."""
+        return self.names.get(request.index, request.id)
 
 
 class Driver:
@@ -51,6 +58,7 @@ class Driver:
         self._lock = threading.RLock()
         self._working = False  # whoever holds the lock is in the middle of something
         self._calls: dict[int, Call] = {}  # by the id of each request that has not ended
+        self._named: dict[str, Request] = {}  # those of them that have an id of the caller's
 
     @property
     def has_work(self) -> bool:
@@ -74,17 +82,18 @@ class Driver:
             finally:
                 self._working = False
 
-    def submit(self, requests: Iterable[Request], call: Call | None = None) -> Call:
-        """Queue requests as a call of their own, or as part of `call`."""
+    def submit(self, requests: Iterable[Request], call: Call) -> None:
+        """Queue requests as part of a call. Raises ParameterError if one of its names is taken."""
         requests = list(requests)
         with self._alone():
-            if call is None:
-                call = Call(())
+            named = {call.names[r.index]: r for r in requests if r.index in call.names}
+            for name in named.keys() & self._named.keys():
+                raise ParameterError(f"request id {name!r} is that of another request that has not ended")
             self._engine.submit_all(requests)
+            self._named |= named
             for request in requests:
                 call.requests[request.id] = request
                 self._calls[request.id] = call
-        return call
 
     def advance(self, call: Call) -> None:
         """Advance all requests by one pass, unless `call` has an output to take or nothing to wait for."""
@@ -102,10 +111,13 @@ class Driver:
         with self._alone():
             self._step()
 
-    def abort(self, request_id: int) -> bool:
+    def abort(self, request_id: int | str) -> bool:
         """End a request at the next step; from any thread. False if it has ended, or never was."""
-        call = self._calls.get(request_id)
-        request = None if call is None else call.requests.get(request_id)
+        if isinstance(request_id, str):
+            request = self._named.get(request_id)
+        else:
+            call = self._calls.get(request_id)
+            request = None if call is None else call.requests.get(request_id)
         engine = self._open
         if request is None or engine is None:
             return False
@@ -163,11 +175,14 @@ class Driver:
                 if first.id in self._calls and all(answer.finished for answer in first.family):
                     call = self._calls.pop(first.id)
                     del call.requests[first.id]
-                    call.ready.append(self._output(first))
+                    request_id = call.id_of(first)
+                    if isinstance(request_id, str):
+                        del self._named[request_id]
+                    call.ready.append(replace(self._output(first), id=request_id))
 
     def _output(self, first: Request) -> RequestOutput:
         try:
             return self._make_output(first)
         except Exception as error:  # one request's text must not cost the others theirs
             _log.exception("no output can be made of request %d", first.id)
-            return RequestOutput.refused(first.index, f"no output can be made: {error}", request_id=first.id)
+            return RequestOutput.refused(first.index, f"no output can be made: {error}")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, llama, write
 
-from radixrt import FinishReason, RadixrtError, Runtime
+from radixrt import FinishReason, ParameterError, RadixrtError, Runtime
 from radixrt import SamplingParams as Params
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -242,6 +242,64 @@ def test_an_abort_ends_all_answers_to_a_prompt(folder: Path, steps: int) -> None
     drawn = [len(answer.token_ids) for answer in aborted.outputs]
     assert max(drawn) < 40
     assert aborted.usage.completion_tokens == sum(drawn)
+
+
+def test_another_thread_aborts_by_the_callers_id(builtin: Runtime) -> None:
+    prompts, params = (
+        [FACTS, "Hugo", "Mira"],
+        [ENDLESS, replace(GREEDY, max_new_tokens=300), replace(ENDLESS, n=2)],
+    )
+    expected = builtin.generate(prompts[1], params[1]).token_ids
+    got: list[Any] = []
+
+    def generate() -> list[Any]:
+        return builtin.generate(prompts, params, request_ids=["a", "b", "c"])
+
+    thread = threading.Thread(target=lambda: got.extend(in_time(generate)), daemon=True)
+    thread.start()
+    until(lambda: builtin.abort("a"))
+    until(lambda: builtin.abort("c"))
+    thread.join(PATIENCE)
+    (outputs,) = got
+    assert [output.id for output in outputs] == ["a", "b", "c"]
+    assert [output.finish_reason for output in outputs] == [
+        FinishReason.ABORT,
+        FinishReason.LENGTH,
+        FinishReason.ABORT,
+    ]
+    assert outputs[1].token_ids == expected
+    assert outputs[0].to_dict()["meta_info"]["id"] == "a"
+    assert not any(builtin.abort(name) for name in "abc")
+    assert nothing_is_left(builtin)
+
+
+def test_ids_of_the_callers(builtin: Runtime) -> None:
+    stream = builtin.stream(FACTS, ENDLESS, request_id="a")
+    assert next(stream).request_id == "a"
+    short = Params(max_new_tokens=1)
+    with pytest.raises(ParameterError, match="request id 'a' is that of another request that has not ended"):
+        builtin.generate([FACTS, "Hugo"], short, request_ids=["b", "a"])
+    assert not builtin.abort("b")
+    assert builtin.abort("a")
+    *_, last = stream
+    assert (last.request_id, last.output.id, last.output.finish_reason) == ("a", "a", FinishReason.ABORT)
+    assert builtin.generate(FACTS, short, request_ids="a").id == "a"  # free again
+    outputs = builtin.generate(["Hugo", [-1]], short, request_ids=["1", "0"], on_error="return")
+    assert [output.id for output in outputs] == ["1", "0"]
+    assert {output.id for output in builtin.generate_iter(["Hugo"], short, request_ids=["x"])} == {"x"}
+    assert asyncio.run(builtin.async_generate("Hugo", short, request_ids="x")).id == "x"
+    assert isinstance(builtin.generate("Hugo", short).id, int)
+    assert nothing_is_left(builtin)
+    for prompts, ids, message in (
+        (["a", "b"], ["x", "x"], "request_ids holds 'x' twice"),
+        (["a", "b"], ["x"], "there are 1 request_ids for 2 prompts"),
+        (["a", "b"], "xy", "request ids are 'xy'; they must be strings, a list of them for a list"),
+        ("a", ["x"], r"request ids are \['x'\]"),
+        (["a"], [7], r"request ids are \[7\]"),
+        (["a"], 7, "request ids are 7"),
+    ):
+        with pytest.raises(ParameterError, match=message):
+            builtin.generate(prompts, short, request_ids=ids)
 
 
 # -- closed ------------------------------------------------------------------------------------------------
