@@ -85,7 +85,7 @@ class Driver:
     def submit(self, requests: Iterable[Request], call: Call) -> None:
         """Queue requests as part of a call. Raises ParameterError if one of its names is taken."""
         requests = list(requests)
-        with self._alone():
+        with self._alone(), uninterrupted():
             named = {call.names[r.index]: r for r in requests if r.index in call.names}
             for name in named.keys() & self._named.keys():
                 raise ParameterError(f"request id {name!r} is that of another request that has not ended")

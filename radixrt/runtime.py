@@ -288,8 +288,8 @@ class Runtime:
         """
         request = self._stream_request(prompt, sampling_params, tenant)
         call = Call(own_ids(request_id, 1, False))
-        self._driver.submit([request], call)
         try:
+            self._driver.submit([request], call)
             seen = 0
             while True:
                 self._driver.advance(call)
@@ -315,8 +315,8 @@ class Runtime:
         listed, many = listed_prompts(prompts)
         params, call = one_each(sampling_params, len(listed), many), Call(own_ids(request_ids, len(listed), many))
         outputs, requests = self._built(listed, params, call.names, tenant, on_error)
-        self._driver.submit(requests, call)
         try:
+            self._driver.submit(requests, call)
             while call.requests or call.ready:
                 await asyncio.to_thread(self._driver.advance, call)
                 while call.ready:
@@ -338,8 +338,8 @@ class Runtime:
         """`stream` for asyncio."""
         request = self._stream_request(prompt, sampling_params, tenant)
         call = Call(own_ids(request_id, 1, False))
-        self._driver.submit([request], call)
         try:
+            self._driver.submit([request], call)
             seen = 0
             while True:
                 await asyncio.to_thread(self._driver.advance, call)
@@ -546,8 +546,8 @@ class Runtime:
         """Run requests as one call; outputs come as they are complete."""
         bar = tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr)
         with bar:
-            self._driver.submit(requests, call)
             try:
+                self._driver.submit(requests, call)
                 tokens = 0
                 while call.requests or call.ready:
                     self._driver.advance(call)

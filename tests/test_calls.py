@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -214,6 +215,21 @@ def test_a_call_in_the_middle_of_a_step_is_refused(builtin: Runtime, monkeypatch
         (output,) = in_time(lambda: builtin.generate("Mira", replace(GREEDY, max_new_tokens=2)))
     assert len(errors) >= 2
     assert output.usage.completion_tokens == 2
+    assert nothing_is_left(builtin)
+
+
+@pytest.mark.parametrize("kind", ["generate", "stream"])
+def test_ctrl_c_while_requests_are_submitted(builtin: Runtime, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    engine = builtin._driver._engine
+    submit_all = engine.submit_all
+
+    def interrupted(requests: Any) -> None:
+        submit_all(requests)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(engine, "submit_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        builtin.generate("Hugo", ENDLESS) if kind == "generate" else next(builtin.stream("Hugo", ENDLESS))
     assert nothing_is_left(builtin)
 
 
