@@ -220,7 +220,7 @@ def test_a_call_in_the_middle_of_a_step_is_refused(builtin: Runtime, monkeypatch
 
 @pytest.mark.parametrize("kind", ["generate", "stream"])
 def test_ctrl_c_while_requests_are_submitted(builtin: Runtime, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    engine = builtin._driver._engine
+    engine, passes = builtin._driver._engine, builtin._cache.passes_launched
     submit_all = engine.submit_all
 
     def interrupted(requests: Any) -> None:
@@ -231,6 +231,7 @@ def test_ctrl_c_while_requests_are_submitted(builtin: Runtime, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         builtin.generate("Hugo", ENDLESS) if kind == "generate" else next(builtin.stream("Hugo", ENDLESS))
     assert nothing_is_left(builtin)
+    assert builtin._cache.passes_launched - passes < 3  # it was ended, and did not run to its end
 
 
 # -- aborted -----------------------------------------------------------------------------------------------
