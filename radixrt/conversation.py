@@ -109,18 +109,14 @@ class Conversation:
             PromptError, ParameterError, PassError: as `Runtime.generate`.
         """
         prompt = self._prompt(text)
-        output = self._runtime.generate(
-            prompt, self._params if sampling_params is None else read_params(sampling_params)
-        )
+        output = self._runtime.generate(prompt, self._of_turn(sampling_params))
         self._record(text, prompt, output)
         return output
 
     def stream(self, text: str, sampling_params: Params = None) -> Iterator[Chunk]:
         """`say`, in chunks as they come. The turn becomes a part of the conversation with the last one."""
         prompt = self._prompt(text)
-        for chunk in self._runtime.stream(
-            prompt, self._params if sampling_params is None else read_params(sampling_params)
-        ):
+        for chunk in self._runtime.stream(prompt, self._of_turn(sampling_params)):
             if chunk.output is not None:
                 self._record(text, prompt, chunk.output)
             yield chunk
@@ -162,12 +158,13 @@ class Conversation:
     def _record(self, text: str, prompt: list[int], output: RequestOutput) -> None:
         if output.finish_reason not in _RECORDED:
             return
-        self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": output.text}]
-        answer, self._unsaid = list(output.token_ids), ""
+        turn = [{"role": "user", "content": text}, {"role": "assistant", "content": output.text}]
+        answer, unsaid = list(output.token_ids), ""
         if not self._tokenizer.has_chat_template and output.finish_reason is FinishReason.STOP:
             kept, spelled = _tokens_of(output.text, answer, self._tokenizer)
-            answer, self._unsaid = answer[:kept], output.text[spelled:]
-        self._ids = prompt + answer
+            answer, unsaid = answer[:kept], output.text[spelled:]
+        # At once: Ctrl-C before this leaves the conversation as it was.
+        self._messages, self._ids, self._unsaid = self._messages + turn, prompt + answer, unsaid
 
 
 def _tokens_of(text: str, token_ids: list[int], tokenizer: Tokenizer) -> tuple[int, int]:

@@ -99,7 +99,7 @@ class RequestOutput:
 
     Attributes:
         index: place of the prompt in its call.
-        id: number of the request in its Runtime: what `Runtime.abort` takes.
+        id: what `Runtime.abort` takes: the caller's own, or the request's number in its Runtime.
         outputs: the n answers.
         usage: token counts.
         timings: seconds.
@@ -110,7 +110,7 @@ class RequestOutput:
     """
 
     index: int
-    id: int
+    id: int | str
     outputs: tuple[CompletionOutput, ...]
     usage: Usage
     timings: Timings
@@ -119,7 +119,7 @@ class RequestOutput:
     cause: BaseException | None = None
 
     @classmethod
-    def refused(cls, index: int, error: str, request_id: int = -1) -> RequestOutput:
+    def refused(cls, index: int, error: str, request_id: int | str = -1) -> RequestOutput:
         """The output of a prompt that could not be run: it has no tokens and no time, and mostly no id."""
         answer = CompletionOutput(0, "", (), FinishReason.ERROR, error=error)
         return cls(index, request_id, (answer,), Usage(0, 0, 0, 0), Timings(0.0, None, 0.0), ())
@@ -202,7 +202,7 @@ class StreamChunk:
     text: str
     token_ids: tuple[int, ...]
     output: RequestOutput | None = None
-    request_id: int = -1
+    request_id: int | str = -1
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,21 @@ def one_each(params: Params | Sequence[Params], count: int, many: bool) -> Seque
     return params
 
 
+def own_ids(request_ids: str | Sequence[str] | None, count: int, many: bool) -> dict[int, str]:
+    """The caller's ids of `count` prompts by their places; {} if there are none. Raises ParameterError."""
+    if request_ids is None:
+        return {}
+    ids = request_ids if many else [cast("str", request_ids)]
+    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(own, str) for own in ids):
+        raise ParameterError(f"request ids are {request_ids!r}; they must be strings, a list of them for a list")
+    if len(ids) != count:
+        raise ParameterError(f"there are {len(ids)} request_ids for {count} prompts; give one each")
+    if len(set(ids)) < count:
+        twice = next(own for own in ids if ids.count(own) > 1)
+        raise ParameterError(f"request_ids holds {twice!r} twice")
+    return dict(enumerate(ids))
+
+
 def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
     """One error that names every bad prompt of a list."""
     shown = [f"prompt {index} {error}" for index, error in itertools.islice(errors.items(), MAX_NAMED)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,7 @@ from radixrt.request_builder import (
     listed_prompts,
     named_together,
     one_each,
+    own_ids,
 )
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy
@@ -182,7 +183,7 @@ class Runtime:
         self._driver = Driver(
             Engine(self._scheduler, ModelRunner(decoder, self._rows, self._kv_pool, self.device)), self._output
         )
-        self._loose = Call(())  # requests that came through `submit`
+        self._loose = Call()  # requests that came through `submit`
 
     # -- prompts in, outputs out ---------------------------------------------------------------------------
 
@@ -193,6 +194,7 @@ class Runtime:
         sampling_params: Params = None,
         *,
         tenant: str | None = None,
+        request_ids: str | None = None,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> RequestOutput: ...
@@ -204,6 +206,7 @@ class Runtime:
         sampling_params: Params | Sequence[Params] = None,
         *,
         tenant: str | None = None,
+        request_ids: Sequence[str] | None = None,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> list[RequestOutput]: ...
@@ -214,6 +217,7 @@ class Runtime:
         sampling_params: Params | Sequence[Params] = None,
         *,
         tenant: str | None = None,
+        request_ids: str | Sequence[str] | None = None,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> RequestOutput | list[RequestOutput]:
@@ -228,6 +232,8 @@ class Runtime:
             sampling_params: one for all prompts, or one each: a SamplingParams or a dict in the spelling of SGLang
                 or vLLM; None is SamplingParams().
             tenant: prefixes are shared only between calls of one tenant.
+            request_ids: ids of your own for `abort`, one for one prompt, a list for a list. No two requests that
+                have not ended may have the same. None: numbers, which only outputs and chunks tell.
             on_error: "raise": one bad prompt, or one failed pass, raises. "return": it becomes that output's
                 error, and the others run.
             progress: show a bar on stderr.
@@ -237,12 +243,14 @@ class Runtime:
 
         Raises:
             PromptError: names every prompt that cannot be run; nothing has run then.
+            ParameterError: sampling_params or request_ids do not go with the prompts, or an id is taken.
             PassError: a pass failed, out of memory for instance. All other requests of the call are ended.
         """
         listed, many = listed_prompts(prompts)
         params = one_each(sampling_params, len(listed), many)
+        names = own_ids(request_ids, len(listed), many)
         outputs: dict[int, RequestOutput] = {}
-        for output in self._iterate(listed, params, tenant, on_error, progress):
+        for output in self._iterate(listed, params, names, tenant, on_error, progress):
             outputs[output.index] = output
         in_order = [outputs[index] for index in range(len(listed))]
         return in_order if many else in_order[0]
@@ -253,6 +261,7 @@ class Runtime:
         sampling_params: Params | Sequence[Params] = None,
         *,
         tenant: str | None = None,
+        request_ids: Sequence[str] | None = None,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
@@ -262,10 +271,16 @@ class Runtime:
         """
         listed, _ = listed_prompts(prompts)
         params = one_each(sampling_params, len(listed), True)
-        yield from self._iterate(listed, params, tenant, on_error, progress)
+        names = own_ids(request_ids, len(listed), True)
+        yield from self._iterate(listed, params, names, tenant, on_error, progress)
 
     def stream(
-        self, prompt: Prompt, sampling_params: Params = None, *, tenant: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: Params = None,
+        *,
+        tenant: str | None = None,
+        request_id: str | None = None,
     ) -> Iterator[StreamChunk]:
         """Answer one prompt piece by piece.
 
@@ -278,8 +293,9 @@ class Runtime:
             PassError: a pass failed.
         """
         request = self._stream_request(prompt, sampling_params, tenant)
-        call = self._driver.submit([request])
+        call = Call(own_ids(request_id, 1, False))
         try:
+            self._driver.submit([request], call)
             seen = 0
             while True:
                 self._driver.advance(call)
@@ -298,13 +314,15 @@ class Runtime:
         sampling_params: Params | Sequence[Params] = None,
         *,
         tenant: str | None = None,
+        request_ids: str | Sequence[str] | None = None,
         on_error: OnError = "raise",
     ) -> RequestOutput | list[RequestOutput]:
         """`generate` for asyncio. Calls that wait at the same time run together; a cancelled one ends."""
         listed, many = listed_prompts(prompts)
-        outputs, requests = self._built(listed, one_each(sampling_params, len(listed), many), tenant, on_error)
-        call = self._driver.submit(requests)
+        params, call = one_each(sampling_params, len(listed), many), Call(own_ids(request_ids, len(listed), many))
+        outputs, requests = self._built(listed, params, call.names, tenant, on_error)
         try:
+            self._driver.submit(requests, call)
             while call.requests or call.ready:
                 await asyncio.to_thread(self._driver.advance, call)
                 while call.ready:
@@ -316,12 +334,18 @@ class Runtime:
         return in_order if many else in_order[0]
 
     async def async_stream(
-        self, prompt: Prompt, sampling_params: Params = None, *, tenant: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: Params = None,
+        *,
+        tenant: str | None = None,
+        request_id: str | None = None,
     ) -> AsyncIterator[StreamChunk]:
         """`stream` for asyncio."""
         request = self._stream_request(prompt, sampling_params, tenant)
-        call = self._driver.submit([request])
+        call = Call(own_ids(request_id, 1, False))
         try:
+            self._driver.submit([request], call)
             seen = 0
             while True:
                 await asyncio.to_thread(self._driver.advance, call)
@@ -376,7 +400,7 @@ class Runtime:
         if errors:
             raise named_together(errors, len(prompts))
         scores: list[list[ScoreOutput]] = [[] for _ in prompts]
-        for output in sorted(self._drive(requests, "return", progress), key=lambda output: output.index):
+        for output in sorted(self._drive(requests, Call(), "return", progress), key=lambda output: output.index):
             owner = owners[output.index]
             if output.error is not None:
                 raise PassError(f"prompt {owner} cannot be scored: {output.error}") from output.cause
@@ -417,9 +441,14 @@ class Runtime:
         self._loose.ready.clear()
         return ready
 
-    def abort(self, request: Request | int) -> bool:
-        """End a request, given itself or its `id`, at the next step, from any thread. False if it has ended."""
-        return self._driver.abort(request.id if isinstance(request, Request) else int(request))
+    def abort(self, request: Request | int | str) -> bool:
+        """End a request, given itself or its id, at the next step, from any thread.
+
+        False if it has ended, or has not been submitted yet.
+        """
+        if isinstance(request, Request):
+            return self._driver.abort(request.id)
+        return self._driver.abort(request if isinstance(request, str) else int(request))
 
     @property
     def has_work(self) -> bool:
@@ -441,11 +470,11 @@ class Runtime:
                 return " ".join(map(str, tokens.tolist()))
             return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
-        (console or Console()).print(view_tree(self._cache.tree, show, max_nodes=max_nodes))
+        view = self._driver.look(partial(view_tree, self._cache.tree, show, max_nodes=max_nodes))
+        (console or Console()).print(view)
 
     def flush_cache(self) -> int:
         """Forget all prefixes that no running request uses. Returns how many tokens were forgotten."""
-        self._driver.check_open()
         return self._driver.look(self._cache.flush)
 
     def update_weights(self, source: str | Path) -> None:
@@ -484,7 +513,12 @@ class Runtime:
     # -- inside --------------------------------------------------------------------------------------------
 
     def _built(
-        self, prompts: Sequence[Prompt], params: Sequence[Params], tenant: str | None, on_error: OnError
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[Params],
+        names: Mapping[int, str],
+        tenant: str | None,
+        on_error: OnError,
     ) -> tuple[dict[int, RequestOutput], list[Request]]:
         """Outputs of prompts that cannot run (if errors are to be returned), and requests for the others."""
         if on_error not in ("raise", "return"):
@@ -493,27 +527,33 @@ class Runtime:
         errors = {i: one for i, one in enumerate(built) if not isinstance(one, Request)}
         if errors and on_error == "raise":
             raise named_together(errors, len(prompts))
-        refused = {index: RequestOutput.refused(index, f"the prompt {error}") for index, error in errors.items()}
+        refused = {
+            index: RequestOutput.refused(index, f"the prompt {error}", names.get(index, -1))
+            for index, error in errors.items()
+        }
         return refused, [one for one in built if isinstance(one, Request)]
 
     def _iterate(
         self,
         prompts: Sequence[Prompt],
         params: Sequence[Params],
+        names: Mapping[int, str],
         tenant: str | None,
         on_error: OnError,
         progress: bool,
     ) -> Iterator[RequestOutput]:
-        refused, requests = self._built(prompts, params, tenant, on_error)
+        refused, requests = self._built(prompts, params, names, tenant, on_error)
         yield from refused.values()
-        yield from self._drive(requests, on_error, progress)
+        yield from self._drive(requests, Call(names), on_error, progress)
 
-    def _drive(self, requests: list[Request], on_error: OnError, progress: bool) -> Iterator[RequestOutput]:
+    def _drive(
+        self, requests: list[Request], call: Call, on_error: OnError, progress: bool
+    ) -> Iterator[RequestOutput]:
         """Run requests as one call; outputs come as they are complete."""
         bar = tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr)
         with bar:
-            call = self._driver.submit(requests)
             try:
+                self._driver.submit(requests, call)
                 tokens = 0
                 while call.requests or call.ready:
                     self._driver.advance(call)
@@ -551,7 +591,7 @@ class Runtime:
             return None
         builder = request.text_stop
         assert isinstance(builder, TextBuilder)  # it streams
-        return StreamChunk(builder.delta(), ids, output, request.id)
+        return StreamChunk(builder.delta(), ids, output, call.id_of(request))
 
     def _joined(self, prompt: Prompt, continuation: Continuation) -> tuple[NDArray[np.int32], int]:
         """Token ids of a prompt with a continuation, and where the continuation begins. Raises PromptError."""
@@ -575,10 +615,13 @@ class Runtime:
 
     def _output(self, first: Request) -> RequestOutput:
         """The output of a request whose answers have all ended."""
+        answers = [self._answer(answer) for answer in first.family]
+        # Where it ended before its answers' first tokens were drawn, all have ended so.
+        answers += [replace(answers[0], index=index) for index in range(len(answers), first.params.n)]
         return RequestOutput(
             index=first.index,
             id=first.id,
-            outputs=tuple(self._answer(answer) for answer in first.family),
+            outputs=tuple(answers),
             usage=first.usage(),
             timings=first.timings(),
             prompt_token_ids=tuple(first.prompt_ids.tolist()),

@@ -3,12 +3,13 @@
 python scripts/demo.py
 """
 
+import os
 import sys
 from pathlib import Path
 
 from radixrt.demo import run_demo
 
-HERE = Path(__file__).resolve().parent.parent
+HERE = Path(os.path.relpath(Path(__file__).resolve().parent.parent))
 
 if __name__ == "__main__":
     sys.exit(run_demo(HERE / "examples" / "questions.jsonl", HERE / "out" / "answers.jsonl"))

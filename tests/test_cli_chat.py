@@ -132,9 +132,9 @@ def test_ctrl_c_ends_the_answer_and_the_turn_is_forgotten(
 
     def stream(prompt: Any, params: Any) -> Iterator[StreamChunk]:
         for chunk in real(runtime, prompt, params):
+            yield chunk
             if next(interrupts, False):
                 signal.raise_signal(signal.SIGINT)
-            yield chunk
 
     monkeypatch.setattr(runtime, "stream", stream)
     out, err = typed("Tarek counts?", "Mira likes?")
@@ -143,6 +143,33 @@ def test_ctrl_c_ends_the_answer_and_the_turn_is_forgotten(
         "[stopped; this turn is forgotten]",
         "Oslo",
         "[17 of 23 prompt tokens cached; 2 generated]",
+    ]
+    assert err == ""
+    assert not runtime.has_work
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_ends_a_long_prompt_between_its_passes(
+    runtime: Runtime, typed: Typist, monkeypatch: pytest.MonkeyPatch, presses: int
+) -> None:
+    runner = runtime._driver._engine.runner
+    launch, launched = runner.launch, []
+
+    def interrupted(batch: Any) -> Any:
+        launched.append(batch)
+        if len(launched) == 2:
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+        return launch(batch)
+
+    monkeypatch.setattr(runner, "launch", interrupted)
+    monkeypatch.setattr(runtime._scheduler, "chunked_prefill_size", 2)
+    out, err = typed("Tarek counts?", "Mira likes?")
+    assert out[2:] == [
+        "",
+        "[stopped; this turn is forgotten]",
+        "Oslo",
+        "[2 of 23 prompt tokens cached; 2 generated]",
     ]
     assert err == ""
     assert not runtime.has_work

@@ -13,7 +13,7 @@ HOME = Path(__file__).resolve().parent.parent
 
 def test_demo() -> None:
     result = subprocess.run(
-        [sys.executable, str(HOME / "scripts" / "demo.py")], capture_output=True, text=True, timeout=300
+        [sys.executable, str(HOME / "scripts" / "demo.py")], cwd=HOME, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stdout + result.stderr
     questions = (HOME / "examples" / "questions.jsonl").read_text().splitlines()
@@ -31,6 +31,13 @@ def test_demo() -> None:
     assert found
     assert float(found[1]) >= float(found[2]) - 1
     assert f"{len(questions)}/{len(questions)}" in result.stderr  # the bar
+    shown = re.search(r"```\n(answering .*?)```", (HOME / "README.md").read_text("utf-8"), flags=re.DOTALL)
+    assert shown
+    assert _without_time(result.stdout) == _without_time(shown[1])
+
+
+def _without_time(printed: str) -> str:
+    return re.sub(r"(?m)^time .*$", "time", printed)
 
 
 def test_a_model_that_guesses_fails_the_demo(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -405,10 +405,21 @@ def test_closed_is_closed(folder: Path) -> None:
     runtime = small_runtime(folder)
     runtime.close()
     runtime.close()
-    with pytest.raises(RadixrtError, match="closed"):
-        runtime.generate([5])
-    with pytest.raises(RadixrtError, match="closed"):
-        runtime.cache_stats()
+    calls: list[Callable[[], Any]] = [
+        lambda: runtime.generate([5]),
+        lambda: runtime.score([[5]], [[6]]),
+        lambda: runtime.prepare([5]),
+        runtime.step,
+        lambda: runtime.has_work,
+        runtime.cache_stats,
+        runtime.print_tree,
+        runtime.flush_cache,
+        lambda: runtime.update_weights(folder),
+    ]
+    for call in calls:
+        with pytest.raises(RadixrtError, match="the runtime is closed"):
+            call()
+    assert not runtime.abort(0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from radixrt.cli.options import (
     sampling_params,
 )
 from radixrt.errors import ParameterError, PromptError, RadixrtError, SchedulerError
-from radixrt.interrupt import first_interrupt
 from radixrt.output import FinishReason, RequestOutput
 
 if TYPE_CHECKING:
@@ -46,13 +45,13 @@ examples:
 
 Each line is a turn; the answer streams, and a line behind it says how much of the prompt was found in the cache:
 all turns before it, as a rule. /help lists the commands; put a blank before a / that is none. Ctrl-C ends the
-answer, which is then forgotten with its turn; Ctrl-D ends the chat.
+answer after the current pass, and it is forgotten with its turn; Ctrl-D ends the chat.
 
 A base model, which has no chat template, goes on with plain text: what is said stands where the answer before
 ended, and --turn says what is written around it.
 
 exit status: 0 all turns were answered; 1 or 2 a turn failed in a pass, or could not be run (that of the last one
-counts); 2 the options or the model cannot be used; 130 stopped by Ctrl-C twice.
+counts); 2 the options or the model cannot be used; 130 stopped by Ctrl-C outside an answer, on no terminal.
 """
 
 
@@ -155,12 +154,11 @@ class _Chat:
     def _say(self, text: str) -> int:
         """Stream the answer, then say how much was found in the cache. Returns FAILED if it has failed."""
         output = None
-        with first_interrupt() as interrupted:
+        # Ctrl-C is raised between two passes, those of a long prompt too; leaving the stream ends its request.
+        with contextlib.suppress(KeyboardInterrupt):
             for chunk in self._talk.stream(text):
-                print(chunk.text, end="", flush=True)
                 output = chunk.output
-                if interrupted.is_set():
-                    break
+                print(chunk.text, end="", flush=True)
         print()
         if output is None:
             _note("stopped; this turn is forgotten")
