@@ -17,6 +17,9 @@ from simulation import Sizes, Violation, Walk, World
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Insertion, Match, Namespace, Node, RadixTree
+from radixrt.driver import Driver
+from radixrt.engine import Engine
+from radixrt.output import FinishReason
 from radixrt.schedule import scheduler as scheduling
 from radixrt.schedule.request import Request, RequestState
 from radixrt.schedule.scheduler import Scheduler
@@ -261,6 +264,69 @@ def insert_returns_no_duplicates(patch: pytest.MonkeyPatch) -> None:
         return replace(insert(self, node, tokens, slots), canonical=np.zeros(0, np.int32))
 
     patch.setattr(RadixTree, "insert", silent)
+
+
+@mutant("6:", "7:")
+def ignore_the_weights_version(patch: pytest.MonkeyPatch) -> None:
+    match, node_at = RadixTree.match, RadixTree.node_at
+
+    def stale(self: RadixTree, namespace: Namespace, tokens: np.ndarray, limit: int | None = None) -> Match:
+        return match(self, replace(namespace, weights_version=0), tokens, limit)
+
+    def at(self: RadixTree, namespace: Namespace, found: Match) -> Node:
+        return node_at(self, replace(namespace, weights_version=0), found)
+
+    patch.setattr(RadixTree, "match", stale)
+    patch.setattr(RadixTree, "node_at", at)
+
+
+@mutant("6:", "7:", "12:")
+def take_other_weights_while_requests_run(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Driver, "while_idle", lambda self, action: action())
+
+
+@mutant("2:", "5:", "7:")
+def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
+    admit = Scheduler._admit
+
+    def shared(self: Scheduler, request: Request, lease: Lease) -> None:
+        if request.parent is not None and request.parent.lease is not None:
+            lease.row = request.parent.lease.row
+        admit(self, request, lease)
+
+    patch.setattr(Scheduler, "_admit", shared)
+
+
+@mutant("8:")
+def abort_one_answer_and_not_the_others(patch: pytest.MonkeyPatch) -> None:
+    def alone(self: Engine, request: Request) -> None:
+        self.scheduler.abort(request)
+
+    patch.setattr(Engine, "abort", alone)
+
+
+@mutant("8:")
+def abort_an_answer_and_keep_what_it_holds(patch: pytest.MonkeyPatch) -> None:
+    end, let_go = Scheduler._end, Scheduler._let_go
+
+    def forgetful(self: Scheduler, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        keeps = reason is FinishReason.ABORT and request.parent is not None
+        patch.setattr(Scheduler, "_let_go", (lambda *_: None) if keeps else let_go)
+        end(self, request, reason, error)
+        patch.setattr(Scheduler, "_let_go", let_go)
+
+    patch.setattr(Scheduler, "_end", forgetful)
+
+
+@mutant("12:")
+def draw_all_answers_as_the_same_sample(patch: pytest.MonkeyPatch) -> None:
+    fork = Request.fork
+    patch.setattr(Request, "fork", lambda self, sample_index: fork(self, 1))
+
+
+@mutant("13:")
+def find_in_the_cache_what_is_to_be_scored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Request, "match_limit", property(lambda self: self.num_known - 1))
 
 
 def walk_until_it_breaks(seeds: int, actions: int) -> str:
