@@ -125,9 +125,10 @@ class SimulatedPass:
 class SimulatedRunner:
     """Runs passes in order, each when the test says so, at the latest when it is collected."""
 
-    def __init__(self, rows: ReqToTokenPool, num_slots: int, prefill_budget: int) -> None:
+    def __init__(self, rows: ReqToTokenPool, num_slots: int, prefill_budget: int, max_samples: int) -> None:
         self.host_rows = rows
         self.prefill_budget = prefill_budget
+        self.max_samples = max_samples
         self.req_to_token = np.zeros_like(rows.req_to_token)
         self.kv = np.full(num_slots, POISON, dtype=np.uint64)
         self.last_token = np.zeros(rows.max_requests, dtype=np.int32)
@@ -150,6 +151,8 @@ class SimulatedRunner:
             if start < request.extend_end
         ]
         self._require("10: a pass keeps to its prefill budget", sum(extended) <= self.prefill_budget)
+        samples = int(batch.num_samples.sum())
+        self._require("10: a pass keeps to its limit of samples", samples <= self.max_samples, samples)
         if self.fail_launch:
             self.fail_launch = False
             raise SimulatedFailure("launch")
@@ -260,6 +263,7 @@ class Sizes:
     num_rows: int = 5
     context_len: int = 40
     max_running: int = 4
+    max_samples: int = 6
     chunk: int = 6
     policy: SchedulePolicy = SchedulePolicy.LPM
     enabled: bool = True
@@ -295,9 +299,13 @@ class World:
         self.slots = SlotAllocator(s.num_slots)
         self.cache = PrefixCache(self.rows, self.slots, enabled=s.enabled, force_miss=s.force_miss)
         self.scheduler = Scheduler(
-            self.cache, max_running_requests=s.max_running, chunked_prefill_size=s.chunk, policy=s.policy
+            self.cache,
+            max_running_requests=s.max_running,
+            chunked_prefill_size=s.chunk,
+            policy=s.policy,
+            max_samples_per_pass=max(s.max_samples, s.max_running),
         )
-        self.runner = SimulatedRunner(self.rows, s.num_slots, s.chunk)
+        self.runner = SimulatedRunner(self.rows, s.num_slots, s.chunk, self.scheduler.max_samples_per_pass)
         self.engine = Engine(self.scheduler, self.runner)
         self.requests: list[Request] = []
         self.events: Counter[str] = Counter()
@@ -457,6 +465,7 @@ class World:
         answers = [c for r in list(self.requests) for c in r.children if id(c) not in known]
         self.requests += answers
         self.weights.update((id(answer), self.weights[id(answer.parent)]) for answer in answers)
+        self.events["first token drawn apart"] += sum(not answer.num_output for answer in answers)
         for request in waiting:
             if request.lease is not None:
                 self.skipped[id(request)] += self._skips.get(id(request), 0)
@@ -802,4 +811,5 @@ def random_sizes(seed: int) -> Sizes:
         policy=r.choice(list(SchedulePolicy)),
         enabled=r.random() > 0.08,
         force_miss=r.random() < 0.08,
+        max_samples=r.choice([0, 4, 8]),
     )

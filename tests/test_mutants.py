@@ -266,7 +266,7 @@ def never_overdue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("radixrt.schedule.policy.is_overdue", lambda request: False)
 
 
-@mutant("3:", "6:", "4:", "5:")
+@mutant("3:", "6:", "4:", "5:", "unlocking")
 def split_forgets_the_lock(patch: pytest.MonkeyPatch) -> None:
     split = RadixTree._split
 
@@ -338,6 +338,11 @@ def abort_an_answer_and_keep_what_it_holds(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Scheduler, "_let_go", let_go)
 
     patch.setattr(Scheduler, "_end", forgetful)
+
+
+@mutant("10:")
+def sample_all_first_tokens_in_one_pass(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_limit_samples", lambda self, pieces: pieces)
 
 
 @mutant("12:")

@@ -31,6 +31,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.batch import ScheduleBatch
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request, RequestState
+from radixrt.schedule.scheduler import Scheduler
 from radixrt.workloads import best_hit_rate
 
 EVENTS: Counter[str] = Counter()
@@ -50,16 +51,20 @@ class EngineMachine(RuleBasedStateMachine):
         slots=st.sampled_from([40, 48, 64, 120]),
         rows=st.integers(2, 6),
         running=st.integers(1, 5),
+        samples=st.sampled_from([0, 4, 8]),
         chunk=st.sampled_from([1, 3, 7, 32]),
         policy=st.sampled_from(list(SchedulePolicy)),
         cache=st.sampled_from(["on", "on", "on", "on", "off", "force_miss"]),
     )
-    def build(self, slots: int, rows: int, running: int, chunk: int, policy: SchedulePolicy, cache: str) -> None:
+    def build(
+        self, slots: int, rows: int, running: int, samples: int, chunk: int, policy: SchedulePolicy, cache: str
+    ) -> None:
         self.world = World(
             Sizes(
                 num_slots=slots,
                 num_rows=rows,
                 max_running=running,
+                max_samples=samples,
                 chunk=chunk,
                 policy=policy,
                 enabled=cache != "off",
@@ -228,7 +233,7 @@ def test_state_machine_long() -> None:
     assert EVENTS["steps"] >= 20_000
     for event in ("retraction", "eviction", "split", "remap", "abort in flight", "n answers", "scored prompt"):
         assert EVENTS[event] >= 200, (event, EVENTS)
-    for event in ("fork of a running request", "weights update"):
+    for event in ("fork of a running request", "weights update", "first token drawn apart"):
         assert EVENTS[event] >= 200, (event, EVENTS)
     assert EVENTS["abort of a running answer"] >= 50, EVENTS
 
@@ -324,6 +329,28 @@ def test_a_tight_pool_retracts_and_loses_nothing() -> None:
     world.drain()
     assert world.scheduler.num_retractions > 0
     assert all(r.finish_reason is FinishReason.LENGTH and r.num_output == 20 for r in world.requests)
+
+
+def test_first_tokens_that_a_pass_has_no_room_for_are_drawn_apart() -> None:
+    world = World(Sizes(num_slots=200, num_rows=12, max_running=4, max_samples=6, chunk=64))
+    requests = [world.submit([i, 1, 2], 3, n=n) for i, n in enumerate([5, 1, 4])]
+    world.step()
+    # Each of the three draws one, and the first comer has the three that are left.
+    assert [f.batch.num_samples.tolist() for f in world.runner.in_flight] == [[4, 1, 1]]
+    world.drain()
+    for request in requests:
+        assert [r.sample_index for r in request.family] == list(range(request.params.n))
+        assert [r.output_ids().tolist() for r in request.family] == [
+            continuation(Namespace(), request.prompt_ids, 3, frozenset(), k) for k in range(request.params.n)
+        ]
+    # Those drawn apart compute the last prompt token once more.
+    assert [r.usage().recomputed_tokens for r in requests] == [1, 0, 3]
+
+
+def test_each_request_that_runs_can_be_sampled() -> None:
+    cache = World().cache
+    with pytest.raises(ValueError, match="max_samples_per_pass is 7; it must be at least max_running_requests, 8"):
+        Scheduler(cache, max_running_requests=8, chunked_prefill_size=8, max_samples_per_pass=7)
 
 
 def test_force_miss_computes_everything_on_the_same_path() -> None:
