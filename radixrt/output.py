@@ -28,7 +28,8 @@ class Usage:
         cached_tokens: prompt tokens whose KV was found in the cache when the request was first admitted.
         computed_tokens: the other prompt tokens. A request that ended before it was admitted found none.
         completion_tokens: generated tokens, the token that stopped it included; those of all n answers.
-        recomputed_tokens: tokens computed again after a retraction, prompt or generated; counted apart.
+        recomputed_tokens: tokens computed again, prompt or generated: after a retraction, or the last prompt token
+            for an answer whose first token had no room in the pass of the others. Counted apart.
     """
 
     prompt_tokens: int

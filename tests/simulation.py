@@ -1,8 +1,9 @@
 """A world without torch: the real engine, scheduler, cache and pools around a model that is a hash.
 
-The KV of a slot is a hash of everything read before it through the request's row, and the next token depends on
-all that is read, so that one wrong slot anywhere changes what comes out. Passes run at a moment that the test
-chooses between launch and collection. `World.check` recomputes every invariant from scratch.
+The KV of a slot is a hash of the weights and of everything read before it through the request's row, and the next
+token depends on all that is read, so that one wrong or stale slot anywhere changes what comes out. Passes run at
+a moment that the test chooses between launch and collection. `World.check` recomputes every invariant from
+scratch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Namespace, Node
+from radixrt.driver import Driver
 from radixrt.engine import Engine
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
@@ -59,8 +61,8 @@ def _mix(value: int) -> int:
     return value ^ (value >> 32)
 
 
-def _start(namespace: Namespace) -> int:
-    return _mix(sum(map(ord, repr(namespace))) + 1)
+def _start(namespace: Namespace, weights: int) -> int:
+    return _mix(sum(map(ord, repr(namespace))) + 1 + weights * 0x10001)
 
 
 def _read(read: int, kv: int) -> int:
@@ -72,9 +74,9 @@ def _kv(read: int, token: int) -> int:
     return _mix(read + 0x1000003 * (token + 1) & MASK)
 
 
-def histories(namespace: Namespace, tokens: Sequence[int]) -> list[int]:
+def histories(namespace: Namespace, tokens: Sequence[int], weights: int = 0) -> list[int]:
     """The KV of each token, given all tokens before it."""
-    read, out = _start(namespace), []
+    read, out = _start(namespace, weights), []
     for token in tokens:
         out.append(_kv(read, int(token)))
         read = _read(read, out[-1])
@@ -86,11 +88,16 @@ def _draw(read: int, sample_index: int) -> int:
 
 
 def continuation(
-    namespace: Namespace, prompt: Sequence[int], count: int, stop_ids: frozenset[int], sample_index: int = 0
+    namespace: Namespace,
+    prompt: Sequence[int],
+    count: int,
+    stop_ids: frozenset[int],
+    sample_index: int = 0,
+    weights: int = 0,
 ) -> list[int]:
     """What the model says after a prompt when nothing goes wrong."""
-    tokens, read = list(map(int, prompt)), _start(namespace)
-    for kv in histories(namespace, tokens):
+    tokens, read = list(map(int, prompt)), _start(namespace, weights)
+    for kv in histories(namespace, tokens, weights):
         read = _read(read, kv)
     out: list[int] = []
     while len(out) < count:
@@ -118,9 +125,10 @@ class SimulatedPass:
 class SimulatedRunner:
     """Runs passes in order, each when the test says so, at the latest when it is collected."""
 
-    def __init__(self, rows: ReqToTokenPool, num_slots: int, prefill_budget: int) -> None:
+    def __init__(self, rows: ReqToTokenPool, num_slots: int, prefill_budget: int, max_samples: int) -> None:
         self.host_rows = rows
         self.prefill_budget = prefill_budget
+        self.max_samples = max_samples
         self.req_to_token = np.zeros_like(rows.req_to_token)
         self.kv = np.full(num_slots, POISON, dtype=np.uint64)
         self.last_token = np.zeros(rows.max_requests, dtype=np.int32)
@@ -130,6 +138,7 @@ class SimulatedRunner:
         self.fail_run = False
         self.poison_next = False
         self.pad_slot = 0
+        self.weights = 0  # those that passes run with
         self.violation: Violation | None = None  # kept for `World.check`: the engine takes it for a failed pass
         self.tokens_launched: Counter[int] = Counter()
 
@@ -142,6 +151,8 @@ class SimulatedRunner:
             if start < request.extend_end
         ]
         self._require("10: a pass keeps to its prefill budget", sum(extended) <= self.prefill_budget)
+        samples = int(batch.num_samples.sum())
+        self._require("10: a pass keeps to its limit of samples", samples <= self.max_samples, samples)
         if self.fail_launch:
             self.fail_launch = False
             raise SimulatedFailure("launch")
@@ -188,7 +199,7 @@ class SimulatedRunner:
         for i, request in enumerate(batch.requests):
             start, end = int(batch.prefix_lens[i]), int(batch.seq_lens[i])
             row = int(batch.req_pool_indices[i])
-            read = _start(request.namespace)
+            read = _start(request.namespace, self.weights)
             history = []
             for position in range(end):
                 slot = int(self.req_to_token[row, position])
@@ -205,7 +216,7 @@ class SimulatedRunner:
             if i in flight.poisoned:
                 finite[i] = False
             elif not self._tainted(flight, i):
-                expected = histories(request.namespace, known)
+                expected = histories(request.namespace, known, self.weights)
                 got = history[: len(known)]
                 self._require(
                     "7: what is read is the KV of the own history", got == expected, (request.index, start, end)
@@ -252,10 +263,27 @@ class Sizes:
     num_rows: int = 5
     context_len: int = 40
     max_running: int = 4
+    max_samples: int = 6
     chunk: int = 6
     policy: SchedulePolicy = SchedulePolicy.LPM
     enabled: bool = True
     force_miss: bool = False
+
+
+class CheckedEngine:
+    """A world as a driver sees it: everything is checked after each step."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    @property
+    def has_work(self) -> bool:
+        return self.world.engine.has_work
+
+    def step(self) -> list[Request]:
+        ended = self.world.step()
+        self.world.check()
+        return ended
 
 
 @dataclass
@@ -271,16 +299,26 @@ class World:
         self.slots = SlotAllocator(s.num_slots)
         self.cache = PrefixCache(self.rows, self.slots, enabled=s.enabled, force_miss=s.force_miss)
         self.scheduler = Scheduler(
-            self.cache, max_running_requests=s.max_running, chunked_prefill_size=s.chunk, policy=s.policy
+            self.cache,
+            max_running_requests=s.max_running,
+            chunked_prefill_size=s.chunk,
+            policy=s.policy,
+            max_samples_per_pass=max(s.max_samples, s.max_running),
         )
-        self.runner = SimulatedRunner(self.rows, s.num_slots, s.chunk)
+        self.runner = SimulatedRunner(self.rows, s.num_slots, s.chunk, self.scheduler.max_samples_per_pass)
         self.engine = Engine(self.scheduler, self.runner)
         self.requests: list[Request] = []
         self.events: Counter[str] = Counter()
         self.first_match: dict[int, int] = {}
         self.overtaken: Counter[int] = Counter()
         self.skipped: Counter[int] = Counter()  # tokens that another request computed while this one waited again
+        self._skips: dict[int, int] = {}  # the same, of requests that may yet be refused slots
         self.fail_alloc = False
+        self.weights_version = 0  # of the namespaces that new requests get
+        self.computed_with = {0: 0}  # the weights that prefixes of each version were computed with
+        self.weights: dict[int, int] = {}  # the weights that each request was submitted to
+        self.prepared: list[Request] = []
+        self._aborted: list[Request] = []  # since the last step
         self._observe()
 
     def _observe(self) -> None:
@@ -308,7 +346,7 @@ class World:
                 self._check_computed_once(namespace, tokens, limit, lease)
                 request = next(r for r in self.scheduler.waiting if tokens.base is r._tokens)
                 if request.cached_tokens is not None:  # back from a retraction, others may have gone further
-                    self.skipped[id(request)] += max(0, lease.matched - request.launched_ever)
+                    self._skips[id(request)] = max(0, lease.matched - request.launched_ever)
             return lease
 
         def watched_evict(count: int) -> np.ndarray:
@@ -332,7 +370,10 @@ class World:
 
     # what can happen
 
-    def submit(
+    def namespace(self, tenant: str | None = None) -> Namespace:
+        return Namespace(weights_version=self.weights_version, tenant=tenant)
+
+    def request(
         self,
         prompt: Sequence[int],
         max_new_tokens: int = 4,
@@ -342,7 +383,8 @@ class World:
         n: int = 1,
         scored_from: int | None = None,
     ) -> Request:
-        request = Request(
+        """A request that nobody has submitted."""
+        return Request(
             index=len(self.requests),
             prompt_ids=np.array(prompt, dtype=np.int32),
             params=SamplingParams(
@@ -354,24 +396,79 @@ class World:
             max_new_tokens=min(max_new_tokens, self.sizes.context_len - len(prompt)),
             seed=0,
             stop_ids=stop_ids,
-            namespace=namespace or Namespace(),
+            namespace=namespace or self.namespace(),
         )
-        if self.scheduler.refusal(request) is not None:
-            self.events["refusal"] += 1
-            return request
-        self.engine.submit(request)
-        self.requests.append(request)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int = 4,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        namespace: Namespace | None = None,
+        n: int = 1,
+        scored_from: int | None = None,
+    ) -> Request:
+        request = self.request(
+            prompt, max_new_tokens, stop_ids=stop_ids, namespace=namespace, n=n, scored_from=scored_from
+        )
+        self.submit_all([request])
         return request
+
+    def submit_all(self, requests: Sequence[Request]) -> None:
+        """Queue, as known together, those of the requests that can run."""
+        able = [request for request in requests if self.scheduler.refusal(request) is None]
+        self.events["refusal"] += len(requests) - len(able)
+        self.engine.submit_all(able)
+        for request in able:
+            self.requests.append(request)
+            self.weights[id(request)] = self.runner.weights
+            self.events["n answers"] += request.params.n > 1
+            self.events["scored prompt"] += request.params.prompt_logprobs is not None
+
+    def fork(self, request: Request, tails: Sequence[Sequence[int]], max_new_tokens: int, n: int = 1) -> None:
+        """Branch a request's history, however far it has come: its tokens so far, with each tail, all at once."""
+        history = request.tokens().tolist()
+        self.events["fork"] += 1
+        self.events["fork of a running request"] += not request.finished
+        namespace = self.namespace(request.namespace.tenant)
+        self.submit_all(
+            [self.request([*history, *tail], max_new_tokens, namespace=namespace, n=n) for tail in tails]
+        )
+
+    def update_weights(self, *, bump: bool = True, flush: bool = True) -> None:
+        """Take other weights once all has run to its end. The new version and the flush do it each alone."""
+
+        def swap() -> None:
+            self.runner.weights += 1
+            self.weights_version += bump
+            if flush:
+                self.cache.flush()
+                self.computed_with = dict.fromkeys(range(self.weights_version + 1), self.runner.weights)
+            else:
+                self.computed_with[self.weights_version] = self.runner.weights
+                self.prepared.clear()  # of a version whose prefixes are stale
+
+        self.events["weights update"] += 1
+        Driver(CheckedEngine(self), lambda request: None).while_idle(swap)
 
     def step(self) -> list[Request]:
         launched, flying = self.cache.passes_launched, len(self.engine._in_flight)
         had_work = self.engine.has_work
+        self._skips.clear()
         oldest = self.scheduler.waiting[0] if self.scheduler.waiting else None
         waiting = list(self.scheduler.waiting)
+        aborted, self._aborted = self._aborted, []
         ended = self.engine.step()
+        require("8: an abort ends all answers", all(a.finished for r in aborted for a in r.family))
         known = {id(r) for r in self.requests}
-        self.requests += [c for r in list(self.requests) for c in r.children if id(c) not in known]
+        answers = [c for r in list(self.requests) for c in r.children if id(c) not in known]
+        self.requests += answers
+        self.weights.update((id(answer), self.weights[id(answer.parent)]) for answer in answers)
+        self.events["first token drawn apart"] += sum(not answer.num_output for answer in answers)
         for request in waiting:
+            if request.lease is not None:
+                self.skipped[id(request)] += self._skips.get(id(request), 0)
             if request.lease is not None and request.cached_tokens is not None:
                 self.first_match.setdefault(id(request), request.lease.matched)
         if oldest is not None and oldest.state is RequestState.WAITING:
@@ -387,6 +484,7 @@ class World:
         if any(request in f.batch.requests for f in self.runner.in_flight) and not request.finished:
             self.events["abort in flight"] += 1
         self.engine.abort(request)
+        self._aborted.append(request)
 
     def retract(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
@@ -457,7 +555,8 @@ class World:
             locked += len(node.tokens) if crossing[id(node)] else 0
             if node.parent is not None:
                 tokens = np.concatenate([n.tokens for n in path])
-                expected = histories(node.namespace, tokens)[-len(node.tokens) :]
+                weights = self.computed_with.get(node.namespace.weights_version, 0)
+                expected = histories(node.namespace, tokens, weights)[-len(node.tokens) :]
                 held = [int(kv) for kv in self.runner.kv[node.slots]]
                 require("6: what is in the tree is the KV of its path", held == expected)
         known = {id(node) for node, _ in nodes}
@@ -550,6 +649,7 @@ class World:
                 request.max_new_tokens,
                 request.stop_ids,
                 request.sample_index,
+                self.weights[id(request)],
             )
             name = "12: output does not depend on caching, chunking, retraction or batching"
             require(name, out == full[: len(out)], (request.index, out, full))
@@ -656,18 +756,26 @@ class Walk:
         action = r.random()
         if action < 0.28:
             stop_ids = frozenset([r.randrange(VOCAB)]) if r.random() < 0.4 else frozenset()
-            tenant = r.choice([None, None, None, "other"])
+            namespace = world.namespace(r.choice([None, None, None, "other"]))
             prompt = self.prompt()
             for _ in range(r.choice([1, 1, 1, 3])):
                 world.submit(
                     prompt,
                     r.randint(0, 12) or r.randint(0, 1),
                     stop_ids=stop_ids,
-                    namespace=Namespace(tenant=tenant),
+                    namespace=namespace,
                     scored_from=r.choice([None, None, None, 0, len(prompt) // 2, len(prompt) - 1]),
                 )
         elif action < 0.30:
             world.submit(self.prompt(), r.randint(1, 8), n=r.randint(2, 5))
+        elif action < 0.32:
+            forked = [q for q in world.requests[-12:] if q.num_known < 28]
+            if forked:
+                tails = [[t] * r.randint(1, 3) for t in r.sample(range(VOCAB), r.randint(2, 3))]
+                world.fork(r.choice(forked), tails, r.randint(1, 8), n=r.choice([1, 1, 3]))
+        elif action < 0.325:
+            bump = r.random() < 0.7
+            world.update_weights(bump=bump, flush=not bump or r.random() < 0.5)
         elif action < 0.40:
             if world.runner.queue:
                 world.runner.run_next()
@@ -684,9 +792,11 @@ class Walk:
             if r.random() < 0.03 * self.faults:
                 world.fail_alloc = True
             fault = r.random() / self.faults
-            world.runner.fail_launch |= fault < 0.01
-            world.runner.fail_run |= 0.01 <= fault < 0.02
-            world.runner.poison_next |= 0.02 <= fault < 0.04
+            # What a failed launch loses matters to requests that are not in its pass: those that sit it out.
+            sits_out = sum(q.is_extending for q in world.scheduler.running) > 1
+            world.runner.fail_launch |= fault < (0.03 if sits_out else 0.01)
+            world.runner.fail_run |= 0.03 <= fault < 0.04
+            world.runner.poison_next |= 0.04 <= fault < 0.06
             world.step()
         world.check()
 
@@ -701,4 +811,5 @@ def random_sizes(seed: int) -> Sizes:
         policy=r.choice(list(SchedulePolicy)),
         enabled=r.random() > 0.08,
         force_miss=r.random() < 0.08,
+        max_samples=r.choice([0, 4, 8]),
     )

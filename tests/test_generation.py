@@ -79,6 +79,7 @@ def test_n_draws_differ_by_their_sample_index_alone(folder: Path) -> None:
         again = one.generate([[9, 9], PROMPT], [GREEDY, params])[1]
         assert [answer.token_ids for answer in again.outputs] == first
         assert [answer.token_ids for answer in other.generate(PROMPT, params).outputs] == first
+        assert other.cache_stats().recomputed_tokens > 0  # two first tokens a pass: the others' are drawn apart
         single = one.generate(PROMPT, Params(max_new_tokens=8, ignore_eos=True, seed=3))
     assert single.token_ids == first[0]
 

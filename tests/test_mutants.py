@@ -17,15 +17,24 @@ from simulation import Sizes, Violation, Walk, World
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Insertion, Match, Namespace, Node, RadixTree
+from radixrt.driver import Driver
+from radixrt.engine import Engine
+from radixrt.output import FinishReason
 from radixrt.schedule import scheduler as scheduling
+from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request, RequestState
 from radixrt.schedule.scheduler import Scheduler
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
-# A tight pool, chunks, several rows: everything happens here. With forced misses every prompt is remapped.
+# A tight pool, chunks, several rows: everything happens here. With forced misses every prompt is remapped. First
+# come, first served lets a prompt that is scored compute what the tree has, before those that match more of it.
 SIZES = Sizes(num_slots=48, num_rows=6, max_running=4, chunk=5)
-ALL_SIZES = [SIZES, replace(SIZES, force_miss=True, num_slots=64)]
+ALL_SIZES = [
+    SIZES,
+    replace(SIZES, force_miss=True, num_slots=64),
+    replace(SIZES, policy=SchedulePolicy.FCFS, chunk=16, num_slots=64),
+]
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,22 @@ def release_followers_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "is_awaited", lambda *_: False)
 
 
+@mutant("followers wait")
+def look_for_leaders_at_the_match_alone(patch: pytest.MonkeyPatch) -> None:
+    """A leader that stands before the match, where others published what comes between, is not seen."""
+    is_awaited = PrefixCache.is_awaited
+
+    def near(self: PrefixCache, match: Match, tokens: np.ndarray, limit: int) -> bool:
+        everywhere = self._frontiers
+        nearest = match.node if match.node is None or match.at_boundary else match.node.parent
+        self._frontiers = {at: leases for at, leases in everywhere.items() if at[0] is nearest}
+        awaited = is_awaited(self, match, tokens, limit)
+        self._frontiers = everywhere
+        return awaited
+
+    patch.setattr(PrefixCache, "is_awaited", near)
+
+
 @mutant("6:")
 def commit_what_is_only_launched(patch: pytest.MonkeyPatch) -> None:
     let_go = Scheduler._let_go
@@ -241,7 +266,7 @@ def never_overdue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("radixrt.schedule.policy.is_overdue", lambda request: False)
 
 
-@mutant("3:", "6:", "4:", "5:")
+@mutant("3:", "6:", "4:", "5:", "unlocking")
 def split_forgets_the_lock(patch: pytest.MonkeyPatch) -> None:
     split = RadixTree._split
 
@@ -263,10 +288,78 @@ def insert_returns_no_duplicates(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "insert", silent)
 
 
+@mutant("6:", "7:")
+def ignore_the_weights_version(patch: pytest.MonkeyPatch) -> None:
+    match, node_at = RadixTree.match, RadixTree.node_at
+
+    def stale(self: RadixTree, namespace: Namespace, tokens: np.ndarray, limit: int | None = None) -> Match:
+        return match(self, replace(namespace, weights_version=0), tokens, limit)
+
+    def at(self: RadixTree, namespace: Namespace, found: Match) -> Node:
+        return node_at(self, replace(namespace, weights_version=0), found)
+
+    patch.setattr(RadixTree, "match", stale)
+    patch.setattr(RadixTree, "node_at", at)
+
+
+@mutant("6:", "7:", "12:")
+def take_other_weights_while_requests_run(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Driver, "while_idle", lambda self, action: action())
+
+
+@mutant("2:", "5:", "7:")
+def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
+    admit = Scheduler._admit
+
+    def shared(self: Scheduler, request: Request, lease: Lease) -> None:
+        if request.parent is not None and request.parent.lease is not None:
+            lease.row = request.parent.lease.row
+        admit(self, request, lease)
+
+    patch.setattr(Scheduler, "_admit", shared)
+
+
+@mutant("8:")
+def abort_one_answer_and_not_the_others(patch: pytest.MonkeyPatch) -> None:
+    def alone(self: Engine, request: Request) -> None:
+        self.scheduler.abort(request)
+
+    patch.setattr(Engine, "abort", alone)
+
+
+@mutant("8:")
+def abort_an_answer_and_keep_what_it_holds(patch: pytest.MonkeyPatch) -> None:
+    end, let_go = Scheduler._end, Scheduler._let_go
+
+    def forgetful(self: Scheduler, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        keeps = reason is FinishReason.ABORT and request.parent is not None
+        patch.setattr(Scheduler, "_let_go", (lambda *_: None) if keeps else let_go)
+        end(self, request, reason, error)
+        patch.setattr(Scheduler, "_let_go", let_go)
+
+    patch.setattr(Scheduler, "_end", forgetful)
+
+
+@mutant("10:")
+def sample_all_first_tokens_in_one_pass(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_limit_samples", lambda self, pieces: pieces)
+
+
+@mutant("12:")
+def draw_all_answers_as_the_same_sample(patch: pytest.MonkeyPatch) -> None:
+    fork = Request.fork
+    patch.setattr(Request, "fork", lambda self, sample_index: fork(self, 1))
+
+
+@mutant("13:")
+def find_in_the_cache_what_is_to_be_scored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Request, "match_limit", property(lambda self: self.num_known - 1))
+
+
 def walk_until_it_breaks(seeds: int, actions: int) -> str:
     """The first violation of the walks, or of the code's own checks; "" if there is none."""
     for seed in range(seeds):
-        world = World(ALL_SIZES[seed % 2])
+        world = World(ALL_SIZES[seed % len(ALL_SIZES)])
         walk = Walk(world, seed, faults=4)
         try:
             for _ in range(actions):
@@ -287,7 +380,7 @@ def quiet() -> None:
 @pytest.mark.parametrize("fault", MUTANTS, ids=lambda m: m.name)
 def test_the_fault_is_found(fault: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.apply(monkeypatch)
-    found = walk_until_it_breaks(seeds=24, actions=120)
+    found = walk_until_it_breaks(seeds=36, actions=120)
     assert found, "no invariant saw the fault"
     assert found.startswith(fault.breaks), found
 

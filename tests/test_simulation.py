@@ -31,15 +31,17 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.batch import ScheduleBatch
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request, RequestState
+from radixrt.schedule.scheduler import Scheduler
 from radixrt.workloads import best_hit_rate
 
 EVENTS: Counter[str] = Counter()
 
 tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)
+answers = st.sampled_from([1, 1, 1, 2, 4])
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Submits, steps, aborts, retracts, flushes and breaks things, in any order."""
+    """Submits, forks, steps, aborts, retracts, flushes, changes weights and breaks things, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,16 +51,20 @@ class EngineMachine(RuleBasedStateMachine):
         slots=st.sampled_from([40, 48, 64, 120]),
         rows=st.integers(2, 6),
         running=st.integers(1, 5),
+        samples=st.sampled_from([0, 4, 8]),
         chunk=st.sampled_from([1, 3, 7, 32]),
         policy=st.sampled_from(list(SchedulePolicy)),
         cache=st.sampled_from(["on", "on", "on", "on", "off", "force_miss"]),
     )
-    def build(self, slots: int, rows: int, running: int, chunk: int, policy: SchedulePolicy, cache: str) -> None:
+    def build(
+        self, slots: int, rows: int, running: int, samples: int, chunk: int, policy: SchedulePolicy, cache: str
+    ) -> None:
         self.world = World(
             Sizes(
                 num_slots=slots,
                 num_rows=rows,
                 max_running=running,
+                max_samples=samples,
                 chunk=chunk,
                 policy=policy,
                 enabled=cache != "off",
@@ -66,34 +72,73 @@ class EngineMachine(RuleBasedStateMachine):
             )
         )
 
-    def submit(self, prompt: list[int], new: int, stop: bool, tenant: str | None) -> None:
+    def submit(self, prompt: list[int], new: int, stop: bool, tenant: str | None, n: int = 1) -> None:
         stop_ids = frozenset([0]) if stop else frozenset()
-        self.world.submit(prompt, new, stop_ids=stop_ids, namespace=Namespace(tenant=tenant))
+        self.world.submit(prompt, new, stop_ids=stop_ids, namespace=self.world.namespace(tenant), n=n)
 
-    @rule(prompt=tokens, new=st.integers(1, 12), stop=st.booleans(), tenant=st.sampled_from([None, None, "other"]))
-    def submit_fresh(self, prompt: list[int], new: int, stop: bool, tenant: str | None) -> None:
-        self.submit(prompt, new, stop, tenant)
+    def earlier(self, data: st.DataObject) -> Request:
+        return data.draw(st.sampled_from(self.world.requests[-8:]))
+
+    @rule(
+        prompt=tokens,
+        new=st.integers(1, 12),
+        stop=st.booleans(),
+        tenant=st.sampled_from([None, None, "other"]),
+        n=answers,
+    )
+    def submit_fresh(self, prompt: list[int], new: int, stop: bool, tenant: str | None, n: int) -> None:
+        self.submit(prompt, new, stop, tenant, n)
 
     @precondition(lambda self: self.world.requests)
-    @rule(data=st.data(), tail=tokens, new=st.integers(1, 12), stop=st.booleans())
-    def submit_sharing_a_prefix(self, data: st.DataObject, tail: list[int], new: int, stop: bool) -> None:
-        earlier = data.draw(st.sampled_from(self.world.requests[-8:]))
+    @rule(data=st.data(), tail=tokens, new=st.integers(1, 12), stop=st.booleans(), n=answers)
+    def submit_sharing_a_prefix(self, data: st.DataObject, tail: list[int], new: int, stop: bool, n: int) -> None:
+        earlier = self.earlier(data)
         known = earlier.tokens().tolist()
         cut = data.draw(st.integers(1, len(known)))
-        self.submit((known[:cut] + tail)[:24], new, stop, earlier.namespace.tenant)
+        self.submit((known[:cut] + tail)[:24], new, stop, earlier.namespace.tenant, n)
 
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data(), copies=st.integers(1, 3), new=st.integers(1, 12))
     def submit_duplicates(self, data: st.DataObject, copies: int, new: int) -> None:
-        earlier = data.draw(st.sampled_from(self.world.requests[-8:]))
+        earlier = self.earlier(data)
         for _ in range(copies):
             self.submit(earlier.prompt_ids.tolist(), new, False, earlier.namespace.tenant)
 
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data())
     def submit_to_another_namespace(self, data: st.DataObject) -> None:
-        earlier = data.draw(st.sampled_from(self.world.requests[-8:]))
-        self.submit(earlier.tokens().tolist()[:24], 3, False, "third")
+        self.submit(self.earlier(data).tokens().tolist()[:24], 3, False, "third")
+
+    @precondition(lambda self: self.world.requests)
+    @rule(data=st.data(), tail=st.lists(st.integers(0, VOCAB - 1), max_size=4), new=st.integers(0, 6))
+    def submit_to_be_scored(self, data: st.DataObject, tail: list[int], new: int) -> None:
+        earlier = self.earlier(data)
+        prompt = (earlier.tokens().tolist() + tail)[:24]
+        start = data.draw(st.integers(0, len(prompt) - 1))
+        namespace = self.world.namespace(earlier.namespace.tenant)
+        self.world.submit(prompt, new, namespace=namespace, n=2 if new > 4 else 1, scored_from=start)
+
+    @precondition(lambda self: any(r.num_known < 32 for r in self.world.requests[-8:]))
+    @rule(data=st.data(), branches=st.integers(2, 4), length=st.integers(1, 3), new=st.integers(1, 8), n=answers)
+    def fork(self, data: st.DataObject, branches: int, length: int, new: int, n: int) -> None:
+        one = data.draw(st.sampled_from([r for r in self.world.requests[-8:] if r.num_known < 32]))
+        self.world.fork(one, [[first] * length for first in range(branches)], new, n)
+
+    @rule(prompt=tokens, new=st.integers(1, 6))
+    def prepare(self, prompt: list[int], new: int) -> None:
+        self.world.prepared.append(self.world.request(prompt, new))
+
+    @precondition(lambda self: self.world.prepared)
+    @rule()
+    def submit_what_was_prepared(self) -> None:
+        self.world.submit_all(self.world.prepared)
+        self.world.prepared.clear()
+
+    # Each drains the world: were it to come often, nothing would ever pile up.
+    @precondition(lambda self: Counter(self.world.weights.values())[self.world.runner.weights] >= 6)
+    @rule(how=st.sampled_from(["both", "both", "bump", "flush"]))
+    def update_weights(self, how: str) -> None:
+        self.world.update_weights(bump=how != "flush", flush=how != "bump")
 
     @rule(times=st.integers(1, 4))
     def step(self, times: int) -> None:
@@ -112,6 +157,16 @@ class EngineMachine(RuleBasedStateMachine):
         alive = [r for r in self.world.requests if not r.finished]
         flying = [r for r in alive if any(r in f.batch.requests for f in self.world.runner.in_flight)]
         self.world.abort(data.draw(st.sampled_from(flying or alive)))
+
+    @precondition(lambda self: any(r.params.n > 1 and not r.finished for r in self.world.requests))
+    @rule(data=st.data(), steps=st.integers(0, 5))
+    def abort_one_of_several_answers(self, data: st.DataObject, steps: int) -> None:
+        alive = [r for r in self.world.requests if r.params.n > 1 and not r.finished]
+        family = data.draw(st.sampled_from(alive)).family[0]
+        self.step(steps)  # until some of the answers run
+        self.world.events["abort of a running answer"] += any(r.parent and r.lease for r in family.family)
+        self.world.abort(data.draw(st.sampled_from(family.family)))
+        self.step(1)
 
     @precondition(lambda self: self.world.scheduler.running)
     @rule(data=st.data())
@@ -176,8 +231,11 @@ def test_state_machine_long() -> None:
     run_machine(examples=700, steps=60)
     print(dict(EVENTS))
     assert EVENTS["steps"] >= 20_000
-    for event in ("retraction", "eviction", "split", "remap", "abort in flight"):
+    for event in ("retraction", "eviction", "split", "remap", "abort in flight", "n answers", "scored prompt"):
         assert EVENTS[event] >= 200, (event, EVENTS)
+    for event in ("fork of a running request", "weights update", "first token drawn apart"):
+        assert EVENTS[event] >= 200, (event, EVENTS)
+    assert EVENTS["abort of a running answer"] >= 50, EVENTS
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -271,6 +329,28 @@ def test_a_tight_pool_retracts_and_loses_nothing() -> None:
     world.drain()
     assert world.scheduler.num_retractions > 0
     assert all(r.finish_reason is FinishReason.LENGTH and r.num_output == 20 for r in world.requests)
+
+
+def test_first_tokens_that_a_pass_has_no_room_for_are_drawn_apart() -> None:
+    world = World(Sizes(num_slots=200, num_rows=12, max_running=4, max_samples=6, chunk=64))
+    requests = [world.submit([i, 1, 2], 3, n=n) for i, n in enumerate([5, 1, 4])]
+    world.step()
+    # Each of the three draws one, and the first comer has the three that are left.
+    assert [f.batch.num_samples.tolist() for f in world.runner.in_flight] == [[4, 1, 1]]
+    world.drain()
+    for request in requests:
+        assert [r.sample_index for r in request.family] == list(range(request.params.n))
+        assert [r.output_ids().tolist() for r in request.family] == [
+            continuation(Namespace(), request.prompt_ids, 3, frozenset(), k) for k in range(request.params.n)
+        ]
+    # Those drawn apart compute the last prompt token once more.
+    assert [r.usage().recomputed_tokens for r in requests] == [1, 0, 3]
+
+
+def test_each_request_that_runs_can_be_sampled() -> None:
+    cache = World().cache
+    with pytest.raises(ValueError, match="max_samples_per_pass is 7; it must be at least max_running_requests, 8"):
+        Scheduler(cache, max_running_requests=8, chunked_prefill_size=8, max_samples_per_pass=7)
 
 
 def test_force_miss_computes_everything_on_the_same_path() -> None:
@@ -402,8 +482,7 @@ def test_known_together_queue_depth_first() -> None:
         )
         for i in range(20)
     ]
-    world.engine.submit_all(requests)
-    world.requests += requests
+    world.submit_all(requests)
     world.drain()
     cached = sum(r.usage().cached_tokens for r in requests)
     assert cached / sum(r.prompt_len for r in requests) == best_hit_rate([r.prompt_ids for r in requests])

@@ -63,7 +63,7 @@ class CacheStats:
     Attributes:
         prompt_tokens: tokens of all prompts that were admitted, each request once.
         cached_tokens: those of them that were found in the tree.
-        recomputed_tokens: tokens computed again after a retraction.
+        recomputed_tokens: tokens computed again, after a retraction or for one of several answers.
         evicted_tokens: tokens removed from the tree.
         capacity: slots of the pool, without the reserved one.
         free, evictable, locked, private, pending: slots by state; they add up to the capacity.

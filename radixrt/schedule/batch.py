@@ -30,7 +30,7 @@ class ScheduleBatch:
             only the device knows yet.
         out_cache_loc: `[T]` slot of each new token.
         num_samples: `[B]`, tokens sampled after the request's last new token: none, one, or the first of each of
-            its n answers. They are S in all.
+            its n answers, as many of them as the pass has rows of logits for. They are S in all.
         scored: `[P]`, new tokens after which the log-probability of the prompt's next token is wanted.
         scored_targets: `[P]`, that next token.
         num_scored: `[B]`, how many of the P belong to each request, in order.

@@ -74,7 +74,7 @@ class Request:
 
     state: RequestState = RequestState.WAITING
     arrival: int = -1  # its place in the order of submission; its other answers have the same
-    children: tuple[Request, ...] = ()  # the requests for the other answers, once the first tokens are drawn
+    children: tuple[Request, ...] = ()  # the requests for the other answers, once its first token is drawn
     lease: Lease | None = None
     extend_end: int = 0  # tokens to extend over before it decodes: those known when it was admitted
     launched: int = 0
@@ -134,7 +134,7 @@ class Request:
 
     @property
     def num_answers(self) -> int:
-        """Answers whose first tokens are drawn when its prompt has been computed."""
+        """Answers whose first tokens can be drawn when its prompt has been computed."""
         return 1 if self.parent is not None or self.num_output else self.params.n
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,6 +48,12 @@ class Scheduler:
         max_running_requests: requests that run at once.
         chunked_prefill_size: tokens of prompts that one pass computes at most; longer ones take several passes.
         policy: order of admission.
+        max_samples_per_pass: tokens that one pass samples at most, each from a row of logits of its own; at least
+            max_running_requests, since every request that runs may sample one. None is twice that: as many again
+            for the first tokens of n answers. Answers beyond it compute the prompt's last token once more.
+
+    Raises:
+        ValueError: max_samples_per_pass is less than max_running_requests.
     """
 
     def __init__(
@@ -57,11 +63,20 @@ class Scheduler:
         max_running_requests: int,
         chunked_prefill_size: int,
         policy: SchedulePolicy = SchedulePolicy.LPM,
+        max_samples_per_pass: int | None = None,
     ) -> None:
+        if max_samples_per_pass is None:
+            max_samples_per_pass = 2 * max_running_requests
+        if max_samples_per_pass < max_running_requests:
+            raise ValueError(
+                f"max_samples_per_pass is {max_samples_per_pass}; it must be at least max_running_requests, "
+                f"{max_running_requests}"
+            )
         self.cache = cache
         self.max_running_requests = max_running_requests
         self.chunked_prefill_size = chunked_prefill_size
         self.policy = policy
+        self.max_samples_per_pass = max_samples_per_pass
         self.waiting: list[Request] = []  # in order of arrival
         self.running: list[Request] = []  # in order of admission
         self.num_retractions = 0
@@ -215,7 +230,18 @@ class Scheduler:
         if not pieces:
             return None
         self._estimate.pass_scheduled()
-        return self._batch(pieces)
+        return self._batch(self._limit_samples(pieces))
+
+    def _limit_samples(self, pieces: list[_Piece]) -> list[_Piece]:
+        """Leave to later passes the first tokens of answers for which this one has no rows of logits."""
+        left = self.max_samples_per_pass - sum(piece.num_samples > 0 for piece in pieces)  # each samples one
+        limited = []
+        for piece in pieces:
+            if piece.num_samples > 1:
+                piece = replace(piece, num_samples=1 + min(piece.num_samples - 1, left))
+                left -= piece.num_samples - 1
+            limited.append(piece)
+        return limited
 
     def _decodes(self) -> list[_Piece]:
         def ready() -> list[Request]:
@@ -373,17 +399,18 @@ class Scheduler:
         self.running.append(request)
 
     def _book_samples(self, request: Request, result: PassResult, first: int, count: int) -> list[Request]:
-        """Book `count` samples of a request: one, or the first of each of its answers. Returns who ended."""
-        if count > 1:
-            request.children = tuple(request.fork(k) for k in range(1, count))
+        """Book `count` samples of a request: one, or the first ones of its answers. Returns who ended."""
+        forked = tuple(request.fork(k) for k in range(1, request.num_answers))
+        if forked:
+            request.children = forked
+        for child in forked:
+            bisect.insort(self.waiting, child, key=lambda r: r.arrival)
         ended = []
-        for sample, one in enumerate([request, *request.children] if count > 1 else [request], start=first):
+        for sample, one in enumerate((request, *forked)[:count], start=first):
             token_id, num_top = int(result.token_ids[sample]), one.params.logprobs
             if result.logprobs is not None and num_top is not None:
                 one.logprobs.append(_logprob(result.logprobs, sample, token_id, num_top))
             reason = self._book_token(one, token_id)
-            if one is not request:
-                bisect.insort(self.waiting, one, key=lambda r: r.arrival)
             if reason is not None:
                 self._end(one, reason)
                 ended.append(one)
