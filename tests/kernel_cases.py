@@ -93,7 +93,7 @@ class AttentionShape:
         values = {
             "softcap": 30.0,
             "sliding_window": 1000,
-            "sinks": torch.empty(num_heads, dtype=self.dtype),
+            "sinks": torch.empty(num_heads),
             "alibi_slopes": torch.empty(num_heads),
         }
         return {"scale": 0.1, "impl": "triton", **{name: values[name] for name in self.options}}
@@ -156,7 +156,9 @@ def _decode_cases() -> Iterator[KernelCase]:
 def _decode(shape: AttentionShape) -> None:
     q = torch.empty(shape.batch, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)[:, : 8 * shape.group]
     rows = torch.arange(shape.batch, dtype=torch.int32)
-    plan = AttentionPlan.flat(rows, torch.full_like(rows, shape.prefix + shape.extend))
+    seq_lens = torch.full_like(rows, shape.prefix + shape.extend)
+    arrays = AttentionPlan.flat_arrays(rows.numpy(), seq_lens.numpy(), max_item_len=1024)
+    plan = AttentionPlan.build(arrays, q.device)
     decode_attention(q, **shape.pool(), plan=plan, **shape.keywords())
 
 

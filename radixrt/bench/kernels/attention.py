@@ -24,16 +24,20 @@ from radixrt.bench.kernels.attention_peers import (
 )
 from radixrt.bench.kernels.case import Call, Case, Contender
 from radixrt.bench.kernels.roofline import decode_work, extend_work
-from triton_ops.attention_plan import AttentionPlan
-from triton_ops.decode_attention import decode_attention
-from triton_ops.extend_attention import extend_attention
+from triton_ops.attention_plan import AttentionPlan, ExtendPlan
+from triton_ops.decode_attention import decode_attention, decode_item_len
+from triton_ops.extend_attention import extend_attention, plan_extends
+from triton_ops.implementation import gpu_of
 
 KERNEL: dict[str, Any] = {"impl": "triton"}
 
 
 def our_decode(inputs: AttentionInputs) -> Call:
     """The plan is made once, as for a steady batch."""
-    plan = AttentionPlan.flat(inputs.rows, inputs.seq_lens)
+    shape, device = inputs.shape, inputs.q.device
+    item_len = decode_item_len(gpu_of(device), shape.num_kv_heads, shape.batch * shape.length)
+    rows, seq_lens = inputs.rows.cpu().numpy(), inputs.seq_lens.cpu().numpy()
+    plan = AttentionPlan.build(AttentionPlan.flat_arrays(rows, seq_lens, max_item_len=item_len), device)
 
     def run() -> Tensor:
         return decode_attention(
@@ -50,6 +54,19 @@ def our_decode(inputs: AttentionInputs) -> Call:
 
 
 def our_extend(inputs: AttentionInputs) -> Call:
+    """The plan is made once: a pass makes it once for all layers."""
+    shape, device = inputs.shape, inputs.q.device
+    lengths = (inputs.prefix_lens, inputs.extend_start_loc, inputs.extend_seq_lens)
+    arrays, tile_tokens = plan_extends(
+        *(x.cpu().numpy() for x in lengths),
+        gpu=gpu_of(device),
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+    )
+    plan = ExtendPlan.build(arrays, device, tile_tokens=tile_tokens)
+
     def run() -> Tensor:
         return extend_attention(
             inputs.q,
@@ -62,6 +79,7 @@ def our_extend(inputs: AttentionInputs) -> Call:
             inputs.prefix_lens,
             inputs.extend_start_loc,
             inputs.extend_seq_lens,
+            plan,
             scale=inputs.shape.scale,
             **KERNEL,
         )
