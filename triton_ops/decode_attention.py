@@ -267,8 +267,8 @@ def _launch(
     group = num_heads // num_kv_heads
     if head_dim > MAX_HEAD_DIM or k_buffer.stride() != v_buffer.stride() or q.stride(2) != 1:
         raise ValueError(
-            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, and K and V of the same strides; q is "
-            f"{[*q.shape]}, strides are {[*q.stride()]}, {[*k_buffer.stride()]} and {[*v_buffer.stride()]}"
+            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, and K and V of the same strides; "
+            f"q is {[*q.shape]}, strides are {[*q.stride()]}, {[*k_buffer.stride()]} and {[*v_buffer.stride()]}"
         )
     if num_rows == 0:
         return out

@@ -270,8 +270,8 @@ def _launch(
         or not q.stride(2) == k.stride(2) == 1
     ):
         raise ValueError(
-            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, and K and V of the same strides; q is "
-            f"{[*q.shape]}, strides are {[*q.stride()]}, {[*k.stride()]} and {[*v.stride()]}, of the buffers "
+            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, and K and V of the same strides; "
+            f"q is {[*q.shape]}, strides are {[*q.stride()]}, {[*k.stride()]} and {[*v.stride()]}, of the buffers "
             f"{[*k_buffer.stride()]} and {[*v_buffer.stride()]}"
         )
     num_items = plan.item_requests.shape[0]
