@@ -4,7 +4,6 @@ kernels are compiled for ahead of time.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +14,12 @@ import torch
 from torch import Tensor
 
 from triton_ops.attention_plan import AttentionPlan
-from triton_ops.decode_attention import decode_attention
+from triton_ops.decode_attention import decode_attention, decode_item_len
 from triton_ops.extend_attention import extend_attention
 from triton_ops.gelu_and_mul import gelu_and_mul
 from triton_ops.gelu_fast import gelu_fast
 from triton_ops.gelu_new import gelu_new
+from triton_ops.implementation import gpu_of
 from triton_ops.layer_norm import add_layer_norm, layer_norm
 from triton_ops.moe import moe
 from triton_ops.norm_rotary_store import HeadNorm, Rotation, norm_rotary_store
@@ -53,9 +53,10 @@ class KernelCase:
 
 def kernel_cases() -> Iterator[KernelCase]:
     """All cases of the operations that have a kernel."""
-    for case in (*_extend_cases(), *_decode_cases(), *_elementwise_cases(), *_expert_cases()):
-        if "impl" in inspect.signature(case.op).parameters:
-            yield case
+    yield from _extend_cases()
+    yield from _decode_cases()
+    yield from _elementwise_cases()
+    yield from _expert_cases()
 
 
 # --- attention ---
@@ -112,18 +113,13 @@ def _shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionSha
     yield shape(head_dim=128, options=("softcap", "sliding_window", "sinks", "alibi_slopes")), True
 
 
-def _has_options(op: Callable[..., object], shape: AttentionShape) -> bool:
-    return set(shape.options) <= set(inspect.signature(op).parameters)
-
-
 def _extend_cases() -> Iterator[KernelCase]:
     for batch, prefix, extend in ((4, 1024, 512), (2, 8192, 16), (4, 0, 512)):
         for shape, few in _shapes(batch, prefix, extend):
-            if _has_options(extend_attention, shape):
-                wgmma = extend * shape.group >= 64 and shape.dtype != torch.float32
-                few = few and (extend == 512 or (shape.head_dim == 128 and not shape.options))
-                few = few and prefix > 0
-                yield KernelCase(extend_attention, str(shape), partial(_extend, shape), few, wgmma)
+            wgmma = extend * shape.group >= 64 and shape.dtype != torch.float32
+            few = few and (extend == 512 or (shape.head_dim == 128 and not shape.options))
+            few = few and prefix > 0
+            yield KernelCase(extend_attention, str(shape), partial(_extend, shape), few, wgmma)
 
 
 def _extend(shape: AttentionShape) -> None:
@@ -148,18 +144,20 @@ def _extend(shape: AttentionShape) -> None:
 def _decode_cases() -> Iterator[KernelCase]:
     for batch, length in ((64, 1024), (1, 8192)):
         for shape, few in _shapes(batch, length - 1, 1):
-            if _has_options(decode_attention, shape):
-                few = few and (batch > 1 or (shape.head_dim == 128 and not shape.options))
-                yield KernelCase(decode_attention, str(shape), partial(_decode, shape), few)
+            few = few and (batch > 1 or (shape.head_dim == 128 and not shape.options))
+            yield KernelCase(decode_attention, str(shape), partial(_decode, shape), few)
 
 
 def _decode(shape: AttentionShape) -> None:
     q = torch.empty(shape.batch, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)[:, : 8 * shape.group]
-    rows = torch.arange(shape.batch, dtype=torch.int32)
-    seq_lens = torch.full_like(rows, shape.prefix + shape.extend)
-    arrays = AttentionPlan.flat_arrays(rows.numpy(), seq_lens.numpy(), max_item_len=1024)
-    plan = AttentionPlan.build(arrays, q.device)
-    decode_attention(q, **shape.pool(), plan=plan, **shape.keywords())
+    seq_lens, keywords = [shape.prefix + shape.extend] * shape.batch, shape.keywords()
+    arrays = AttentionPlan.flat_arrays(
+        range(shape.batch),
+        seq_lens,
+        max_item_len=decode_item_len(gpu_of(q.device), 8, sum(seq_lens)),
+        sliding_window=keywords.get("sliding_window"),
+    )
+    decode_attention(q, **shape.pool(), plan=AttentionPlan.build(arrays, q.device), **keywords)
 
 
 # --- elementwise ---

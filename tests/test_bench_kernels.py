@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 import radixrt
-from radixrt.bench.kernels import attention, elementwise, run
+from radixrt.bench.kernels import elementwise, run
 from radixrt.bench.kernels.attention import decode_case, extend_case
 from radixrt.bench.kernels.attention_inputs import AttentionShape, attention_inputs
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected, worst_error
@@ -222,13 +222,6 @@ def test_json_and_plot(tmp_path: Path) -> None:
 SMALL = AttentionShape(2, 0, 1, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 
 
-@pytest.fixture
-def reference_for_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours is the torch reference, which runs here."""
-    monkeypatch.setattr(attention, "KERNEL", {})
-
-
-@pytest.mark.usefixtures("reference_for_kernel")
 @pytest.mark.parametrize(
     "case",
     [
@@ -238,9 +231,10 @@ def reference_for_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         extend_case(replace(SMALL, prefix=20, extend=150)),
     ],
 )
-def test_attention_cases(case: Case[Any]) -> None:
+def test_attention_cases(case: Case[Any], kernel_device: torch.device) -> None:
+    """With the kernels themselves."""
     timer = PretendedTimer()
-    result = measure(case, replace(CARD, l2_bytes=int(case.work.bytes)), timer, CPU, compiled=False)
+    result = measure(case, replace(CARD, l2_bytes=int(case.work.bytes)), timer, kernel_device, compiled=False)
     assert result.input_sets == 2
     ours = result.ours
     assert ours.reason is None

@@ -29,15 +29,17 @@ from triton_ops.decode_attention import decode_attention, decode_item_len
 from triton_ops.extend_attention import extend_attention, plan_extends
 from triton_ops.implementation import gpu_of
 
-KERNEL: dict[str, Any] = {"impl": "triton"}
-
 
 def our_decode(inputs: AttentionInputs) -> Call:
     """The plan is made once, as for a steady batch."""
     shape, device = inputs.shape, inputs.q.device
-    item_len = decode_item_len(gpu_of(device), shape.num_kv_heads, shape.batch * shape.length)
-    rows, seq_lens = inputs.rows.cpu().numpy(), inputs.seq_lens.cpu().numpy()
-    plan = AttentionPlan.build(AttentionPlan.flat_arrays(rows, seq_lens, max_item_len=item_len), device)
+    seq_lens = [shape.length] * shape.batch
+    arrays = AttentionPlan.flat_arrays(
+        range(shape.batch),
+        seq_lens,
+        max_item_len=decode_item_len(gpu_of(device), shape.num_kv_heads, sum(seq_lens)),
+    )
+    plan = AttentionPlan.build(arrays, device)
 
     def run() -> Tensor:
         return decode_attention(
@@ -46,19 +48,20 @@ def our_decode(inputs: AttentionInputs) -> Call:
             inputs.v_buffer,
             inputs.req_to_token,
             plan,
-            scale=inputs.shape.scale,
-            **KERNEL,
+            scale=shape.scale,
+            impl="triton",
         )
 
     return Call(run, _result)
 
 
 def our_extend(inputs: AttentionInputs) -> Call:
-    """The plan is made once: a pass makes it once for all layers."""
+    """The plan is made once, as for all layers of a pass."""
     shape, device = inputs.shape, inputs.q.device
-    lengths = (inputs.prefix_lens, inputs.extend_start_loc, inputs.extend_seq_lens)
     arrays, tile_tokens = plan_extends(
-        *(x.cpu().numpy() for x in lengths),
+        inputs.prefix_lens.cpu().numpy(),
+        inputs.extend_start_loc.cpu().numpy(),
+        inputs.extend_seq_lens.cpu().numpy(),
         gpu=gpu_of(device),
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -80,8 +83,8 @@ def our_extend(inputs: AttentionInputs) -> Call:
             inputs.extend_start_loc,
             inputs.extend_seq_lens,
             plan,
-            scale=inputs.shape.scale,
-            **KERNEL,
+            scale=shape.scale,
+            impl="triton",
         )
 
     return Call(run, _result)
