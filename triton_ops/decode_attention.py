@@ -265,9 +265,10 @@ def _launch(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
     group = num_heads // num_kv_heads
-    if head_dim > MAX_HEAD_DIM or k_buffer.stride() != v_buffer.stride() or q.stride(2) != 1:
+    contiguous = q.stride(2) == k_buffer.stride(2) == 1
+    if head_dim > MAX_HEAD_DIM or k_buffer.stride() != v_buffer.stride() or not contiguous:
         raise ValueError(
-            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, and K and V of the same strides; "
+            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, and buffers of the same strides; "
             f"q is {[*q.shape]}, strides are {[*q.stride()]}, {[*k_buffer.stride()]} and {[*v_buffer.stride()]}"
         )
     if num_rows == 0:
@@ -305,7 +306,7 @@ def _launch(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=config.block_n,
         NUM_STAGES=config.num_stages,

@@ -263,14 +263,10 @@ def _launch(
     _, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
-    if (
-        head_dim > MAX_HEAD_DIM
-        or k.stride() != v.stride()
-        or k_buffer.stride() != v_buffer.stride()
-        or not q.stride(2) == k.stride(2) == 1
-    ):
+    contiguous = q.stride(2) == k.stride(2) == v.stride(2) == k_buffer.stride(2) == 1
+    if head_dim > MAX_HEAD_DIM or k_buffer.stride() != v_buffer.stride() or not contiguous:
         raise ValueError(
-            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, and K and V of the same strides; "
+            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, and buffers of the same strides; "
             f"q is {[*q.shape]}, strides are {[*q.stride()]}, {[*k.stride()]} and {[*v.stride()]}, of the buffers "
             f"{[*k_buffer.stride()]} and {[*v_buffer.stride()]}"
         )
@@ -310,14 +306,16 @@ def _launch(
         q.stride(0),
         q.stride(1),
         k.stride(0),
+        v.stride(0),
         k.stride(1),
+        v.stride(1),
         k_buffer.stride(0),
         k_buffer.stride(1),
         req_to_token.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_M=_block_m(config, group),
         BLOCK_N=config.block_n,
         NUM_STAGES=config.num_stages,
@@ -340,7 +338,8 @@ def _extend_kernel(
     req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens,
     item_requests, item_query_starts, item_starts, item_lens, item_partials,
     sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
-    q_row_stride, q_head_stride, kv_row_stride, kv_head_stride, slot_stride, slot_head_stride, line_stride,
+    q_row_stride, q_head_stride, k_row_stride, v_row_stride, k_head_stride, v_head_stride,
+    slot_stride, slot_head_stride, line_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr,
@@ -413,8 +412,8 @@ def _extend_kernel(
         )  # fmt: skip
 
     # The new tokens, contiguous: those that all rows see, then the diagonal.
-    k_new = k + first_row.to(tl.int64) * kv_row_stride + kv_head * kv_head_stride + d[None, :]
-    v_new = v + first_row.to(tl.int64) * kv_row_stride + kv_head * kv_head_stride + d[None, :]
+    k_new = k + first_row.to(tl.int64) * k_row_stride + kv_head * k_head_stride + d[None, :]
+    v_new = v + first_row.to(tl.int64) * v_row_stride + kv_head * v_head_stride + d[None, :]
     new_start = tl.maximum(start - prefix_len, 0)
     new_end = tl.minimum(end - prefix_len, extend_len)
     # Rows see up to their own token, the first row the fewest: up to and with token query_start.
@@ -423,18 +422,18 @@ def _extend_kernel(
     if HAS_WINDOW:
         peeled = new_start
     for first in tl.range(new_start, peeled, BLOCK_N, num_stages=NUM_STAGES):
-        offset = (first + n).to(tl.int64)[:, None] * kv_row_stride
-        keys = tl.load(k_new + offset, mask=in_head, other=0.0)
-        values = tl.load(v_new + offset, mask=in_head, other=0.0)
+        key = (first + n).to(tl.int64)[:, None]
+        keys = tl.load(k_new + key * k_row_stride, mask=in_head, other=0.0)
+        values = tl.load(v_new + key * v_row_stride, mask=in_head, other=0.0)
         acc, row_max, row_sum = attend_tile(
             queries, keys, values, acc, row_max, row_sum, prefix_len + first + n, position, slopes,
             in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
     for first in tl.range(peeled, new_end, BLOCK_N, num_stages=NUM_STAGES if HAS_WINDOW else 1):
         key = first + n
-        offset = key.to(tl.int64)[:, None] * kv_row_stride
-        keys = tl.load(k_new + offset, mask=(key < new_end)[:, None] & in_head, other=0.0)
-        values = tl.load(v_new + offset, mask=(key < new_end)[:, None] & in_head, other=0.0)
+        live = (key < new_end)[:, None] & in_head
+        keys = tl.load(k_new + key.to(tl.int64)[:, None] * k_row_stride, mask=live, other=0.0)
+        values = tl.load(v_new + key.to(tl.int64)[:, None] * v_row_stride, mask=live, other=0.0)
         visible = in_tile[:, None] & (key < new_end)[None, :] & (key[None, :] <= token[:, None])
         if HAS_WINDOW:
             visible = visible & (key[None, :] > token[:, None] - window)
