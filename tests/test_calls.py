@@ -366,12 +366,14 @@ def test_close_while_a_stream_and_calls_run(folder: Path) -> None:
         ]
         for thread in threads:
             thread.start()
-        until(lambda runtime=runtime: len(runtime._driver._calls) == 4)
+        # A fast device may have answered one before the others have come.
+        until(lambda runtime=runtime, got=got: len(runtime._driver._calls) == 4 or got)
         assert in_time(runtime.close) == [None]
         for thread in threads:
             thread.join(PATIENCE)
         assert len(got) == 3
-        assert {str(one) for one in got} <= {"abort", "the runtime is closed"}
+        ends = {end for one in got for end in str(one).split(", ")}
+        assert ends <= {"abort", "length", "the runtime is closed"}
         assert nothing_is_left(runtime)
 
 

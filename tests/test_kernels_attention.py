@@ -1,0 +1,188 @@
+"""Attention kernels on a GPU: captured graphs, random batches, and bfloat16 no worse than torch's own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import Case, dense_attention, make_case, packed_qkv
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from triton_ops.attention_plan import AttentionPlan
+from triton_ops.decode_attention import decode_attention
+from triton_ops.extend_attention import extend_attention
+
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("device", ["cuda"], indirect=True, scope="module")]
+
+SECONDS = 300  # of random batches
+SCALE = 0.2
+
+
+# --- captured graphs ---
+
+
+def padded(arrays: dict[str, np.ndarray], num_items: int, num_partials: int) -> dict[str, np.ndarray]:
+    """The arrays of a plan with empty items and unused partial results at the end."""
+    sizes = {name: num_items for name in arrays if name.startswith("item_")} | {"row_partials": num_partials}
+    return {
+        name: np.pad(array, (0, sizes[name] - array.size)) if name in sizes else array
+        for name, array in arrays.items()
+    }
+
+
+def test_a_captured_graph_serves_other_lengths_and_other_plans(device: torch.device) -> None:
+    cases = [make_case(lengths, head_dim=64, dtype=torch.bfloat16) for lengths in ([300, 5, 64], [1, 700, 333])]
+    flat = [
+        AttentionPlan.flat_arrays(case.rows.cpu().numpy(), case.seq_lens.cpu().numpy(), max_item_len=64)
+        for case in cases
+    ]
+    # The second list once more, its middle request's context as two items that nobody else reads.
+    row, seq_lens = cases[1].rows.tolist(), cases[1].seq_lens.tolist()
+    other = AttentionPlan.host_arrays(
+        [row[1], *row], [0, 0, 500, 0], [500, 1, 200, 333], [1, 0, 1, 2], [1] * 4, seq_lens
+    )
+    rounds = [(cases[0], flat[0]), (cases[1], flat[1]), (cases[1], other), (cases[0], flat[0])]
+    plans = [padded(arrays, 40, 60) for _, arrays in rounds]
+
+    num_slots = max(len(case.k_buffer) for case in cases)
+    k_buffer = torch.empty(num_slots, 2, 64, dtype=torch.bfloat16)
+    v_buffer, q = torch.empty_like(k_buffer), torch.empty(3, 8, 64, dtype=torch.bfloat16)
+    req_to_token = torch.zeros(8, 800, dtype=torch.int32)
+    plan = AttentionPlan.build(plans[0], q.device)
+
+    def put(case: Case, arrays: dict[str, np.ndarray], seed: int) -> None:
+        k_buffer.fill_(torch.nan)[: len(case.k_buffer)] = case.k_buffer
+        v_buffer.fill_(torch.nan)[: len(case.v_buffer)] = case.v_buffer
+        height, width = case.req_to_token.shape
+        req_to_token[:height, :width] = case.req_to_token
+        q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)))
+        for name, array in arrays.items():
+            getattr(plan, name).copy_(torch.from_numpy(array))
+
+    def run() -> Tensor:
+        return decode_attention(q, k_buffer, v_buffer, req_to_token, plan, scale=SCALE)
+
+    put(rounds[0][0], plans[0], 0)
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for seed, ((case, _), arrays) in enumerate(zip(rounds, plans, strict=True)):
+        put(case, arrays, seed)
+        out.fill_(torch.nan)
+        graph.replay()
+        for b, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+            expected, _ = dense_attention(q[b : b + 1], keys, values, SCALE)
+            torch.testing.assert_close(out[b : b + 1].double(), expected, atol=1e-2, rtol=1e-2)
+
+
+# --- precision ---
+
+
+def test_bfloat16_is_no_worse_than_torch(device: torch.device) -> None:
+    """The error against float64 is at most twice that of torch's own attention in bfloat16."""
+    length, new, num_heads, head_dim = 1500, 700, 8, 128
+    case = make_case([length], head_dim=head_dim, dtype=torch.bfloat16)
+    q, k, v = (x.bfloat16() for x in packed_qkv(new, num_heads, 2, head_dim))
+    keys, values = (torch.cat([old[0][: length - new], x]) for old, x in ((case.keys, k), (case.values, v)))
+    mask = torch.ones(new, length, dtype=torch.bool).tril_(length - new)
+
+    def dense(dtype: torch.dtype) -> Tensor:
+        heads = (x.to(dtype).transpose(0, 1)[None] for x in (q, keys, values))
+        attended = scaled_dot_product_attention(*heads, attn_mask=mask, scale=SCALE, enable_gqa=True)
+        return attended[0].transpose(0, 1).double()
+
+    lens = [torch.tensor([n], dtype=torch.int32) for n in (length - new, 0, new)]
+    out = extend_attention(
+        q, k, v, case.k_buffer, case.v_buffer, case.req_to_token, case.rows, *lens, scale=SCALE
+    ).double()
+    exact = dense(torch.float64)
+    assert (out - exact).norm() <= 2 * (dense(torch.bfloat16) - exact).norm()
+    last = case.req_to_token[case.rows[0], length - new : length].long()
+    case.k_buffer[last], case.v_buffer[last] = k, v
+    decoded = decode_attention(
+        q[-1:], case.k_buffer, case.v_buffer, case.req_to_token, case.flat_plan(max_item_len=256), scale=SCALE
+    )
+    assert (decoded[0].double() - exact[-1]).norm() <= 2 * (dense(torch.bfloat16)[-1] - exact[-1]).norm()
+
+
+# --- random batches ---
+
+
+@pytest.mark.long
+def test_random_batches(device: torch.device) -> None:
+    """Kernels against references for some minutes; a failure names its seed."""
+    seed, end = 0, time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        try:
+            check_random_batch(np.random.default_rng(seed))
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        seed += 1
+    logging.getLogger(__name__).warning("random batches: seeds 0 to %d", seed - 1)
+    assert seed > 50
+
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def check_random_batch(rng: np.random.Generator) -> None:
+    """A batch of random shape, lengths and options: extends over a prefix, then the last tokens as decodes."""
+
+    def choose(*options: Any) -> Any:
+        return options[rng.integers(len(options))]
+
+    dtype = choose(torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
+    head_dim, group = choose(16, 32, 64, 80, 96, 112, 128, 128, 192, 256), choose(1, 2, 3, 4, 4, 7, 8, 16)
+    num_kv_heads = choose(1, 2, 4)
+    num_heads = group * num_kv_heads
+    longest = choose(2, 70, 300, 2000)
+    extends = rng.integers(0, choose(2, 20, 200, 600), size=choose(1, 2, 7, 30))
+    prefixes = rng.integers(0, longest, size=extends.size)
+    lengths = [int(n) for n in prefixes + extends]
+    case = make_case(
+        lengths,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        scattered=choose(True, True, False),
+        interleaved=choose(True, False),
+        seed=int(rng.integers(2**31)),
+    )
+    options: dict[str, Any] = {
+        "scale": head_dim**-0.5,
+        "softcap": choose(None, None, 5.0),
+        "sliding_window": choose(None, None, 1, 40, 500),
+        "sinks": choose(None, None, torch.randn(num_heads)),
+        "alibi_slopes": choose(None, None, torch.rand(num_heads)),
+    }
+    q, k, v = (x.to(dtype) for x in packed_qkv(int(extends.sum()), num_heads, num_kv_heads, head_dim))
+    lens = [torch.tensor(x, dtype=torch.int32) for x in (prefixes, np.cumsum(extends) - extends, extends)]
+
+    def both(call: Any, rows: int) -> None:
+        results = []
+        for impl in ("triton", "torch"):
+            lse = torch.full((rows, num_heads), torch.nan)
+            results.append((call(impl=impl, lse=lse, **options).float(), lse))
+        (ours, our_lse), (expected, expected_lse) = results
+        torch.testing.assert_close(ours, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(our_lse, expected_lse, atol=1e-3, rtol=1e-3)
+
+    def extend(**keywords: Any) -> Tensor:
+        return extend_attention(
+            q, k, v, case.k_buffer, case.v_buffer, case.req_to_token, case.rows, *lens, **keywords
+        )
+
+    plan = case.flat_plan(choose(None, 64, 192, 1000), choose(None, options["sliding_window"]))
+    queries = torch.randn(len(lengths), num_heads, head_dim).to(dtype)
+
+    def decode(**keywords: Any) -> Tensor:
+        return decode_attention(queries, case.k_buffer, case.v_buffer, case.req_to_token, plan, **keywords)
+
+    both(extend, len(q))
+    both(decode, len(queries))
