@@ -11,7 +11,7 @@ from torch import Tensor
 from triton_ops.attention_plan import AttentionPlan
 from triton_ops.implementation import GPU, Impl, gpu_of, runs_triton, tl, triton
 from triton_ops.merge_partials import merge_partials
-from triton_ops.online_softmax import attend_tile, finish_rows
+from triton_ops.online_softmax import attend_tile, write_rows
 from triton_ops.soft_cap import soft_cap
 
 # Items up to this many tokens are padded to one another: a separate block for them would cost more.
@@ -396,21 +396,8 @@ def _decode_kernel(
                 scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
             )  # fmt: skip
 
-        if first_partial < 0:
-            sink = row_max
-            if HAS_SINKS:
-                sink = tl.load(sinks + head, mask=in_tile, other=0.0)
-            result, result_lse = finish_rows(acc, row_max, row_sum, sink, HAS_SINKS)
-            at = row * (NUM_KV_HEADS * GROUP) + head
-            tl.store(
-                out + at[:, None] * HEAD_DIM + d[None, :],
-                result.to(out.dtype.element_ty),
-                mask=in_tile[:, None] & in_head,
-            )
-            if HAS_LSE:
-                tl.store(lse + at, result_lse / 1.4426950408889634, mask=in_tile)
-        else:
-            result, result_lse = finish_rows(acc, row_max, row_sum, row_max, False)
-            at = (first_partial + m // GROUP).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
-            tl.store(partial_out + at[:, None] * HEAD_DIM + d[None, :], result, mask=in_tile[:, None] & in_head)
-            tl.store(partial_lse + at, result_lse, mask=in_tile)
+        write_rows(
+            acc, row_max, row_sum, row, first_partial + m // GROUP, first_partial < 0, head, in_tile,
+            sinks, out, lse, partial_out, partial_lse,
+            NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, HAS_SINKS, HAS_LSE,
+        )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from triton_ops.implementation import tl, triton
-from triton_ops.online_softmax import finish_rows
+from triton_ops.online_softmax import LOG2_E, finish_rows
 
 
 def merge_partials(
@@ -82,4 +82,4 @@ def _merge_kernel(
     at = row.to(tl.int64) * NUM_HEADS + head
     tl.store(out + at * HEAD_DIM + d[None, :], merged.to(out.dtype.element_ty), mask=(d < HEAD_DIM)[None, :])
     if HAS_LSE:
-        tl.store(lse + at + tl.zeros([1], tl.int64), merged_lse / 1.4426950408889634)
+        tl.store(lse + at + tl.zeros([1], tl.int64), merged_lse / LOG2_E)

@@ -61,3 +61,30 @@ def finish_rows(acc, row_max, row_sum, sinks, HAS_SINKS: tl.constexpr):
     out = acc / tl.where(empty, 1.0, row_sum)[:, None]
     lse = tl.where(empty, float("-inf"), row_max + tl.log2(tl.where(empty, 1.0, row_sum)))
     return out, lse
+
+
+@triton.jit
+def write_rows(
+    acc, row_max, row_sum, row, partial, is_alone, head, in_tile, sinks, out, lse, partial_out, partial_lse,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Write a tile's rows where they belong: to `row` of the result if the item is alone with them, else to
+    `partial` of the partial results, to which the merge adds the sinks.
+    """
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = in_tile[:, None] & (d < HEAD_DIM)
+    if is_alone:
+        sink = row_max
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=in_tile, other=0.0)
+        result, result_lse = finish_rows(acc, row_max, row_sum, sink, HAS_SINKS)
+        at = row.to(tl.int64) * NUM_HEADS + head
+        tl.store(out + at[:, None] * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=mask)
+        if HAS_LSE:
+            tl.store(lse + at, result_lse / LOG2_E, mask=in_tile)
+    else:
+        result, result_lse = finish_rows(acc, row_max, row_sum, row_max, False)
+        at = partial.to(tl.int64) * NUM_HEADS + head
+        tl.store(partial_out + at[:, None] * HEAD_DIM + d, result, mask=mask)
+        tl.store(partial_lse + at, result_lse, mask=in_tile)
