@@ -66,7 +66,8 @@ class InputMetadata:
 
     def extend_plan(self, sliding_window: int | None) -> ExtendPlan | None:
         """The plan for the extends in layers of that window; None where nobody made one."""
-        return self.extend_plans.get(sliding_window)
+        plans = self.extend_plans
+        return plans[sliding_window] if sliding_window in plans else plans.get(None)
 
     @staticmethod
     def host_arrays(

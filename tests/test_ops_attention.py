@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import Case, dense_attention, make_case, packed_qkv
 from conftest import require_interpreter
 from torch import Tensor
 
-from triton_ops.attention_plan import AttentionPlan
+from triton_ops.attention_plan import AttentionPlan, ExtendPlan
 from triton_ops.decode_attention import SHORT_ITEM, decode_attention
-from triton_ops.extend_attention import extend_attention
-from triton_ops.implementation import Impl
+from triton_ops.extend_attention import extend_attention, plan_extends
+from triton_ops.implementation import GPU, Impl
 from triton_ops.kv_store import kv_store
 
 
@@ -341,6 +342,70 @@ def test_extend_requests_do_not_disturb_one_another() -> None:
     out = extend(case, [8, 7, 6], q, k, v)
     assert out[1].isnan().any()
     assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
+# --- what kernels refuse ---
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lse": torch.zeros(4, 3).T}, "lse must be contiguous"),
+        ({"out": torch.zeros(3, 4, 32)[..., ::2]}, "out must be contiguous"),
+        ({"sinks": torch.zeros(4, dtype=torch.float64)}, "sinks must be contiguous float32"),
+        ({"alibi_slopes": torch.zeros(2)}, "alibi_slopes must be contiguous float32"),
+    ],
+)
+def test_kernels_refuse_what_they_cannot_read(change: dict[str, Any], message: str, device: torch.device) -> None:
+    if RUNS["impl"] == "torch":
+        pytest.skip("the references take any strides")
+    case, q = make_case([3, 4, 5]), random_q(3, 4, 16)
+    change = {name: value.to(device) for name, value in change.items()}
+    with pytest.raises(ValueError, match=message):
+        decode(case, q, **change)
+    with pytest.raises(ValueError, match=message):
+        extend(case, [2, 3, 4], *packed_qkv(3, 4, 2, 16), **change)
+
+
+def test_kernels_refuse_large_heads_and_foreign_plans(device: torch.device) -> None:
+    if RUNS["impl"] == "torch":
+        pytest.skip("the references take heads of any size, and no plan")
+    case = make_case([3], head_dim=272)
+    with pytest.raises(ValueError, match="head_dim up to 256, but it is 272"):
+        decode(case, random_q(1, 4, 272))
+    case, q = make_case([60]), packed_qkv(60, 4, 2, 16)
+    zero, sixty = np.array([0], np.int32), np.array([60], np.int32)
+    arrays = ExtendPlan.host_arrays(zero, zero, sixty, tile_tokens=60)
+    plan = ExtendPlan.build(arrays, device, tile_tokens=60)
+    with pytest.raises(ValueError, match="the plan's tiles have 60 tokens"):
+        extend(case, [0], *q, plan=plan)
+
+
+# --- plans ---
+
+
+def test_a_long_prefix_among_many_short_prompts_is_cut() -> None:
+    lens = ([0] * 32 + [100_000], [32] * 32 + [16])
+    prefix, extend_lens = (np.array(x, np.int32) for x in lens)
+    arrays, _ = plan_extends(
+        prefix,
+        np.cumsum(extend_lens, dtype=np.int32) - extend_lens,
+        extend_lens,
+        gpu=GPU(90, 132),
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=torch.bfloat16,
+    )
+    lengths = arrays["item_lens"]
+    assert lengths.max() < 4000
+    assert lengths.sum() == 100_016 + 32 * 32
+    assert (np.diff(lengths) <= 0).all()
+
+
+def test_windows_longer_than_any_context() -> None:
+    arrays = AttentionPlan.flat_arrays([0, 1], [5, 9], sliding_window=2**40)
+    assert sorted(arrays["item_lens"]) == [5, 9]
 
 
 # --- windows and softcaps ---

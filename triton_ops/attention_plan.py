@@ -129,7 +129,7 @@ class AttentionPlan(_Plan):
         request); with `sliding_window` they begin where the window does. A `seq_len` of 0 marks a padded row.
         """
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
-        begin = np.zeros_like(seq) if sliding_window is None else np.maximum(seq - sliding_window, 0)
+        begin = np.zeros_like(seq) if sliding_window is None else _clipped(seq, sliding_window)
         query, start, length = _cut(begin, seq, max_item_len)
         order = np.argsort(-length, kind="stable")
         query = query[order]
@@ -180,7 +180,7 @@ class ExtendPlan(_Plan):
         first = nth * tile_tokens
         tokens = np.minimum(extend[request] - first, tile_tokens)
         position = prefix[request] + first
-        begin = np.zeros_like(first) if sliding_window is None else np.maximum(position - sliding_window + 1, 0)
+        begin = np.zeros_like(first) if sliding_window is None else _clipped(position + 1, sliding_window)
         tile, start, length = _cut(begin, position + tokens, max_item_len)
         order = np.argsort(-length, kind="stable")
         tile, start, length = tile[order], start[order], length[order]
@@ -213,13 +213,18 @@ def _pairs(first: Int32Array, count: Int32Array) -> tuple[Int32Array, Int32Array
     return index, np.arange(index.size, dtype=np.int32) + (first - offset)[index]
 
 
+def _clipped(ends: Int32Array, window: int) -> Int32Array:
+    """Where windows that end there begin: 0 where they are longer than what there is."""
+    return np.maximum(ends - min(window, np.iinfo(np.int32).max), 0)
+
+
 def _cut(begin: Int32Array, end: Int32Array, max_len: int | None) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Each range [begin, end) in the fewest pieces of at most `max_len`: index, start and length of each piece.
 
     A range's pieces are of the same length, a multiple of 64 where `max_len` is, but for the last.
     """
     length = end - begin
-    if max_len is None:
+    if max_len is None or length.max(initial=0) <= max_len:
         return np.arange(length.size, dtype=np.int32), begin, length
     pieces = np.maximum(-(-length // max_len), 1)
     step = -(-length // pieces)

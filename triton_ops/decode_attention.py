@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triton_ops.attention_inputs import check_attention_inputs
 from triton_ops.attention_plan import AttentionPlan
 from triton_ops.implementation import GPU, Impl, gpu_of, runs_triton, tl, triton
 from triton_ops.merge_partials import merge_partials
@@ -18,9 +19,9 @@ from triton_ops.soft_cap import soft_cap
 SHORT_ITEM = 64
 # Elements of K that are gathered at a time: with as much of V they stay in a CPU's cache.
 BLOCK_SIZE = 2**17
+BLOCK_M = 16  # query rows of a tile, the fewest that tl.dot takes; an item with more has several tiles
 PROGRAMS_PER_SM = 4  # that many of the kernel's run side by side
 MIN_ITEM_LEN = 256  # shorter pieces of a context are not worth a partial result
-MAX_HEAD_DIM = 256
 
 
 def decode_attention(
@@ -48,7 +49,7 @@ def decode_attention(
             item names may hold anything, NaN included.
         req_to_token: int32 `[max_requests, max_context_len]`, position to slot.
         plan: the work items; several may cover a row, and several rows may share one.
-        scale: factor on the scores.
+        scale: factor on the scores, positive.
         softcap: the scaled scores become `softcap * tanh(score / softcap)`; None: they stay.
         sliding_window: a row sees the last `sliding_window` positions of its request, of those that its items
             hold; None: all.
@@ -58,11 +59,14 @@ def decode_attention(
             et al., 2022), after the softcap.
         out: `[num_decodes, num_heads, head_dim]` in q's dtype, contiguous: where the result goes; None: a new
             tensor.
-        lse: float32 `[num_decodes, num_heads]` or None: where the natural logs of the sums of exponentials, sinks
-            included, are written; -inf where a row saw nothing.
+        lse: float32 `[num_decodes, num_heads]`, contiguous, or None: where the natural logs of the sums of
+            exponentials, sinks included, are written; -inf where a row saw nothing.
 
     Returns:
-        `out`, computed in float32. A row without an item, or whose items are all empty, is zero.
+        `out`. The reference computes in float32; the kernel multiplies in q's dtype and adds in float32. A row
+        without an item, or whose items are all empty, is zero.
+
+    Raises ValueError where the kernel cannot read its arguments.
 
     The reference waits for the device, to read the lengths: items of about the same length are padded to one
     another and computed together, a block at a time. The kernel does not, and its grid depends on the plan's
@@ -265,12 +269,7 @@ def _launch(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
     group = num_heads // num_kv_heads
-    contiguous = q.stride(2) == k_buffer.stride(2) == 1
-    if head_dim > MAX_HEAD_DIM or k_buffer.stride() != v_buffer.stride() or not contiguous:
-        raise ValueError(
-            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, and buffers of the same strides; "
-            f"q is {[*q.shape]}, strides are {[*q.stride()]}, {[*k_buffer.stride()]} and {[*v_buffer.stride()]}"
-        )
+    check_attention_inputs(q, k_buffer, v_buffer, req_to_token, sinks, alibi_slopes, out, lse)
     if num_rows == 0:
         return out
     num_partials = plan.row_partials.shape[0]
@@ -307,7 +306,7 @@ def _launch(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_M=BLOCK_M,
         BLOCK_N=config.block_n,
         NUM_STAGES=config.num_stages,
         HAS_SOFTCAP=softcap is not None,
@@ -381,7 +380,7 @@ def _decode_kernel(
                 queries, k, v, acc, row_max, row_sum, key_position, position, slopes, in_tile[:, None],
                 scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
             )  # fmt: skip
-        for first in range(peeled, end, BLOCK_N):
+        for first in tl.range(peeled, end, BLOCK_N, num_stages=NUM_STAGES if HAS_WINDOW else 1):
             key_position = first + tl.arange(0, BLOCK_N)
             live = key_position < end
             offset = tl.load(slots + key_position, mask=live, other=0).to(tl.int64)[:, None] * slot_stride

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from triton_ops.attention_inputs import check_attention_inputs
 from triton_ops.attention_plan import ExtendPlan, Int32Array
 from triton_ops.implementation import GPU, Impl, gpu_of, runs_triton, tl, triton
 from triton_ops.merge_partials import merge_partials
@@ -53,17 +55,19 @@ def extend_attention(
         plan: how the kernel shares out the work, what `plan_extends` makes of the same lengths and window, on the
             device; None: it is made here, which waits for the device to read the lengths. The reference needs
             none.
-        scale: factor on the scores.
+        scale: factor on the scores, positive.
         softcap: the scaled scores become `softcap * tanh(score / softcap)`; None: they stay.
         sliding_window: a token at position p sees the positions from `p - sliding_window + 1` to p, so 1 is
             itself alone; None: all from 0.
         sinks, alibi_slopes: float32 `[num_heads]`, as in `decode_attention`.
         out: `[num_tokens, num_heads, head_dim]` in q's dtype, contiguous: where the result goes; None: a new
             tensor.
-        lse: float32 `[num_tokens, num_heads]` or None: as in `decode_attention`.
+        lse: float32 `[num_tokens, num_heads]`, contiguous, or None: as in `decode_attention`.
 
     Returns:
-        `out`, computed in float32.
+        `out`. The reference computes in float32; the kernel multiplies in q's dtype and adds in float32.
+
+    Raises ValueError where the kernel cannot read its arguments, or the plan is not for them.
 
     The reference waits for the device, to read the lengths. The kernel is FlashAttention-2 (Dao, 2023) with the
     heads of a group side by side in a tile of queries; a long prefix that few tiles read is shared out and merged
@@ -196,7 +200,6 @@ def _block_m(config: ExtendConfig, group: int) -> int:
     return max(config.block_m, int(triton.next_power_of_2(group)))
 
 
-MAX_HEAD_DIM = 256
 SHORT_ROWS = 64  # extends with no more rows than this take short tiles
 PROGRAMS_PER_SM = 2  # that many of the kernel's run side by side
 MIN_ITEM_LEN = 512  # shorter pieces of a prefix are not worth a partial result
@@ -216,19 +219,20 @@ def plan_extends(
 ) -> tuple[dict[str, Int32Array], int]:
     """`ExtendPlan.host_arrays` for these requests and `tile_tokens`, as the configuration for `gpu` wants them.
 
-    Where there are fewer tiles than programs that run side by side, the KV that tiles read is cut.
+    The KV that a tile reads is cut where it is more than a fair share for each of the programs that run side by
+    side, unless the pieces would be too short to be worth a partial result.
     """
     group = num_heads // num_kv_heads
     short = int(extend_seq_lens.max(initial=0)) * group <= SHORT_ROWS
     config = extend_config(gpu, head_dim, dtype, short=short)
     tile_tokens = _block_m(config, group) // group
-    num_tiles = int((-(-extend_seq_lens // tile_tokens)).sum())
-    programs = PROGRAMS_PER_SM * gpu.num_sms
-    max_item_len = None
-    if num_tiles * num_kv_heads < programs:
-        # About what each tile reads; a token at the end of an extend sees all of it.
-        total = int(((prefix_lens + extend_seq_lens) * (-(-extend_seq_lens // tile_tokens))).sum())
-        max_item_len = -(-max(-(-total * num_kv_heads // programs), MIN_ITEM_LEN) // 64) * 64
+    num_tiles = -(-extend_seq_lens.astype(np.int64) // tile_tokens)
+    # What a tile in the middle of the new tokens reads is the mean of its request's.
+    mean = prefix_lens + (extend_seq_lens + tile_tokens) // 2
+    if sliding_window is not None:
+        mean = mean.clip(max=sliding_window + tile_tokens)
+    fair = int((num_tiles * mean).sum()) * num_kv_heads // (PROGRAMS_PER_SM * gpu.num_sms)
+    max_item_len = -(-max(fair, MIN_ITEM_LEN) // 64) * 64
     arrays = ExtendPlan.host_arrays(
         prefix_lens,
         extend_start_loc,
@@ -263,12 +267,15 @@ def _launch(
     _, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
-    contiguous = q.stride(2) == k.stride(2) == v.stride(2) == k_buffer.stride(2) == 1
-    if head_dim > MAX_HEAD_DIM or k_buffer.stride() != v_buffer.stride() or not contiguous:
+    check_attention_inputs(q, k_buffer, v_buffer, req_to_token, sinks, alibi_slopes, out, lse)
+    short = plan.tile_tokens * group <= SHORT_ROWS
+    config = extend_config(gpu_of(q.device), head_dim, q.dtype, short=short)
+    if k.stride(2) != 1 or v.stride(2) != 1:
+        raise ValueError(f"k and v must have contiguous heads, but strides {[*k.stride()]} and {[*v.stride()]}")
+    if plan.tile_tokens != _block_m(config, group) // group:
         raise ValueError(
-            f"the kernel takes head_dim up to {MAX_HEAD_DIM}, contiguous heads, and buffers of the same strides; "
-            f"q is {[*q.shape]}, strides are {[*q.stride()]}, {[*k.stride()]} and {[*v.stride()]}, of the buffers "
-            f"{[*k_buffer.stride()]} and {[*v_buffer.stride()]}"
+            f"the plan's tiles have {plan.tile_tokens} tokens, the kernel's {_block_m(config, group) // group}: it "
+            "was made for another GPU, dtype or shape"
         )
     num_items = plan.item_requests.shape[0]
     if num_items == 0:
@@ -276,8 +283,6 @@ def _launch(
     num_partials = plan.row_partials.shape[0]
     partial_out = torch.empty((num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=q.device)
-    short = plan.tile_tokens * group <= SHORT_ROWS
-    config = extend_config(gpu_of(q.device), head_dim, q.dtype, short=short)
     _extend_kernel[(num_items * num_kv_heads,)](
         q,
         k,

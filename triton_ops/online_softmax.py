@@ -54,8 +54,10 @@ def finish_rows(acc, row_max, row_sum, sinks, HAS_SINKS: tl.constexpr):
     if HAS_SINKS:
         sink = sinks * LOG2_E
         greatest = tl.maximum(row_max, sink)
-        acc = acc * tl.exp2(row_max - greatest)[:, None]
-        row_sum = row_sum * tl.exp2(row_max - greatest) + tl.exp2(sink - greatest)
+        base = tl.where(greatest == float("-inf"), 0.0, greatest)
+        keep = tl.exp2(row_max - base)
+        acc = acc * keep[:, None]
+        row_sum = row_sum * keep + tl.exp2(sink - base)
         row_max = greatest
     empty = row_sum == 0.0
     out = acc / tl.where(empty, 1.0, row_sum)[:, None]

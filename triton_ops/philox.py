@@ -27,15 +27,13 @@ def philox_uniform(seeds: Tensor, sample_indices: Tensor, positions: Tensor) -> 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     """The four random words of `counter [R, 4]` under `key [R, 2]`, all int64 that hold 32-bit words."""
-    device = counter.device
-    rounds = torch.arange(ROUNDS, device=device).view(-1, 1, 1)
-    keys = (key + rounds * torch.tensor(KEY_INCREMENTS, device=device)) & WORD
-    multipliers = torch.tensor(MULTIPLIERS, device=device)
-    # A round multiplies the even words and mixes in the odd ones. A product of two words needs 64 bits unsigned;
-    # int64 wraps around to the same bits, and the mask removes the sign that the shift drags in.
-    even, odd = counter[:, 0::2], counter[:, 1::2]
-    for round_key in keys:
-        product = even.flip(1) * multipliers
-        even = ((product >> 32) ^ odd ^ round_key) & WORD
-        odd = product & WORD
-    return torch.stack([even, odd], dim=2).flatten(1)
+    # Constants are Python numbers: a tensor of them would be copied to the device, which waits for it.
+    words, keys = list(counter.unbind(1)), list(key.unbind(1))
+    for _ in range(ROUNDS):
+        # A product of two words needs 64 bits unsigned; int64 wraps around to the same bits, and the mask removes
+        # the sign that the shift drags in.
+        products = [words[2] * MULTIPLIERS[0], words[0] * MULTIPLIERS[1]]
+        high = [((products[i] >> 32) ^ words[2 * i + 1] ^ keys[i]) & WORD for i in range(2)]
+        words = [high[0], products[0] & WORD, high[1], products[1] & WORD]
+        keys = [(keys[i] + KEY_INCREMENTS[i]) & WORD for i in range(2)]
+    return torch.stack(words, dim=1)

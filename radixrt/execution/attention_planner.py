@@ -48,7 +48,7 @@ class AttentionPlanner:
         self._config = config
         self._dtype = placement.dtype
         self._gpu = gpu_of(placement.device) if runs_triton(placement.impl, placement.device) else None
-        self._windows = tuple({kind.window for kind in config.attention} | {None})
+        self._windows = tuple({kind.window for kind in config.attention})
 
     def plan(self, host: Mapping[str, Int32Array], num_extends: int) -> PassPlans:
         """The plans for a pass of `InputMetadata.host_arrays` whose first `num_extends` requests are extends."""

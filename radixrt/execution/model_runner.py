@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +62,14 @@ class ModelRunner:
         self._staging = Staging(device)
         self._planner = AttentionPlanner(model.config, model.placement)
 
-    @torch.inference_mode()
     def launch(self, batch: ScheduleBatch) -> PassInFlight:
         """Start a pass. On a GPU this returns before the pass has run."""
+        # Kernels and events go to the current device, whatever their tensors' is.
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with torch.inference_mode(), on_device:
+            return self._launch(batch)
+
+    def _launch(self, batch: ScheduleBatch) -> PassInFlight:
         host = InputMetadata.host_arrays(
             batch.req_pool_indices, batch.seq_lens, batch.prefix_lens, batch.out_cache_loc
         )

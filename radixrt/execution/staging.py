@@ -19,16 +19,19 @@ _TORCH_DTYPES = {
 
 
 class Staging:
-    """Sends a pass's arrays to a fixed place on the device, packed in one copy.
+    """Sends a pass's arrays to one place on the device, packed in one copy.
 
     The host side is a ring of two buffers (pinned, for CUDA), so that a pass can be packed while the copy of the
-    one before may not have been made yet. The device side is one buffer: passes run in order, and the arrays of
-    a pass are valid until the next upload.
+    one before may not have been made yet; packing waits for the copy before that. The device side is one buffer:
+    passes run in order, and the arrays of a pass are valid until the next upload. It moves when it has to grow.
     """
 
     def __init__(self, device: torch.device, num_words: int = 1 << 16) -> None:
         self._device = device
         self._turn = 0
+        self._copied: list[torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._reserve(num_words)
 
     def _reserve(self, num_words: int) -> None:
@@ -47,11 +50,15 @@ class Staging:
         if end > len(self._buffer):
             self._reserve(2 * end)  # what is in flight holds on to the old buffers
         self._turn ^= 1
+        if self._copied is not None:
+            self._copied[self._turn].synchronize()
         words = self._words[self._turn]
         for name, array in arrays.items():
             start, stop = ends[name]
             words[start:stop] = np.ascontiguousarray(array).view(np.int32)
         self._buffer[:end].copy_(self._host[self._turn][:end], non_blocking=True)
+        if self._copied is not None:
+            self._copied[self._turn].record()
         return {
             name: self._buffer[start:stop].view(_TORCH_DTYPES[arrays[name].dtype])
             for name, (start, stop) in ends.items()

@@ -1,0 +1,44 @@
+"""What the attention kernels ask of their inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+
+
+def check_attention_inputs(
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    req_to_token: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Raise ValueError where a kernel would read or write something else than its arguments mean."""
+    num_heads, head_dim = q.shape[1:]
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"the kernel takes head_dim up to {MAX_HEAD_DIM}, but it is {head_dim}")
+    if (
+        k_buffer.stride() != v_buffer.stride()
+        or not q.stride(2) == k_buffer.stride(2) == req_to_token.stride(1) == 1
+    ):
+        raise ValueError(
+            "the kernel takes contiguous heads and lines of req_to_token, and buffers of the same strides, but they "
+            f"are {[*q.stride()]} of q, {[*k_buffer.stride()]} and {[*v_buffer.stride()]} of the buffers, "
+            f"{[*req_to_token.stride()]} of req_to_token"
+        )
+    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous {[*q.shape]} in {q.dtype}")
+    for name, values, shape in (
+        ("lse", lse, q.shape[:2]),
+        ("sinks", sinks, (num_heads,)),
+        ("alibi_slopes", alibi_slopes, (num_heads,)),
+    ):
+        if values is not None and (
+            values.shape != shape or values.dtype != torch.float32 or not values.is_contiguous()
+        ):
+            raise ValueError(f"{name} must be contiguous float32 {[*shape]}")
