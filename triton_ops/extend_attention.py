@@ -175,20 +175,31 @@ class ExtendConfig:
     max_registers: int | None = None
 
 
-def extend_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, short: bool) -> ExtendConfig:
-    """The kernel's configuration, measured on an H200 (docs/benchmarks.md); `short` tiles have fewer rows."""
+def extend_config(
+    gpu: GPU, head_dim: int, dtype: torch.dtype, *, short: bool, alibi: bool = False
+) -> ExtendConfig:
+    """The kernel's configuration; `short` tiles have at most `SHORT_ROWS` rows, others that or more. With `alibi`
+    they are of the same size as without.
+
+    Hopper's were measured on an H200 (docs/benchmarks.md), but for those of float32 and `alibi`. The others are
+    what compiles without spills.
+    """
     if dtype == torch.float32:
-        return ExtendConfig(32, 32, 8, 1) if head_dim <= 64 else ExtendConfig(16, 16, 8, 1)
+        # Left to itself, ptxas spills a little for programs that shared memory or the grid keeps out anyway.
+        tile = 32 if head_dim <= 64 else 16
+        return ExtendConfig(tile, tile, 8, 1, max_registers=128)
+    if gpu.capability != 90:
+        if head_dim <= 64 and not short:
+            return ExtendConfig(128, 64, 8, 2)
+        return ExtendConfig(64, 64 if head_dim <= 128 else 32, 8, 2)
     if head_dim > 128:
         return ExtendConfig(64, 32, 8, 2) if short else ExtendConfig(128, 32, 8, 2)
-    if gpu.capability != 90:
-        return ExtendConfig(64, 64, 4, 2) if short else ExtendConfig(128, 64, 8, 2)
     if short:
         return ExtendConfig(64, 32, 4, 3)
     if head_dim <= 64:
         return ExtendConfig(128, 64, 4, 3)
-    # Heads that are padded need registers for their masks.
-    return ExtendConfig(128, 32, 8, 3, max_registers=128 if head_dim == 128 else None)
+    # Heads that are padded need registers for their masks, as distances do.
+    return ExtendConfig(128, 32, 8, 3, max_registers=128 if head_dim == 128 and not alibi else None)
 
 
 def _block_m(config: ExtendConfig, group: int) -> int:
@@ -281,7 +292,7 @@ def _launch(
     partial_out = torch.empty((num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=q.device)
     short = plan.tile_tokens * group <= SHORT_ROWS
-    config = extend_config(gpu_of(q.device), head_dim, q.dtype, short=short)
+    config = extend_config(gpu_of(q.device), head_dim, q.dtype, short=short, alibi=alibi_slopes is not None)
     _extend_kernel[(num_items * num_kv_heads,)](
         q,
         k,
@@ -378,12 +389,14 @@ def _extend_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
 
-    # The cached prefix, through the pool: whole tiles, then what is left, masked. A window masks every tile.
+    # The cached prefix, through the pool: whole tiles, then what is left, masked. A window masks every tile. So
+    # does float32, whose products leave no registers for other loops of them.
+    MASK_ALL: tl.constexpr = HAS_WINDOW or q.dtype.element_ty == tl.float32
     k_head = k_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
     v_head = v_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
     cached_end = tl.minimum(end, prefix_len)
     peeled = start + tl.maximum(cached_end - start, 0) // BLOCK_N * BLOCK_N
-    if HAS_WINDOW:
+    if MASK_ALL:
         peeled = start
     # The next tile's slots are carried along: loads that depend on loads would wait for them.
     slot = tl.load(slots + start + n, mask=start + n < cached_end, other=0)
@@ -396,10 +409,10 @@ def _extend_kernel(
             queries, keys, values, acc, row_max, row_sum, first + n, position, slopes, in_tile[:, None],
             scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
-    for first in tl.range(peeled, cached_end, BLOCK_N, num_stages=NUM_STAGES if HAS_WINDOW else 1):
+    for first in tl.range(peeled, cached_end, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
         live = first + n < cached_end
         offset = slot.to(tl.int64)[:, None] * slot_stride
-        if HAS_WINDOW:
+        if MASK_ALL:
             slot = tl.load(slots + first + BLOCK_N + n, mask=first + BLOCK_N + n < cached_end, other=0)
         # What is not the request's may be NaN, and 0 * NaN is NaN: neither K nor V is read there.
         keys = tl.load(k_head + offset, mask=live[:, None] & in_head, other=0.0)
@@ -420,7 +433,7 @@ def _extend_kernel(
     # Rows see up to their own token, the first row the fewest: up to and with token query_start.
     seen_by_all = tl.minimum(query_start + 1, new_end)
     peeled = new_start + tl.maximum(seen_by_all - new_start, 0) // BLOCK_N * BLOCK_N
-    if HAS_WINDOW:
+    if MASK_ALL:
         peeled = new_start
     for first in tl.range(new_start, peeled, BLOCK_N, num_stages=NUM_STAGES):
         offset = (first + n).to(tl.int64)[:, None] * kv_row_stride
@@ -430,7 +443,7 @@ def _extend_kernel(
             queries, keys, values, acc, row_max, row_sum, prefix_len + first + n, position, slopes,
             in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
-    for first in tl.range(peeled, new_end, BLOCK_N, num_stages=NUM_STAGES if HAS_WINDOW else 1):
+    for first in tl.range(peeled, new_end, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
         key = first + n
         offset = key.to(tl.int64)[:, None] * kv_row_stride
         keys = tl.load(k_new + offset, mask=(key < new_end)[:, None] & in_head, other=0.0)
@@ -443,6 +456,19 @@ def _extend_kernel(
             scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
 
+    if GROUP % 4 != 0:
+        # Where these rows go takes more to compute. It is done anew, from what the compiler cannot know to be
+        # the same: kept through the loops, the results would spill.
+        request = tl.load(item_requests + item, volatile=True)
+        query_start = tl.load(item_query_starts + item, volatile=True)
+        first_partial = tl.load(item_partials + item, volatile=True)
+        extend_len = tl.load(extend_seq_lens + request, volatile=True)
+        first_row = tl.load(extend_start_loc + request, volatile=True)
+        m += tl.minimum(extend_len, 0)
+        token = query_start + m // GROUP
+        in_tile = (token < extend_len) & (m < BLOCK_M // GROUP * GROUP)
+        head = kv_head * GROUP + m % GROUP
+        row = (first_row + token).to(tl.int64)
     if first_partial < 0:
         sink = row_max
         if HAS_SINKS:
