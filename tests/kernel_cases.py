@@ -15,6 +15,7 @@ from torch import Tensor
 
 from triton_ops.attention_plan import AttentionPlan
 from triton_ops.decode_attention import decode_attention, decode_item_len
+from triton_ops.elementwise import MAX_SIZE
 from triton_ops.extend_attention import extend_attention
 from triton_ops.gelu_and_mul import gelu_and_mul
 from triton_ops.gelu_fast import gelu_fast
@@ -27,7 +28,12 @@ from triton_ops.rms_norm import add_rms_norm, rms_norm
 from triton_ops.silu_and_mul import silu_and_mul
 from triton_ops.soft_cap import soft_cap
 from triton_ops.topk_softmax import topk_softmax
-from triton_ops.wide_rms_norm import add_wide_rms_norm, wide_rms_norm
+from triton_ops.wide_rms_norm import (
+    add_wide_rms_norm,
+    norm_add_wide_rms_norm,
+    wide_rms_norm,
+    wide_rms_norm_add,
+)
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -106,7 +112,8 @@ def _shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionSha
     for head_dim in HEAD_DIMS:
         for dtype in SHORT_NAMES:
             yield shape(dtype, head_dim), dtype == torch.bfloat16 and head_dim in (80, 128, 256)
-        for options in (("softcap", "sliding_window"), ("sinks", "sliding_window"), ("alibi_slopes",)):
+        softcap, window, sinks, alibi = (("softcap",), ("sliding_window",), ("sinks",), ("alibi_slopes",))
+        for options in (softcap, softcap + window, sinks + window, alibi):
             yield shape(head_dim=head_dim, options=options), False
     for group in (1, 2, 7, 8, 16):
         yield shape(group=group), False
@@ -166,7 +173,7 @@ def _decode(shape: AttentionShape) -> None:
 def _elementwise_cases() -> Iterator[KernelCase]:
     for dtype in SHORT_NAMES:
         # Hidden sizes of models: powers of two and not; one that is no multiple of 16; the largest.
-        for size in (4096,) if dtype == torch.float16 else (128, 2048, 4096, 5120, 7168, 100, 16384):
+        for size in (4096,) if dtype == torch.float16 else (128, 2048, 4096, 5120, 7168, 100, 16384, MAX_SIZE):
             for num_tokens in (64, 4096):
                 few = dtype == torch.bfloat16 and (num_tokens, size) == (4096, 4096)
                 yield from _row_cases((num_tokens, size), dtype, few)
@@ -191,6 +198,9 @@ def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterato
     def added() -> tuple[Any, ...]:
         return empty(shape), empty(shape), empty(size)
 
+    def normed_and_added() -> tuple[Any, ...]:
+        return empty(shape), empty(shape), empty(size), empty(size)
+
     def biased() -> tuple[Any, ...]:
         return empty(shape), empty(size), empty(size)
 
@@ -204,6 +214,8 @@ def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterato
     yield case(add_rms_norm, added, eps=1e-5)
     yield case(wide_rms_norm, weighted, eps=1e-5, offset=1.0)
     yield case(add_wide_rms_norm, added, eps=1e-5, offset=0.0)
+    yield case(norm_add_wide_rms_norm, normed_and_added, eps=1e-5, offset=1.0)
+    yield case(wide_rms_norm_add, added, eps=1e-5, offset=0.0)
     yield case(layer_norm, weighted, bias=None, eps=1e-5)
     yield case(layer_norm, biased, eps=1e-5)
     yield case(add_layer_norm, added_biased, eps=1e-5)
@@ -297,7 +309,7 @@ def _expert_cases() -> Iterator[KernelCase]:
     """Mixtral's experts, Qwen3-MoE's, and some whose sizes are multiples of nothing."""
     for dtype in SHORT_NAMES:
         for sizes in ((8, 2, 4096, 14_336), (128, 8, 2048, 768), (5, 3, 40, 24)):
-            for num_tokens in (1, 64, 4096):
+            for num_tokens in (1, 64, 256, 512, 4096):
                 shape = ExpertShape(num_tokens, *sizes, dtype)
                 few = dtype == torch.bfloat16 and (num_tokens, sizes[0]) in ((4096, 8), (64, 128))
                 # A tile takes about as many rows as an expert has.

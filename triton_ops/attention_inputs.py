@@ -22,10 +22,8 @@ def check_attention_inputs(
     num_heads, head_dim = q.shape[1:]
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"the kernel takes head_dim up to {MAX_HEAD_DIM}, but it is {head_dim}")
-    if (
-        k_buffer.stride() != v_buffer.stride()
-        or not q.stride(2) == k_buffer.stride(2) == req_to_token.stride(1) == 1
-    ):
+    contiguous = q.stride(2) == k_buffer.stride(2) == req_to_token.stride(1) == 1
+    if k_buffer.stride() != v_buffer.stride() or not contiguous:
         raise ValueError(
             "the kernel takes contiguous heads and lines of req_to_token, and buffers of the same strides, but they "
             f"are {[*q.stride()]} of q, {[*k_buffer.stride()]} and {[*v_buffer.stride()]} of the buffers, "

@@ -232,13 +232,17 @@ class DecodeConfig:
     num_stages: int
 
 
-def decode_config(gpu: GPU, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """The kernel's configuration, measured on an H200 (docs/benchmarks.md)."""
+def decode_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, alibi: bool) -> DecodeConfig:
+    """The kernel's configuration.
+
+    Hopper's were measured on an H200 (docs/benchmarks.md), but for those of float32 and `alibi`. The others are
+    what compiles without spills.
+    """
     if dtype == torch.float32:
-        return DecodeConfig(block_n=32, num_warps=4 if head_dim <= 64 else 8, num_stages=1)
+        return DecodeConfig(block_n=16, num_warps=8, num_stages=1)
     if head_dim > 128:
-        return DecodeConfig(block_n=32, num_warps=4, num_stages=2)
-    return DecodeConfig(block_n=64, num_warps=2, num_stages=2)
+        return DecodeConfig(block_n=32, num_warps=4 if gpu.capability == 90 else 8, num_stages=2)
+    return DecodeConfig(block_n=64, num_warps=2 if gpu.capability == 90 and not alibi else 4, num_stages=2)
 
 
 def decode_item_len(gpu: GPU, num_kv_heads: int, total_len: int) -> int:
@@ -275,7 +279,7 @@ def _launch(
     num_partials = plan.row_partials.shape[0]
     partial_out = torch.empty((num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=q.device)
-    config = decode_config(gpu_of(q.device), head_dim, q.dtype)
+    config = decode_config(gpu_of(q.device), head_dim, q.dtype, alibi=alibi_slopes is not None)
     _decode_kernel[(plan.item_rows.shape[0] * num_kv_heads,)](
         q,
         k_buffer,
@@ -369,7 +373,8 @@ def _decode_kernel(
 
         length = tl.maximum(end - start, 0)
         peeled = start + length // BLOCK_N * BLOCK_N
-        if HAS_WINDOW:
+        # A window masks every tile. So does float32, whose products leave no registers for another loop of them.
+        if HAS_WINDOW or q.dtype.element_ty == tl.float32:
             peeled = start
         for first in tl.range(start, peeled, BLOCK_N, num_stages=NUM_STAGES):
             key_position = first + tl.arange(0, BLOCK_N)

@@ -10,6 +10,8 @@ from torch import Tensor
 from triton_ops.implementation import tl, triton
 
 MAX_SIZE = 32768  # elements of a row that one program holds in its registers
+# Rows up to this long are loaded together with what joins them; for longer ones the registers do not hold it all.
+EARLY_BLOCK: tl.constexpr = 8192 if tl is None else tl.constexpr(8192)
 ROW_TILE = 2048  # elements of a program of short rows
 ROW_ELEMENTS = 16  # of a thread, where rows are held: two accesses of 16 bytes
 BLOCK = 1024  # elements of a program that holds no row
@@ -46,7 +48,8 @@ def row_blocks(size: int) -> tuple[int, int, int]:
         raise ValueError(f"rows of {size} elements exceed the kernel's limit of {MAX_SIZE}")
     block = max(16, triton.next_power_of_2(size))
     rows = max(1, ROW_TILE // block)
-    return block, rows, min(16, max(1, block * rows // (32 * ROW_ELEMENTS)))
+    most_warps = 16 if block <= 16384 else 32
+    return block, rows, min(most_warps, max(1, block * rows // (32 * ROW_ELEMENTS)))
 
 
 def launch_gated(kernel: Any, x: Tensor, **constexprs: Any) -> Tensor:

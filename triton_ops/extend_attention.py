@@ -179,20 +179,32 @@ class ExtendConfig:
     max_registers: int | None = None
 
 
-def extend_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, short: bool) -> ExtendConfig:
-    """The kernel's configuration, measured on an H200 (docs/benchmarks.md); `short` tiles have fewer rows."""
+def extend_config(
+    gpu: GPU, head_dim: int, group: int, dtype: torch.dtype, *, short: bool, alibi: bool = False
+) -> ExtendConfig:
+    """The kernel's configuration; `short` tiles have at most `SHORT_ROWS` rows, others that or more. With `alibi`
+    they are of the same size as without.
+
+    Hopper's were measured on an H200 (docs/benchmarks.md), but for those of float32 and `alibi`. The others are
+    what compiles without spills.
+    """
     if dtype == torch.float32:
-        return ExtendConfig(32, 32, 8, 1) if head_dim <= 64 else ExtendConfig(16, 16, 8, 1)
+        # Left to itself, ptxas spills a little for programs that shared memory or the grid keeps out anyway.
+        tile = 32 if head_dim <= 64 else 16
+        return ExtendConfig(tile, tile, 8, 1, max_registers=128)
+    if gpu.capability != 90:
+        if head_dim <= 64 and not short:
+            return ExtendConfig(128, 64, 8, 2)
+        return ExtendConfig(64, 64 if head_dim <= 128 else 32, 8, 2)
     if head_dim > 128:
         return ExtendConfig(64, 32, 8, 2) if short else ExtendConfig(128, 32, 8, 2)
-    if gpu.capability != 90:
-        return ExtendConfig(64, 64, 4, 2) if short else ExtendConfig(128, 64, 8, 2)
     if short:
         return ExtendConfig(64, 32, 4, 3)
     if head_dim <= 64:
         return ExtendConfig(128, 64, 4, 3)
-    # Heads that are padded need registers for their masks.
-    return ExtendConfig(128, 32, 8, 3, max_registers=128 if head_dim == 128 else None)
+    # Masks of padded heads, distances and rows of groups that divide no tile need more registers.
+    lean = head_dim == 128 and group & (group - 1) == 0 and not alibi
+    return ExtendConfig(128, 32, 8, 3, max_registers=128 if lean else None)
 
 
 def _block_m(config: ExtendConfig, group: int) -> int:
@@ -224,7 +236,7 @@ def plan_extends(
     """
     group = num_heads // num_kv_heads
     short = int(extend_seq_lens.max(initial=0)) * group <= SHORT_ROWS
-    config = extend_config(gpu, head_dim, dtype, short=short)
+    config = extend_config(gpu, head_dim, group, dtype, short=short)
     tile_tokens = _block_m(config, group) // group
     num_tiles = -(-extend_seq_lens.astype(np.int64) // tile_tokens)
     # What a tile in the middle of the new tokens reads is the mean of its request's.
@@ -268,8 +280,8 @@ def _launch(
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
     check_attention_inputs(q, k_buffer, v_buffer, req_to_token, sinks, alibi_slopes, out, lse)
-    short = plan.tile_tokens * group <= SHORT_ROWS
-    config = extend_config(gpu_of(q.device), head_dim, q.dtype, short=short)
+    gpu, short = gpu_of(q.device), plan.tile_tokens * group <= SHORT_ROWS
+    config = extend_config(gpu, head_dim, group, q.dtype, short=short, alibi=alibi_slopes is not None)
     if k.stride(2) != 1 or v.stride(2) != 1:
         raise ValueError(f"k and v must have contiguous heads, but strides {[*k.stride()]} and {[*v.stride()]}")
     if plan.tile_tokens != _block_m(config, group) // group:
@@ -382,12 +394,14 @@ def _extend_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
 
-    # The cached prefix, through the pool: whole tiles, then what is left, masked. A window masks every tile.
+    # The cached prefix, through the pool: whole tiles, then what is left, masked. A window masks every tile. So
+    # does float32, whose products leave no registers for other loops of them.
+    MASK_ALL: tl.constexpr = HAS_WINDOW or q.dtype.element_ty == tl.float32
     k_head = k_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
     v_head = v_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
     cached_end = tl.minimum(end, prefix_len)
     peeled = start + tl.maximum(cached_end - start, 0) // BLOCK_N * BLOCK_N
-    if HAS_WINDOW:
+    if MASK_ALL:
         peeled = start
     # The next tile's slots are carried along: loads that depend on loads would wait for them.
     slot = tl.load(slots + start + n, mask=start + n < cached_end, other=0)
@@ -400,10 +414,10 @@ def _extend_kernel(
             queries, keys, values, acc, row_max, row_sum, first + n, position, slopes, in_tile[:, None],
             scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
-    for first in tl.range(peeled, cached_end, BLOCK_N, num_stages=NUM_STAGES if HAS_WINDOW else 1):
+    for first in tl.range(peeled, cached_end, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
         live = first + n < cached_end
         offset = slot.to(tl.int64)[:, None] * slot_stride
-        if HAS_WINDOW:
+        if MASK_ALL:
             slot = tl.load(slots + first + BLOCK_N + n, mask=first + BLOCK_N + n < cached_end, other=0)
         # What is not the request's may be NaN, and 0 * NaN is NaN: neither K nor V is read there.
         keys = tl.load(k_head + offset, mask=live[:, None] & in_head, other=0.0)
@@ -424,7 +438,7 @@ def _extend_kernel(
     # Rows see up to their own token, the first row the fewest: up to and with token query_start.
     seen_by_all = tl.minimum(query_start + 1, new_end)
     peeled = new_start + tl.maximum(seen_by_all - new_start, 0) // BLOCK_N * BLOCK_N
-    if HAS_WINDOW:
+    if MASK_ALL:
         peeled = new_start
     for first in tl.range(new_start, peeled, BLOCK_N, num_stages=NUM_STAGES):
         key = (first + n).to(tl.int64)[:, None]
@@ -434,7 +448,7 @@ def _extend_kernel(
             queries, keys, values, acc, row_max, row_sum, prefix_len + first + n, position, slopes,
             in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
-    for first in tl.range(peeled, new_end, BLOCK_N, num_stages=NUM_STAGES if HAS_WINDOW else 1):
+    for first in tl.range(peeled, new_end, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
         key = first + n
         live = (key < new_end)[:, None] & in_head
         keys = tl.load(k_new + key.to(tl.int64)[:, None] * k_row_stride, mask=live, other=0.0)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triton_ops.elementwise import as_rows, check_residual, check_vector, row_blocks
+from triton_ops.elementwise import EARLY_BLOCK, as_rows, check_residual, check_vector, row_blocks
 from triton_ops.implementation import Impl, runs_triton, tl, triton
 
 
@@ -87,7 +87,9 @@ def _layer_norm_kernel(
     mask = (row < num_rows) & (col < SIZE)
     # A pointer for each row: loaded in the rows' layout, so that nothing moves between threads.
     same = tl.zeros_like(row) + col
-    weight = tl.load(weight_ptr + same, mask=mask, other=0.0).to(tl.float32)
+    early: tl.constexpr = BLOCK <= EARLY_BLOCK
+    if early:
+        weight = tl.load(weight_ptr + same, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
     dtype = x.dtype
     if residual_ptr is not None:
@@ -98,7 +100,10 @@ def _layer_norm_kernel(
     wide = x.to(tl.float32)
     # The row is in registers: the deviations from its mean, not a difference of two large sums.
     wide = tl.where(mask, wide - tl.sum(wide, axis=1, keep_dims=True) / SIZE, 0.0)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / SIZE + eps) * weight
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / SIZE + eps)
+    if not early:
+        weight = tl.load(weight_ptr + same, mask=mask, other=0.0).to(tl.float32)
+    normed = wide * scale * weight
     if bias_ptr is not None:
         normed += tl.load(bias_ptr + same, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * SIZE + col, normed.to(dtype), mask=mask)

@@ -65,7 +65,9 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
         return out
 
     # An expert's rows, each a token and one of its choices, are cut to tiles.
-    tile_rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(chosen.shape[0], num_experts))))
+    # Products in float32 do without tensor cores: larger tiles of them do not fit into the registers.
+    largest_tile = 64 if x.dtype == torch.float32 else 128
+    tile_rows = min(largest_tile, max(16, triton.next_power_of_2(triton.cdiv(chosen.shape[0], num_experts))))
     order = chosen.argsort(stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
     counts.scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -77,7 +79,7 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
         """Each row, in the order of experts, times its expert's matrix; `rows_of_a` times a row of `a` is read."""
         _, size, inner = matrices.shape
         result = torch.empty(chosen.shape[0], size, dtype=a.dtype, device=a.device)
-        columns = min(128, max(16, triton.next_power_of_2(size)))
+        columns = min(largest_tile, max(16, triton.next_power_of_2(size)))
         depth = min(128 // a.element_size(), max(16, triton.next_power_of_2(inner)))
         _expert_product_kernel[(max_tiles * triton.cdiv(size, columns),)](
             a,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_ops.elementwise import as_rows, check_residual, check_vector, row_blocks
+from triton_ops.elementwise import EARLY_BLOCK, as_rows, check_residual, check_vector, row_blocks
 from triton_ops.implementation import Impl, runs_triton, tl, triton
 
 
@@ -103,28 +103,39 @@ def _rms_norm_kernel(
     mask = (row < num_rows) & (col < SIZE)
     # A pointer for each row: weights are loaded in the rows' layout, so that nothing moves between threads.
     same = tl.zeros_like(row) + col
-    if weight_ptr is not None:
+    early: tl.constexpr = BLOCK <= EARLY_BLOCK
+    if early and weight_ptr is not None:
         weight = tl.load(weight_ptr + same, mask=mask, other=0.0)
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
     dtype = x.dtype
-    if residual_ptr is not None:
+    if early and residual_ptr is not None:
         other = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)
     if before_ptr is not None:
-        before = tl.load(before_ptr + same, mask=mask, other=0.0)
-        x = _normed(x.to(tl.float32), before, eps, dtype, OFFSET, SIZE)
+        if early:
+            before = tl.load(before_ptr + same, mask=mask, other=0.0)
+        scale = _scale(x, eps, SIZE)
+        if not early:
+            before = tl.load(before_ptr + same, mask=mask, other=0.0)
+        x = weighted(x.to(tl.float32) * scale, before, dtype, OFFSET)
     if residual_ptr is not None:
+        if not early:
+            other = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)
         # Rounded before it is normed: the next layer adds to this sum.
         x = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + row * SIZE + col, x, mask=mask)
     if weight_ptr is not None:
-        normed = _normed(x.to(tl.float32), weight, eps, dtype, OFFSET, SIZE)
+        scale = _scale(x, eps, SIZE)
+        if not early:
+            weight = tl.load(weight_ptr + same, mask=mask, other=0.0)
+        normed = weighted(x.to(tl.float32) * scale, weight, dtype, OFFSET)
         tl.store(out_ptr + row * SIZE + col, normed, mask=mask)
 
 
 @triton.jit
-def _normed(wide, weight, eps, dtype: tl.constexpr, OFFSET: tl.constexpr, SIZE: tl.constexpr):
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / SIZE + eps)
-    return weighted(normed, weight, dtype, OFFSET)
+def _scale(x, eps, SIZE: tl.constexpr):
+    """What the rows are multiplied by to be normed."""
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / SIZE + eps)
 
 
 @triton.jit
