@@ -25,6 +25,7 @@ from radixrt import (
     Runtime,
     SamplingParams,
 )
+from radixrt.execution.model_runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -399,6 +400,48 @@ def test_two_runtimes_know_nothing_of_each_other(folder: Path) -> None:
     with small_runtime(folder) as one, small_runtime(folder) as two:
         one.generate([5, 6, 7], GREEDY)
         assert two.cache_stats().prompt_tokens == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_no_pass_waits_for_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked for: torch raises where a launch would wait."""
+    params = [
+        SamplingParams(temperature=0, max_new_tokens=8),
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=1, max_new_tokens=8, n=2),
+        SamplingParams(temperature=1, repetition_penalty=1.1, presence_penalty=0.5, max_new_tokens=8),
+        SamplingParams(temperature=1, logit_bias={3: 1.0}, bad_words=[], logprobs=3, max_new_tokens=8),
+        SamplingParams(temperature=0, prompt_logprobs=2, max_new_tokens=8),
+    ]
+    runtime = small_runtime(folder, max_total_tokens=4000, chunked_prefill_size=16)
+    launch = ModelRunner._launch
+
+    def watched(self: ModelRunner, batch: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(self, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    prompts = shared_prompts()[: len(params)]
+    expected = [output.token_ids for output in runtime.generate(prompts, params)]  # kernels are compiled
+    runtime.flush_cache()
+    monkeypatch.setattr(ModelRunner, "_launch", watched)
+    assert [output.token_ids for output in runtime.generate(prompts, params)] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_a_gpu_that_is_not_the_current_one(folder: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    prompts = shared_prompts()
+    params = SamplingParams(temperature=0.7, seed=1, max_new_tokens=12)
+    first, second = (
+        Runtime(folder, device=device, dtype="float32", max_total_tokens=4000).generate(prompts, params)
+        for device in ("cuda:0", "cuda:1")
+    )
+    assert [output.token_ids for output in first] == [output.token_ids for output in second]
 
 
 def test_closed_is_closed(folder: Path) -> None:

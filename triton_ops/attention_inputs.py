@@ -25,8 +25,8 @@ def check_attention_inputs(
     contiguous = q.stride(2) == k_buffer.stride(2) == req_to_token.stride(1) == 1
     if k_buffer.stride() != v_buffer.stride() or not contiguous:
         raise ValueError(
-            "the kernel takes contiguous heads and lines of req_to_token, and buffers of the same strides, but they "
-            f"are {[*q.stride()]} of q, {[*k_buffer.stride()]} and {[*v_buffer.stride()]} of the buffers, "
+            "the kernel takes contiguous heads and lines of req_to_token, and buffers of the same strides, but "
+            f"they are {[*q.stride()]} of q, {[*k_buffer.stride()]} and {[*v_buffer.stride()]} of the buffers, "
             f"{[*req_to_token.stride()]} of req_to_token"
         )
     if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():

@@ -284,10 +284,11 @@ def _launch(
     config = extend_config(gpu, head_dim, group, q.dtype, short=short, alibi=alibi_slopes is not None)
     if k.stride(2) != 1 or v.stride(2) != 1:
         raise ValueError(f"k and v must have contiguous heads, but strides {[*k.stride()]} and {[*v.stride()]}")
-    if plan.tile_tokens != _block_m(config, group) // group:
+    tile_tokens = _block_m(config, group) // group
+    if plan.tile_tokens != tile_tokens:
         raise ValueError(
-            f"the plan's tiles have {plan.tile_tokens} tokens, the kernel's {_block_m(config, group) // group}: it "
-            "was made for another GPU, dtype or shape"
+            f"the plan's tiles have {plan.tile_tokens} tokens, the kernel's {tile_tokens}: it was made for "
+            "another GPU, dtype or shape"
         )
     num_items = plan.item_requests.shape[0]
     if num_items == 0:
