@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", choices=sorted(NUM_SMS), default=[90])
     parser.add_argument("--cases", choices=("few", "all", "probe"), default="few")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases of operations whose name has it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="gets what is printed")
     arguments = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     every = probe_cases() if arguments.cases == "probe" else kernel_cases()
     cases = [case for case in every if arguments.cases != "few" or case.few]
-    cases = [case for case in cases if arguments.only in case.op.__name__]
+    cases = [case for case in cases if arguments.only in str(case)]
     results = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder

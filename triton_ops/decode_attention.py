@@ -242,7 +242,9 @@ def decode_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, alibi: bool) -
         return DecodeConfig(block_n=16, num_warps=8, num_stages=1)
     if head_dim > 128:
         return DecodeConfig(block_n=32, num_warps=4 if gpu.capability == 90 else 8, num_stages=2)
-    return DecodeConfig(block_n=64, num_warps=2 if gpu.capability == 90 and not alibi else 4, num_stages=2)
+    return DecodeConfig(
+        block_n=64, num_warps=2 if gpu.capability == 90 and not (alibi and head_dim > 64) else 4, num_stages=2
+    )
 
 
 def decode_item_len(gpu: GPU, num_kv_heads: int, total_len: int) -> int:

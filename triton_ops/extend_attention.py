@@ -180,7 +180,7 @@ class ExtendConfig:
 
 
 def extend_config(
-    gpu: GPU, head_dim: int, group: int, dtype: torch.dtype, *, short: bool, alibi: bool = False
+    gpu: GPU, head_dim: int, dtype: torch.dtype, *, short: bool, alibi: bool = False
 ) -> ExtendConfig:
     """The kernel's configuration; `short` tiles have at most `SHORT_ROWS` rows, others that or more. With `alibi`
     they are of the same size as without.
@@ -197,14 +197,13 @@ def extend_config(
             return ExtendConfig(128, 64, 8, 2)
         return ExtendConfig(64, 64 if head_dim <= 128 else 32, 8, 2)
     if head_dim > 128:
-        return ExtendConfig(64, 32, 8, 2) if short else ExtendConfig(128, 32, 8, 2)
+        return ExtendConfig(64, 32, 8, 2) if short else ExtendConfig(128, 16 if head_dim < 256 else 32, 8, 2)
     if short:
         return ExtendConfig(64, 32, 4, 3)
     if head_dim <= 64:
         return ExtendConfig(128, 64, 4, 3)
-    # Masks of padded heads, distances and rows of groups that divide no tile need more registers.
-    lean = head_dim == 128 and group & (group - 1) == 0 and not alibi
-    return ExtendConfig(128, 32, 8, 3, max_registers=128 if lean else None)
+    # Heads that are padded need registers for their masks, as distances do.
+    return ExtendConfig(128, 32, 8, 3, max_registers=128 if head_dim == 128 and not alibi else None)
 
 
 def _block_m(config: ExtendConfig, group: int) -> int:
@@ -236,7 +235,7 @@ def plan_extends(
     """
     group = num_heads // num_kv_heads
     short = int(extend_seq_lens.max(initial=0)) * group <= SHORT_ROWS
-    config = extend_config(gpu, head_dim, group, dtype, short=short)
+    config = extend_config(gpu, head_dim, dtype, short=short)
     tile_tokens = _block_m(config, group) // group
     num_tiles = -(-extend_seq_lens.astype(np.int64) // tile_tokens)
     # What a tile in the middle of the new tokens reads is the mean of its request's.
@@ -281,9 +280,11 @@ def _launch(
     group = num_heads // num_kv_heads
     check_attention_inputs(q, k_buffer, v_buffer, req_to_token, sinks, alibi_slopes, out, lse)
     gpu, short = gpu_of(q.device), plan.tile_tokens * group <= SHORT_ROWS
-    config = extend_config(gpu, head_dim, group, q.dtype, short=short, alibi=alibi_slopes is not None)
-    if k.stride(2) != 1 or v.stride(2) != 1:
-        raise ValueError(f"k and v must have contiguous heads, but strides {[*k.stride()]} and {[*v.stride()]}")
+    config = extend_config(gpu, head_dim, q.dtype, short=short, alibi=alibi_slopes is not None)
+    if k.stride() != v.stride() or k.stride(2) != 1:
+        # A norm over all heads leaves k beside the projection that v is part of. The kernel has registers for one
+        # offset a token.
+        k, v = k.contiguous(), v.contiguous()
     tile_tokens = _block_m(config, group) // group
     if plan.tile_tokens != tile_tokens:
         raise ValueError(
@@ -324,9 +325,7 @@ def _launch(
         q.stride(0),
         q.stride(1),
         k.stride(0),
-        v.stride(0),
         k.stride(1),
-        v.stride(1),
         k_buffer.stride(0),
         k_buffer.stride(1),
         req_to_token.stride(0),
@@ -356,8 +355,7 @@ def _extend_kernel(
     req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens,
     item_requests, item_query_starts, item_starts, item_lens, item_partials,
     sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
-    q_row_stride, q_head_stride, k_row_stride, v_row_stride, k_head_stride, v_head_stride,
-    slot_stride, slot_head_stride, line_stride,
+    q_row_stride, q_head_stride, kv_row_stride, kv_head_stride, slot_stride, slot_head_stride, line_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr,
@@ -432,8 +430,8 @@ def _extend_kernel(
         )  # fmt: skip
 
     # The new tokens, contiguous: those that all rows see, then the diagonal.
-    k_new = k + first_row.to(tl.int64) * k_row_stride + kv_head * k_head_stride + d[None, :]
-    v_new = v + first_row.to(tl.int64) * v_row_stride + kv_head * v_head_stride + d[None, :]
+    k_new = k + first_row.to(tl.int64) * kv_row_stride + kv_head * kv_head_stride + d[None, :]
+    v_new = v + first_row.to(tl.int64) * kv_row_stride + kv_head * kv_head_stride + d[None, :]
     new_start = tl.maximum(start - prefix_len, 0)
     new_end = tl.minimum(end - prefix_len, extend_len)
     # Rows see up to their own token, the first row the fewest: up to and with token query_start.
@@ -442,9 +440,9 @@ def _extend_kernel(
     if MASK_ALL:
         peeled = new_start
     for first in tl.range(new_start, peeled, BLOCK_N, num_stages=NUM_STAGES):
-        key = (first + n).to(tl.int64)[:, None]
-        keys = tl.load(k_new + key * k_row_stride, mask=in_head, other=0.0)
-        values = tl.load(v_new + key * v_row_stride, mask=in_head, other=0.0)
+        offset = (first + n).to(tl.int64)[:, None] * kv_row_stride
+        keys = tl.load(k_new + offset, mask=in_head, other=0.0)
+        values = tl.load(v_new + offset, mask=in_head, other=0.0)
         acc, row_max, row_sum = attend_tile(
             queries, keys, values, acc, row_max, row_sum, prefix_len + first + n, position, slopes,
             in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
@@ -452,8 +450,9 @@ def _extend_kernel(
     for first in tl.range(peeled, new_end, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
         key = first + n
         live = (key < new_end)[:, None] & in_head
-        keys = tl.load(k_new + key.to(tl.int64)[:, None] * k_row_stride, mask=live, other=0.0)
-        values = tl.load(v_new + key.to(tl.int64)[:, None] * v_row_stride, mask=live, other=0.0)
+        offset = key.to(tl.int64)[:, None] * kv_row_stride
+        keys = tl.load(k_new + offset, mask=live, other=0.0)
+        values = tl.load(v_new + offset, mask=live, other=0.0)
         visible = in_tile[:, None] & (key < new_end)[None, :] & (key[None, :] <= token[:, None])
         if HAS_WINDOW:
             visible = visible & (key[None, :] > token[:, None] - window)
@@ -462,6 +461,19 @@ def _extend_kernel(
             scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
 
+    if GROUP % 4 != 0:
+        # Where these rows go takes more to compute. It is done anew, from what the compiler cannot know to be the
+        # same: kept through the loops, the results would spill.
+        request = tl.load(item_requests + item, volatile=True)
+        query_start = tl.load(item_query_starts + item, volatile=True)
+        first_partial = tl.load(item_partials + item, volatile=True)
+        extend_len = tl.load(extend_seq_lens + request, volatile=True)
+        first_row = tl.load(extend_start_loc + request, volatile=True)
+        m += tl.minimum(extend_len, 0)
+        token = query_start + m // GROUP
+        in_tile = (token < extend_len) & (m < BLOCK_M // GROUP * GROUP)
+        head = kv_head * GROUP + m % GROUP
+        row = (first_row + token).to(tl.int64)
     write_rows(
         acc, row_max, row_sum, row, first_partial + m // GROUP, first_partial < 0, head, in_tile,
         sinks, out, lse, partial_out, partial_lse,
