@@ -225,11 +225,14 @@ def _attend(
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """`block_n` keys a step; `num_warps` and `num_stages` are Triton's."""
+    """`block_n` keys a step; `num_warps` and `num_stages` are Triton's. With a limit `max_registers`, ptxas makes
+    use of them; left to itself it may spill a little to save some.
+    """
 
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 def decode_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, alibi: bool) -> DecodeConfig:
@@ -239,12 +242,11 @@ def decode_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, alibi: bool) -
     what compiles without spills.
     """
     if dtype == torch.float32:
-        return DecodeConfig(block_n=16, num_warps=8, num_stages=1)
+        return DecodeConfig(16, num_warps=8, num_stages=1, max_registers=128 if head_dim <= 64 else None)
     if head_dim > 128:
-        return DecodeConfig(block_n=32, num_warps=4 if gpu.capability == 90 else 8, num_stages=2)
-    return DecodeConfig(
-        block_n=64, num_warps=2 if gpu.capability == 90 and not (alibi and head_dim > 64) else 4, num_stages=2
-    )
+        return DecodeConfig(32, num_warps=4 if gpu.capability == 90 else 8, num_stages=2)
+    few_warps = gpu.capability == 90 and not (alibi and head_dim > 64)
+    return DecodeConfig(64, num_warps=2 if few_warps else 4, num_stages=2)
 
 
 def decode_item_len(gpu: GPU, num_kv_heads: int, total_len: int) -> int:
@@ -321,6 +323,7 @@ def _launch(
         HAS_ALIBI=alibi_slopes is not None,
         HAS_LSE=lse is not None,
         num_warps=config.num_warps,
+        maxnreg=config.max_registers,
     )
     if num_partials:
         merge_partials(partial_out, partial_lse, plan.row_partial_starts, plan.row_partials, sinks, out, lse)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from triton_ops.implementation import tl, triton
 
-MAX_SIZE = 32768  # elements of a row that one program holds in its registers
+MAX_SIZE = 32768  # elements of a row that one program holds in its registers; models have up to 18432
 # Rows up to this long are loaded together with what joins them; for longer ones the registers do not hold it all.
 EARLY_BLOCK: tl.constexpr = 8192 if tl is None else tl.constexpr(8192)
 ROW_TILE = 2048  # elements of a program of short rows

@@ -169,7 +169,8 @@ def _attend_with_all(
 @dataclass(frozen=True)
 class ExtendConfig:
     """A tile has `block_m` rows (tokens times the heads of a group) and reads `block_n` keys a step; `num_warps`
-    and `num_stages` are Triton's. With at most `max_registers` a thread two programs run side by side.
+    and `num_stages` are Triton's. With 128 registers a thread two programs of 8 warps run side by side.
+    With a limit `max_registers`, ptxas makes use of them; left to itself it may spill a little to save some.
     """
 
     block_m: int
@@ -189,12 +190,11 @@ def extend_config(
     what compiles without spills.
     """
     if dtype == torch.float32:
-        # Left to itself, ptxas spills a little for programs that shared memory or the grid keeps out anyway.
         tile = 32 if head_dim <= 64 else 16
         return ExtendConfig(tile, tile, 8, 1, max_registers=128)
     if gpu.capability != 90:
-        if head_dim <= 64 and not short:
-            return ExtendConfig(128, 64, 8, 2)
+        if head_dim <= 64:
+            return ExtendConfig(64 if short else 128, 64, 8, 2, max_registers=255)
         return ExtendConfig(64, 64 if head_dim <= 128 else 32, 8, 2)
     if head_dim > 128:
         return ExtendConfig(64, 32, 8, 2) if short else ExtendConfig(128, 16 if head_dim < 256 else 32, 8, 2)

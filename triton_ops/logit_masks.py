@@ -27,5 +27,6 @@ def keep_only(logits: Tensor, rows: Tensor, token_ids: Tensor, is_restricted: Te
     `rows` and `token_ids` are int32 `[H]`, `is_restricted` is bool `[R]`.
     """
     allowed = (~is_restricted).unsqueeze(1).expand_as(logits).clone()
-    allowed[rows.long(), token_ids.long()] = True
+    # A Python value would be copied to the device, which waits for it.
+    allowed.index_put_((rows.long(), token_ids.long()), torch.ones_like(rows, dtype=torch.bool))
     return logits.masked_fill(~allowed, -torch.inf)

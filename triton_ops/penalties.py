@@ -30,7 +30,8 @@ def apply_penalties(
     out = logits.float()
     rows, token_ids = rows.long(), token_ids.long()
     occurs = torch.zeros(out.shape, dtype=torch.bool, device=out.device)
-    occurs[rows, token_ids] = True
+    # A Python value would be copied to the device, which waits for it.
+    occurs.index_put_((rows, token_ids), torch.ones_like(rows, dtype=torch.bool))
     generated = torch.zeros_like(out)
     generated.index_put_((rows, token_ids), is_output.to(out.dtype), accumulate=True)
     factor = repetition.unsqueeze(1)
