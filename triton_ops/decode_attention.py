@@ -244,7 +244,9 @@ def decode_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, alibi: bool) -
     if dtype == torch.float32:
         return DecodeConfig(16, num_warps=8, num_stages=1, max_registers=128 if head_dim <= 64 else None)
     if head_dim > 128:
-        return DecodeConfig(32, num_warps=4 if gpu.capability == 90 else 8, num_stages=2)
+        if gpu.capability == 90:
+            return DecodeConfig(32, num_warps=4, num_stages=2)
+        return DecodeConfig(32, num_warps=8, num_stages=2, max_registers=255)
     few_warps = gpu.capability == 90 and not (alibi and head_dim > 64)
     return DecodeConfig(64, num_warps=2 if few_warps else 4, num_stages=2)
 
