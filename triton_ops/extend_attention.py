@@ -169,8 +169,9 @@ def _attend_with_all(
 @dataclass(frozen=True)
 class ExtendConfig:
     """A tile has `block_m` rows (tokens times the heads of a group) and reads `block_n` keys a step; `num_warps`
-    and `num_stages` are Triton's. With 128 registers a thread two programs of 8 warps run side by side.
-    With a limit `max_registers`, ptxas makes use of them; left to itself it may spill a little to save some.
+    and `num_stages` are Triton's. With 128 registers a thread two programs of 8 warps run side by side, with 168
+    three of 4. With a limit `max_registers`, ptxas makes use of them; left to itself it may spill a little to
+    save some.
     """
 
     block_m: int
@@ -199,7 +200,7 @@ def extend_config(
     if head_dim > 128:
         return ExtendConfig(64, 32, 8, 2) if short else ExtendConfig(128, 16 if head_dim < 256 else 32, 8, 2)
     if short:
-        return ExtendConfig(64, 32, 4, 3)
+        return ExtendConfig(64, 32, 4, 3, max_registers=168)
     if head_dim <= 64:
         return ExtendConfig(128, 64, 4, 3)
     # Heads that are padded need registers for their masks, as distances do.
