@@ -278,11 +278,11 @@ def test_long_rope_follows_the_context_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "mixtral"])
-def test_bfloat16_keeps_close(family: str, tmp_path: Path) -> None:
+def test_bfloat16_keeps_close(family: str, tmp_path: Path, device: torch.device) -> None:
     """Our bfloat16 logits are no farther from float32's than twice transformers' own."""
     reference = MODELS[family]()
     folder = checkpoints.write(reference, tmp_path)
-    model, config = load_model(folder, dtype="bfloat16")
+    model, config = load_model(folder, dtype="bfloat16", device=device)
     session, ids = Session(model, config), prompt(40, 1)
     session.kv = session.kv.bfloat16()
     (ours,) = session.run((0, ids, 0))
