@@ -15,7 +15,7 @@ from torch import Tensor
 
 from triton_ops.attention_plan import AttentionPlan
 from triton_ops.decode_attention import decode_attention, decode_item_len
-from triton_ops.elementwise import MAX_SIZE
+from triton_ops.elementwise import MAX_BYTES
 from triton_ops.extend_attention import extend_attention
 from triton_ops.gelu_and_mul import gelu_and_mul
 from triton_ops.gelu_fast import gelu_fast
@@ -172,8 +172,10 @@ def _decode(shape: AttentionShape) -> None:
 
 def _elementwise_cases() -> Iterator[KernelCase]:
     for dtype in SHORT_NAMES:
-        # Hidden sizes of models: powers of two and not; one that is no multiple of 16; the largest.
-        for size in (4096,) if dtype == torch.float16 else (128, 2048, 4096, 5120, 7168, 100, 16384, MAX_SIZE):
+        # Hidden sizes of models: powers of two and not; one that is no multiple of 16; the largest that may be.
+        largest = MAX_BYTES // dtype.itemsize
+        sizes = {128, 2048, 4096, 5120, 7168, 100, 16384, min(18432, largest), largest}
+        for size in [4096] if dtype == torch.float16 else sorted(sizes):
             for num_tokens in (64, 4096):
                 few = dtype == torch.bfloat16 and (num_tokens, size) == (4096, 4096)
                 yield from _row_cases((num_tokens, size), dtype, few)

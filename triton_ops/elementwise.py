@@ -9,7 +9,9 @@ from torch import Tensor
 
 from triton_ops.implementation import tl, triton
 
-MAX_SIZE = 32768  # elements of a row that one program holds in its registers; models have up to 18432
+# Of a row that one program holds in its registers: 32768 elements of two bytes or 16384 of four. Models have up to
+# 18432, and 16384 in what anyone would run in float32.
+MAX_BYTES = 65536
 # Rows up to this long are loaded together with what joins them; for longer ones the registers do not hold it all.
 EARLY_BLOCK: tl.constexpr = 8192 if tl is None else tl.constexpr(8192)
 ROW_TILE = 2048  # elements of a program of short rows
@@ -40,12 +42,12 @@ def check_residual(residual: Tensor, x: Tensor) -> None:
         )
 
 
-def row_blocks(size: int) -> tuple[int, int, int]:
+def row_blocks(size: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """For kernels that hold whole rows of `size` elements: the block that a row is padded to, the rows of a
     program (several where they are short), its warps. Raises ValueError where a row is too long.
     """
-    if size > MAX_SIZE:
-        raise ValueError(f"rows of {size} elements exceed the kernel's limit of {MAX_SIZE}")
+    if size * dtype.itemsize > MAX_BYTES:
+        raise ValueError(f"rows of {size} elements of {dtype} exceed the kernel's limit of {MAX_BYTES} bytes")
     block = max(16, triton.next_power_of_2(size))
     rows = max(1, ROW_TILE // block)
     most_warps = 16 if block <= 16384 else 32

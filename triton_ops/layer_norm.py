@@ -46,7 +46,7 @@ def _launch(
         check_residual(residual, x)
         others, total = as_rows(residual), torch.empty_like(normed)
     if num_rows:
-        block, block_rows, num_warps = row_blocks(size)
+        block, block_rows, num_warps = row_blocks(size, x.dtype)
         _layer_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
             rows,
             others,

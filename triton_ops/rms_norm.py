@@ -59,7 +59,7 @@ def launch_rms_norm(
         check_residual(residual, x)
         others, total = as_rows(residual), torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_rows:
-        block, block_rows, num_warps = row_blocks(size)
+        block, block_rows, num_warps = row_blocks(size, x.dtype)
         _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
             rows,
             others,

@@ -30,7 +30,7 @@ def _launch(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tens
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     experts = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     if num_tokens:
-        block, block_rows, num_warps = row_blocks(num_experts)
+        block, block_rows, num_warps = row_blocks(num_experts, logits.dtype)
         _topk_softmax_kernel[(triton.cdiv(num_tokens, block_rows),)](
             rows,
             weights,
