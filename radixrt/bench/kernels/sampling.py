@@ -73,11 +73,15 @@ def _share(right: Tensor) -> list[Tensor]:
     return [right.float().mean().view(1)]
 
 
+def _share_equal(tokens: Any, reference: Tensor) -> list[Tensor]:
+    return _share(torch.eq(tokens, reference))
+
+
 def our_sample(inputs: SamplingInputs) -> Call:
     def run(impl: Any = "triton") -> Tensor:
         return sample(inputs.logits, **inputs.parameters, impl=impl)
 
-    return Call(run, lambda tokens: _share(torch.eq(tokens, run("torch"))))
+    return Call(run, lambda tokens: _share_equal(tokens, run("torch")))
 
 
 def _peer(draw: Peer, inputs: SamplingInputs) -> Call:
@@ -149,7 +153,7 @@ def sample_case(num_rows: int, vocab_size: int, filters: tuple[str, ...], varian
 def greedy_case(num_rows: int, vocab_size: int) -> Case[SamplingInputs]:
     def prepare(impl: Any, inputs: SamplingInputs) -> Call:
         reference = inputs.logits.argmax(-1)
-        return Call(lambda: greedy(inputs.logits, impl=impl), lambda tokens: _share(torch.eq(tokens, reference)))
+        return Call(lambda: greedy(inputs.logits, impl=impl), lambda tokens: _share_equal(tokens, reference))
 
     return Case(
         "sampling",
