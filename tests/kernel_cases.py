@@ -22,9 +22,13 @@ from triton_ops.gelu_fast import gelu_fast
 from triton_ops.gelu_new import gelu_new
 from triton_ops.implementation import gpu_of
 from triton_ops.layer_norm import add_layer_norm, layer_norm
+from triton_ops.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only
+from triton_ops.logprobs import token_logprobs
 from triton_ops.moe import moe
 from triton_ops.norm_rotary_store import HeadNorm, Rotation, norm_rotary_store
+from triton_ops.penalties import apply_penalties
 from triton_ops.rms_norm import add_rms_norm, rms_norm
+from triton_ops.sampling import finite_rows, greedy, sample
 from triton_ops.silu_and_mul import silu_and_mul
 from triton_ops.soft_cap import soft_cap
 from triton_ops.topk_softmax import topk_softmax
@@ -63,6 +67,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _decode_cases()
     yield from _elementwise_cases()
     yield from _expert_cases()
+    yield from _sampling_cases()
 
 
 # --- attention ---
@@ -322,3 +327,97 @@ def _expert_cases() -> Iterator[KernelCase]:
                     name = f"{shape}, renormalize {renormalize}"
                     call = partial(shape.topk_softmax, renormalize)
                     yield KernelCase(topk_softmax, name, call, few and renormalize)
+
+
+# --- sampling ---
+
+
+@dataclass(frozen=True)
+class LogitsShape:
+    """Logits of `num_rows` draws."""
+
+    num_rows: int
+    vocab_size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.num_rows} x {self.vocab_size}, {SHORT_NAMES[self.dtype]}"
+
+    def logits(self) -> Tensor:
+        return torch.empty(self.num_rows, self.vocab_size, dtype=self.dtype)
+
+    def each(self, dtype: torch.dtype) -> Tensor:
+        """A number for each row."""
+        return torch.empty(self.num_rows, dtype=dtype)
+
+    def sample(self, *filters: str) -> None:
+        given = {name: self.each(torch.int32 if name == "top_ks" else torch.float32) for name in filters}
+        sample(
+            self.logits(),
+            temperatures=self.each(torch.float32),
+            seeds=self.each(torch.int64),
+            sample_indices=self.each(torch.int32),
+            positions=self.each(torch.int32),
+            finite=self.each(torch.bool),
+            impl="triton",
+            **given,
+        )
+
+    def greedy(self) -> None:
+        greedy(self.logits(), finite=self.each(torch.bool), impl="triton")
+
+    def finite_rows(self) -> None:
+        finite_rows(self.logits(), impl="triton")
+
+    def token_logprobs(self, num_top: int) -> None:
+        token_logprobs(self.logits(), self.each(torch.int32), num_top, impl="triton")
+
+    def apply_penalties(self) -> None:
+        pairs, penalties = (self.each(torch.int32),) * 3, self.each(torch.float32)
+        apply_penalties(
+            self.logits(),
+            *pairs,
+            repetition=penalties,
+            presence=penalties,
+            frequency=penalties,
+            impl="triton",
+        )
+
+    def add_bias(self) -> None:
+        pairs = self.each(torch.int32), self.each(torch.int32)
+        add_bias(self.logits(), *pairs, self.each(torch.float32), impl="triton")
+
+    def ban_tokens(self) -> None:
+        pairs = self.each(torch.int32), self.each(torch.int32)
+        ban_tokens(self.logits(), *pairs, self.each(torch.bool), impl="triton")
+
+    def keep_only(self) -> None:
+        pairs = self.each(torch.int32), self.each(torch.int32)
+        keep_only(self.logits(), *pairs, self.each(torch.bool), impl="triton")
+
+    def apply_bitmask(self) -> None:
+        bitmask = torch.empty(self.num_rows, -(-self.vocab_size // 32), dtype=torch.int32)
+        apply_bitmask(self.logits(), bitmask, impl="triton")
+
+
+def _sampling_cases() -> Iterator[KernelCase]:
+    """Vocabularies of Qwen, Llama 3 and Llama 2, and one that is a multiple of nothing."""
+    for dtype in SHORT_NAMES:
+        for vocab_size in (151_936, 128_256, 32_000, 50_257):
+            shape = LogitsShape(512, vocab_size, dtype)
+            few = vocab_size == 151_936 and dtype != torch.float16
+            for filters in ((), ("top_ks",), ("top_ps",), ("top_ks", "top_ps"), ("top_ks", "top_ps", "min_ps")):
+                name = ", ".join([str(shape), *filters])
+                yield KernelCase(sample, name, partial(shape.sample, *filters), few and filters != ("top_ks",))
+            yield KernelCase(greedy, str(shape), shape.greedy, few)
+            yield KernelCase(finite_rows, str(shape), shape.finite_rows, few)
+            for num_top in (0, 5, 20):
+                name = f"{shape}, top {num_top}"
+                yield KernelCase(
+                    token_logprobs, name, partial(shape.token_logprobs, num_top), few and num_top == 5
+                )
+            yield KernelCase(apply_penalties, str(shape), shape.apply_penalties, few)
+            yield KernelCase(add_bias, str(shape), shape.add_bias, few)
+            yield KernelCase(ban_tokens, str(shape), shape.ban_tokens, few)
+            yield KernelCase(keep_only, str(shape), shape.keep_only, few)
+            yield KernelCase(apply_bitmask, str(shape), shape.apply_bitmask, few)

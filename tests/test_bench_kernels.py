@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 import radixrt
-from radixrt.bench.kernels import elementwise, run
+from radixrt.bench.kernels import elementwise, run, sampling
 from radixrt.bench.kernels.attention import decode_case, extend_case
 from radixrt.bench.kernels.attention_inputs import AttentionShape, attention_inputs
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected, worst_error
@@ -282,6 +282,19 @@ def test_elementwise_cases(kernel_device: torch.device) -> None:
     assert {case.name.rpartition(" ")[0] for case in cases} == usual
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_sampling_cases(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> None:
+    """With the kernels themselves; torch's own draws obey the filters."""
+    monkeypatch.setattr(sampling, "DTYPE", torch.float16)
+    for case in sampling.sampling_cases(3, 500):
+        result = measure(case, replace(CARD, l2_bytes=1), PretendedTimer(), kernel_device)
+        ours, by_torch, *others = result.measurements
+        assert ours.reason is None, (case.name, ours.traceback)
+        assert by_torch.reason is None, (case.name, by_torch.traceback)
+        assert [m.name for m in others] == (["FlashInfer"] if case.variant else [])
+    assert case_of("sampling", "temperature 512x151936").work.bytes == 512 * 151_936 * 2
+
+
 def test_elementwise_bytes() -> None:
     """Counted from the tensors of a case: read once, written once."""
     sizes = {case.name.rpartition(" ")[0]: case.work.bytes for case in small_elementwise_cases()}
@@ -413,7 +426,7 @@ def test_command_errors(
         assert re.fullmatch(r"radixrt: error: .*" + message + r".*\n", shown), shown
 
     fails([], "needs an NVIDIA GPU")
-    fails(["--only", "dekode"], "one of: decode, extend, short-extend, elementwise")
+    fails(["--only", "dekode"], "one of: decode, extend, short-extend, elementwise, sampling")
     fails(["--only", "decode/B=3*"], "none of decode's: 'B=1 L=8192 scattered', ")
     fails(["--json", str(tmp_path)], "cannot be written")
     fails(["--plot", str(tmp_path / "no" / "out.png")], "cannot be written")

@@ -16,7 +16,10 @@ from transformers import (
 )
 
 from triton_ops import sampling
+from triton_ops.implementation import Impl
+from triton_ops.logit_threshold import least_kept
 from triton_ops.sampling import MAX_VOCAB_SIZE, finite_rows, greedy, sample
+from triton_ops.token_mass import BLOCK, UNIT_BITS, exponent_scale, token_mass
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -33,6 +36,7 @@ def draw(
     seed: Any = 0,
     sample_index: Any = 0,
     position: Any = None,
+    impl: Impl = "torch",
 ) -> Tensor:
     """`sample` with parameters that are one for all rows or one a row; positions count the rows by default."""
     num_rows = logits.shape[0]
@@ -49,6 +53,7 @@ def draw(
         seeds=rows(seed, torch.int64),
         sample_indices=rows(sample_index, torch.int32),
         positions=rows(torch.arange(num_rows) if position is None else position, torch.int32),
+        impl=impl,
     )
 
 
@@ -182,8 +187,8 @@ def test_ties_at_the_thresholds_are_all_kept(grid: Any) -> None:
 @pytest.mark.parametrize(("top_p", "least"), [(0.49, 8), (0.5, 8), (0.51, 4), (0.75, 4), (0.76, 2), (0.99, 2)])
 def test_top_p_reached_exactly(top_p: float, least: int) -> None:
     """Masses as no logits would give them."""
-    mass = torch.tensor([[4, 8, 2, 2]])
-    assert sampling._top_threshold(mass, None, torch.tensor([top_p])).item() == least
+    mass = torch.tensor([[8, 4, 2, 2]])
+    assert least_kept(mass, mass, None, torch.tensor([top_p])).item() == least
 
 
 # --- greedy ---
@@ -294,21 +299,22 @@ def test_a_draw_depends_on_its_row_only(vocab_size: int) -> None:
 def test_masses_are_the_same_bits_in_every_batch(vocab_size: int) -> None:
     """What a draw alone would show only once in 2^40: the addends themselves."""
     logits = random_logits(40, vocab_size)
-    temperatures = torch.linspace(0.3, 3.0, 40)
-    together = sampling._mass(logits, temperatures)
+    anchor = logits.amax(1, keepdim=True)
+    scale = exponent_scale(torch.linspace(0.3, 3.0, 40)).unsqueeze(1)
+    together = token_mass(logits, anchor, scale)
     for start, size in ((0, 1), (1, 1), (17, 1), (39, 1), (3, 2), (5, 7), (11, 16)):
         rows = slice(start, start + size)
-        assert torch.equal(sampling._mass(logits[rows], temperatures[rows]), together[rows])
+        assert torch.equal(token_mass(logits[rows], anchor[rows], scale[rows]), together[rows])
 
 
 def test_a_switched_off_filter_is_no_filter_at_all() -> None:
     """A neighbour's top-p sends a row through the sort; a tail of tiny masses must survive it."""
-    logits = torch.zeros(2, 5007)
-    logits[:, 5000:] = -30.5  # masses of 1 beside 5000 of 2^44: float64 rounds them off the total
-    mass = sampling._mass(logits, torch.ones(2))
-    assert mass.unique().tolist() == [1, 2**44]
-    threshold = sampling._top_threshold(mass, torch.tensor([5007, 5007]), torch.tensor([1.0, 0.5]))
-    assert threshold.tolist() == [1, 2**44]
+    logits = torch.zeros(2, 40_007)
+    logits[:, 40_000:] = -26.0  # masses of 1 beside 40,000 of 2^38: float64 rounds them off the total
+    mass = token_mass(logits, torch.zeros(1), exponent_scale(torch.ones(1)))
+    assert mass.unique().tolist() == [1, 2**UNIT_BITS]
+    threshold = least_kept(logits, mass, torch.tensor([40_007, 40_007]), torch.tensor([1.0, 0.5]))
+    assert threshold.tolist() == [-26.0, 0.0]
 
 
 def test_finite_rows() -> None:
@@ -325,3 +331,88 @@ def test_finite_rows() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert finite_rows(rows.to(dtype)).tolist() == [True, True, False, False, False, False]
     assert finite_rows(torch.empty(0, 3)).tolist() == []
+
+
+# --- the kernels, which draw what the reference draws ---
+
+KERNEL_DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+def assert_same_draws(logits: Tensor, device: torch.device, **parameters: Any) -> None:
+    """Tokens and finiteness, by the kernels and the reference."""
+    num_rows = logits.shape[0]
+    keywords: dict[str, Any] = {
+        "temperatures": torch.ones(num_rows),
+        "seeds": torch.arange(num_rows) * 7919 - 3,
+        "sample_indices": torch.arange(num_rows, dtype=torch.int32) % 3,
+        "positions": torch.arange(num_rows, dtype=torch.int32) + 11,
+    }
+    for name, value in parameters.items():
+        dtype = torch.int32 if name == "top_ks" else torch.float32
+        keywords[name] = torch.as_tensor(value, dtype=dtype).expand(num_rows).contiguous()
+    keywords = {name: value.to(device) for name, value in keywords.items()}
+    logits = logits.to(device)
+    drawn = {}
+    for impl in ("torch", "triton"):
+        finite = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        tokens = sample(logits, **keywords, finite=finite, impl=impl)  # type: ignore[arg-type]
+        assert tokens.dtype == torch.int32
+        assert ((tokens >= 0) & (tokens < logits.shape[1])).all()
+        drawn[impl] = (tokens * finite).tolist(), finite.tolist()
+    assert drawn["triton"] == drawn["torch"]
+
+
+KERNEL_FILTERS: list[dict[str, Any]] = [
+    {},
+    {"temperatures": [0.0, 1e-45, 1e-3, 0.5, 100.0]},
+    {"top_ks": [1, 7, 900, 0, 10**6]},
+    {"top_ps": [1e-9, 0.5, 0.95, 0.999999, 1.0]},
+    {"top_ks": 50, "top_ps": [0.2, 0.9, 1.0, 0.99, 0.5], "temperatures": [1.0, 0.7, 1.3, 2.0, 0.0]},
+    {"min_ps": [0.0, 1.0, 0.1, 0.5, 1e-6]},
+    {"top_ks": [3, 100, 0, 0, 20], "top_ps": [1.0, 0.9, 0.6, 1.0, 1.0], "min_ps": 0.05},
+]
+
+
+@pytest.mark.parametrize("parameters", KERNEL_FILTERS, ids=lambda p: " ".join(p) or "none")
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize(("vocab_size", "spread"), [(100, 2.0), (BLOCK + 905, 1.0), (3 * BLOCK, 6.0)])
+def test_kernels_draw_what_the_reference_draws(
+    kernel_device: torch.device,
+    vocab_size: int,
+    spread: float,
+    dtype: torch.dtype,
+    parameters: dict[str, Any],
+) -> None:
+    if kernel_device.type == "cpu" and vocab_size > 2 * BLOCK and dtype == torch.float16:
+        pytest.skip("the interpreter is slow")
+    logits = random_logits(5, vocab_size, spread=spread, seed=vocab_size).to(dtype)
+    assert_same_draws(logits, kernel_device, **parameters)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"top_ks": 3, "top_ps": 0.7}, {"min_ps": 0.3}], ids=str)
+def test_kernels_at_ties_and_extremes(kernel_device: torch.device, parameters: dict[str, Any]) -> None:
+    logits = torch.full((8, BLOCK + 300), NEVER)
+    logits[0, BLOCK + 4] = -3.0  # the only one
+    logits[1, 2:4] = 60000.0  # two alike
+    logits[2, [1, BLOCK + 7]] = torch.tensor([0.0, -200.0])
+    logits[3] = 1.5  # all alike: more candidates than there is place for
+    logits[4, ::2] = torch.tensor([2.0, -0.0, 0.0, 2.0]).repeat(2000)[: (BLOCK + 300) // 2]
+    logits[5, 3], logits[6, 5] = torch.nan, torch.inf
+    assert_same_draws(logits, kernel_device, **parameters)
+
+
+def test_greedy_and_finite_kernels(kernel_device: torch.device) -> None:
+    logits = random_logits(6, BLOCK + 100).round().to(kernel_device)  # many ties
+    logits[1] = 0.0
+    logits[2, 8], logits[3, 9], logits[4] = torch.nan, torch.inf, NEVER
+    logits[5, BLOCK:] += 100.0
+    finite = torch.empty(6, dtype=torch.bool, device=kernel_device)
+    tokens = greedy(logits, finite=finite, impl="triton")
+    good = [0, 1, 5]
+    assert torch.equal(tokens[good], greedy(logits, impl="torch")[good])
+    assert ((tokens >= 0) & (tokens < BLOCK + 100)).all()
+    assert finite.tolist() == finite_rows(logits, impl="torch").tolist() == [True, True, False, False, False, True]
+    assert torch.equal(finite_rows(logits, impl="triton"), finite)
+    strided = logits.flip(1)[:, 3:80]
+    assert torch.equal(greedy(strided, impl="triton")[good], greedy(strided, impl="torch")[good])
+    assert greedy(logits[:0], impl="triton").shape == (0,)

@@ -27,7 +27,11 @@ except ModuleNotFoundError:  # Triton exists for Linux alone; the torch referenc
 
     tl = None
 
-__all__ = ["GPU", "Impl", "compiling_for", "gpu_of", "runs_triton", "tl", "triton"]
+__all__ = ["GPU", "INTERPRETED", "Impl", "compiling_for", "gpu_of", "runs_triton", "tl", "triton"]
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# For kernels: whether they run in Triton's interpreter, whose own ways some have to mind.
+INTERPRETED: tl.constexpr = _INTERPRETED if tl is None else tl.constexpr(_INTERPRETED)
 
 Impl = Literal["auto", "torch", "triton"]
 

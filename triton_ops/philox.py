@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from triton_ops.implementation import tl, triton
+
 ROUNDS = 10
 MULTIPLIERS = (0xCD9E8D57, 0xD2511F53)  # of counter words 2 and 0
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -37,3 +39,14 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
         words = [high[0], products[0] & WORD, high[1], products[1] & WORD]
         keys = [(keys[i] + KEY_INCREMENTS[i]) & WORD for i in range(2)]
     return torch.stack(words, dim=1)
+
+
+@triton.jit
+def load_uniform(seeds_ptr, sample_indices_ptr, positions_ptr, row):
+    """`philox_uniform` of one row, in a kernel."""
+    position = tl.load(positions_ptr + row).to(tl.uint32)
+    sample_index = tl.load(sample_indices_ptr + row).to(tl.uint32)
+    zero = tl.zeros((), tl.uint32)
+    first, second, _, _ = tl.philox(tl.load(seeds_ptr + row), position, sample_index, zero, zero)
+    bits = (first.to(tl.int64) << 20) | (second.to(tl.int64) >> 12)
+    return (2 * bits + 1).to(tl.float64) * 1.1102230246251565e-16  # 2^-53

@@ -110,15 +110,16 @@ class ModelRunner:
         ids = torch.where(ids >= 0, ids, self._last_token[(-ids - 1).clamp_min(0)])
         hidden = self.model(ids, metadata, self.kv_pool)
 
-        finite = finite_rows(hidden[arrays["last_tokens"]])
+        impl = self.model.placement.impl
+        finite = finite_rows(hidden[arrays["last_tokens"]], impl=impl)
         token_ids, logprobs = arrays["sampling"], None
         if draws:
             logits = self.model.compute_logits(hidden, metadata.logits_indices)
-            token_ids, drawn = draw_tokens(logits, arrays, self._last_token)
+            token_ids, drawn = draw_tokens(logits, arrays, self._last_token, impl=impl)
             finite[arrays["sampling"]] &= drawn
             asked = [d.request.params.logprobs for d in draws if d.request.params.logprobs is not None]
             if asked:
-                logprobs = token_logprobs(logits, token_ids, min(max(asked), logits.shape[1]))
+                logprobs = token_logprobs(logits, token_ids, min(max(asked), logits.shape[1]), impl=impl)
             # The first answer goes on in its own row; the others get theirs when the host has heard of them.
             self._last_token[arrays["first_rows"]] = token_ids[arrays["first_samples"]]
         prompt_logprobs = self._score(hidden, batch, arrays) if len(batch.scored) else None
@@ -133,7 +134,8 @@ class ModelRunner:
         for start in range(0, len(batch.scored), SCORED_AT_ONCE):
             rows = slice(start, start + SCORED_AT_ONCE)
             logits = self.model.compute_logits(hidden, arrays["scored"][rows])
-            parts.append(token_logprobs(logits, arrays["scored_targets"][rows], min(asked, logits.shape[1])))
+            targets, num_top = arrays["scored_targets"][rows], min(asked, logits.shape[1])
+            parts.append(token_logprobs(logits, targets, num_top, impl=self.model.placement.impl))
         chosen, ranks, top_ids, top = (torch.cat(column) for column in zip(*parts, strict=True))
         return chosen, ranks, top_ids, top
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from radixrt.schedule.request import Request
+from triton_ops.implementation import Impl
 from triton_ops.logit_masks import add_bias, ban_tokens, keep_only
 from triton_ops.penalties import apply_penalties
 from triton_ops.sampling import finite_rows, greedy, sample
@@ -51,14 +53,17 @@ def sampling_arrays(draws: Sequence[Draw]) -> Arrays:
     }
 
 
-def draw_tokens(logits: Tensor, arrays: Mapping[str, Tensor], last_token: Tensor) -> tuple[Tensor, Tensor]:
+def draw_tokens(
+    logits: Tensor, arrays: Mapping[str, Tensor], last_token: Tensor, *, impl: Impl = "auto"
+) -> tuple[Tensor, Tensor]:
     """Token ids `[S]` int32 for `logits` `[S, vocab_size]`, and bool `[S]`: whether there was one to draw.
 
     Args:
         arrays: what `sampling_arrays` made, on the device.
         last_token: int32 `[max_requests]`, the last token sampled for each row.
     """
-    drawn = finite_rows(logits)
+    # What is not finite stays so, but for what `keep_only` hides.
+    before = finite_rows(logits, impl=impl) if "allowed_ids" in arrays else None
     if "penalty_ids" in arrays:
         ids = arrays["penalty_ids"]
         logits = apply_penalties(
@@ -70,30 +75,34 @@ def draw_tokens(logits: Tensor, arrays: Mapping[str, Tensor], last_token: Tensor
             repetition=arrays["repetition"],
             presence=arrays["presence"],
             frequency=arrays["frequency"],
+            impl=impl,
         )
     if "bias_ids" in arrays:
-        logits = add_bias(logits, arrays["bias_rows"], arrays["bias_ids"], arrays["biases"])
+        logits = add_bias(logits, arrays["bias_rows"], arrays["bias_ids"], arrays["biases"], impl=impl)
     if "banned_ids" in arrays:
         after, row = arrays["banned_after"], arrays["banned_last_row"]
         applies = (after == NO_TOKEN) | (last_token[row] == after)
-        logits = ban_tokens(logits, arrays["banned_rows"], arrays["banned_ids"], applies)
+        logits = ban_tokens(logits, arrays["banned_rows"], arrays["banned_ids"], applies, impl=impl)
     if "allowed_ids" in arrays:
-        logits = keep_only(logits, arrays["allowed_rows"], arrays["allowed_ids"], arrays["is_restricted"] != 0)
-    if "banned_ids" in arrays or "allowed_ids" in arrays:
-        drawn &= finite_rows(logits)
+        restricted = arrays["is_restricted"] != 0
+        logits = keep_only(logits, arrays["allowed_rows"], arrays["allowed_ids"], restricted, impl=impl)
+    drawn = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
     if "temperatures" not in arrays:
-        return greedy(logits), drawn
-    token_ids = sample(
-        logits,
-        temperatures=arrays["temperatures"],
-        seeds=arrays["seeds"],
-        sample_indices=arrays["sample_indices"],
-        positions=arrays["draw_positions"],
-        top_ks=arrays.get("top_ks"),
-        top_ps=arrays.get("top_ps"),
-        min_ps=arrays.get("min_ps"),
-    )
-    return token_ids, drawn
+        token_ids = greedy(logits, finite=drawn, impl=impl)
+    else:
+        token_ids = sample(
+            logits,
+            temperatures=arrays["temperatures"],
+            seeds=arrays["seeds"],
+            sample_indices=arrays["sample_indices"],
+            positions=arrays["draw_positions"],
+            top_ks=arrays.get("top_ks"),
+            top_ps=arrays.get("top_ps"),
+            min_ps=arrays.get("min_ps"),
+            finite=drawn,
+            impl=impl,
+        )
+    return token_ids, drawn if before is None else drawn & before
 
 
 def _distribution(draws: Sequence[Draw]) -> Arrays:

@@ -77,6 +77,9 @@ GOALS = {
     ("extend", "B=32 1024+128"): _extend(0.266e-3, 0.184e-3),
     ("extend", "B=8 4096+512"): _extend(0.917e-3, 0.614e-3),
     ("extend", "B=4 0+4096 H=48/48 D=32"): Goal(seconds=1.054e-3),
+    # Times of reading the logits once.
+    ("sampling", "temperature 512x151936"): Goal(bandwidth_share=1 / 1.3),
+    ("sampling", "top_k top_p 512x151936"): Goal(bandwidth_share=1 / 3),
 }
 # Where a group's shape has no goal of its own.
 GROUP_GOALS = {

@@ -7,5 +7,6 @@ GROUPS = {
     "extend": "causal attention of new tokens over a prefix and themselves (bound by products, or by exp)",
     "short-extend": "16 new tokens on a prefix of 32,768 (bound by bytes)",
     "elementwise": "norms, gated activations, rotary embedding and KV store (bound by bytes)",
+    "sampling": "draws, greedy choices and log-probabilities (bound by bytes: those of the logits, once)",
 }
 """By name: a line for people, in the order in which they run."""

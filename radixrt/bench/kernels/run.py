@@ -22,6 +22,7 @@ from radixrt.bench.kernels.elementwise import elementwise_cases, elementwise_swe
 from radixrt.bench.kernels.groups import GROUPS
 from radixrt.bench.kernels.measurement import Result, measure
 from radixrt.bench.kernels.roofline import Machine
+from radixrt.bench.kernels.sampling import sampling_cases, sampling_sweep
 from radixrt.bench.kernels.table import Report
 from radixrt.bench.kernels.timing import CudaTimer, measure_machine
 from radixrt.errors import ParameterError, RadixrtError
@@ -48,9 +49,9 @@ class Options:
 
 def choose_cases(options: Options) -> list[Case[Any]]:
     """The cases, in the groups' order. Raises ParameterError where a pattern matches none."""
-    cases: list[Case[Any]] = [*attention_cases(), *elementwise_cases()]
+    cases: list[Case[Any]] = [*attention_cases(), *elementwise_cases(), *sampling_cases()]
     if options.sweep:
-        swept: list[Case[Any]] = [*attention_sweep(), *elementwise_sweep()]
+        swept: list[Case[Any]] = [*attention_sweep(), *elementwise_sweep(), *sampling_sweep()]
         cases += map(_without_compiled, swept)
     named = {(case.group, case.name): case for case in reversed(cases)}  # a sweep has some of the usual ones
     cases = list(reversed(named.values()))

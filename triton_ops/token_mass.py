@@ -1,0 +1,80 @@
+"""Probabilities of tokens as integers, whose sums are exact in any order and under every parallel scan.
+
+A token's mass is `2^((logit - anchor) * log2(e) / temperature)`, computed in float32 and rounded to units of
+2^-38; the anchor is the greatest logit of its row, or of its block of the vocabulary. 38 bits are two halves of
+19, so that a kernel adds the masses of a block of 2^12 tokens in two sums of 32 bits.
+
+The reference and the kernel subtract, multiply and round alike, bit for bit. exp2 is not defined to the last bit:
+on a GPU both take its instruction; on a CPU, and in Triton's interpreter, float64's, rounded to float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triton_ops.implementation import INTERPRETED, tl, triton
+
+UNIT_BITS = 38
+BLOCK = 4096  # tokens that share an anchor; part of what a draw is, not of how it is computed
+LOG2_E = 1.4426950408889634
+MOST_SCALE = 2.0**126  # temperatures near 0 stay short of infinity, which would make NaN of 0
+
+# Adding 1.5 * 2^23 to a float32 rounds it to an integer, to be found in the sum's low bits.
+_ROUNDER: tl.constexpr = 12582912.0 if tl is None else tl.constexpr(12582912.0)
+_ROUNDER_BITS: tl.constexpr = 0x4B400000 if tl is None else tl.constexpr(0x4B400000)
+_HALF_UNIT: tl.constexpr = 2.0**19 if tl is None else tl.constexpr(2.0**19)
+_LOG2_E: tl.constexpr = LOG2_E if tl is None else tl.constexpr(LOG2_E)
+_MOST_SCALE: tl.constexpr = MOST_SCALE if tl is None else tl.constexpr(MOST_SCALE)
+
+
+def exponent_scale(temperatures: Tensor) -> Tensor:
+    """`log2(e) / temperature`, of temperature 1 where it is 0: float32 `[R]`."""
+    scale = LOG2_E / torch.where(temperatures > 0.0, temperatures, 1.0)
+    return scale.clamp_(max=MOST_SCALE)
+
+
+def relative_exp2(logits: Tensor, anchor: Tensor, scale: Tensor) -> Tensor:
+    """`2^((logits - anchor) * scale)`, all float32."""
+    exponent = (logits - anchor) * scale
+    return exponent.exp2() if exponent.is_cuda else exponent.double().exp2().float()
+
+
+def token_mass(logits: Tensor, anchor: Tensor, scale: Tensor) -> Tensor:
+    """The masses of float32 `logits` relative to `anchor`, int64; 0 for NaN, and where both are -inf."""
+    relative = relative_exp2(logits, anchor, scale).double()
+    return relative.mul_(2.0**UNIT_BITS).round_().nan_to_num_(nan=0.0).long()
+
+
+@triton.jit
+def load_scale(temperatures_ptr, row):
+    """`exponent_scale` of a row, and its temperature."""
+    temperature = tl.load(temperatures_ptr + row)
+    scale = tl.div_rn(tl.full((), _LOG2_E, tl.float32), tl.where(temperature > 0.0, temperature, 1.0))
+    return tl.minimum(scale, _MOST_SCALE), temperature
+
+
+@triton.jit
+def exp2_alike(exponent):
+    """As `relative_exp2` computes it."""
+    return tl.exp2(exponent.to(tl.float64)).to(tl.float32) if INTERPRETED else tl.exp2(exponent)
+
+
+@triton.jit
+def mass_halves(relative):
+    """The upper half of masses, uint32, and the lower, int32: mass = upper * 2^19 + lower, which may be negative.
+
+    2^12 of either add up without overflow.
+    """
+    # Products by powers of 2 are exact, and so is the difference: whether they are fused changes nothing.
+    shifted = relative * _HALF_UNIT
+    upper = shifted + _ROUNDER
+    lower = (shifted - (upper - _ROUNDER)) * _HALF_UNIT + _ROUNDER
+    upper = (upper.to(tl.int32, bitcast=True) - _ROUNDER_BITS).to(tl.uint32)
+    return upper, lower.to(tl.int32, bitcast=True) - _ROUNDER_BITS
+
+
+@triton.jit
+def join_halves(upper, lower):
+    """The int64 mass of two halves, or of their sums."""
+    return upper.to(tl.int64) * 524288 + lower.to(tl.int64)  # 2^19
