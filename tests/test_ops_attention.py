@@ -448,11 +448,16 @@ def test_decode_with_options(name: str) -> None:
     check_decode(case, q, **options)
 
 
+# In half precision alone the kernels have a loop over tiles that need no mask.
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_decode_with_options_in_half_precision(name: str) -> None:
-    lengths = [1, 2, SHORT_ITEM + 1, 0, 200]
-    case = make_case(lengths, dtype=torch.bfloat16)
-    check_decode(case, random_q(len(lengths), 4, 16, torch.bfloat16), **options_of(name, 4))
+def test_decode_with_options_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    lengths = [1, SHORT_ITEM - 1, SHORT_ITEM, SHORT_ITEM + 1, 0, 200]
+    case = make_case(lengths, dtype=dtype)
+    check_decode(case, random_q(len(lengths), 4, 16, dtype), **options_of(name, 4))
+    check_decode(case, random_q(len(lengths), 4, 16, dtype), case.flat_plan(), **options_of(name, 4))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -472,9 +477,12 @@ def test_extend_with_options(name: str) -> None:
     check_extend(make_case([130, 1, 7, 8, 64, 65], num_kv_heads=8), [0] * 6, 1, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_extend_with_options_in_half_precision(name: str) -> None:
-    check_extend(make_case([9, 40], dtype=torch.bfloat16), [4, 20], 2, **options_of(name, 4))
+def test_extend_with_options_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    """Several whole tiles of prefix and of new tokens; a few tokens on a prefix, which take short tiles."""
+    check_extend(make_case([9, 320], dtype=dtype), [4, 210], 2, **options_of(name, 4))
+    check_extend(make_case([230], dtype=dtype), [220], 2, **options_of(name, 4))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
