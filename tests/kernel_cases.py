@@ -122,6 +122,7 @@ def _shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionSha
             yield shape(head_dim=head_dim, options=options), False
     for group in (1, 2, 7, 8, 16):
         yield shape(group=group), False
+    yield shape(group=2, options=("softcap",)), False  # Gemma 2 27B, its layers without a window
     yield shape(head_dim=128, options=("softcap", "sliding_window", "sinks", "alibi_slopes")), True
 
 
