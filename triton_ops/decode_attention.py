@@ -242,7 +242,7 @@ def decode_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, alibi: bool) -
     what compiles without spills.
     """
     if dtype == torch.float32:
-        return DecodeConfig(16, num_warps=8, num_stages=1, max_registers=128 if head_dim <= 64 else None)
+        return DecodeConfig(16, num_warps=8, num_stages=1, max_registers=128)
     if head_dim > 128:
         if gpu.capability == 90:
             return DecodeConfig(32, num_warps=4, num_stages=2)
