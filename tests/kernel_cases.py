@@ -21,6 +21,7 @@ from triton_ops.gelu_and_mul import gelu_and_mul
 from triton_ops.gelu_fast import gelu_fast
 from triton_ops.gelu_new import gelu_new
 from triton_ops.implementation import gpu_of
+from triton_ops.kv_copy import kv_copy
 from triton_ops.layer_norm import add_layer_norm, layer_norm
 from triton_ops.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only
 from triton_ops.logprobs import token_logprobs
@@ -68,6 +69,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _elementwise_cases()
     yield from _expert_cases()
     yield from _sampling_cases()
+    yield from _kv_copy_cases()
 
 
 # --- attention ---
@@ -422,3 +424,43 @@ def _sampling_cases() -> Iterator[KernelCase]:
             yield KernelCase(ban_tokens, str(shape), shape.ban_tokens, few)
             yield KernelCase(keep_only, str(shape), shape.keep_only, few)
             yield KernelCase(apply_bitmask, str(shape), shape.apply_bitmask, few)
+
+
+# --- KV movement ---
+
+
+def _kv_copy_cases() -> Iterator[KernelCase]:
+    """Between a pool and memory that has a token's KV together; rows of a power of two, of 5 * 256 bytes, and of
+    what no access is wide enough for.
+    """
+    for dtype, num_heads, head_dim in (
+        (torch.bfloat16, 8, 128),
+        (torch.float8_e4m3fn, 8, 128),
+        (torch.bfloat16, 8, 80),
+        (torch.float32, 1, 16),
+        (torch.float32, 16, 256),
+        (torch.float8_e4m3fn, 1, 4),
+        (torch.float8_e4m3fn, 3, 7),
+    ):
+        shape = (4, 2, 100, num_heads, head_dim)
+        slots = torch.arange(1, 21, dtype=torch.int32)
+        for name, given in (
+            ("slots to slots", (slots, slots)),
+            ("gather", (slots, None)),
+            ("scatter", (None, slots)),
+        ):
+            yield KernelCase(
+                kv_copy,
+                f"{name}, {num_heads} heads, d {head_dim}, {str(dtype).removeprefix('torch.')}",
+                partial(_kv_copy, shape, dtype, *given),
+                few=dtype == torch.bfloat16,
+            )
+
+
+def _kv_copy(
+    shape: tuple[int, ...], dtype: torch.dtype, source_slots: Tensor | None, target_slots: Tensor | None
+) -> None:
+    num_layers, _, num_slots, *head = shape
+    pool = torch.empty(shape, dtype=dtype)
+    tokens = torch.empty(num_slots, num_layers, 2, *head, dtype=dtype).permute(1, 2, 0, 3, 4)
+    kv_copy(pool, source_slots, tokens, target_slots, impl="triton")
