@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 import radixrt
-from radixrt.bench.kernels import elementwise, run, sampling
+from radixrt.bench.kernels import elementwise, kv_copy, run, sampling
 from radixrt.bench.kernels.attention import decode_case, extend_case
 from radixrt.bench.kernels.attention_inputs import AttentionShape, attention_inputs
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected, worst_error
@@ -36,7 +36,15 @@ from radixrt.cli import main
 from radixrt.errors import ParameterError
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
-CARD = Machine("NVIDIA H200", bandwidth=4e12, flops=800e12, exps=4e12, l2_bytes=60 * 2**20)
+CARD = Machine(
+    "NVIDIA H200",
+    bandwidth=4e12,
+    flops=800e12,
+    exps=4e12,
+    l2_bytes=60 * 2**20,
+    host_to_device=50e9,
+    device_to_host=40e9,
+)
 OTHER = replace(CARD, name="NVIDIA A100-SXM4-80GB")
 CPU = torch.device("cpu")
 
@@ -140,8 +148,12 @@ def test_verdicts() -> None:
     assert Goal(seconds=1e-3).verdict(1.0, work, OTHER) == ""
     assert goal_of("extend", "B=3 0+1") is None
     # Never slower than FlashInfer, and 90 % of the bandwidth; 85 % of FA3's speed.
-    assert case_of("decode", "B=64 L=2048").goal == Goal(0.9, 144e-6, 1.15 * 144e-6)
-    assert case_of("extend", "B=8 4096+512").goal == Goal(None, 0.614e-3 / 0.85, 0.917e-3, 0.614e-3)
+    assert case_of("decode", "B=64 L=2048").goal == Goal(
+        bandwidth_share=0.9, seconds=144e-6, floor_seconds=1.15 * 144e-6
+    )
+    assert case_of("extend", "B=8 4096+512").goal == Goal(
+        seconds=0.614e-3 / 0.85, floor_seconds=0.917e-3, stretch_seconds=0.614e-3
+    )
 
 
 # --- the tables ---
@@ -293,6 +305,25 @@ def test_sampling_cases(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.de
         assert by_torch.reason is None, (case.name, by_torch.traceback)
         assert [m.name for m in others] == (["FlashInfer"] if case.variant else [])
     assert case_of("sampling", "temperature 512x151936").work.bytes == 512 * 151_936 * 2
+
+
+def test_kv_copy_cases(kernel_device: torch.device) -> None:
+    """With the kernel itself."""
+    shape = kv_copy.Shape(20, 2, 2, 16)
+    for case in kv_copy.kv_copy_cases(shape):
+        result = measure(case, replace(CARD, l2_bytes=1), PretendedTimer(), kernel_device)
+        for measurement in result.measurements:
+            assert measurement.reason is None, (case.name, measurement.traceback)
+            assert measurement.error == 0.0
+        assert result.bound.limit == ("bytes" if "pool" in case.name else "link")
+    usual = {case.name: case for case in choose_cases(Options(only=("kv_copy",)))}
+    to_host, in_pool = usual["to host 2048x28x8x128 scattered"], usual["in the pool 2048x28x8x128"]
+    assert to_host.work.device_to_host == 2048 * 28 * 2 * 8 * 128 * 2
+    goal = to_host.goal
+    assert goal is not None
+    assert goal.limit(to_host.work, CARD) == pytest.approx(to_host.work.device_to_host / (0.8 * 40e9))
+    assert goal.limit(in_pool.work, CARD) is None
+    assert "9.4 GB/s" in printed([result_of("kv_copy", to_host.shape, 25e-3, 25e-3)])
 
 
 def test_elementwise_bytes() -> None:

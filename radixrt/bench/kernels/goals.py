@@ -16,12 +16,14 @@ class Goal:
 
     Attributes:
         bandwidth_share: of a copy's bandwidth, 0 to 1, at least; on any card.
+        link_share: of the link's bandwidth, likewise, for what crosses it.
         seconds: at most.
         floor_seconds: at most, if the goal is missed.
         stretch_seconds: what would be better still.
     """
 
     bandwidth_share: float | None = None
+    link_share: float | None = None
     seconds: float | None = None
     floor_seconds: float | None = None
     stretch_seconds: float | None = None
@@ -31,6 +33,8 @@ class Goal:
         limits = []
         if self.bandwidth_share is not None:
             limits.append(work.bytes / (self.bandwidth_share * machine.bandwidth))
+        if self.link_share is not None and work.link_seconds(machine) > 0:
+            limits.append(work.link_seconds(machine) / self.link_share)
         if self.seconds is not None and machine.name.startswith(CARD):
             limits.append(self.seconds)
         return min(limits, default=None)
@@ -85,6 +89,7 @@ GOALS = {
 GROUP_GOALS = {
     "short-extend": Goal(bandwidth_share=0.6),
     "elementwise": Goal(bandwidth_share=0.9),
+    "kv_copy": Goal(link_share=0.8),
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Limit = Literal["bytes", "flops", "exp"]
+Limit = Literal["bytes", "flops", "exp", "link"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Machine:
         flops: dense bf16 products, in operations/s.
         exps: exponentials a second; not measured, see EXPS_PER_SM.
         l2_bytes: of its L2 cache.
+        host_to_device, device_to_host: its link's bandwidth, in bytes/s, from and to pinned memory.
     """
 
     name: str
@@ -26,6 +27,8 @@ class Machine:
     flops: float
     exps: float
     l2_bytes: int
+    host_to_device: float
+    device_to_host: float
 
 
 EXPS_PER_SM = 3.9e12 / 132
@@ -42,18 +45,27 @@ class Bound:
 
 @dataclass(frozen=True)
 class Work:
-    """What an operation cannot do without: bytes read and written once, operations of products, exponentials."""
+    """What an operation cannot do without: bytes of device memory read and written once, operations of products,
+    exponentials, and bytes that cross the link to the host.
+    """
 
     bytes: float
     flops: float = 0.0
     exps: float = 0.0
+    host_to_device: float = 0.0
+    device_to_host: float = 0.0
+
+    def link_seconds(self, machine: Machine) -> float:
+        """The least time that the link takes."""
+        return self.host_to_device / machine.host_to_device + self.device_to_host / machine.device_to_host
 
     def bound(self, machine: Machine) -> Bound:
-        """max(bytes / bandwidth, flops / F, exps / E)."""
+        """max(bytes / bandwidth, flops / F, exps / E, link)."""
         times: dict[Limit, float] = {
             "bytes": self.bytes / machine.bandwidth,
             "flops": self.flops / machine.flops,
             "exp": self.exps / machine.exps,
+            "link": self.link_seconds(machine),
         }
         limit = max(times, key=lambda name: times[name])
         return Bound(times[limit], limit)

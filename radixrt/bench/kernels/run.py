@@ -20,6 +20,7 @@ from radixrt.bench.kernels.attention import attention_cases, attention_sweep
 from radixrt.bench.kernels.case import Case
 from radixrt.bench.kernels.elementwise import elementwise_cases, elementwise_sweep
 from radixrt.bench.kernels.groups import GROUPS
+from radixrt.bench.kernels.kv_copy import kv_copy_cases
 from radixrt.bench.kernels.measurement import Result, measure
 from radixrt.bench.kernels.roofline import Machine
 from radixrt.bench.kernels.sampling import sampling_cases, sampling_sweep
@@ -49,7 +50,7 @@ class Options:
 
 def choose_cases(options: Options) -> list[Case[Any]]:
     """The cases, in the groups' order. Raises ParameterError where a pattern matches none."""
-    cases: list[Case[Any]] = [*attention_cases(), *elementwise_cases(), *sampling_cases()]
+    cases: list[Case[Any]] = [*attention_cases(), *elementwise_cases(), *sampling_cases(), *kv_copy_cases()]
     if options.sweep:
         swept: list[Case[Any]] = [*attention_sweep(), *elementwise_sweep(), *sampling_sweep()]
         cases += map(_without_compiled, swept)
@@ -133,6 +134,7 @@ def describe(machine: Machine) -> str:
     """What the rooflines are made of, in a line."""
     return (
         f"{machine.name}: copies {machine.bandwidth / 1e12:.2f} TB/s (read and written), bf16 products of "
-        f"8192 x 8192 {machine.flops / 1e12:.0f} TFLOP/s, L2 {machine.l2_bytes / 2**20:.0f} MiB; not measured: "
-        f"exponentials {machine.exps / 1e12:.1f} T/s"
+        f"8192 x 8192 {machine.flops / 1e12:.0f} TFLOP/s, L2 {machine.l2_bytes / 2**20:.0f} MiB, link "
+        f"{machine.host_to_device / 1e9:.1f} GB/s to the device and {machine.device_to_host / 1e9:.1f} from it; "
+        f"not measured: exponentials {machine.exps / 1e12:.1f} T/s"
     )

@@ -97,6 +97,8 @@ def _microseconds(seconds: float | None) -> str:
 
 def _rate(result: Result, seconds: float) -> str:
     """Of what limits the case; where that is exponentials, of products."""
+    if result.bound.limit == "link":
+        return f"{(result.case.work.host_to_device + result.case.work.device_to_host) / seconds / 1e9:.1f} GB/s"
     if result.bound.limit == "bytes":
         return f"{result.case.work.bytes / seconds / 1e12:.2f} TB/s"
     return f"{result.case.work.flops / seconds / 1e12:.0f} TF/s"

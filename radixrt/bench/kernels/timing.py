@@ -80,10 +80,15 @@ class CudaTimer:
 
 
 def measure_machine(timer: Timer, device: torch.device) -> Machine:
-    """What this GPU does now: a copy of 1 GiB, and a bf16 product of 8192 x 8192 matrices."""
+    """What this GPU does now: a copy of 1 GiB, within its memory and both ways to pinned host memory, and a bf16
+    product of 8192 x 8192 matrices.
+    """
     source = torch.zeros(2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_seconds = timer.eager(lambda: target.copy_(source))
+    host = torch.zeros(2**30, dtype=torch.uint8, device="cpu", pin_memory=True)
+    to_device_seconds = timer.eager(lambda: target.copy_(host, non_blocking=True))
+    to_host_seconds = timer.eager(lambda: host.copy_(source, non_blocking=True))
     matrices = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device=device)
 
     def product() -> Tensor:
@@ -97,6 +102,8 @@ def measure_machine(timer: Timer, device: torch.device) -> Machine:
         flops=2 * 8192**3 / product_seconds,
         exps=EXPS_PER_SM * properties.multi_processor_count,
         l2_bytes=properties.L2_cache_size,
+        host_to_device=2**30 / to_device_seconds,
+        device_to_host=2**30 / to_host_seconds,
     )
 
 
