@@ -32,6 +32,11 @@ class TokenToKVPool:
         """Bytes that one token's K and V take in all layers together."""
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
+    @property
+    def buffer(self) -> torch.Tensor:
+        """All of it, `[num_layers, 2, num_slots, num_kv_heads, head_dim]`: keys, then values."""
+        return self._buffer
+
     def k_buffer(self, layer_id: int) -> torch.Tensor:
         """Keys of a layer, `[num_slots, num_kv_heads, head_dim]`, a view."""
         return self._buffer[layer_id, 0]

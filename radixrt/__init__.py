@@ -34,6 +34,7 @@ _HOMES = {
 
 __all__ = [
     "BatchFileError",
+    "CacheFileError",
     "CompletionOutput",
     "Conversation",
     "FinishReason",
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
     from radixrt.conversation import Conversation
     from radixrt.errors import (
         BatchFileError,
+        CacheFileError,
         ModelError,
         ParameterError,
         PassError,

@@ -138,12 +138,12 @@ class Driver:
                 while self.has_work and (call.requests or not self._calls):
                     self._step()
 
-    def while_idle(self, action: Callable[[], None]) -> None:
-        """Run everything to its end, then `action`, before anything else is let in."""
+    def while_idle(self, action: Callable[[], T]) -> T:
+        """Run everything to its end, then `action`, before anything else is let in. Returns what `action` does."""
         with self._alone():
             while self._engine.has_work:
                 self._step()
-            action()
+            return action()
 
     def close(self) -> None:
         """End all requests and let go of the engine, from any thread.

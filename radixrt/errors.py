@@ -28,6 +28,10 @@ class BatchFileError(RadixrtError):
     """An input or output file of a batch cannot be used."""
 
 
+class CacheFileError(RadixrtError):
+    """A kept cache cannot be written, or is not one that this model can use; the message says why."""
+
+
 class PassError(RadixrtError):
     """A forward pass failed. Its requests have ended with an error; the others can go on.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +27,11 @@ from radixrt.cache.tree_view import view_tree
 from radixrt.driver import Call, Driver
 from radixrt.engine import Engine
 from radixrt.errors import ParameterError, PassError, PromptError
+from radixrt.execution.cache_identity import cache_identity
+from radixrt.execution.cache_storage import CacheStorage, Loaded
 from radixrt.execution.device import check_impl, choose_device, pool_slots
 from radixrt.execution.model_runner import ModelRunner
+from radixrt.execution.weight_fingerprint import weight_fingerprint
 from radixrt.models.loader import LoadFormat, load_model, reload_weights
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, ScoreOutput, StreamChunk
 from radixrt.request_builder import (
@@ -50,6 +54,8 @@ from triton_ops.implementation import Impl
 
 OnError = Literal["raise", "return"]
 Continuation = str | Sequence[int]
+
+_log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 
@@ -172,6 +178,8 @@ class Runtime:
             chunked_prefill_size=chunked_prefill_size,
             policy=policy,
         )
+        self._storage = CacheStorage(self._cache, self._kv_pool, impl=impl)
+        self._fingerprint: str | None = None  # of the weights, once somebody has asked
         self._model = decoder
         self._requests = RequestBuilder(
             self.config,
@@ -487,9 +495,69 @@ class Runtime:
         def swap() -> None:
             reload_weights(self._model, self.config, source)
             self._requests.weights_version += 1
+            self._fingerprint = None
             self._cache.flush()
 
         self._driver.while_idle(swap)
+
+    def save_cache(self, path: str | Path, *, progress: bool = False) -> int:
+        """Write all cached prefixes, of all tenants, with their KV to a file that `load_cache` reads.
+
+        Running requests end first, and new ones wait. The file is written beside `path` and renamed when it is
+        whole and durable: whatever happens, the process being killed included, `path` holds the old file or the
+        new one.
+
+        Args:
+            path: a safetensors file in a folder that exists; replaced if it is there.
+            progress: show a bar on stderr.
+
+        Returns:
+            How many tokens were saved.
+
+        Raises:
+            CacheFileError: the file cannot be written.
+        """
+        self._check_keeps_a_cache("save_cache")
+
+        def save() -> int:
+            version = self._requests.weights_version
+            return self._storage.save(Path(path), version, self._identity(), progress=progress)
+
+        return self._driver.while_idle(save)
+
+    def load_cache(self, path: str | Path, *, progress: bool = False) -> int:
+        """Take the prefixes of a file that `save_cache` wrote, so that prompts find them in the cache.
+
+        Running requests end first, and new ones wait. What is cached already stays; the rest goes to free slots,
+        what was used last first, and nothing is evicted for it. It is the first to go when slots are wanted. A
+        warning is logged where there are too few.
+
+        Args:
+            path: the file. It must have been written by a Runtime with the same weights, dtype and rope.
+            progress: show a bar on stderr.
+
+        Returns:
+            How many tokens were loaded.
+
+        Raises:
+            CacheFileError: there is no such file, it has been cut short or altered, or it is of other weights,
+                another dtype or another rope, which the message names. Nothing of it is used then.
+        """
+        self._check_keeps_a_cache("load_cache")
+
+        def load() -> Loaded:
+            version, vocab_size = self._requests.weights_version, self.config.vocab_size
+            return self._storage.load(Path(path), version, self._identity(), vocab_size, progress=progress)
+
+        found = self._driver.while_idle(load)
+        if found.left_out:
+            _log.warning(
+                "%s: %s of its tokens are loaded, %s are left out for lack of free slots",
+                path,
+                f"{found.loaded:,}",
+                f"{found.left_out:,}",
+            )
+        return found.loaded
 
     def close(self) -> None:
         """End all requests and let go of the model, from any thread. A second call does nothing.
@@ -499,6 +567,7 @@ class Runtime:
         self._driver.close()
         self.__dict__.pop("_model", None)
         self.__dict__.pop("_kv_pool", None)
+        self.__dict__.pop("_storage", None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -511,6 +580,17 @@ class Runtime:
         self.close()
 
     # -- inside --------------------------------------------------------------------------------------------
+
+    def _check_keeps_a_cache(self, name: str) -> None:
+        self._driver.check_open()
+        if not self._cache.enabled:
+            raise ParameterError(f"{name} needs a prefix cache, but enable_prefix_cache is False")
+
+    def _identity(self) -> dict[str, Any]:
+        if self._fingerprint is None:
+            self._fingerprint = weight_fingerprint(self._model)
+        dtype = next(self._model.parameters()).dtype
+        return cache_identity(self.config, self._fingerprint, dtype, self._storage.format)
 
     def _built(
         self,

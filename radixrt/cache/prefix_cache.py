@@ -8,10 +8,13 @@ Every slot is in exactly one of these states:
     evictable  in a tree node that no lease locks
     locked     in a tree node that a lease locks; rows at positions in [0, committed) point at these
     pending    let go, but a pass in flight may still read or write it
+    arriving   getting the KV of a kept cache; nothing points at it yet
 
     free --extend--> private --commit--> locked <--unlock/lock--> evictable --evict--> free
                         |  \\--duplicate of a token the tree has--> pending
                         \\--release--> pending --(passes in flight have ended)--> free
+    free --begin_adoption--> arriving --adopt--> evictable
+                                 \\--give_up--> free
 
 A lease that is released while passes are in flight keeps its row, its lock and its private slots until the last
 of these passes has ended; then all of it is let go at once.
@@ -28,6 +31,7 @@ import numpy as np
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.radix_tree import Match, Namespace, Node, RadixTree, Slots, Tokens
+from radixrt.cache.snapshot import Adoption, TreeSnapshot, adopt, plan_adoption, take_snapshot
 
 Frontier = tuple[Node, int]  # a node, and the token after it that somebody is computing
 
@@ -66,7 +70,7 @@ class CacheStats:
         recomputed_tokens: tokens computed again, after a retraction or for one of several answers.
         evicted_tokens: tokens removed from the tree.
         capacity: slots of the pool, without the reserved one.
-        free, evictable, locked, private, pending: slots by state; they add up to the capacity.
+        free, evictable, locked, private, pending, arriving: slots by state; they add up to the capacity.
     """
 
     prompt_tokens: int
@@ -79,6 +83,7 @@ class CacheStats:
     locked: int
     private: int
     pending: int
+    arriving: int
 
     @property
     def hit_rate(self) -> float:
@@ -123,6 +128,7 @@ class PrefixCache:
         self.evicted_tokens = 0
         self._pending: deque[_Pending] = deque()
         self._frontiers: dict[Frontier, list[Lease]] = {}
+        self._arriving = 0
 
     # -- what there is -------------------------------------------------------------------------------------
 
@@ -268,6 +274,38 @@ class PrefixCache:
         while self._pending and self._pending[0].after <= self.passes_ended:
             self._settle(self._pending.popleft())
 
+    # -- kept across runs; no pass is in flight ----------------------------------------------------------------
+
+    def snapshot(self, weights_version: int) -> tuple[TreeSnapshot, Slots]:
+        """All that is published of a version of the weights, and the slots `[T]` of its tokens."""
+        return take_snapshot(self.tree, weights_version)
+
+    def begin_adoption(self, snapshot: TreeSnapshot, weights_version: int) -> Adoption:
+        """Choose what of a snapshot, which has no fault, is new and finds a free slot: what was used last first.
+
+        Nothing is evicted for it. Once the KV is in the slots that it names, `adopt` publishes it; `give_up` does
+        without. Until then nothing else is to be asked of this cache.
+        """
+        plan = plan_adoption(self.tree, snapshot, weights_version, self.slots.num_free)
+        count = int(plan.taken.sum())
+        slots = self.slots.alloc(count)
+        assert slots is not None  # there are as many
+        begins = snapshot.starts() + plan.known
+        for begin, end, start in zip(begins, begins + plan.taken, np.cumsum(plan.taken) - plan.taken, strict=True):
+            plan.slots[begin:end] = slots[start : start + end - begin]
+        self._arriving = count
+        return plan
+
+    def adopt(self, adoption: Adoption) -> None:
+        """Publish what `begin_adoption` chose. It counts as used before all else that is in the tree."""
+        adopt(self.tree, adoption)
+        self._arriving = 0
+
+    def give_up(self, adoption: Adoption) -> None:
+        """Free the slots that `begin_adoption` named; the tree stays as it was."""
+        self.slots.free(adoption.slots[adoption.slots > 0])
+        self._arriving = 0
+
     # -- the whole -----------------------------------------------------------------------------------------
 
     def flush(self) -> int:
@@ -294,6 +332,7 @@ class PrefixCache:
             locked=self.tree.locked_tokens,
             private=private,
             pending=sum(len(slots) for slots in self.pending_slots()),
+            arriving=self._arriving,
         )
 
     # -- inside --------------------------------------------------------------------------------------------

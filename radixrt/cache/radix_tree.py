@@ -117,27 +117,46 @@ class RadixTree:
         node = self.roots.get(namespace)
         if node is None:
             return Match(None, 0, 0)
-        length = inside = 0
-        while length < end:
-            child = node.children.get(int(tokens[length]))
+        return Match(*self.follow(node, 0, tokens[:end]))
+
+    def follow(self, node: Node, inside: int, tokens: Tokens) -> tuple[Node, int, int]:
+        """Go from behind the first `inside` tokens of a node along `tokens` `[n]`, as far as the tree has them.
+
+        Returns the node reached, how many of its tokens lie before that place, and how many of `tokens` there are.
+        """
+        done, n = 0, len(tokens)
+        if inside < len(node.tokens) and done < n:
+            length = min(len(node.tokens) - inside, n)
+            done = _common_prefix(node.tokens[inside : inside + length], tokens[:length])
+            inside += done
+            if inside < len(node.tokens):
+                return node, inside, done
+        while done < n:
+            child = node.children.get(int(tokens[done]))
             if child is None:
                 break
-            n = min(len(child.tokens), end - length)
-            agree = _common_prefix(child.tokens[:n], tokens[length : length + n])
-            length += agree
+            length = min(len(child.tokens), n - done)
+            agree = _common_prefix(child.tokens[:length], tokens[done : done + length])
+            done += agree
             node, inside = child, agree
             if agree < len(child.tokens):
                 break
-        return Match(node, inside, length)
+        return node, inside, done
 
     def node_at(self, namespace: Namespace, match: Match) -> Node:
         """The node that ends where `match` ends: an edge is split if need be, a root made if there is none."""
-        if match.node is None:
-            root = self.roots.get(namespace)
-            if root is None:
-                root = self.roots[namespace] = Node(_EMPTY, _EMPTY, None, namespace)
-            return root
-        return match.node if match.at_boundary else self._split(match.node, match.inside)
+        return self.root(namespace) if match.node is None else self.cut(match.node, match.inside)
+
+    def root(self, namespace: Namespace) -> Node:
+        """The root of a namespace, made if there is none."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Node(_EMPTY, _EMPTY, None, namespace)
+        return root
+
+    def cut(self, node: Node, inside: int) -> Node:
+        """The node that ends behind the first `inside` tokens of a node, whose edge is split if need be."""
+        return node if inside == len(node.tokens) else self._split(node, inside)
 
     def slots_of(self, node: Node) -> Slots:
         """The slots of a node's whole path, `[depth in tokens]`."""
@@ -204,6 +223,21 @@ class RadixTree:
         self.touch(node)
         self._offer(node)
         return Insertion(node, np.concatenate(canonical) if canonical else _EMPTY)
+
+    def graft(self, node: Node, tokens: Tokens, slots: Slots, last_access: int) -> Node:
+        """Add `tokens` `[n]`, of which the tree has none below `node`, with their `slots`; nothing is touched.
+
+        Returns the new leaf. Raises ValueError if something below `node` begins with the first of them.
+        """
+        first = int(tokens[0])
+        if first in node.children:
+            raise ValueError(f"token {first} is there already")
+        leaf = node.children[first] = Node(tokens.copy(), slots.copy(), node, node.namespace)
+        leaf.last_access = last_access
+        self.total_tokens += len(tokens)
+        self.version += 1
+        self._offer(leaf)
+        return leaf
 
     def evict(self, num_tokens: int) -> Slots:
         """Remove `num_tokens` tokens, or all that can be, from unlocked leaves, least recently used first.

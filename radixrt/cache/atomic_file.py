@@ -1,0 +1,74 @@
+"""A file that appears whole, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+
+
+class AtomicFile:
+    """Bytes written one after the other to `PATH.partial`, which `finish` makes durable and renames to PATH.
+
+    A process that is killed leaves PATH as it was, and a partial file that the next one writes over. Leaving the
+    context without `finish` removes the partial file.
+
+    Raises:
+        OSError: the disk refuses, and nothing is tried again: a second fsync may succeed with data lost. A
+            BlockingIOError: another process is writing to PATH.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.partial = path.with_name(path.name + ".partial")
+        self._fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            self._lock()
+            os.ftruncate(self._fd, 0)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> AtomicFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._fd >= 0:
+            self.partial.unlink(missing_ok=True)
+            self._close()
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append all of `data`."""
+        rest = memoryview(data)
+        while len(rest):
+            rest = rest[os.write(self._fd, rest) :]
+
+    def finish(self) -> None:
+        """Make the file durable, then give it its name, then make that durable."""
+        os.fsync(self._fd)
+        os.replace(self.partial, self.path)
+        self._close()
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _lock(self) -> None:
+        """Be the one that writes; a lock ends with its process."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Since it was opened, another process may have finished this very file.
+            is_ours = os.path.samestat(os.fstat(self._fd), os.stat(self.partial))
+        except (BlockingIOError, FileNotFoundError):
+            is_ours = False
+        if not is_ours:
+            raise BlockingIOError(errno.EAGAIN, "another process is writing it")
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
