@@ -240,9 +240,8 @@ class CacheFileReader:
         if version != VERSION:
             raise self._error(f"it is of format {version!r}, and this radixrt reads {VERSION!r}")
         try:
-            (num_nodes,), (num_tokens, *kv_shape) = tensors["node_lengths"]["shape"], tensors["kv"]["shape"]
-            layers, two, heads, head_dim = kv_shape
-            counts = (num_nodes, num_tokens, layers, two, heads, head_dim)
+            counts: tuple[int, ...] = (*tensors["node_lengths"]["shape"], *tensors["kv"]["shape"])
+            num_nodes, num_tokens, layers, two, heads, head_dim = counts
             if not all(type(count) is int and 0 <= count < 2**31 for count in counts) or two != 2:
                 raise ValueError(f"the shapes {counts}")
             self.kv = KVFormat(tensors["kv"]["dtype"], (layers, two, heads, head_dim))

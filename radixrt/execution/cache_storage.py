@@ -180,9 +180,7 @@ class CacheStorage:
 
 
 class _Buffer:
-    """Host memory for the KV of some tokens, `[num_tokens, num_layers, 2, num_kv_heads, head_dim]`, which a GPU may
-    be reading or writing.
-    """
+    """Host memory for the KV of some tokens, `[num_tokens, num_layers, 2, num_kv_heads, head_dim]`."""
 
     def __init__(self, pool: Tensor, num_tokens: int) -> None:
         num_layers, two, _, *head = pool.shape

@@ -28,7 +28,7 @@ def weight_fingerprint(model: nn.Module) -> str:
 
 
 def _checksum(x: Tensor) -> Tensor:
-    """The sum, modulo 2^64, of all elements, their bits taken as integers, times odd numbers that hash their places.
+    """The sum, modulo 2^64, of all elements' bits as integers, times odd numbers that are hashes of their places.
 
     A change of one element always shows, and any other but once in 2^64. An int64 scalar on x's device.
     """
