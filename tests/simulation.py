@@ -19,6 +19,7 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Namespace, Node
+from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.driver import Driver
 from radixrt.engine import Engine
 from radixrt.output import FinishReason
@@ -318,6 +319,7 @@ class World:
         self.computed_with = {0: 0}  # the weights that prefixes of each version were computed with
         self.weights: dict[int, int] = {}  # the weights that each request was submitted to
         self.prepared: list[Request] = []
+        self.kept: tuple[TreeSnapshot, np.ndarray, int] | None = None  # with its KV, and the weights it is of
         self._aborted: list[Request] = []  # since the last step
         self._observe()
 
@@ -452,6 +454,57 @@ class World:
         self.events["weights update"] += 1
         Driver(CheckedEngine(self), lambda request: None).while_idle(swap)
 
+    def save_cache(self) -> None:
+        """Keep what is cached once all has run to its end, as a file would."""
+
+        def save() -> None:
+            snapshot, slots = self.cache.snapshot(self.weights_version)
+            require("kept: a snapshot is a tree of prefixes", snapshot.fault(VOCAB) is None, snapshot.fault(VOCAB))
+            self.kept = snapshot, self.runner.kv[slots].copy(), self.computed_with[self.weights_version]
+
+        self.events["save"] += 1
+        Driver(CheckedEngine(self), lambda request: None).while_idle(save)
+
+    def load_cache(self, *, fails: bool = False) -> None:
+        """Take what was kept, of the same weights, once all has run to its end; or find that its KV is damaged."""
+
+        def load() -> None:
+            assert self.kept is not None
+            snapshot, kv, weights = self.kept
+            if weights != self.runner.weights or weights != self.computed_with[self.weights_version]:
+                return
+            self.fail_alloc = False
+            before, held = self.slots.num_free, self.cache.tree.total_tokens
+            adoption = self.cache.begin_adoption(snapshot, self.weights_version)
+            count = int(adoption.taken.sum())
+            require("kept: slots by state add up", self.cache.stats().arriving == count)
+            self.runner.kv[adoption.slots[adoption.slots > 0]] = kv[adoption.slots > 0]
+            if fails:
+                self.cache.give_up(adoption)
+                require("kept: what is given up leaves no trace", self.slots.num_free == before)
+                require("kept: what is given up leaves no trace", self.cache.tree.total_tokens == held)
+                return
+            self.cache.adopt(adoption)
+            require("kept: all that is taken is in the tree", self.cache.tree.total_tokens == held + count)
+            require("kept: what is left out had no room", not adoption.left_out or not self.slots.num_free)
+            self.events["load"] += bool(count)
+            self.events["load in part"] += bool(count and adoption.left_out)
+            self._check_loaded(snapshot, adoption.left_out)
+
+        Driver(CheckedEngine(self), lambda request: None).while_idle(load)
+
+    def _check_loaded(self, snapshot: TreeSnapshot, left_out: int) -> None:
+        """Every kept prefix is matched whole, but for the tokens that were left out."""
+        starts, found = snapshot.starts(), 0
+        paths: list[np.ndarray] = []
+        for i, parent in enumerate(snapshot.parents):
+            own = snapshot.tokens[starts[i] : starts[i] + snapshot.lengths[i]]
+            paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
+            namespace = self.namespace(snapshot.tenant_names[snapshot.tenants[i]])
+            above = len(paths[i]) - len(own)
+            found += max(0, self.cache.tree.match(namespace, paths[i]).length - above)
+        require("kept: a prefix is found", found == snapshot.num_tokens - left_out, (found, left_out))
+
     def step(self) -> list[Request]:
         launched, flying = self.cache.passes_launched, len(self.engine._in_flight)
         had_work = self.engine.has_work
@@ -585,6 +638,7 @@ class World:
         missing = set(range(self.sizes.num_slots)) - set(everything)
         require("1: the states cover the pool", not missing, sorted(missing)[:8])
         stats = self.cache.stats()
+        require("4: statistics equal their recount", stats.arriving == 0)
         for name in ("free", "evictable", "locked", "private", "pending"):
             require("4: statistics equal their recount", getattr(stats, name) == len(groups[name]), name)
         free = set(groups["free"])
@@ -776,6 +830,11 @@ class Walk:
         elif action < 0.325:
             bump = r.random() < 0.7
             world.update_weights(bump=bump, flush=not bump or r.random() < 0.5)
+        elif action < 0.33:
+            world.save_cache()
+        elif action < 0.34:
+            if world.kept is not None:
+                world.load_cache(fails=r.random() < 0.2)
         elif action < 0.40:
             if world.runner.queue:
                 world.runner.run_next()

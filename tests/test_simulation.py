@@ -140,6 +140,18 @@ class EngineMachine(RuleBasedStateMachine):
     def update_weights(self, how: str) -> None:
         self.world.update_weights(bump=how != "flush", flush=how != "bump")
 
+    @precondition(lambda self: len(self.world.requests) >= 4)
+    @rule()
+    def save_cache(self) -> None:
+        self.world.save_cache()
+
+    @precondition(lambda self: self.world.kept is not None)
+    @rule(flush=st.booleans(), fails=st.sampled_from([False, False, False, True]))
+    def load_cache(self, flush: bool, fails: bool) -> None:
+        if flush:
+            self.world.cache.flush()
+        self.world.load_cache(fails=fails)
+
     @rule(times=st.integers(1, 4))
     def step(self, times: int) -> None:
         for _ in range(times):
@@ -236,6 +248,8 @@ def test_state_machine_long() -> None:
     for event in ("fork of a running request", "weights update", "first token drawn apart"):
         assert EVENTS[event] >= 200, (event, EVENTS)
     assert EVENTS["abort of a running answer"] >= 25, EVENTS
+    for event in ("load", "load in part"):
+        assert EVENTS[event] >= 100, (event, EVENTS)
 
 
 @pytest.mark.parametrize("seed", range(12))

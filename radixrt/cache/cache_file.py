@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,7 +53,7 @@ _ARRAYS = {
     "node_tenants": "I32",
     "tokens": "I32",
 }
-_NUMPY = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
+_NUMPY: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 
 Identity = Mapping[str, Any]
 Tensors = dict[str, dict[str, Any]]
@@ -99,7 +100,7 @@ def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> Tensors:
 
 
 def _arrays(tree: TreeSnapshot) -> dict[str, NDArray[Any]]:
-    arrays = (tree.last_used, tree.lengths, tree.parents, tree.tenants, tree.tokens)
+    arrays: tuple[NDArray[Any], ...] = (tree.last_used, tree.lengths, tree.parents, tree.tenants, tree.tokens)
     return {
         name: array.astype(_NUMPY[dtype]) for (name, dtype), array in zip(_ARRAYS.items(), arrays, strict=True)
     }
@@ -192,7 +193,8 @@ class CacheFileReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._hashers = ThreadPoolExecutor(_HASHERS, "cache-file")
-        self._file = None
+        self._file: FileIO | None = None
+        self._next = 0  # among the pieces
         try:
             with self._refusals():
                 self._file = open(path, "rb", buffering=0)  # noqa: SIM115
@@ -267,7 +269,6 @@ class CacheFileReader:
             raise self._error("it has been altered: a hash is not that of its header and hashes")
         self._digests = np.frombuffer(table, np.uint8).reshape(-1, _DIGEST_BYTES)
         self._file.seek(begin)
-        self._next = 0
         arrays: dict[str, NDArray[Any]] = {}
         for name, dtype in _ARRAYS.items():
             array: NDArray[Any] = np.empty(num_tokens if name == "tokens" else num_nodes, _NUMPY[dtype])

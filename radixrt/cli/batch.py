@@ -6,14 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import radixrt
 from radixrt.cli.exit_status import DONE
+from radixrt.cli.kept_cache import runtime_with_cache
 from radixrt.cli.options import (
     SAMPLING,
     add_command,
     add_options,
     add_runtime_options,
-    runtime_options,
     sampling_params,
 )
 
@@ -64,7 +63,7 @@ def _batch(arguments: argparse.Namespace) -> int:
     # before the model is loaded: a mistake shows at once
     default_params = sampling_params(arguments)
     check_paths(arguments.input, arguments.output, overwrite=arguments.overwrite)
-    with radixrt.Runtime(**runtime_options(arguments)) as runtime:
+    with runtime_with_cache(arguments, progress=arguments.progress) as runtime:
         report = run_batch(
             runtime,
             arguments.input,

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import radixrt
 from radixrt.cli.exit_status import DONE, FAILED, exit_status
+from radixrt.cli.kept_cache import runtime_with_cache
 from radixrt.cli.options import (
     SAMPLING,
     add_command,
@@ -84,7 +84,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     if turn is not None and turn.count("{}") != 1:
         raise ParameterError(f"--turn is {turn!r}; it must hold {{}} once, where what was said goes")
     options = runtime_options(arguments)
-    with radixrt.Runtime(**options) as runtime:
+    with runtime_with_cache(arguments) as runtime:
         plain = runtime.tokenizer is None or not runtime.tokenizer.has_chat_template
         if turn is not None and not plain:
             raise ParameterError("--turn is for models without a chat template, and this one has one")

@@ -7,14 +7,13 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-import radixrt
 from radixrt.cli.exit_status import DONE, FAILED
+from radixrt.cli.kept_cache import runtime_with_cache
 from radixrt.cli.options import (
     SAMPLING,
     add_command,
     add_options,
     add_runtime_options,
-    runtime_options,
     sampling_params,
 )
 from radixrt.errors import ParameterError, PromptError
@@ -73,7 +72,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.stream and not one:
         raise ParameterError("--stream takes one prompt and prints one answer")
     prompts = _prompts(arguments.prompts)
-    with radixrt.Runtime(**runtime_options(arguments)) as runtime:
+    with runtime_with_cache(arguments) as runtime:
         if arguments.stream or (one and not arguments.json and sys.stdout.isatty()):
             return _status([_stream(runtime, prompts[0], params)])
         outputs = runtime.generate(prompts, params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from radixrt.parameter_names import sampling_params_from_dict
@@ -127,6 +128,11 @@ SCHEDULE = (
     Option("force_miss", "find nothing in the cache, on the same code path: for measurements"),
 )
 
+KEPT_CACHE = (
+    Option("load_cache", "begin with the prefixes that a run before this one has saved", "FILE", Path),
+    Option("save_cache", "save all cached prefixes when the work is done, for --load-cache", "FILE", Path),
+)
+
 
 def add_command(
     commands: Any,
@@ -160,9 +166,10 @@ def add_options(parser: argparse.ArgumentParser, title: str, options: Iterable[O
 
 
 def add_runtime_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `runtime_options` reads."""
+    """Add what `runtime_options` reads, and the files of `runtime_with_cache`."""
     add_options(parser, "model", MODEL)
     add_options(parser, "memory and schedule", SCHEDULE)
+    add_options(parser, "cache kept across runs", KEPT_CACHE)
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
