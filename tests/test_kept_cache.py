@@ -200,8 +200,8 @@ def test_too_few_slots_take_what_was_used_last(
     path = tmp_path / "kept.safetensors"
     old, new = prompts(1)[3], prompts(2)[0]
     with runtime_of(folder) as runtime:
-        runtime.generate(old, GREEDY)
-        runtime.generate(new, GREEDY)
+        for prompt in (new, old, new):
+            runtime.generate(prompt, GREEDY)
         saved = runtime.save_cache(path)
     room = len(new) + 5 + 10  # all of the new one, and a beginning of the old one
     with runtime_of(folder, max_total_tokens=room) as runtime, caplog.at_level(logging.WARNING, "radixrt"):
@@ -386,13 +386,10 @@ def test_any_flipped_bit_is_found(small_file: Path, folder: Path) -> None:
     whole = small_file.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     rng = random.Random(0)
-    # All of the first bytes, and of header, arrays, KV and hashes each some.
-    places = [
-        *range(12),
-        *rng.sample(range(header), 60),
-        *rng.sample(range(header, len(whole)), 120),
-        len(whole) - 1,
-    ]
+    arrays = header + 8 + 3 * 4 + 20 * 4  # of one node with 20 tokens
+    # All of the first bytes and of the arrays; of header, KV and hashes each some.
+    places = [*range(12), *range(header, arrays), *rng.sample(range(header), 60)]
+    places += [*rng.sample(range(arrays, len(whole)), 120), len(whole) - 1]
     with runtime_of(folder) as runtime:
         before = runtime.cache_stats()
         for place in places:
@@ -597,6 +594,7 @@ from radixrt.cache import cache_file
 from radixrt.cache.cache_file import CacheFileWriter, KVFormat, kv_pieces
 from radixrt.cache.snapshot import TreeSnapshot
 
+assert "torch" not in sys.modules
 cache_file.PIECE_BYTES = 4096
 path, number = Path(sys.argv[1]), 0
 kv = KVFormat("F32", (2, 2, 2, 8))

@@ -74,7 +74,10 @@ def test_a_snippet_that_nothing_would_run_is_found(shown: str) -> None:
         snippets(shown)
 
 
-def test_python_prints_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_prints_what_the_readme_says(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
     for snippet in of_kind("python"):
         assert len(snippet.text.splitlines()) <= 10
