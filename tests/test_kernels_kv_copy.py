@@ -191,11 +191,11 @@ def test_it_runs_on_the_current_stream() -> None:
 
 @pytest.mark.gpu
 def test_offsets_beyond_2_to_the_31() -> None:
-    """Of bytes, and of elements, on both sides; the host's side by its stride alone."""
-    shape = (2, 2, 2**24 + 100, 1, 64)  # 4.3e9 elements
+    """Rows of 65 bytes, which are copied byte by byte: the offsets count bytes."""
+    shape = (2, 2, 2**24 + 100, 1, 65)  # 4.4e9
     pool = torch.zeros(shape, dtype=torch.int8, device="cuda")
     far = torch.arange(shape[2] - 8, shape[2], dtype=torch.int32, device="cuda")
-    values = kv((2, 2, 8, 1, 64), torch.int8).cuda()
+    values = kv((2, 2, 8, 1, 65), torch.int8).cuda()
     kv_copy(values, None, pool, far, impl="triton")
     assert torch.equal(pool[:, :, -8:], values)
     assert not pool[:, :, :-8].any()
