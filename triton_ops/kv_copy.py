@@ -10,11 +10,12 @@ from torch import Tensor
 
 from triton_ops.implementation import Impl, gpu_of, runs_triton, tl, triton
 
-# What one program has under way, and how many programs there are. Over a link the two together cover its latency
-# (PCIe 5: 55 GB/s for 2 us), and few programs leave the multiprocessors to a pass that runs beside the copy.
-TILE_BYTES = 16384
-LINK_PROGRAMS = 32
-PROGRAMS_PER_SM = 4  # where no link limits the copy
+# What one program has under way, and how many programs there are. Over a link the two together cover its latency;
+# more programs than that would only take multiprocessors from a pass that runs beside the copy.
+LINK_TILE_BYTES = 32768
+FROM_HOST_PROGRAMS, TO_HOST_PROGRAMS = 8, 4
+TILE_BYTES = 16384  # where no link limits the copy
+PROGRAMS_PER_SM = 2
 NUM_WARPS = 8
 MAX_UNITS = 1024  # of a tile: each is an address, where rows are of odd sizes
 _ACCESS = 16  # bytes of a thread at once, at most
@@ -139,15 +140,18 @@ def _launch(
     vector = max(1, word_bytes // 8)  # words of an access
     # Rows fall into chunks of a power of two, so that no thread idles.
     words = source.shape[3]
-    tile = TILE_BYTES // source.dtype.itemsize
+    crosses_link = source.device != target.device
+    tile = (LINK_TILE_BYTES if crosses_link else TILE_BYTES) // source.dtype.itemsize
     chunk = min(words & -words, tile)
     tile_units = min(tile // chunk, MAX_UNITS)
     units = 2 * source.shape[0] * words // chunk
     num_tiles = triton.cdiv(count * units, tile_units)
     if count * units + tile_units >= 2**31:
         raise ValueError(f"{count} slots of {units} pieces exceed the kernel's limit of 2**31")
-    crosses_link = source.device != target.device
-    programs = LINK_PROGRAMS if crosses_link else PROGRAMS_PER_SM * gpu_of(device).num_sms
+    if crosses_link:
+        programs = FROM_HOST_PROGRAMS if target.device == device else TO_HOST_PROGRAMS
+    else:
+        programs = PROGRAMS_PER_SM * gpu_of(device).num_sms
     # The driver takes the device from its context, and host memory has none.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         _kv_copy_kernel[(min(programs, num_tiles),)](
