@@ -15,9 +15,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from triton_ops import sampling
+from triton_ops import candidate_draw, sampling
+from triton_ops.candidate_draw import Attempt
 from triton_ops.implementation import Impl
 from triton_ops.logit_threshold import least_kept
+from triton_ops.row_maxima import chunk_maxima
 from triton_ops.sampling import MAX_VOCAB_SIZE, finite_rows, greedy, sample
 from triton_ops.token_mass import BLOCK, UNIT_BITS, exponent_scale, token_mass
 
@@ -399,6 +401,43 @@ def test_kernels_at_ties_and_extremes(kernel_device: torch.device, parameters: d
     logits[4, ::2] = torch.tensor([2.0, -0.0, 0.0, 2.0]).repeat(2000)[: (BLOCK + 300) // 2]
     logits[5, 3], logits[6, 5] = torch.nan, torch.inf
     assert_same_draws(logits, kernel_device, **parameters)
+
+
+@pytest.mark.parametrize("parameters", [{"top_ks": [3, 40, 9, 9, 9]}, {"top_ps": 0.9}], ids=str)
+def test_few_candidates_many_and_too_many(
+    monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device, parameters: dict[str, Any]
+) -> None:
+    """Rows that the first attempt draws from, those that need the second, and those that no attempt is for."""
+    attempts = (Attempt(16, 3, 4, 4), Attempt(64, 20, 4, 4))
+    logits = random_logits(5, 3 * BLOCK, spread=0.3, seed=2)
+    logits[0, 5], logits[1, 100:140], logits[3, :40] = 30.0, 20.0, 10.0
+    logits[4, 3:10_003:1000] = torch.linspace(11.0, 12.0, 10)
+    logits[2] = 1.0
+    done = {}
+    for count in (1, 2):
+        monkeypatch.setattr(candidate_draw, "ATTEMPTS", attempts[:count])
+        assert_same_draws(logits, kernel_device, **parameters)
+        done[count] = rows_drawn_early(logits.to(kernel_device), **parameters)
+    assert (done[1] <= done[2]).all()
+    assert done[1].any()
+    assert (done[1] < done[2]).any()
+    assert not done[2].all()
+
+
+def rows_drawn_early(logits: Tensor, top_ks: Any = None, top_ps: Any = None) -> Tensor:
+    """Of which rows `draw_from_candidates` gives tokens: int32 `[R]`."""
+
+    def rows(value: Any, dtype: torch.dtype) -> Any:
+        tensor = None if value is None else torch.as_tensor(value, dtype=dtype, device=logits.device)
+        return None if tensor is None else tensor.expand(logits.shape[0]).contiguous()
+
+    integers = rows(0, torch.int32)
+    draws = (rows(1.0, torch.float32), rows(0, torch.int64), integers, integers)
+    filters = (rows(top_ks, torch.int32), rows(top_ps, torch.float32), None)
+    done = candidate_draw.draw_from_candidates(
+        logits, torch.empty_like(integers), chunk_maxima(logits), None, draws, *filters
+    )
+    return done.int().cpu()
 
 
 def test_greedy_and_finite_kernels(kernel_device: torch.device) -> None:

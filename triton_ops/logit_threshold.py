@@ -1,15 +1,8 @@
 """The least logits that top-k and top-p keep, found without a sort.
 
-The kernel, one program a row, bisects over the bits of the logits, ordered as integers: 16 or 32 halvings, each
-a count (top-k) or an exact sum of masses (top-p) of the logits at or above a bound. What makes it cheap is how
-little it looks at:
-
-1. The k-th greatest of the row's chunk maxima is a lower bound of the k-th greatest logit: k chunks hold a logit
-   at or above it. Without top-k, the maximum of rank GUESS is tried in its place.
-2. Only the chunks whose maximum reaches the bound are read. Their logits at or above it, the candidates, are
-   copied together: about k.
-3. Halvings go over the candidates. They go over the row itself, in L2, where the candidates do not fit CAPACITY, k
-   exceeds the number of chunks, or what they weigh is less than p of the row.
+The kernel, one program a row, halves an interval of the logits' bits, ordered as integers, until it holds one: 16
+or 32 times at most, each a count (top-k) or an exact sum of masses (top-p) of the row's logits from its middle on.
+It is for the rows that have too many candidates for `candidate_draw`.
 """
 
 from __future__ import annotations
@@ -18,11 +11,18 @@ import torch
 from torch import Tensor
 
 from triton_ops.implementation import tl, triton
-from triton_ops.row_maxima import CHUNK, greatest
-from triton_ops.token_mass import exp2_alike, exponent_scale, join_halves, load_scale, mass_halves, token_mass
+from triton_ops.logit_bits import float_of, key_of
+from triton_ops.row_maxima import greatest
+from triton_ops.token_mass import (
+    exp2_alike,
+    exponent_scale,
+    join_halves,
+    load_scale,
+    mass_halves,
+    share_of_mass,
+    token_mass,
+)
 
-CAPACITY = 4096  # candidates of a row
-GUESS = 128  # rank of the chunk maximum that is tried as a bound of top-p
 TILE = 4096  # logits at a time; with fewer a thread, it spills
 NUM_WARPS = 8
 
@@ -54,34 +54,34 @@ def least_kept(values: Tensor, mass: Tensor, top_ks: Tensor | None, top_ps: Tens
 
 
 def logit_thresholds(
-    rows: Tensor, maxima: Tensor, temperatures: Tensor, top_ks: Tensor | None, top_ps: Tensor | None
+    rows: Tensor,
+    maxima: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor | None,
+    top_ps: Tensor | None,
+    done: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference_thresholds`, of `rows [R, vocab_size]` in any float dtype with their `chunk_maxima`, by the
-    kernel; -inf where neither filter is on. And the rows' greatest logits, float32 `[R]`.
+    kernel; -inf where neither filter is on, anything in rows that are `done`, bool `[R]` or None. And the greatest
+    logits of those that are not, float32 `[R]`.
     """
     num_rows, vocab_size = rows.shape
     thresholds = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
     maximum = torch.empty_like(thresholds)
     if num_rows:
-        candidates = torch.empty(num_rows, CAPACITY, dtype=rows.dtype, device=rows.device)
-        chunks = torch.empty(maxima.shape, dtype=torch.int32, device=rows.device)
         _thresholds_kernel[(num_rows,)](
             rows,
             maxima,
             temperatures,
             top_ks,
             top_ps,
-            chunks,
-            candidates,
+            done,
             thresholds,
             maximum,
             rows.stride(0),
             VOCAB_SIZE=vocab_size,
             NUM_CHUNKS=maxima.shape[1],
             MAXIMA=triton.next_power_of_2(maxima.shape[1]),
-            CHUNK=CHUNK,
-            CAPACITY=CAPACITY,
-            GUESS=GUESS,
             TILE=TILE,
             num_warps=NUM_WARPS,
         )
@@ -89,108 +89,30 @@ def logit_thresholds(
 
 
 @triton.jit
-def _key(x):
-    """An int32 for each float that is ordered as they are."""
-    if x.dtype.primitive_bitwidth == 16:
-        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
-        key = bits ^ ((bits >> 15) & 0x7FFF)
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return key
-
-
-@triton.jit
-def _value(key, dtype: tl.constexpr):
-    """The float32 whose `_key`, as `dtype`, is the int64 `key`."""
-    if dtype.primitive_bitwidth == 16:
-        bits = key ^ ((key >> 15) & 0x7FFF)
-        value = bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    else:
-        bits = key ^ ((key >> 31) & 0x7FFFFFFF)
-        value = bits.to(tl.int32).to(tl.float32, bitcast=True)
-    return value
-
-
-@triton.jit
-def _nth_in_tile(keys, rank, BITS: tl.constexpr):
-    """The greatest key, int64, that `rank` of the `keys` reach; the least there is where fewer do."""
-    least = tl.full((), -(2 ** (BITS - 1)), tl.int64)
-    for i in range(BITS):
-        tried = least + (tl.full((), 2 ** (BITS - 1), tl.int64) >> i)
-        enough = tl.sum((keys >= tried.to(tl.int32)).to(tl.int32), axis=0) >= rank
-        least = tl.where(enough, tried, least)
-    return least
-
-
-@triton.jit
-def _count(src_ptr, length, bound, TILE: tl.constexpr):
-    """How many of `length` floats at `src_ptr` have keys of `bound` or more."""
+def _count(row_ptr, length, bound, TILE: tl.constexpr):
+    """How many of `length` floats have keys of `bound` or more."""
     index = tl.arange(0, TILE)
     count = tl.zeros((TILE,), tl.int32)
     for start in range(0, length, TILE):
         mask = start + index < length
-        x = tl.load(src_ptr + start + index, mask=mask, other=-float("inf"))
-        count += (mask & (_key(x) >= bound)).to(tl.int32)
+        x = tl.load(row_ptr + start + index, mask=mask, other=-float("inf"))
+        count += (mask & (key_of(x) >= bound)).to(tl.int32)
     return tl.sum(count, axis=0)
 
 
 @triton.jit
-def _mass(src_ptr, length, bound, maximum, scale, TILE: tl.constexpr):
+def _mass_from(row_ptr, length, bound, maximum, scale, TILE: tl.constexpr):
     """The mass, relative to `maximum`, of those of `length` floats whose keys are `bound` or more."""
     index = tl.arange(0, TILE)
     upper = tl.zeros((TILE,), tl.uint32)
     lower = tl.zeros((TILE,), tl.int32)
     for start in range(0, length, TILE):
-        x = tl.load(src_ptr + start + index, mask=start + index < length, other=-float("inf"))
+        x = tl.load(row_ptr + start + index, mask=start + index < length, other=-float("inf"))
         relative = exp2_alike((x.to(tl.float32) - maximum) * scale)
-        high, low = mass_halves(tl.where(_key(x) >= bound, relative, 0.0))
+        high, low = mass_halves(tl.where(key_of(x) >= bound, relative, 0.0))
         upper += high
         lower += low
     return tl.sum(join_halves(upper, lower), axis=0)
-
-
-@triton.jit
-def _nth(src_ptr, length, rank, BITS: tl.constexpr, TILE: tl.constexpr):
-    """The key of the rank-th greatest of `length` floats."""
-    least = tl.full((), -(2 ** (BITS - 1)), tl.int64)
-    for i in range(BITS):
-        tried = least + (tl.full((), 2 ** (BITS - 1), tl.int64) >> i)
-        enough = _count(src_ptr, length, tried.to(tl.int32), TILE) >= rank
-        least = tl.where(enough, tried, least)
-    return least
-
-
-@triton.jit
-def _nth_mass(src_ptr, length, wanted, maximum, scale, BITS: tl.constexpr, TILE: tl.constexpr):
-    """The greatest key such that those that reach it weigh `wanted`."""
-    least = tl.full((), -(2 ** (BITS - 1)), tl.int64)
-    for i in range(BITS):
-        tried = least + (tl.full((), 2 ** (BITS - 1), tl.int64) >> i)
-        enough = _mass(src_ptr, length, tried.to(tl.int32), maximum, scale, TILE) >= wanted
-        least = tl.where(enough, tried, least)
-    return least
-
-
-@triton.jit
-def _gather(
-    row_ptr, chunks_ptr, num_active, candidates_ptr, bound,
-    VOCAB_SIZE: tl.constexpr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Copy the logits of the listed chunks whose keys are `bound` or more; how many there are."""
-    index = tl.arange(0, TILE)
-    count = tl.zeros((), tl.int32)
-    for start in range(0, num_active * CHUNK, TILE):
-        nth = (start + index) // CHUNK
-        chunk = tl.load(chunks_ptr + nth, mask=nth < num_active, other=0)
-        col = chunk * CHUNK + index % CHUNK
-        mask = (nth < num_active) & (col < VOCAB_SIZE)
-        x = tl.load(row_ptr + col, mask=mask, other=-float("inf"))
-        taken = mask & (_key(x) >= bound)
-        place = count + tl.cumsum(taken.to(tl.int32), axis=0) - 1
-        tl.store(candidates_ptr + place, x, mask=taken & (place < CAPACITY))
-        count += tl.sum(taken.to(tl.int32), axis=0)
-    return count
 
 
 @triton.jit
@@ -200,26 +122,22 @@ def _thresholds_kernel(
     temperatures_ptr,
     top_ks_ptr,
     top_ps_ptr,
-    chunks_ptr,
-    candidates_ptr,
+    done_ptr,
     thresholds_ptr,
     maximum_ptr,
     logits_stride,
     VOCAB_SIZE: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     MAXIMA: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    GUESS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    if done_ptr is not None:
+        is_done = tl.load(done_ptr + row)
+        if is_done:
+            return
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
-    bits: tl.constexpr = dtype.primitive_bitwidth
     row_ptr = logits_ptr + row * logits_stride
-    chunks_ptr += row * NUM_CHUNKS
-    candidates_ptr += row * CAPACITY
-
     index = tl.arange(0, MAXIMA)
     maxima = tl.load(maxima_ptr + row * NUM_CHUNKS + index, mask=index < NUM_CHUNKS, other=-float("inf"))
     maximum = greatest(maxima, 0)
@@ -233,57 +151,27 @@ def _thresholds_kernel(
     if top_ps_ptr is not None:
         p = tl.load(top_ps_ptr + row)
     scale, temperature = load_scale(temperatures_ptr, row)
-    by_rank = k < VOCAB_SIZE
     threshold = tl.full((), -float("inf"), tl.float32)
     # A greedy row has no use for filters; one with NaN or without a finite logit is rejected anyway.
-    if (by_rank | (p < 1.0)) & (temperature > 0.0) & (tl.abs(maximum) < float("inf")):
-        keys = _key(maxima.to(dtype))
-        rank = tl.where(by_rank, k, GUESS)
-        lowest = tl.full((), -(2 ** (bits - 1)), tl.int64)
-        bound = lowest
-        num_candidates = tl.zeros((), tl.int32)
-        if rank <= NUM_CHUNKS:
-            bound = _nth_in_tile(keys, rank, bits)
-            active = (index < NUM_CHUNKS) & (keys >= bound.to(tl.int32))
-            place = tl.cumsum(active.to(tl.int32), axis=0) - 1
-            tl.store(chunks_ptr + place, index, mask=active)
-            tl.debug_barrier()  # other threads read them
-            num_candidates = _gather(
-                row_ptr,
-                chunks_ptr,
-                tl.sum(active.to(tl.int32), axis=0),
-                candidates_ptr,
-                bound.to(tl.int32),
-                VOCAB_SIZE,
-                CHUNK,
-                CAPACITY,
-                TILE,
-            )
-            tl.debug_barrier()
-        few = (rank <= NUM_CHUNKS) & (num_candidates <= CAPACITY)
-        key = lowest
-        if by_rank:
-            if few:
-                key = _nth(candidates_ptr, num_candidates, k, bits, TILE)
-            else:
-                key = _nth(row_ptr, VOCAB_SIZE, k, bits, TILE)
+    if ((k < VOCAB_SIZE) | (p < 1.0)) & (temperature > 0.0) & (tl.abs(maximum) < float("inf")):
+        # All logits reach `least`, none reaches `above`.
+        least = key_of(tl.full((1,), -float("inf"), tl.float32).to(dtype)).to(tl.int64).sum()
+        above = key_of(maxima.to(dtype)).max(0).to(tl.int64) + 1
+        if k < VOCAB_SIZE:
+            high = above
+            while high - least > 1:
+                middle = least + (high - least) // 2
+                enough = _count(row_ptr, VOCAB_SIZE, middle.to(tl.int32), TILE) >= k
+                least = tl.where(enough, middle, least)
+                high = tl.where(enough, high, middle)
         if p < 1.0:
-            if by_rank & few:
-                total = _mass(candidates_ptr, num_candidates, key.to(tl.int32), maximum, scale, TILE)
-            else:
-                total = _mass(row_ptr, VOCAB_SIZE, key.to(tl.int32), maximum, scale, TILE)
-            # At least 1: the likeliest token is kept.
-            share = p.to(tl.float64) * total.to(tl.float64)
-            wanted = share.to(tl.int64)
-            wanted = tl.maximum(wanted + (wanted.to(tl.float64) < share).to(tl.int64), 1)  # rounded up
-            if few:
-                few = by_rank | (
-                    _mass(candidates_ptr, num_candidates, bound.to(tl.int32), maximum, scale, TILE) >= wanted
-                )
-            # No less than the k-th: what top-k left weighs more than p of itself.
-            if few:
-                key = _nth_mass(candidates_ptr, num_candidates, wanted, maximum, scale, bits, TILE)
-            else:
-                key = _nth_mass(row_ptr, VOCAB_SIZE, wanted, maximum, scale, bits, TILE)
-        threshold = _value(key, dtype)
+            total = _mass_from(row_ptr, VOCAB_SIZE, least.to(tl.int32), maximum, scale, TILE)
+            wanted = share_of_mass(p, total)
+            high = above
+            while high - least > 1:
+                middle = least + (high - least) // 2
+                enough = _mass_from(row_ptr, VOCAB_SIZE, middle.to(tl.int32), maximum, scale, TILE) >= wanted
+                least = tl.where(enough, middle, least)
+                high = tl.where(enough, high, middle)
+        threshold = float_of(least, dtype)
     tl.store(thresholds_ptr + row, threshold)

@@ -5,17 +5,15 @@ the masses within the block, both in vocabulary order and at one uniform number:
 distribution of the row. A block's masses are relative to its own greatest logit, so that a kernel needs to look at
 it only once.
 
-The data flow of the kernels, for R rows of B blocks:
+The data flow of the kernels:
 
-    without filters                          with filters
-                                             chunk_maxima [R x B]: logits -> maxima of 256 tokens each
-                                             logit_thresholds [R]: maxima, some logits -> least logit kept
-    _mass [R x B]: logits -> greatest        _mass [R x B]: logits of blocks that reach it -> mass kept
-                   logit and mass of a block
-    _draw [R]: greatest and masses -> block; its logits -> token
+    without filters                 with filters
+                                    chunk_maxima: logits -> maxima of 256 tokens each
+                                    draw_from_candidates: maxima, some logits -> tokens of most rows
+                                    logit_thresholds: logits of the other rows -> least logits kept
+    draw_tokens: logits -> tokens   draw_tokens: logits of the other rows -> tokens
 
-So logits are read once without filters. With filters they are read once, and of most rows little of them again:
-see `logit_threshold`.
+So logits are read once, and with filters little of them again but in rare rows.
 """
 
 from __future__ import annotations
@@ -24,25 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from triton_ops.candidate_draw import draw_from_candidates
 from triton_ops.elementwise import as_rows
-from triton_ops.implementation import Impl, runs_triton, tl, triton
+from triton_ops.implementation import Impl, runs_triton
 from triton_ops.logit_threshold import logit_thresholds, reference_thresholds
-from triton_ops.philox import load_uniform, philox_uniform
-from triton_ops.row_maxima import CHUNK, chunk_maxima, finite_of, greatest
-from triton_ops.token_mass import (
-    BLOCK,
-    exp2_alike,
-    exponent_scale,
-    join_halves,
-    load_scale,
-    mass_halves,
-    relative_exp2,
-    token_mass,
-)
+from triton_ops.philox import philox_uniform
+from triton_ops.row_maxima import chunk_maxima, finite_of
+from triton_ops.token_draw import draw_tokens
+from triton_ops.token_mass import BLOCK, exponent_scale, relative_exp2, token_mass
 
 MAX_VOCAB_SIZE = 2**20  # whose chunk maxima one program can hold; their masses could be added up to 2^25
-MASS_WARPS = 4
-DRAW_WARPS = 8
 
 
 def greedy(logits: Tensor, *, finite: Tensor | None = None, impl: Impl = "auto") -> Tensor:
@@ -52,7 +41,9 @@ def greedy(logits: Tensor, *, finite: Tensor | None = None, impl: Impl = "auto")
     """
     if runs_triton(impl, logits.device):
         rows = _checked_rows(logits)
-        return _draw(rows, chunk_maxima(rows), finite)
+        chosen = torch.empty(rows.shape[0], dtype=torch.int32, device=rows.device)
+        draw_tokens(rows, chosen, chunk_maxima(rows), finite)
+        return chosen
     if finite is not None:
         finite.copy_(finite_rows(logits, impl="torch"))
     return logits.argmax(dim=-1).int()
@@ -95,11 +86,17 @@ def sample(
     if runs_triton(impl, logits.device):
         draws = (temperatures, seeds, sample_indices, positions)
         filtered = not (top_ks is None and top_ps is None and min_ps is None)
+        chosen = torch.empty(rows.shape[0], dtype=torch.int32, device=rows.device)
         if not filtered:
-            return _draw(rows, None, finite, draws)
+            draw_tokens(rows, chosen, None, finite, draws)
+            return chosen
         maxima = chunk_maxima(rows)
-        thresholds, maximum = logit_thresholds(rows, maxima, temperatures, top_ks, top_ps)
-        return _draw(rows, maxima, finite, draws, (thresholds, maximum, least_log2))
+        done = None
+        if top_ks is not None or top_ps is not None:
+            done = draw_from_candidates(rows, chosen, maxima, finite, draws, top_ks, top_ps, least_log2)
+        thresholds, maximum = logit_thresholds(rows, maxima, temperatures, top_ks, top_ps, done)
+        draw_tokens(rows, chosen, maxima, finite, draws, (thresholds, maximum, least_log2, done))
+        return chosen
 
     if finite is not None:
         finite.copy_(finite_rows(logits, impl="torch"))
@@ -151,186 +148,3 @@ def _in_blocks(x: Tensor, filler: float) -> Tensor:
     size = min(BLOCK, x.shape[1])
     num_blocks = -(-x.shape[1] // size)
     return pad(x, (0, -x.shape[1] % size), value=filler).view(-1, num_blocks, size)
-
-
-def _draw(
-    rows: Tensor,
-    maxima: Tensor | None,
-    finite: Tensor | None,
-    draws: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-    filters: tuple[Tensor, Tensor, Tensor | None] | None = None,
-) -> Tensor:
-    """A token a row, by the kernels.
-
-    Args:
-        maxima: `chunk_maxima` of the rows, where there are filters or no draws.
-        draws: temperatures, seeds, sample indices, positions; None where all rows are greedy.
-        filters: least logits kept, greatest logits, and binary logarithms of least relative probabilities.
-    """
-    num_rows, vocab_size = rows.shape
-    num_blocks = triton.cdiv(vocab_size, BLOCK)
-    chosen = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
-    if not num_rows:
-        return chosen
-    temperatures, seeds, sample_indices, positions = draws or (None, None, None, None)
-    thresholds, maximum, least_log2 = filters or (None, None, None)
-    anchors = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=rows.device)
-    sums = None
-    if draws is None:
-        assert maxima is not None
-        anchors = maxima.view(num_rows, num_blocks, -1).amax(-1)
-    else:
-        sums = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=rows.device)
-        _mass_kernel[(num_rows * num_blocks,)](
-            rows,
-            maxima,
-            temperatures,
-            thresholds,
-            maximum,
-            least_log2,
-            anchors,
-            sums,
-            rows.stride(0),
-            VOCAB_SIZE=vocab_size,
-            BLOCK=BLOCK,
-            CHUNKS=BLOCK // CHUNK,
-            num_warps=MASS_WARPS,
-        )
-    _draw_kernel[(num_rows,)](
-        rows,
-        anchors,
-        sums,
-        temperatures,
-        thresholds,
-        maximum,
-        least_log2,
-        seeds,
-        sample_indices,
-        positions,
-        chosen,
-        finite,
-        rows.stride(0),
-        VOCAB_SIZE=vocab_size,
-        NUM_BLOCKS=num_blocks,
-        BLOCKS=triton.next_power_of_2(num_blocks),
-        BLOCK=BLOCK,
-        num_warps=DRAW_WARPS,
-    )
-    return chosen
-
-
-@triton.jit
-def _relative_kept(x, anchor, scale, row, thresholds_ptr, maximum_ptr, least_log2_ptr):
-    """Probabilities of logits `x` relative to the anchor's; 0 where they are filtered out."""
-    relative = exp2_alike((x - anchor) * scale)
-    if thresholds_ptr is not None:
-        relative = tl.where(x >= tl.load(thresholds_ptr + row), relative, 0.0)
-    if least_log2_ptr is not None:
-        log2 = (x - tl.load(maximum_ptr + row)) * scale
-        relative = tl.where(log2 >= tl.load(least_log2_ptr + row), relative, 0.0)
-    return relative
-
-
-@triton.jit
-def _mass_kernel(
-    logits_ptr,
-    maxima_ptr,
-    temperatures_ptr,
-    thresholds_ptr,
-    maximum_ptr,
-    least_log2_ptr,
-    anchors_ptr,
-    sums_ptr,
-    logits_stride,
-    VOCAB_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    num_blocks: tl.constexpr = (VOCAB_SIZE + BLOCK - 1) // BLOCK
-    program = tl.program_id(0)
-    row, block = (program // num_blocks).to(tl.int64), program % num_blocks
-    out = row * num_blocks + block
-    scale, _ = load_scale(temperatures_ptr, row)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    if maxima_ptr is not None:
-        highest = greatest(tl.load(maxima_ptr + out * CHUNKS + tl.arange(0, CHUNKS)), 0)
-        tl.store(anchors_ptr + out, highest)
-        # All of the block is below the threshold: it is not even read.
-        if highest < tl.load(thresholds_ptr + row):
-            tl.store(sums_ptr + out, tl.zeros((), tl.int64))
-            return
-    x = tl.load(logits_ptr + row * logits_stride + token, mask=token < VOCAB_SIZE, other=-float("inf"))
-    x = x.to(tl.float32)
-    if maxima_ptr is None:
-        highest = greatest(x, 0)
-        tl.store(anchors_ptr + out, highest)
-    mass = tl.zeros((), tl.int64)
-    if tl.abs(highest) < float("inf"):  # else there is nothing to draw, or the row is rejected
-        relative = _relative_kept(x, highest, scale, row, thresholds_ptr, maximum_ptr, least_log2_ptr)
-        upper, lower = mass_halves(relative)
-        mass = join_halves(tl.sum(upper, axis=0), tl.sum(lower, axis=0))
-    tl.store(sums_ptr + out, mass)
-
-
-@triton.jit
-def _draw_kernel(
-    logits_ptr,
-    anchors_ptr,
-    sums_ptr,
-    temperatures_ptr,
-    thresholds_ptr,
-    maximum_ptr,
-    least_log2_ptr,
-    seeds_ptr,
-    sample_indices_ptr,
-    positions_ptr,
-    chosen_ptr,
-    finite_ptr,
-    logits_stride,
-    VOCAB_SIZE: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, BLOCKS)
-    is_block = index < NUM_BLOCKS
-    anchors = tl.load(anchors_ptr + row * NUM_BLOCKS + index, mask=is_block, other=-float("inf"))
-    likeliest = greatest(anchors, 0)
-    if finite_ptr is not None:
-        tl.store(finite_ptr + row, tl.abs(likeliest) < float("inf"))
-    # Greedy: the first block that holds the greatest logit.
-    block = tl.min(tl.where(anchors == likeliest, index, NUM_BLOCKS - 1), axis=0)
-    inner_target = tl.full((), -1, tl.int64)
-    anchor = likeliest
-    scale = tl.full((), 1.0, tl.float32)
-    if sums_ptr is not None:
-        scale, temperature = load_scale(temperatures_ptr, row)
-        if (temperature > 0.0) & (tl.abs(likeliest) < float("inf")):
-            sums = tl.load(sums_ptr + row * NUM_BLOCKS + index, mask=is_block, other=0)
-            shares = exp2_alike((anchors - likeliest) * scale)
-            weights = (sums.to(tl.float64) * shares.to(tl.float64)).to(tl.int64)
-            before = tl.cumsum(weights, axis=0) - weights
-            uniform = load_uniform(seeds_ptr, sample_indices_ptr, positions_ptr, row)
-            target = (uniform * tl.sum(weights, axis=0).to(tl.float64)).to(tl.int64)
-            block = tl.sum((is_block & (before <= target)).to(tl.int32), axis=0) - 1
-            is_chosen = index == block
-            target -= tl.sum(tl.where(is_chosen, before, 0), axis=0)
-            weight = tl.sum(tl.where(is_chosen, weights, 0), axis=0)
-            mass = tl.sum(tl.where(is_chosen, sums, 0), axis=0)
-            anchor = tl.max(tl.where(is_chosen, anchors, -float("inf")), axis=0)
-            inner_target = (target.to(tl.float64) / weight.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
-            inner_target = tl.minimum(inner_target, mass - 1)
-
-    inner = tl.arange(0, BLOCK)
-    token = block * BLOCK + inner
-    x = tl.load(logits_ptr + row * logits_stride + token, mask=token < VOCAB_SIZE, other=-float("inf"))
-    x = x.to(tl.float32)
-    if inner_target < 0:
-        chosen = block * BLOCK + tl.min(tl.where(x == anchor, inner, BLOCK), axis=0)
-    else:
-        relative = _relative_kept(x, anchor, scale, row, thresholds_ptr, maximum_ptr, least_log2_ptr)
-        upper, lower = mass_halves(relative)
-        cumulative = tl.cumsum(join_halves(upper, lower), axis=0)
-        chosen = block * BLOCK + tl.sum((cumulative <= inner_target).to(tl.int32), axis=0)
-    tl.store(chosen_ptr + row, tl.minimum(chosen, VOCAB_SIZE - 1))

@@ -20,9 +20,12 @@ BLOCK = 4096  # tokens that share an anchor; part of what a draw is, not of how 
 LOG2_E = 1.4426950408889634
 MOST_SCALE = 2.0**126  # temperatures near 0 stay short of infinity, which would make NaN of 0
 
-# Adding 1.5 * 2^23 to a float32 rounds it to an integer, to be found in the sum's low bits.
+# Adding 1.5 * 2^23 to a float32 rounds it to an integer, to be found in the sum's low bits; adding 1.5 * 2^4
+# rounds it to units of 2^-19.
 _ROUNDER: tl.constexpr = 12582912.0 if tl is None else tl.constexpr(12582912.0)
 _ROUNDER_BITS: tl.constexpr = 0x4B400000 if tl is None else tl.constexpr(0x4B400000)
+_FINE_ROUNDER: tl.constexpr = 24.0 if tl is None else tl.constexpr(24.0)
+_FINE_ROUNDER_BITS: tl.constexpr = 0x41C00000 if tl is None else tl.constexpr(0x41C00000)
 _HALF_UNIT: tl.constexpr = 2.0**19 if tl is None else tl.constexpr(2.0**19)
 _LOG2_E: tl.constexpr = LOG2_E if tl is None else tl.constexpr(LOG2_E)
 _MOST_SCALE: tl.constexpr = MOST_SCALE if tl is None else tl.constexpr(MOST_SCALE)
@@ -56,8 +59,26 @@ def load_scale(temperatures_ptr, row):
 
 @triton.jit
 def exp2_alike(exponent):
-    """As `relative_exp2` computes it."""
-    return tl.exp2(exponent.to(tl.float64)).to(tl.float32) if INTERPRETED else tl.exp2(exponent)
+    """As `relative_exp2` computes it, but that results below 2^-126 may be 0: they have no mass anyway."""
+    if INTERPRETED:
+        result = tl.exp2(exponent.to(tl.float64)).to(tl.float32)
+    else:
+        # tl.exp2 scales its argument and its result for the sake of those.
+        result = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [exponent], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def _half_bits(relative):
+    """Both halves of masses as `mass_halves` has them, but with the bits of their rounders added."""
+    # Products by powers of 2 and differences of integers are exact. What is below half a unit is left in the
+    # second sum: it is rounded once, whether the product is fused into it or not.
+    shifted = relative * _HALF_UNIT
+    upper = shifted + _ROUNDER
+    lower = shifted + (_ROUNDER + _FINE_ROUNDER - upper)
+    return upper.to(tl.uint32, bitcast=True), lower.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -66,15 +87,31 @@ def mass_halves(relative):
 
     2^12 of either add up without overflow.
     """
-    # Products by powers of 2 are exact, and so is the difference: whether they are fused changes nothing.
-    shifted = relative * _HALF_UNIT
-    upper = shifted + _ROUNDER
-    lower = (shifted - (upper - _ROUNDER)) * _HALF_UNIT + _ROUNDER
-    upper = (upper.to(tl.int32, bitcast=True) - _ROUNDER_BITS).to(tl.uint32)
-    return upper, lower.to(tl.int32, bitcast=True) - _ROUNDER_BITS
+    upper, lower = _half_bits(relative)
+    return upper - _ROUNDER_BITS, lower - _FINE_ROUNDER_BITS
+
+
+@triton.jit
+def sum_masses(relative):
+    """The mass of a tile, int64, of 2^10 to 2^12 tokens in a power of two."""
+    # Of 2^10 and more of them, the rounders' bits are a multiple of 2^32: the sums wrap around it.
+    tl.static_assert(relative.numel % 1024 == 0)
+    if INTERPRETED:  # whose sums do not wrap around
+        upper, lower = mass_halves(relative)
+    else:
+        upper, lower = _half_bits(relative)
+    return join_halves(tl.sum(upper, axis=0), tl.sum(lower, axis=0))
 
 
 @triton.jit
 def join_halves(upper, lower):
     """The int64 mass of two halves, or of their sums."""
     return upper.to(tl.int64) * 524288 + lower.to(tl.int64)  # 2^19
+
+
+@triton.jit
+def share_of_mass(p, total):
+    """`p * total` rounded up, and at least 1: the likeliest token is part of every share."""
+    share = p.to(tl.float64) * total.to(tl.float64)
+    wanted = share.to(tl.int64)
+    return tl.maximum(wanted + (wanted.to(tl.float64) < share).to(tl.int64), 1)
