@@ -225,10 +225,11 @@ def _draw_kernel(
     anchor = likeliest
     scale = tl.full((), 1.0, tl.float32)
     if sums_ptr is not None:
+        # All that there is to load, before anything waits for some of it.
         scale, temperature = load_scale(temperatures_ptr, row)
+        sums = tl.load(sums_ptr + row * NUM_BLOCKS + index, mask=is_block, other=0)
+        uniform = load_uniform(seeds_ptr, sample_indices_ptr, positions_ptr, row)
         if (temperature > 0.0) & (tl.abs(likeliest) < float("inf")):
-            sums = tl.load(sums_ptr + row * NUM_BLOCKS + index, mask=is_block, other=0)
-            uniform = load_uniform(seeds_ptr, sample_indices_ptr, positions_ptr, row)
             is_chosen, inner_target = choose_block(anchors, sums, likeliest, scale, uniform)
             block = tl.sum(tl.where(is_chosen, index, 0), axis=0)
             anchor = tl.max(tl.where(is_chosen, anchors, -float("inf")), axis=0)
