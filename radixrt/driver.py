@@ -139,10 +139,14 @@ class Driver:
                     self._step()
 
     def while_idle(self, action: Callable[[], T]) -> T:
-        """Run everything to its end, then `action`, before anything else is let in. Returns what `action` does."""
+        """Run everything to its end, then `action`, before anything else is let in. Returns what `action` does.
+
+        What is booked between the tiers has been started by then.
+        """
         with self._alone():
             while self._engine.has_work:
                 self._step()
+            self._engine.make_transfers()
             return action()
 
     def close(self) -> None:

@@ -57,6 +57,16 @@ class Engine:
         """Queue requests that are known together, in the order that the policy wants them in."""
         self.scheduler.submit_all(requests)
 
+    def make_transfers(self) -> None:
+        """Start what is booked between the tiers. Passes do; so must whoever reads or writes slots beside them."""
+        booked = self.scheduler.cache.transfers
+        transfers = booked.take()
+        try:
+            if transfers:
+                self.runner.transfer(transfers)
+        finally:
+            booked.give_back(transfers)  # those that could not be started
+
     def step(self) -> list[Request]:
         """Launch the next pass, then book the one before it. Returns the requests that ended.
 
@@ -91,6 +101,7 @@ class Engine:
     def _launch(self, batch: ScheduleBatch) -> _InFlight:
         self.scheduler.cache.pass_launched()
         try:
+            self.make_transfers()
             return _InFlight(batch, handle=self.runner.launch(batch))
         except Exception as error:
             # The device may not have got the changes, and some concern rows of other requests: send them again.

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from tqdm import tqdm
 
+from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.bounds import real, whole
@@ -29,7 +30,7 @@ from radixrt.engine import Engine
 from radixrt.errors import ParameterError, PassError, PromptError
 from radixrt.execution.cache_identity import cache_identity
 from radixrt.execution.cache_storage import CacheStorage, Loaded
-from radixrt.execution.device import check_impl, choose_device, pool_slots
+from radixrt.execution.device import check_impl, choose_device, host_pool_slots, pool_slots
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.weight_fingerprint import weight_fingerprint
 from radixrt.models.loader import LoadFormat, load_model, reload_weights
@@ -88,6 +89,9 @@ class Runtime:
         memory_fraction: share of the memory that is free after the weights are loaded which the KV pool takes,
             above 0, at most 1; None is 0.85 on a GPU and 0.25 of the machine's memory on a CPU.
         max_total_tokens: tokens that the KV pool holds, whatever is free; None: see memory_fraction.
+        host_memory_gb: gigabytes (10^9 bytes) of the host's memory for a second tier of the prefix cache: what
+            has to leave the KV pool goes there, and comes back when a prompt begins with it. They are page-locked
+            where the device is a GPU. None or 0: what leaves the pool is forgotten.
         max_running_requests: requests that run at once; None is 512 on a GPU and 64 on a CPU.
         context_length: most tokens of a prompt with its answer; None is the model's own, which is the limit too
             unless its rope is made to reach farther (docs/models.md).
@@ -115,6 +119,7 @@ class Runtime:
         device: str | torch.device | None = None,
         memory_fraction: float | None = None,
         max_total_tokens: int | None = None,
+        host_memory_gb: float | None = None,
         max_running_requests: int | None = None,
         context_length: int | None = None,
         chunked_prefill_size: int | None = None,
@@ -159,9 +164,10 @@ class Runtime:
 
         weights_dtype = next(decoder.parameters()).dtype
         shape = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
+        bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, weights_dtype)
         slots = pool_slots(
             self.device,
-            TokenToKVPool.bytes_per_slot(*shape, weights_dtype),
+            bytes_per_slot,
             memory_fraction=memory_fraction,
             max_total_tokens=max_total_tokens,
         )
@@ -169,8 +175,23 @@ class Runtime:
         num_rows = max_running_requests + max_running_requests // 2 + 1
         self._rows = ReqToTokenPool(num_rows, self.context_length)
         self._kv_pool = TokenToKVPool(slots, *shape, dtype=weights_dtype, device=self.device)
+        host_pool = None
+        if host_slots := host_pool_slots(host_memory_gb, bytes_per_slot):
+            if not enable_prefix_cache:
+                raise ParameterError(
+                    f"host_memory_gb is {host_memory_gb:g} and enable_prefix_cache is False: nothing is kept that "
+                    "could go to the host"
+                )
+            try:
+                host_pool = HostKVPool(host_slots, *shape, dtype=self._kv_pool.buffer.dtype, device=self.device)
+            except RuntimeError as error:
+                raise ParameterError(f"host_memory_gb is {host_memory_gb:g}: {error}") from error
         self._cache = PrefixCache(
-            self._rows, self._kv_pool.allocator, enabled=enable_prefix_cache, force_miss=force_miss
+            self._rows,
+            self._kv_pool.allocator,
+            host_slots=None if host_pool is None else host_pool.allocator,
+            enabled=enable_prefix_cache,
+            force_miss=force_miss,
         )
         self._scheduler = Scheduler(
             self._cache,
@@ -178,7 +199,7 @@ class Runtime:
             chunked_prefill_size=chunked_prefill_size,
             policy=policy,
         )
-        self._storage = CacheStorage(self._cache, self._kv_pool, impl=impl)
+        self._storage = CacheStorage(self._cache, self._kv_pool, host_pool, impl=impl)
         self._fingerprint: str | None = None  # of the weights, once somebody has asked
         self._model = decoder
         self._requests = RequestBuilder(
@@ -188,9 +209,8 @@ class Runtime:
             seed=self.seed,
             refusal=self._scheduler.refusal,
         )
-        self._driver = Driver(
-            Engine(self._scheduler, ModelRunner(decoder, self._rows, self._kv_pool, self.device)), self._output
-        )
+        runner = ModelRunner(decoder, self._rows, self._kv_pool, self.device, host_pool)
+        self._driver = Driver(Engine(self._scheduler, runner), self._output)
         self._loose = Call()  # requests that came through `submit`
 
     # -- prompts in, outputs out ---------------------------------------------------------------------------

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
+from radixrt.cache import prefix_cache
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Namespace, Node
 from radixrt.cache.snapshot import TreeSnapshot
@@ -34,6 +36,7 @@ VOCAB = 5
 MASK = (1 << 64) - 1
 POISON = 0xDEADDEADDEADDEAD
 MAX_OVERTAKEN = 6
+STORED_AT_ONCE = 3
 
 
 class Violation(AssertionError):
@@ -117,6 +120,7 @@ def continuation(
 class SimulatedPass:
     batch: ScheduleBatch
     snapshots: list[np.ndarray]  # the slots that each request's row names when the pass is launched
+    transfers: int  # that had been started before it, and come before it
     fails: bool = False
     poisoned: frozenset[int] = frozenset()
     result: PassResult | None = None
@@ -124,28 +128,86 @@ class SimulatedPass:
 
 
 class SimulatedRunner:
-    """Runs passes in order, each when the test says so, at the latest when it is collected."""
+    """Runs passes in order, each when the test says so, at the latest when it is collected.
 
-    def __init__(self, rows: ReqToTokenPool, num_slots: int, prefill_budget: int, max_samples: int) -> None:
+    Transfers between the tiers are made in order too, beside the passes that were launched before them: when the
+    test says so, at the latest before the pass that is launched next.
+    """
+
+    def __init__(
+        self, rows: ReqToTokenPool, num_slots: int, num_host_slots: int, prefill_budget: int, max_samples: int
+    ) -> None:
         self.host_rows = rows
         self.prefill_budget = prefill_budget
         self.max_samples = max_samples
         self.req_to_token = np.zeros_like(rows.req_to_token)
         self.kv = np.full(num_slots, POISON, dtype=np.uint64)
+        self.host_kv = np.full(num_host_slots, POISON, dtype=np.uint64)
+        self.transfers: deque[KVTransfer] = deque()  # started, not yet made
+        self.transfers_started = self.transfers_made = 0
+        self.stale: tuple[set[int], set[int]] = (
+            set(),
+            set(),
+        )  # freed slots of device and host, still to be copied
         self.last_token = np.zeros(rows.max_requests, dtype=np.int32)
         self.queue: deque[SimulatedPass] = deque()  # launched, not yet run
         self.in_flight: deque[SimulatedPass] = deque()  # launched, not yet collected
         self.fail_launch = False
         self.fail_run = False
+        self.fail_transfer: int | None = None  # transfers that are started before one fails
         self.poison_next = False
         self.pad_slot = 0
         self.weights = 0  # those that passes run with
         self.violation: Violation | None = None  # kept for `World.check`: the engine takes it for a failed pass
         self.tokens_launched: Counter[int] = Counter()
 
+    def transfer(self, transfers: deque[KVTransfer]) -> None:
+        require("transfers: there are some", len(transfers) > 0)
+        while transfers:
+            if self.fail_transfer == 0:
+                self.fail_transfer = None
+                raise SimulatedFailure("transfer")
+            transfer = transfers[0]
+            targets = transfer.targets.tolist()
+            name = "transfers: a target is named once"
+            self._require(name, len(set(targets)) == len(targets) == len(transfer.sources) > 0)
+            self.transfers.append(transfer)
+            self.transfers_started += 1
+            transfers.popleft()
+            if self.fail_transfer is not None:
+                self.fail_transfer -= 1
+
+    def transfer_next(self) -> None:
+        """Make the oldest transfer that has been started."""
+        transfer = self.transfers.popleft()
+        self.transfers_made += 1
+        copy(transfer, self.kv, self.host_kv)
+        # Sources that were freed in the meantime are overwritten as soon as nobody is to copy them.
+        sources = set(transfer.sources.tolist())
+        stale, kv = self._side(transfer)
+        still_read = {int(s) for t in self.transfers if t.to_host == transfer.to_host for s in t.sources}
+        gone = sorted((sources & stale) - still_read)
+        kv[gone] = POISON
+        stale.difference_update(gone)
+
+    def _side(self, transfer: KVTransfer) -> tuple[set[int], np.ndarray]:
+        """Of a transfer's source: slots that are to be overwritten, and the KV."""
+        return (self.stale[0], self.kv) if transfer.to_host else (self.stale[1], self.host_kv)
+
+    def settled(self, booked: Sequence[KVTransfer]) -> tuple[np.ndarray, np.ndarray]:
+        """What device and host will hold once all transfers are made, those that are only `booked` too."""
+        kv, host_kv = self.kv.copy(), self.host_kv.copy()
+        for transfer in (*self.transfers, *booked):
+            copy(transfer, kv, host_kv)
+        return kv, host_kv
+
+    def count(self, batch: ScheduleBatch | None) -> None:
+        """A pass that is about to be launched, whether that succeeds or not."""
+        if batch is not None:
+            for request, start, end in zip(batch.requests, batch.prefix_lens, batch.seq_lens, strict=True):
+                self.tokens_launched[id(request)] += int(end - start)
+
     def launch(self, batch: ScheduleBatch) -> SimulatedPass:
-        for request, start, end in zip(batch.requests, batch.prefix_lens, batch.seq_lens, strict=True):
-            self.tokens_launched[id(request)] += int(end - start)
         extended = [
             int(end - start)
             for request, start, end in zip(batch.requests, batch.prefix_lens, batch.seq_lens, strict=True)
@@ -160,7 +222,7 @@ class SimulatedRunner:
         rows = self.host_rows.req_to_token
         snapshots = [rows[r, :n].copy() for r, n in zip(batch.req_pool_indices, batch.seq_lens, strict=True)]
         poisoned = frozenset([len(batch.requests) // 2]) if self.poison_next else frozenset()
-        flight = SimulatedPass(batch, snapshots, self.fail_run, poisoned)
+        flight = SimulatedPass(batch, snapshots, self.transfers_started, self.fail_run, poisoned)
         self.fail_run = self.poison_next = False
         self.queue.append(flight)
         self.in_flight.append(flight)
@@ -185,6 +247,8 @@ class SimulatedRunner:
 
     def run_next(self) -> None:
         flight = self.queue.popleft()
+        while self.transfers_made < flight.transfers:
+            self.transfer_next()
         batch = flight.batch
         changes = batch.row_changes
         cells = set(zip(changes.rows.tolist(), changes.positions.tolist(), strict=True))
@@ -255,12 +319,20 @@ class SimulatedRunner:
         return request.finish_reason is FinishReason.ERROR
 
 
+def copy(transfer: KVTransfer, kv: np.ndarray, host_kv: np.ndarray) -> None:
+    if transfer.to_host:
+        host_kv[transfer.host_slots] = kv[transfer.device_slots]
+    else:
+        kv[transfer.device_slots] = host_kv[transfer.host_slots]
+
+
 # -- the world ---------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Sizes:
     num_slots: int = 48
+    host_slots: int = 0  # 0: there is no host tier
     num_rows: int = 5
     context_len: int = 40
     max_running: int = 4
@@ -286,6 +358,13 @@ class CheckedEngine:
         self.world.check()
         return ended
 
+    def make_transfers(self) -> None:
+        runner = self.world.runner
+        runner.fail_transfer = None
+        self.world.engine.make_transfers()
+        while runner.transfers:
+            runner.transfer_next()
+
 
 @dataclass
 class World:
@@ -296,9 +375,13 @@ class World:
     def __post_init__(self) -> None:
         s = self.sizes
         policies.MAX_OVERTAKEN = MAX_OVERTAKEN
+        prefix_cache.STORED_AT_ONCE = STORED_AT_ONCE
         self.rows = ReqToTokenPool(s.num_rows, s.context_len)
         self.slots = SlotAllocator(s.num_slots)
-        self.cache = PrefixCache(self.rows, self.slots, enabled=s.enabled, force_miss=s.force_miss)
+        self.host_slots = SlotAllocator(s.host_slots) if s.host_slots else None
+        self.cache = PrefixCache(
+            self.rows, self.slots, host_slots=self.host_slots, enabled=s.enabled, force_miss=s.force_miss
+        )
         self.scheduler = Scheduler(
             self.cache,
             max_running_requests=s.max_running,
@@ -306,7 +389,9 @@ class World:
             policy=s.policy,
             max_samples_per_pass=max(s.max_samples, s.max_running),
         )
-        self.runner = SimulatedRunner(self.rows, s.num_slots, s.chunk, self.scheduler.max_samples_per_pass)
+        self.runner = SimulatedRunner(
+            self.rows, s.num_slots, s.host_slots, s.chunk, self.scheduler.max_samples_per_pass
+        )
         self.engine = Engine(self.scheduler, self.runner)
         self.requests: list[Request] = []
         self.events: Counter[str] = Counter()
@@ -332,7 +417,12 @@ class World:
 
         def watched_free(slots: np.ndarray) -> None:
             free(slots)
-            self.runner.kv[slots] = POISON  # whoever still reads a free slot reads nonsense
+            self._overwrite(slots, to_host=True)
+
+        def watched_host_free(slots: np.ndarray) -> None:
+            host_free(slots)
+            self._overwrite(slots, to_host=False)
+            self.events["host eviction"] += bool(len(slots))
 
         def watched_alloc(count: int) -> np.ndarray | None:
             if self.fail_alloc and count:
@@ -349,7 +439,27 @@ class World:
                 request = next(r for r in self.scheduler.waiting if tokens.base is r._tokens)
                 if request.cached_tokens is not None:  # back from a retraction, others may have gone further
                     self._skips[id(request)] = max(0, lease.matched - request.launched_ever)
+                self.events["load"] += lease.loaded > 0
             return lease
+
+        def watched_next_batch() -> ScheduleBatch | None:
+            batch = next_batch()
+            self.runner.count(batch)
+            return batch
+
+        def watched_next_to_go(most: int) -> Node | None:
+            leaves = [
+                node
+                for node, _ in self._nodes()
+                if node.parent is not None and node.slots is not None and not node.lock
+                and all(child.slots is None for child in node.children.values())
+            ]  # fmt: skip
+            node = next_to_go(most)
+            expected = min(leaves, key=lambda leaf: leaf.last_access, default=None)
+            require("5: what was used longest ago leaves the device", node is expected)
+            if node is not None:
+                self.events["store" if node.host_slots is None else "eviction of what the host has"] += 1
+            return node
 
         def watched_evict(count: int) -> np.ndarray:
             out = evict(count)
@@ -361,14 +471,63 @@ class World:
             return split(node, at)
 
         def watched_insert(node: Node, tokens: np.ndarray, slots: np.ndarray) -> object:
+            on_host = self.cache.tree.host_only_tokens
             out = insert(node, tokens, slots)
+            self.events["computed what the host has"] += self.cache.tree.host_only_tokens < on_host
             self.events["remap"] += bool(len(out.canonical))
             return out
 
+        if self.host_slots is not None:
+            host_free = self.host_slots.free
+            self.host_slots.free = watched_host_free
+
+        def watched_evict_from_host(count: int) -> np.ndarray:
+            used = {
+                int(slot): node.last_access
+                for node, _ in self._nodes()
+                if node.host_slots is not None
+                for slot in node.host_slots
+            }
+            expected = self._least_recent_on_host(count)
+            out = evict_from_host(count)
+            dropped = {used[slot] for slot in out.tolist()}  # leaves above one another may be equally old
+            require("5: the host drops what was used longest ago", dropped == expected, (dropped, expected))
+            return out
+
+        evict_from_host = self.cache.tree.evict_from_host
+        self.cache.tree.evict_from_host = watched_evict_from_host
+        next_batch, next_to_go = self.scheduler.next_batch, self.cache.tree.next_to_go
+        self.scheduler.next_batch = watched_next_batch
+        self.cache.tree.next_to_go = watched_next_to_go
         self.slots.free, self.slots.alloc = watched_free, watched_alloc
         self.cache.acquire = watched_acquire
         self.cache.tree.evict, self.cache.tree._split = watched_evict, watched_split
         self.cache.tree.insert = watched_insert
+
+    def _least_recent_on_host(self, count: int) -> set[int]:
+        """When what the host is to drop for `count` tokens was last used, leaf by leaf."""
+        held = [node for node, _ in self._nodes() if node.host_slots is not None]
+        out: set[int] = set()
+        while count > 0 and held:
+            leaves = [node for node in held if not any(child in held for child in node.children.values())]
+            leaf = min(leaves, key=lambda node: node.last_access)
+            held.remove(leaf)
+            count -= len(leaf.tokens)
+            out.add(leaf.last_access)
+        return out
+
+    def _overwrite(self, slots: np.ndarray, *, to_host: bool) -> None:
+        """Whoever still reads a free slot reads nonsense; transfers that are booked may read it yet."""
+        started, booked = self.runner.transfers, self.cache.transfers.pending()
+        read = {int(s) for t in (*started, *booked) if t.to_host == to_host for s in t.sources}
+        stale, kv = (
+            (self.runner.stale[0], self.runner.kv) if to_host else (self.runner.stale[1], self.runner.host_kv)
+        )
+        for slot in slots.tolist():
+            if slot in read:
+                stale.add(slot)
+            else:
+                kv[slot] = POISON
 
     # what can happen
 
@@ -460,7 +619,10 @@ class World:
         def save() -> None:
             snapshot, slots = self.cache.snapshot(self.weights_version)
             require("kept: a snapshot is a tree of prefixes", snapshot.fault(VOCAB) is None, snapshot.fault(VOCAB))
-            self.kept = snapshot, self.runner.kv[slots].copy(), self.computed_with[self.weights_version]
+            kv = self.runner.kv[np.maximum(slots, 0)]
+            kv[slots < 0] = self.runner.host_kv[-slots[slots < 0]]
+            self.events["save from the host"] += bool((slots < 0).any())
+            self.kept = snapshot, kv, self.computed_with[self.weights_version]
 
         self.events["save"] += 1
         Driver(CheckedEngine(self), lambda request: None).while_idle(save)
@@ -474,7 +636,7 @@ class World:
             if weights != self.runner.weights or weights != self.computed_with[self.weights_version]:
                 return
             self.fail_alloc = False
-            before, held = self.slots.num_free, self.cache.tree.total_tokens
+            before, held = self.slots.num_free, self.cache.tree.device_tokens
             adoption = self.cache.begin_adoption(snapshot, self.weights_version)
             count = int(adoption.taken.sum())
             require("kept: slots by state add up", self.cache.stats().arriving == count)
@@ -482,12 +644,12 @@ class World:
             if fails:
                 self.cache.give_up(adoption)
                 require("kept: what is given up leaves no trace", self.slots.num_free == before)
-                require("kept: what is given up leaves no trace", self.cache.tree.total_tokens == held)
+                require("kept: what is given up leaves no trace", self.cache.tree.device_tokens == held)
                 return
             self.cache.adopt(adoption)
-            require("kept: all that is taken is in the tree", self.cache.tree.total_tokens == held + count)
+            require("kept: all that is taken is in the tree", self.cache.tree.device_tokens == held + count)
             require("kept: what is left out had no room", not adoption.left_out or not self.slots.num_free)
-            self.events["load"] += bool(count)
+            self.events["load of a file"] += bool(count)
             self.events["load in part"] += bool(count and adoption.left_out)
             self._check_loaded(snapshot, adoption.left_out)
 
@@ -502,7 +664,7 @@ class World:
             paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
             namespace = self.namespace(snapshot.tenant_names[snapshot.tenants[i]])
             above = len(paths[i]) - len(own)
-            found += max(0, self.cache.tree.match(namespace, paths[i]).length - above)
+            found += max(0, self.cache.tree.match(namespace, paths[i]).on_device - above)
         require("kept: a prefix is found", found == snapshot.num_tokens - left_out, (found, left_out))
 
     def step(self) -> list[Request]:
@@ -589,11 +751,14 @@ class World:
             while node is not None:
                 crossing[id(node)] += 1
                 node = node.parent
-        total = locked = 0
+        total = locked = host_only = 0
         in_heap = Counter(id(entry[2]) for entry in tree._heap)
+        in_host_heap = Counter(id(entry[2]) for entry in tree._host_heap)
+        kv, host_kv = self.runner.settled(self.cache.transfers.pending())
         for node, path in nodes:
             name = "3: nodes have a slot a token, siblings differ, parents agree"
-            require(name, len(node.tokens) == len(node.slots))
+            require(name, all(len(node.tokens) == len(s) for s in (node.slots, node.host_slots) if s is not None))
+            self._check_residency(node)
             require(name, (len(node.tokens) > 0) == (node.parent is not None))
             for first, child in node.children.items():
                 require(name, child.parent is node and int(child.tokens[0]) == first)
@@ -601,29 +766,52 @@ class World:
             name = "4: locks and counters equal their recount"
             require(name, node.lock == crossing[id(node)], (node.lock, crossing[id(node)]))
             require(name, node.parent is None or node.parent.lock >= node.lock)
-            if node.parent is not None and not node.children and not node.lock:
+            on_device, on_host = node.slots is not None, node.host_slots is not None
+            is_leaf = all(child.slots is None for child in node.children.values())
+            if node.parent is not None and on_device and is_leaf and not node.lock:
                 require("5: every unlocked leaf waits for eviction", in_heap[id(node)] == 1 and node.queued)
-            require("5: a node waits for eviction once", in_heap[id(node)] <= 1)
-            total += len(node.tokens)
+            if on_host and all(child.host_slots is None for child in node.children.values()):
+                name = "5: every leaf of the host waits for eviction"
+                require(name, in_host_heap[id(node)] == 1 and node.host_queued)
+            require("5: a node waits for eviction once", max(in_heap[id(node)], in_host_heap[id(node)]) <= 1)
+            total += len(node.tokens) if on_device else 0
+            host_only += 0 if on_device else len(node.tokens)
             locked += len(node.tokens) if crossing[id(node)] else 0
             if node.parent is not None:
                 tokens = np.concatenate([n.tokens for n in path])
                 weights = self.computed_with.get(node.namespace.weights_version, 0)
                 expected = histories(node.namespace, tokens, weights)[-len(node.tokens) :]
-                held = [int(kv) for kv in self.runner.kv[node.slots]]
-                require("6: what is in the tree is the KV of its path", held == expected)
+                for slots, tier in ((node.slots, kv), (node.host_slots, host_kv)):
+                    held = expected if slots is None else [int(one) for one in tier[slots]]
+                    require("6: what is in the tree is the KV of its path", held == expected)
         known = {id(node) for node, _ in nodes}
         require("4: every locked node is in the tree", all(i in known for i in crossing))
-        require(
-            "4: locks and counters equal their recount", (total, locked) == (tree.total_tokens, tree.locked_tokens)
-        )
+        counters = (tree.device_tokens, tree.locked_tokens, tree.host_only_tokens)
+        require("4: locks and counters equal their recount", (total, locked, host_only) == counters)
         return nodes
+
+    def _check_residency(self, node: Node) -> None:
+        name = "16: a node is in a tier, and so is all of its path"
+        if node.parent is None:
+            require(name, node.slots is not None and node.host_slots is None)
+        else:
+            require(name, node.slots is not None or node.host_slots is not None)
+            require(name, node.slots is None or node.parent.slots is not None)
+        require("16: what is locked is on the device", not node.lock or node.slots is not None)
+        children = node.children.values()
+        counted = (
+            sum(child.slots is not None for child in children),
+            sum(child.host_slots is not None for child in children),
+        )
+        name = "4: locks and counters equal their recount"
+        require(name, counted == (node.device_children, node.host_children), counted)
 
     def _check_slots(self, nodes: list[tuple[Node, list[Node]]]) -> None:
         tree = self.cache.tree
         groups: dict[str, list[int]] = {"reserved": [0], "free": self.slots.free_slots().tolist()}
-        groups["evictable"] = [int(s) for node, _ in nodes if not node.lock for s in node.slots]
-        groups["locked"] = [int(s) for node, _ in nodes if node.lock for s in node.slots]
+        on_device = [node for node, _ in nodes if node.slots is not None]
+        groups["evictable"] = [int(s) for node in on_device if not node.lock for s in node.slots]
+        groups["locked"] = [int(s) for node in on_device if node.lock for s in node.slots]
         groups["private"] = [
             int(s)
             for lease in self.cache.leases
@@ -641,6 +829,7 @@ class World:
         require("4: statistics equal their recount", stats.arriving == 0)
         for name in ("free", "evictable", "locked", "private", "pending"):
             require("4: statistics equal their recount", getattr(stats, name) == len(groups[name]), name)
+        self._check_host_slots(nodes)
         free = set(groups["free"])
         for lease in self.cache.leases:
             used = set(self.rows.req_to_token[lease.row, : lease.allocated].tolist())
@@ -652,6 +841,20 @@ class World:
             path = tree.slots_of(lease.node)
             own = self.rows.req_to_token[lease.row, : lease.committed]
             require("5: a row's committed part is its locked path", np.array_equal(path, own))
+
+    def _check_host_slots(self, nodes: list[tuple[Node, list[Node]]]) -> None:
+        used = [int(s) for node, _ in nodes if node.host_slots is not None for s in node.host_slots]
+        host, stats = self.host_slots, self.cache.stats()
+        if host is None:
+            require("1: without a host tier nothing is there", not used and not self.cache.transfers.pending())
+            require("1: without a host tier nothing is there", stats.host_capacity == stats.stored_tokens == 0)
+            return
+        everything = [0, *host.free_slots().tolist(), *used]
+        require("2: a host's slot has one owner", len(set(everything)) == len(everything))
+        require("1: the states cover the host's pool", set(everything) == set(range(self.sizes.host_slots)))
+        require(
+            "4: statistics equal their recount", stats.host_tokens == len(used) == host.capacity - stats.host_free
+        )
 
     def _check_leases(self) -> None:
         held = [r.lease for r in self.scheduler.running]
@@ -779,6 +982,7 @@ class World:
         require(name, not self.cache._frontiers)
         self.cache.flush()
         require(name, self.slots.num_free == self.slots.capacity and not self.cache.tree.roots)
+        require(name, self.host_slots is None or self.host_slots.num_free == self.host_slots.capacity)
         require("8: every request ends", all(r.finished for r in self.requests))
         self.check()
 
@@ -800,7 +1004,8 @@ class Walk:
         fresh = [r.randrange(VOCAB) for _ in range(r.randint(1, 14))]
         if not self.world.requests or r.random() < 0.25:
             return fresh
-        earlier = r.choice(self.world.requests[-12:]).tokens().tolist()
+        latest = 12 if self.world.host_slots is None else 50  # long enough to have left the device
+        earlier = r.choice(self.world.requests[-latest:]).tokens().tolist()
         if r.random() < 0.3:
             return earlier[:24]
         return (earlier[: r.randint(1, len(earlier))] + fresh)[:24]
@@ -836,7 +1041,9 @@ class Walk:
             if world.kept is not None:
                 world.load_cache(fails=r.random() < 0.2)
         elif action < 0.40:
-            if world.runner.queue:
+            if world.runner.transfers and r.random() < 0.5:
+                world.runner.transfer_next()
+            elif world.runner.queue:
                 world.runner.run_next()
         elif action < 0.45:
             alive = [q for q in world.requests if not q.finished]
@@ -846,7 +1053,8 @@ class Walk:
             if world.scheduler.running:
                 world.retract(r.choice(world.scheduler.running))
         elif action < 0.52:
-            world.cache.flush()
+            if world.host_slots is None or r.random() < 0.2:  # what is on the host has taken time to get there
+                world.cache.flush()
         else:
             if r.random() < 0.03 * self.faults:
                 world.fail_alloc = True
@@ -854,13 +1062,15 @@ class Walk:
             # What a failed launch loses matters to requests that are not in its pass: those that sit it out.
             sits_out = sum(q.is_extending for q in world.scheduler.running) > 1
             world.runner.fail_launch |= fault < (0.03 if sits_out else 0.01)
+            if world.host_slots is not None and r.random() < 0.02 * self.faults:
+                world.runner.fail_transfer = r.randint(0, 2)
             world.runner.fail_run |= 0.03 <= fault < 0.04
             world.runner.poison_next |= 0.04 <= fault < 0.06
             world.step()
         world.check()
 
 
-def random_sizes(seed: int) -> Sizes:
+def random_sizes(seed: int, host_slots: int = 0) -> Sizes:
     r = random.Random(seed)
     return Sizes(
         num_slots=r.choice([40, 48, 64, 120]),
@@ -871,4 +1081,5 @@ def random_sizes(seed: int) -> Sizes:
         enabled=r.random() > 0.08,
         force_miss=r.random() < 0.08,
         max_samples=r.choice([0, 4, 8]),
+        host_slots=host_slots,
     )

@@ -95,6 +95,25 @@ def test_every_workload_reaches_the_best_hit_rate(options: Options) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_host_tier_keeps_what_the_pool_has_no_room_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "chat", {**SIZES["chat"], "conversations": 8})
+    report = tmp_path / "out.json"
+    options = shlex.split(f"""
+        --workload chat --repeat 1 --device cpu --max-total-tokens 150 --host-memory-gb 0.1
+        --json {shlex.quote(str(report))}
+    """)
+    assert main(["bench", "prefix-reuse", *options]) == 0
+    shown = capsys.readouterr()
+    assert "3/3" in shown.err  # with the cache, with misses forced, with a host tier
+    assert "without and with a host tier" in shown.out
+    figures = json.loads(report.read_text())["workloads"][0]
+    assert figures["hit_rate"] < figures["hit_rate_tiered"] <= figures["best_hit_rate"]
+    assert len(figures["runs_tiered"]) == 1
+
+
+@pytest.mark.usefixtures("tiny")
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "out.json"
     options = shlex.split(f"""
@@ -196,6 +215,7 @@ def test_shapes(name: str, shape: ModelShape, tmp_path: Path) -> None:
         ({"bandwidth": 1e12, "flops": 0.0}, r"flops is 0\.0"),
         ({"chunked_prefill_size": 0}, "chunked_prefill_size is 0"),
         ({"max_total_tokens": 0}, "max_total_tokens is 0"),
+        ({"host_memory_gb": -1.0}, r"host_memory_gb is -1\.0"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported"),
     ],
 )

@@ -78,8 +78,8 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
     options = shlex.split("""
         --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --max-new-tokens 4
         --model m --dtype float32 --device cpu --impl torch --load-format dummy --context-length 64 --seed 5
-        --memory-fraction 0.5 --max-total-tokens 100 --max-running-requests 3 --chunked-prefill-size 32
-        --schedule-policy fcfs --no-prefix-cache --force-miss
+        --memory-fraction 0.5 --max-total-tokens 100 --host-memory-gb 0.5 --max-running-requests 3
+        --chunked-prefill-size 32 --schedule-policy fcfs --no-prefix-cache --force-miss
     """)
     assert main([*batch, *options]) == 1  # the requests were taken away
     assert Recorder.made_with[1] == {
@@ -92,6 +92,7 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
         "seed": 5,
         "memory_fraction": 0.5,
         "max_total_tokens": 100,
+        "host_memory_gb": 0.5,
         "max_running_requests": 3,
         "chunked_prefill_size": 32,
         "schedule_policy": "fcfs",

@@ -7,14 +7,18 @@ fault makes it do (a slot freed twice). Without a fault the same walks find noth
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 from simulation import Sizes, Violation, Walk, World
 
+from memory_pool.kv_transfers import KVTransfer, KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
+from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Insertion, Match, Namespace, Node, RadixTree
 from radixrt.driver import Driver
@@ -35,6 +39,12 @@ ALL_SIZES = [
     replace(SIZES, force_miss=True, num_slots=64),
     replace(SIZES, policy=SchedulePolicy.FCFS, chunk=16, num_slots=64),
 ]
+# A host that has hardly room for a prompt, one in which most of what was evicted is found, and one that fills up.
+TIERED_SIZES = [
+    replace(SIZES, num_slots=30, host_slots=8, chunk=16, max_running=2),
+    replace(SIZES, num_slots=44, host_slots=150, chunk=16),
+    replace(SIZES, num_slots=44, host_slots=24),
+]
 
 
 @dataclass(frozen=True)
@@ -42,14 +52,15 @@ class Mutant:
     name: str
     breaks: tuple[str, ...]  # the number of the invariant, or the beginning of its name
     apply: Patch
+    sizes: list[Sizes]
 
 
 MUTANTS: list[Mutant] = []
 
 
-def mutant(*breaks: str) -> Callable[[Patch], Patch]:
+def mutant(*breaks: str, sizes: list[Sizes] = ALL_SIZES) -> Callable[[Patch], Patch]:
     def register(apply: Patch) -> Patch:
-        MUTANTS.append(Mutant(apply.__name__, breaks, apply))
+        MUTANTS.append(Mutant(apply.__name__, breaks, apply, sizes))
         return apply
 
     return register
@@ -113,10 +124,10 @@ def evict_locked_nodes(patch: pytest.MonkeyPatch) -> None:
         return slots
 
     def always_enough(self: RadixTree) -> int:
-        return self.total_tokens
+        return self.device_tokens
 
     def offer_any(self: RadixTree, node: Node) -> None:
-        if node.parent is not None and not node.children and not node.queued:
+        if node.parent is not None and not node.device_children and not node.queued:
             node.queued = True
             scheduling.bisect.insort(self._heap, self._entry(node))
 
@@ -356,10 +367,235 @@ def find_in_the_cache_what_is_to_be_scored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Request, "match_limit", property(lambda self: self.num_known - 1))
 
 
-def walk_until_it_breaks(seeds: int, actions: int) -> str:
+# -- two tiers ---------------------------------------------------------------------------------------------
+
+
+@mutant("6:", "7:", sizes=TIERED_SIZES)
+def load_before_the_stores(patch: pytest.MonkeyPatch) -> None:
+    """All loads of a pass come before its stores: into slots that are yet to be stored."""
+    take = KVTransfers.take
+
+    def reordered(self: KVTransfers) -> deque[KVTransfer]:
+        return deque(sorted(take(self), key=lambda transfer: transfer.to_host))
+
+    patch.setattr(KVTransfers, "take", reordered)
+
+
+@mutant("6:", "7:", sizes=TIERED_SIZES[:1])
+def store_before_the_loads(patch: pytest.MonkeyPatch) -> None:
+    """All stores of a pass come before its loads: over what is yet to be loaded."""
+    take = KVTransfers.take
+
+    def reordered(self: KVTransfers) -> deque[KVTransfer]:
+        return deque(sorted(take(self), key=lambda transfer: not transfer.to_host))
+
+    patch.setattr(KVTransfers, "take", reordered)
+
+
+@mutant("transfers:", sizes=TIERED_SIZES)
+def merge_transfers_to_one_target(patch: pytest.MonkeyPatch) -> None:
+    unique = np.unique
+
+    def blind(targets: np.ndarray) -> np.ndarray:
+        unique(targets)
+        return targets
+
+    patch.setattr("memory_pool.kv_transfers.np.unique", blind)
+
+
+@mutant("6:", "7:", sizes=TIERED_SIZES)
+def make_transfers_again_after_a_failed_launch(patch: pytest.MonkeyPatch) -> None:
+    """Those that had been started are given back with the others."""
+    give_back, take = KVTransfers.give_back, KVTransfers.take
+    taken: list[KVTransfer] = []
+
+    def remembered(self: KVTransfers) -> deque[KVTransfer]:
+        transfers = take(self)
+        taken[:] = transfers
+        return transfers
+
+    patch.setattr(KVTransfers, "take", remembered)
+    patch.setattr(KVTransfers, "give_back", lambda self, transfers: give_back(self, deque(taken)))
+
+
+@mutant("6:", "7:", sizes=TIERED_SIZES)
+def lose_the_transfers_of_a_failed_launch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVTransfers, "give_back", lambda self, transfers: None)
+
+
+@mutant("6:", sizes=TIERED_SIZES)
+def store_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVTransfers, "store", lambda *_: None)
+
+
+@mutant("6:", "7:", sizes=TIERED_SIZES)
+def load_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVTransfers, "load", lambda *_: None)
+
+
+@mutant("1:", "2:", "3:", "16:", "assert", sizes=TIERED_SIZES)
+def split_forgets_the_host(patch: pytest.MonkeyPatch) -> None:
+    split = RadixTree._split
+
+    def careless(self: RadixTree, node: Node, at: int) -> Node:
+        host_slots, node.host_slots = node.host_slots, None
+        upper = split(self, node, at)
+        node.host_slots = host_slots
+        return upper
+
+    patch.setattr(RadixTree, "_split", careless)
+
+
+@mutant("4:", "16:", sizes=TIERED_SIZES)
+def split_miscounts_children_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    split = RadixTree._split
+
+    def careless(self: RadixTree, node: Node, at: int) -> Node:
+        upper = split(self, node, at)
+        upper.host_children = 0
+        return upper
+
+    patch.setattr(RadixTree, "_split", careless)
+
+
+@mutant("1:", "2:", "3:", "4:", "16:", sizes=TIERED_SIZES)
+def drop_a_host_node_above_others(patch: pytest.MonkeyPatch) -> None:
+    """The host forgets a node whose descendants it keeps."""
+    offer = RadixTree._offer_to_host
+
+    def any_node(self: RadixTree, node: Node) -> None:
+        children, node.host_children = node.host_children, 0
+        offer(self, node)
+        node.host_children = children
+
+    evict = RadixTree.evict_from_host
+
+    def ruthless(self: RadixTree, count: int) -> np.ndarray:
+        below = [(node, node.host_children) for root in self.roots.values() for node in _below(root)]
+        for node, _ in below:
+            node.host_children = 0
+        slots = evict(self, count)
+        for node, children in below:
+            node.host_children = max(0, children)
+        return slots
+
+    patch.setattr(RadixTree, "_offer_to_host", any_node)
+    patch.setattr(RadixTree, "evict_from_host", ruthless)
+
+
+@mutant("1:", "2:", "16:", sizes=TIERED_SIZES)
+def forget_what_the_host_could_keep_and_say_it_has_it(patch: pytest.MonkeyPatch) -> None:
+    """A node leaves the device though the host has no copy, and stays in the tree."""
+    patch.setattr(PrefixCache, "_store", lambda *_: None)
+    patch.setattr(RadixTree, "_forget", lambda *_: None)
+
+
+@mutant("4:", "16:", "5:", "assert", sizes=TIERED_SIZES)
+def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
+    """An unlocked node leaves the device though a child is there."""
+    take_off = RadixTree.take_off_device
+
+    def its_parent(self: RadixTree, node: Node) -> np.ndarray:
+        above = node.parent
+        if above is not None and above.parent is not None and not above.lock and above.host_slots is not None:
+            node = above
+        return take_off(self, node)
+
+    patch.setattr(RadixTree, "take_off_device", its_parent)
+
+
+@mutant("1:", "2:", "5:", "assert", sizes=TIERED_SIZES)
+def computed_slots_do_not_fill_what_the_host_has(patch: pytest.MonkeyPatch) -> None:
+    """A request that computed what the host has: its slots are neither the tree's nor its own."""
+    patch.setattr(RadixTree, "put_on_device", lambda self, node, slots: None)
+
+
+@mutant("4:", "5:", "16:", "6:", "unlocking", sizes=TIERED_SIZES)
+def load_what_nobody_locks(patch: pytest.MonkeyPatch) -> None:
+    lock = RadixTree.lock
+    load = PrefixCache._load
+
+    def unlocked(self: PrefixCache, *arguments: Any) -> object:
+        patch.setattr(RadixTree, "lock", lambda self, node, until=None: None)
+        out = load(self, *arguments)
+        patch.setattr(RadixTree, "lock", lock)
+        return out
+
+    patch.setattr(PrefixCache, "_load", unlocked)
+
+
+@mutant("2:", "3:", "5:", "6:", "16:", "assert", "index", sizes=TIERED_SIZES[:1])
+def load_what_making_room_has_dropped(patch: pytest.MonkeyPatch) -> None:
+    """The match is not looked up again once there is room for it."""
+    match = RadixTree.match
+    load = PrefixCache._load
+
+    def stale(self: PrefixCache, top: Node, namespace: Namespace, tokens: np.ndarray, found: Match) -> object:
+        patch.setattr(RadixTree, "match", lambda *_: found)
+        out = load(self, top, namespace, tokens, found)
+        patch.setattr(RadixTree, "match", match)
+        return out
+
+    patch.setattr(PrefixCache, "_load", stale)
+
+
+@mutant("1:", "2:", sizes=TIERED_SIZES[:1])
+def keep_slots_that_nothing_is_loaded_into(patch: pytest.MonkeyPatch) -> None:
+    load = PrefixCache._load
+
+    def hoarding(self: PrefixCache, *arguments: Any) -> object:
+        free, self.slots.free = self.slots.free, lambda slots: None
+        out = load(self, *arguments)
+        self.slots.free = free
+        return out
+
+    evict = PrefixCache._evict
+
+    def evicting(self: PrefixCache, count: int) -> None:
+        hidden, self.slots.free = self.slots.free, SlotAllocator.free.__get__(self.slots)
+        evict(self, count)
+        self.slots.free = hidden
+
+    patch.setattr(PrefixCache, "_load", hoarding)
+    patch.setattr(PrefixCache, "_evict", evicting)
+
+
+@mutant("5:", sizes=TIERED_SIZES)
+def drop_from_the_host_whatever_comes_first(patch: pytest.MonkeyPatch) -> None:
+    """Its queue is in order of arrival."""
+
+    def offer(self: RadixTree, node: Node) -> None:
+        if node.host_slots is not None and not node.host_children and not node.host_queued:
+            node.host_queued = True
+            self._host_heap.append(self._entry(node))
+
+    patch.setattr(RadixTree, "_offer_to_host", offer)
+
+
+@mutant("9:", sizes=TIERED_SIZES)
+def flush_the_device_alone(patch: pytest.MonkeyPatch) -> None:
+    def flush(self: PrefixCache) -> int:
+        self._evict(self.tree.evictable_tokens)
+        return 0
+
+    patch.setattr(PrefixCache, "flush", flush)
+
+
+@mutant("13:", sizes=TIERED_SIZES)
+def count_as_computed_what_was_loaded(patch: pytest.MonkeyPatch) -> None:
+    admit = Scheduler._admit
+
+    def ignorant(self: Scheduler, request: Request, lease: Lease) -> None:
+        admit(self, request, lease)
+        lease.matched -= lease.loaded
+
+    patch.setattr(Scheduler, "_admit", ignorant)
+
+
+def walk_until_it_breaks(sizes: list[Sizes], seeds: int, actions: int) -> str:
     """The first violation of the walks, or of the code's own checks; "" if there is none."""
     for seed in range(seeds):
-        world = World(ALL_SIZES[seed % len(ALL_SIZES)])
+        world = World(sizes[seed % len(sizes)])
         walk = Walk(world, seed, faults=4)
         try:
             for _ in range(actions):
@@ -367,8 +603,8 @@ def walk_until_it_breaks(seeds: int, actions: int) -> str:
             world.drain()
         except Violation as violation:
             return violation.name
-        except ValueError as error:
-            return str(error)
+        except (ValueError, IndexError, AssertionError) as error:
+            return str(error) or "assert"
     return ""
 
 
@@ -380,10 +616,11 @@ def quiet() -> None:
 @pytest.mark.parametrize("fault", MUTANTS, ids=lambda m: m.name)
 def test_the_fault_is_found(fault: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.apply(monkeypatch)
-    found = walk_until_it_breaks(seeds=36, actions=120)
+    found = walk_until_it_breaks(fault.sizes, seeds=36, actions=120)
     assert found, "no invariant saw the fault"
     assert found.startswith(fault.breaks), found
 
 
-def test_without_a_fault_nothing_is_found() -> None:
-    assert walk_until_it_breaks(seeds=4, actions=150) == ""
+@pytest.mark.parametrize("sizes", [ALL_SIZES, TIERED_SIZES], ids=["device", "device and host"])
+def test_without_a_fault_nothing_is_found(sizes: list[Sizes]) -> None:
+    assert walk_until_it_breaks(sizes, seeds=4, actions=150) == ""

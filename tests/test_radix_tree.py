@@ -105,7 +105,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def counters(self) -> None:
-        assert self.tree.total_tokens == len(self.known)
+        assert self.tree.device_tokens == len(self.known)
         locked = sum(self.is_locked(*key) for key in self.known)
         assert self.tree.locked_tokens == locked
         assert self.tree.evictable_tokens == len(self.known) - locked
@@ -183,7 +183,7 @@ def test_100k_leaves_are_evicted_in_order_without_walks(monkeypatch: pytest.Monk
         tokens = np.append(head, [200 + i, 7]).astype(np.int32)
         put(tree, HERE, tokens, np.arange(slot, slot + 102, dtype=np.int32))
         slot += 102
-    assert tree.total_tokens == 100 + 2 * count
+    assert tree.device_tokens == 100 + 2 * count
 
     heap_operations = []
     for name in ("heappop", "heappush", "heapreplace"):

@@ -55,9 +55,18 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([1, 3, 7, 32]),
         policy=st.sampled_from(list(SchedulePolicy)),
         cache=st.sampled_from(["on", "on", "on", "on", "off", "force_miss"]),
+        host=st.sampled_from([0, 2, 20, 60, 400]),
     )
     def build(
-        self, slots: int, rows: int, running: int, samples: int, chunk: int, policy: SchedulePolicy, cache: str
+        self,
+        slots: int,
+        rows: int,
+        running: int,
+        samples: int,
+        chunk: int,
+        policy: SchedulePolicy,
+        cache: str,
+        host: int,
     ) -> None:
         self.world = World(
             Sizes(
@@ -69,6 +78,7 @@ class EngineMachine(RuleBasedStateMachine):
                 policy=policy,
                 enabled=cache != "off",
                 force_miss=cache == "force_miss",
+                host_slots=host,
             )
         )
 
@@ -77,7 +87,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.world.submit(prompt, new, stop_ids=stop_ids, namespace=self.world.namespace(tenant), n=n)
 
     def earlier(self, data: st.DataObject) -> Request:
-        return data.draw(st.sampled_from(self.world.requests[-8:]))
+        latest = 8 if self.world.host_slots is None else 30  # long enough to have left the device
+        return data.draw(st.sampled_from(self.world.requests[-latest:]))
 
     @rule(
         prompt=tokens,
@@ -204,6 +215,17 @@ class EngineMachine(RuleBasedStateMachine):
         if self.world.runner.queue:
             self.world.runner.run_next()
 
+    @precondition(lambda self: self.world.runner.transfers)
+    @rule(times=st.integers(1, 3))
+    def let_transfers_be_made(self, times: int) -> None:
+        for _ in range(min(times, len(self.world.runner.transfers))):
+            self.world.runner.transfer_next()
+
+    @precondition(lambda self: self.world.host_slots is not None)
+    @rule(after=st.integers(0, 2))
+    def break_a_transfer(self, after: int) -> None:
+        self.world.runner.fail_transfer = after
+
     @invariant()
     def everything_holds(self) -> None:
         self.world.check()
@@ -248,13 +270,16 @@ def test_state_machine_long() -> None:
     for event in ("fork of a running request", "weights update", "first token drawn apart"):
         assert EVENTS[event] >= 200, (event, EVENTS)
     assert EVENTS["abort of a running answer"] >= 25, EVENTS
-    for event in ("load", "load in part"):
+    for event in ("load of a file", "load in part"):
+        assert EVENTS[event] >= 100, (event, EVENTS)
+    for event in ("store", "load", "host eviction", "eviction of what the host has", "computed what the host has"):
         assert EVENTS[event] >= 100, (event, EVENTS)
 
 
+@pytest.mark.parametrize("host_slots", [0, 24, 120])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_walk(seed: int) -> None:
-    world = World(random_sizes(seed))
+def test_random_walk(seed: int, host_slots: int) -> None:
+    world = World(random_sizes(seed, host_slots))
     walk = Walk(world, seed)
     for _ in range(100):
         walk.act()

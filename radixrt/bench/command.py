@@ -67,6 +67,12 @@ def _add_prefix_reuse(benchmarks: Any) -> None:
     option = parser.add_argument_group("memory and schedule").add_argument
     option("--chunked-prefill-size", type=int, metavar="N", help="most prompt tokens in a pass (cpu: 128)")
     option("--max-total-tokens", type=int, metavar="N", help="slots of the KV pool (cpu: 65536)")
+    option(
+        "--host-memory-gb",
+        type=float,
+        metavar="GB",
+        help="run everything once more with a host tier; it shows where prefixes exceed --max-total-tokens",
+    )
     option("--schedule-policy", choices=("lpm", "fcfs"), help="longest prefix, or first come, first served")
 
     option = parser.add_argument_group("bound: of a device that is not known").add_argument
@@ -152,6 +158,7 @@ examples:
   radixrt bench prefix-reuse
   radixrt bench prefix-reuse --workload docqa --workload samples --model built-in --json out.json
   radixrt bench prefix-reuse --scale full --config llama-3.1-8b --dtype bfloat16 --plot out.png
+  radixrt bench prefix-reuse --workload chat --max-total-tokens 4000 --host-memory-gb 1
 
 sizes at --scale cpu, in tokens (those of --scale full are in docs/benchmarks.md):
 {sizes}

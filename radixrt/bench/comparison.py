@@ -1,4 +1,4 @@
-"""What a workload costs with the cache and with misses forced, in numbers."""
+"""What a workload costs with the cache, with a host tier below it, and with misses forced, in numbers."""
 
 from __future__ import annotations
 
@@ -33,11 +33,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One workload with the cache and with misses forced, a run each for every repetition."""
+    """One workload with the cache and with misses forced, a run each for every repetition.
+
+    `tiered` has the runs with the cache and a host tier, if they were asked for.
+    """
 
     workload: str
     cached: tuple[Run, ...]
     missed: tuple[Run, ...]
+    tiered: tuple[Run, ...] = ()
 
     @property
     def seconds_cached(self) -> float:
@@ -48,6 +52,11 @@ class Comparison:
     def seconds_missed(self) -> float:
         """Median."""
         return median(run.seconds for run in self.missed)
+
+    @property
+    def seconds_tiered(self) -> float | None:
+        """Median."""
+        return median(run.seconds for run in self.tiered) if self.tiered else None
 
     @property
     def speed_up(self) -> float:
@@ -67,6 +76,13 @@ class Comparison:
     def hit_rate(self) -> float:
         """cached_tokens over prompt_tokens of all repetitions, 0 to 1."""
         return sum(run.cached_tokens for run in self.cached) / sum(run.prompt_tokens for run in self.cached)
+
+    @property
+    def hit_rate_tiered(self) -> float | None:
+        """The same with the host tier."""
+        if not self.tiered:
+            return None
+        return sum(run.cached_tokens for run in self.tiered) / sum(run.prompt_tokens for run in self.tiered)
 
     @property
     def best_hit_rate(self) -> float:
@@ -92,8 +108,12 @@ class Comparison:
             "best_hit_rate",
             "percent_of_bound",
         )
-        return {
+        figures = {
             **{name: getattr(self, name) for name in names},
             "runs_cached": [asdict(run) for run in self.cached],
             "runs_missed": [asdict(run) for run in self.missed],
         }
+        if self.tiered:
+            figures |= {name: getattr(self, name) for name in ("seconds_tiered", "hit_rate_tiered")}
+            figures["runs_tiered"] = [asdict(run) for run in self.tiered]
+        return figures

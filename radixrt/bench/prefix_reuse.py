@@ -56,6 +56,7 @@ class Options:
         config: one of SHAPES, with random weights, instead of a model.
         seed: repetition r makes its prompts from the workload's own seed + SEED_STEP (seed + r).
         repeat: repetitions; each has fresh prompts and an empty cache.
+        host_memory_gb: of a host tier, with which everything is run once more; None or 0 leaves that out.
         bandwidth, flops: of the device, in bytes/s and operations/s; both or, for a device that is known, neither.
         dtype, device, chunked_prefill_size, max_total_tokens, schedule_policy: those of Runtime.
     """
@@ -70,6 +71,7 @@ class Options:
     dtype: str = "auto"
     chunked_prefill_size: int | None = None
     max_total_tokens: int | None = None
+    host_memory_gb: float | None = None
     schedule_policy: str = "lpm"
     bandwidth: float | None = None
     flops: float | None = None
@@ -97,31 +99,37 @@ def _one_of(name: str, value: str, known: Collection[str]) -> None:
 
 
 def compare(options: Options, *, progress: bool = False) -> list[Comparison]:
-    """Run every workload with the cache, then every one with misses forced; `progress` shows a bar on stderr.
+    """Run every workload with the cache, then with a host tier too if there is to be one, then with misses forced.
+
+    `progress` shows a bar on stderr.
 
     Raises:
         ParameterError, ModelError: the Runtime cannot be made.
         PromptError: a prompt does not fit into the model's context or the pool.
     """
-    runs: dict[bool, dict[str, tuple[Run, ...]]] = {}
-    steps = 2 * len(options.workloads) * options.repeat
+    modes: dict[str, dict[str, Any]] = {"cached": {}, "misses forced": {"force_miss": True}}
+    if options.host_memory_gb:
+        modes["host tier"] = {"host_memory_gb": options.host_memory_gb}
+    runs: dict[str, dict[str, tuple[Run, ...]]] = {}
+    steps = len(modes) * len(options.workloads) * options.repeat
     with (
         tqdm(total=steps, unit=" runs", disable=not progress, file=sys.stderr) as bar,
         _model(options) as (model, load_format),
     ):
-        for force_miss in (False, True):
-            # Not both at once: on a GPU each takes all the memory.
-            with _runtime(options, model, load_format, force_miss) as runtime:
+        for mode, own in modes.items():
+            # Not all at once: on a GPU each takes all the memory.
+            with _runtime(options, model, load_format, own) as runtime:
                 _warm_up(runtime)
-                runs[force_miss] = {}
+                runs[mode] = {}
                 for name in options.workloads:
-                    bar.set_postfix_str(f"{name}, {'misses forced' if force_miss else 'cached'}")
+                    bar.set_postfix_str(f"{name}, {mode}")
                     repetitions = []
                     for repetition in range(options.repeat):
                         repetitions.append(_run(runtime, name, options, repetition))
                         bar.update()
-                    runs[force_miss][name] = tuple(repetitions)
-    return [Comparison(name, runs[False][name], runs[True][name]) for name in options.workloads]
+                    runs[mode][name] = tuple(repetitions)
+    cached, missed, tiered = (runs.get(mode, {}) for mode in ("cached", "misses forced", "host tier"))
+    return [Comparison(name, cached[name], missed[name], tiered.get(name, ())) for name in options.workloads]
 
 
 def print_comparisons(comparisons: Sequence[Comparison], console: Console) -> None:
@@ -153,6 +161,30 @@ def print_comparisons(comparisons: Sequence[Comparison], console: Console) -> No
             f"{comparison.hit_rate:.2%}",
             f"{comparison.best_hit_rate:.2%}",
             "-" if percent is None else f"{percent:.0f}",
+        )
+    console.print(table)
+    tiered = [comparison for comparison in comparisons if comparison.tiered]
+    if tiered:
+        _print_tiers(tiered, console)
+
+
+def _print_tiers(comparisons: Sequence[Comparison], console: Console) -> None:
+    """Print what a host tier changes."""
+    table = Table(caption="median seconds with the cache, without and with a host tier", caption_justify="left")
+    table.add_column("workload", no_wrap=True)
+    for header in ("without\ns", "with\ns", "speed-\nup", "hit rate\nwithout", "hit rate\nwith", "best\npossible"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for comparison in comparisons:
+        seconds, hit_rate = comparison.seconds_tiered, comparison.hit_rate_tiered
+        assert seconds is not None  # it has such runs
+        table.add_row(
+            comparison.workload,
+            f"{comparison.seconds_cached:.2f}",
+            f"{seconds:.2f}",
+            f"{comparison.seconds_cached / seconds:.2f}x",
+            f"{comparison.hit_rate:.2%}",
+            f"{hit_rate:.2%}",
+            f"{comparison.best_hit_rate:.2%}",
         )
     console.print(table)
 
@@ -212,18 +244,18 @@ def _model(options: Options) -> Iterator[tuple[Path | str, Any]]:
         yield write_shape(options.config or SCALES[options.scale].shape, Path(folder)), "dummy"
 
 
-def _runtime(options: Options, model: Path | str, load_format: Any, force_miss: bool) -> Runtime:
+def _runtime(options: Options, model: Path | str, load_format: Any, own: dict[str, Any]) -> Runtime:
     scale = SCALES[options.scale]
     return Runtime(
         model,
         load_format=load_format,
-        force_miss=force_miss,
         dtype=options.dtype,
         device=options.device,
         schedule_policy=options.schedule_policy,
         seed=options.seed,
         chunked_prefill_size=_first(options.chunked_prefill_size, scale.chunked_prefill_size),
         max_total_tokens=_first(options.max_total_tokens, scale.max_total_tokens),
+        **own,
     )
 
 

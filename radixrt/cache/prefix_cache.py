@@ -18,6 +18,12 @@ Every slot is in exactly one of these states:
 
 A lease that is released while passes are in flight keeps its row, its lock and its private slots until the last
 of these passes has ended; then all of it is let go at once.
+
+With a host tier, what is evicted goes on living in slots of the host, each free or in exactly one tree node, and a
+match may go on in nodes that only the host has: these are loaded into device slots when a lease is acquired. Both
+copies are booked as `transfers`, which are made in order before the next pass, while the books here say at once
+what will be true then: an evicted slot is free at once here too. No pass in flight minds: what is evicted was
+computed by passes that have ended and is read by none, and none reads or writes a free slot.
 """
 
 from __future__ import annotations
@@ -28,10 +34,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from memory_pool.kv_transfers import KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache.radix_tree import Match, Namespace, Node, RadixTree, Slots, Tokens
+from radixrt.cache.radix_tree import Match, Namespace, Node, RadixTree, Slots, Tokens, on_device
 from radixrt.cache.snapshot import Adoption, TreeSnapshot, adopt, plan_adoption, take_snapshot
+
+STORED_AT_ONCE = 256  # tokens of a node that go to the host together, at least: nodes of few tokens cost time
 
 Frontier = tuple[Node, int]  # a node, and the token after it that somebody is computing
 
@@ -46,6 +55,7 @@ class Lease:
         committed: positions whose slots belong to the tree.
         allocated: positions that have a slot; those from `committed` on are private.
         matched: positions that were found in the tree when the lease was made.
+        loaded: those of them that only the host had.
         frontier: where others can see that it computes what comes next; None if it computes nothing for others.
         target: the tokens `[n]` that it computes up to.
     """
@@ -55,6 +65,7 @@ class Lease:
     committed: int
     allocated: int
     matched: int
+    loaded: int = 0
     released: bool = False
     frontier: Frontier | None = None
     target: Tokens = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
@@ -68,9 +79,11 @@ class CacheStats:
         prompt_tokens: tokens of all prompts that were admitted, each request once.
         cached_tokens: those of them that were found in the tree.
         recomputed_tokens: tokens computed again, after a retraction or for one of several answers.
-        evicted_tokens: tokens removed from the tree.
+        evicted_tokens: tokens that had to leave the device.
         capacity: slots of the pool, without the reserved one.
         free, evictable, locked, private, pending, arriving: slots by state; they add up to the capacity.
+        stored_tokens, loaded_tokens: tokens copied to the host, and back from it.
+        host_capacity, host_free: slots of the host's pool, and those of them that hold nothing; 0 without one.
     """
 
     prompt_tokens: int
@@ -84,6 +97,15 @@ class CacheStats:
     private: int
     pending: int
     arriving: int
+    stored_tokens: int = 0
+    loaded_tokens: int = 0
+    host_capacity: int = 0
+    host_free: int = 0
+
+    @property
+    def host_tokens(self) -> int:
+        """Tokens that the host has, those among them that are on the device too."""
+        return self.host_capacity - self.host_free
 
     @property
     def hit_rate(self) -> float:
@@ -107,15 +129,24 @@ class PrefixCache:
     Args:
         rows: the table of positions to slots.
         slots: the free list of the KV pool.
+        host_slots: the free list of the host's KV pool; None: what is evicted is forgotten.
         enabled: False: nothing is matched and nothing is published.
         force_miss: nothing is matched, but everything is published and remapped as usual.
     """
 
     def __init__(
-        self, rows: ReqToTokenPool, slots: SlotAllocator, *, enabled: bool = True, force_miss: bool = False
+        self,
+        rows: ReqToTokenPool,
+        slots: SlotAllocator,
+        *,
+        host_slots: SlotAllocator | None = None,
+        enabled: bool = True,
+        force_miss: bool = False,
     ) -> None:
         self.rows = rows
         self.slots = slots
+        self.host_slots = host_slots
+        self.transfers = KVTransfers()  # to be made before the next pass
         self.tree = RadixTree()
         self.enabled = enabled
         self.force_miss = force_miss
@@ -126,6 +157,8 @@ class PrefixCache:
         self.cached_tokens = 0
         self.recomputed_tokens = 0
         self.evicted_tokens = 0
+        self.stored_tokens = 0
+        self.loaded_tokens = 0
         self._pending: deque[_Pending] = deque()
         self._frontiers: dict[Frontier, list[Lease]] = {}
         self._arriving = 0
@@ -186,21 +219,34 @@ class PrefixCache:
     def acquire(self, namespace: Namespace, tokens: Tokens, limit: int, reserve: int) -> Lease | None:
         """Match at most `limit` tokens, lock them, and take a row for a request that will compute the rest.
 
-        Returns None, having at most split an edge, if there is no row, or if after locking the match fewer slots
-        are available than the rest of `tokens` plus `reserve`.
+        What only the host has of the match is loaded. Returns None, having at most split an edge, if there is no
+        row, or if after locking the match fewer slots are available than what is to be loaded, the rest of
+        `tokens` and `reserve` need.
         """
         match = self.match(namespace, tokens, limit)
-        node = self.tree.node_at(namespace, match)
+        if match.node is None or match.node.slots is not None:
+            node, matched = self.tree.node_at(namespace, match), match.length
+        else:
+            node, _, matched = on_device(match.node, match.inside, match.length)
         self.tree.lock(node)  # shrinks what is available, so the budget is checked after it
-        needed = len(tokens) - match.length + reserve
+        needed = len(tokens) - matched + reserve
         row = self.rows.alloc() if needed <= self.available else None
         if row is None:
             self.tree.unlock(node)
             return None
+        loaded = 0
+        if matched < match.length:
+            below = self._load(node, namespace, tokens, match)
+            if below is None:
+                self.rows.free(row)
+                self.tree.unlock(node)
+                return None
+            node, loaded = below
+            matched += loaded
         self.tree.touch(node)
-        if match.length:
+        if matched:
             self.rows.write(row, 0, self.tree.slots_of(node))
-        lease = Lease(row, node, match.length, match.length, match.length)
+        lease = Lease(row, node, matched, matched, matched, loaded)
         self.leases.add(lease)
         self._announce(lease, tokens)
         return lease
@@ -277,7 +323,7 @@ class PrefixCache:
     # -- kept across runs; no pass is in flight ----------------------------------------------------------------
 
     def snapshot(self, weights_version: int) -> tuple[TreeSnapshot, Slots]:
-        """All that is published of a version of the weights, and the slots `[T]` of its tokens."""
+        """All that is published of a version of the weights, and the slots `[T]` of its tokens: -s on the host."""
         return take_snapshot(self.tree, weights_version)
 
     def begin_adoption(self, snapshot: TreeSnapshot, weights_version: int) -> Adoption:
@@ -309,8 +355,12 @@ class PrefixCache:
     # -- the whole -----------------------------------------------------------------------------------------
 
     def flush(self) -> int:
-        """Forget every prefix that no live request uses. Returns how many tokens were forgotten."""
-        return self._evict(self.tree.evictable_tokens)
+        """Forget every prefix that no live request uses, in both tiers. Returns how many tokens were forgotten."""
+        before = self.tree.total_tokens
+        if self.host_slots is not None:
+            self.host_slots.free(self.tree.evict_from_host(self.host_slots.capacity))
+        self._take_back(self.tree.evict(self.tree.evictable_tokens))
+        return before - self.tree.total_tokens
 
     def count(self, *, prompt: int = 0, cached: int = 0, recomputed: int = 0) -> None:
         """Add to the token counters: a request's prompt when it is first admitted, recomputation whenever."""
@@ -333,6 +383,10 @@ class PrefixCache:
             private=private,
             pending=sum(len(slots) for slots in self.pending_slots()),
             arriving=self._arriving,
+            stored_tokens=self.stored_tokens,
+            loaded_tokens=self.loaded_tokens,
+            host_capacity=0 if self.host_slots is None else self.host_slots.capacity,
+            host_free=0 if self.host_slots is None else self.host_slots.num_free,
         )
 
     # -- inside --------------------------------------------------------------------------------------------
@@ -345,12 +399,65 @@ class PrefixCache:
             self._evict(missing)
         return self.slots.alloc(count)
 
-    def _evict(self, count: int) -> int:
+    def _evict(self, count: int) -> None:
         # Whoever reads a slot has locked its node until its last pass has ended: evicted slots are free at once.
-        slots = self.tree.evict(count)
-        self.slots.free(slots)
-        self.evicted_tokens += len(slots)
-        return len(slots)
+        host = self.host_slots
+        self._take_back(self.tree.evict(count) if host is None else self._move_to_host(host, count))
+
+    def _take_back(self, evicted: Slots) -> None:
+        self.slots.free(evicted)
+        self.evicted_tokens += len(evicted)
+
+    def _move_to_host(self, host: SlotAllocator, count: int) -> Slots:
+        """Evict `count` tokens or some more, or all that can be, to the host. Returns their slots."""
+        freed: list[Slots] = []
+        left = count
+        while left > 0:
+            node = self.tree.next_to_go(min(max(left, STORED_AT_ONCE), host.capacity))
+            if node is None:
+                break
+            if node.host_slots is None:
+                self._store(host, node)
+            freed.append(self.tree.take_off_device(node))
+            left -= len(node.tokens)
+        return np.concatenate(freed) if freed else np.zeros(0, dtype=np.int32)
+
+    def _store(self, host: SlotAllocator, node: Node) -> None:
+        """Copy a node, no longer than the host's pool, to the host, in the place of what was used longest ago."""
+        assert node.slots is not None  # it is about to leave the device
+        missing = len(node.tokens) - host.num_free
+        if missing > 0:
+            host.free(self.tree.evict_from_host(missing))
+        host_slots = host.alloc(len(node.tokens))
+        assert host_slots is not None  # nothing is locked there
+        self.transfers.store(node.slots, host_slots)
+        self.tree.put_on_host(node, host_slots)
+        self.stored_tokens += len(host_slots)
+
+    def _load(self, top: Node, namespace: Namespace, tokens: Tokens, match: Match) -> tuple[Node, int] | None:
+        """Load what only the host has of a match, below `top`, where the device's part ends, which is locked.
+
+        Returns the node where the match ends, locked, and the number of tokens loaded; None if there are no slots.
+        """
+        assert match.node is not None  # something is on the host
+        self.tree.touch(match.node)  # room is made of what is not wanted, as long as there is any
+        matched = match.on_device
+        slots = self._alloc(match.length - matched)
+        if slots is None:
+            return None
+        # What was stored to make room may have taken the place of the match's end all the same.
+        match = self.tree.match(namespace, tokens, match.length)
+        node = self.tree.node_at(namespace, match)
+        end = 0
+        for step in reversed(list(self.tree.path(node, until=top))):
+            start, end = end, end + len(step.tokens)
+            assert step.host_slots is not None  # it is nowhere else
+            self.transfers.load(step.host_slots, slots[start:end])
+            self.tree.put_on_device(step, slots[start:end])
+        self.slots.free(slots[end:])
+        self.tree.lock(node, until=top)
+        self.loaded_tokens += end
+        return node, end
 
     def _private(self, lease: Lease) -> Slots:
         return self.rows.req_to_token[lease.row, lease.committed : lease.allocated].copy()

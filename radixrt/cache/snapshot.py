@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from radixrt.cache.radix_tree import Namespace, Node, RadixTree, Slots, Tokens
+from radixrt.cache.radix_tree import Namespace, Node, RadixTree, Slots, Tokens, on_device
 
 _EMPTY = np.zeros(0, dtype=np.int32)
 
@@ -71,7 +71,7 @@ class TreeSnapshot:
 def take_snapshot(tree: RadixTree, weights_version: int) -> tuple[TreeSnapshot, Slots]:
     """All prefixes of a version of the weights, with the slots `[T]` of their tokens.
 
-    Those of adapters are left out.
+    The slot s of the host stands as -s, for tokens that are not on the device. Those of adapters are left out.
     """
     spaces = [s for s in tree.roots if s.weights_version == weights_version and s.adapter is None]
     nodes: list[Node] = []
@@ -92,7 +92,14 @@ def take_snapshot(tree: RadixTree, weights_version: int) -> tuple[TreeSnapshot, 
         last_used=np.array([node.last_access for node in nodes], dtype=np.int64),
         tenant_names=tuple(space.tenant for space in spaces),
     )
-    return snapshot, np.concatenate([_EMPTY, *(node.slots for node in nodes)])
+    return snapshot, np.concatenate([_EMPTY, *map(_places, nodes)])
+
+
+def _places(node: Node) -> Slots:
+    if node.slots is not None:
+        return node.slots
+    assert node.host_slots is not None  # it is in one tier at least
+    return -node.host_slots
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class Adoption:
     """Which part of a snapshot a tree is to get: of each node the tokens `[known, known + taken)`.
 
     Attributes:
-        known: int64 `[N]`, tokens that the tree has already.
+        known: int64 `[N]`, tokens that the tree has already on the device.
         taken: int64 `[N]`, tokens behind these that it is to get. What lies below a node that is not whole then is
             left out.
         recency: int64 `[N]`, below 0, greater is later: all of it is older than what this process has used.
@@ -138,7 +145,7 @@ def plan_adoption(tree: RadixTree, snapshot: TreeSnapshot, weights_version: int,
         root = tree.roots.get(plan.namespace(i)) if parent < 0 else None
         place = ends[parent] if parent >= 0 else None if root is None else (root, 0)
         if place is not None:
-            node, inside, known[i] = tree.follow(*place, tokens)
+            node, inside, known[i] = on_device(*tree.follow(*place, tokens))
             if known[i] == len(tokens):
                 ends[i] = (node, inside)
     # A parent was used when its children were, so that sorted by use it comes before them.
@@ -167,7 +174,7 @@ def adopt(tree: RadixTree, plan: Adoption) -> None:
             continue
         parent = int(snapshot.parents[i])
         above = ends[parent] if parent >= 0 else tree.root(plan.namespace(i))
-        node, inside, known = tree.follow(above, len(above.tokens), tokens)
+        node, inside, known = on_device(*tree.follow(above, len(above.tokens), tokens))
         node = tree.cut(node, inside)
         if plan.taken[i]:
             end = known + int(plan.taken[i])

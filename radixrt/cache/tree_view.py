@@ -11,13 +11,15 @@ from radixrt.cache.radix_tree import Node, RadixTree, Tokens
 
 
 def view_tree(tree: RadixTree, show: Callable[[Tokens], str], *, max_nodes: int = 200) -> Tree:
-    """A rich Tree of the cached prefixes: for each node its number of tokens, its locks and its text.
+    """A rich Tree of the cached prefixes: for each node its number of tokens, where they are if the host has them,
+    its locks and its text.
 
     Args:
         show: tokens `[n]` int32 to text.
         max_nodes: nodes that are shown; how many more there are is said at the end.
     """
-    view = Tree(f"{tree.total_tokens:,} cached tokens, {tree.locked_tokens:,} in use")
+    on_host = f" ({tree.host_only_tokens:,} on the host alone)" if tree.host_only_tokens else ""
+    view = Tree(f"{tree.total_tokens:,} cached tokens{on_host}, {tree.locked_tokens:,} in use")
     shown = hidden = 0
     stack: list[tuple[Node, Tree]] = [(root, view) for root in tree.roots.values()]
     while stack:
@@ -46,4 +48,7 @@ def _label(node: Node, show: Callable[[Tokens], str]) -> str:
     if len(node.tokens) > 40 or len(text) > 70:
         text = text[:67] + "..."
     lock = f", {node.lock} in use" if node.lock else ""
-    return f"{len(node.tokens):,} tokens{lock}: [dim]{escape(text)}[/dim]"
+    tier = ""
+    if node.host_slots is not None:
+        tier = ", on the host" if node.slots is None else ", on device and host"
+    return f"{len(node.tokens):,} tokens{tier}{lock}: [dim]{escape(text)}[/dim]"

@@ -121,6 +121,7 @@ MODEL = (
 SCHEDULE = (
     Option("memory_fraction", "share of the memory left beside the weights for KV", "X", float),
     Option("max_total_tokens", "slots of the KV pool, whatever is free", "N", int),
+    Option("host_memory_gb", "gigabytes of the host's memory for prefixes that leave the KV pool", "GB", float),
     Option("max_running_requests", "most requests in a pass", "N", int),
     Option("chunked_prefill_size", "most prompt tokens in a pass", "N", int),
     Option("schedule_policy", "longest prefix, or first come, first served", choices=("lpm", "fcfs")),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.cache.cache_file import CacheFileReader, CacheFileWriter, Identity, KVFormat, differences, kv_pieces
 from radixrt.cache.prefix_cache import PrefixCache
@@ -46,15 +47,18 @@ def kv_format(kv_pool: TokenToKVPool) -> KVFormat:
 
 
 class CacheStorage:
-    """Saves and loads what a cache holds, while no pass is in flight.
+    """Saves and loads what a cache holds, while no pass is in flight and no transfer is booked.
 
     Pieces of KV go through a few buffers on the host, pinned where the pool is on a GPU, so that the memory needed
     does not depend on how many tokens there are.
     """
 
-    def __init__(self, cache: PrefixCache, kv_pool: TokenToKVPool, *, impl: Impl) -> None:
+    def __init__(
+        self, cache: PrefixCache, kv_pool: TokenToKVPool, host_pool: HostKVPool | None, *, impl: Impl
+    ) -> None:
         self.cache = cache
         self.kv_pool = kv_pool
+        self.host_pool = host_pool
         self.impl = impl
         self.format = kv_format(kv_pool)
 
@@ -141,12 +145,17 @@ class CacheStorage:
         return hashed
 
     def _gather(self, slots: Slots, buffer: _Buffer) -> None:
-        """Start to copy the KV of `slots` `[n]` to the first n tokens of a buffer: the one place that knows where
-        the KV of a saved token is.
+        """Start to copy the KV of `slots` `[n]`, -s on the host, to the first n tokens of a buffer: the one place
+        that knows where the KV of a saved token is.
         """
         pool = self.kv_pool.buffer
-        kv_copy(pool, torch.from_numpy(slots).to(pool.device), buffer.by_layer, None, impl=self.impl)
+        here, there = (np.flatnonzero(which).astype(np.int32) for which in (slots > 0, slots < 0))
+        source, target = (torch.from_numpy(array).to(pool.device) for array in (slots[here], here))
+        kv_copy(pool, source, buffer.by_layer, target, impl=self.impl)
         buffer.copied()
+        if self.host_pool is not None:
+            source, target = torch.from_numpy(-slots[there]), torch.from_numpy(there)
+            kv_copy(self.host_pool.buffer, source, buffer.by_layer, target, impl="torch")
 
     def _scatter(self, buffer: _Buffer, slots: Slots) -> None:
         """Start to copy tokens of a buffer to the `slots` `[n]` of the pool that are not 0."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from radixrt.bounds import whole
+from radixrt.bounds import real, whole
 from radixrt.errors import ParameterError
 from triton_ops.implementation import Impl, runs_triton
 
@@ -31,6 +31,23 @@ def check_impl(impl: Impl, device: torch.device) -> None:
         runs_triton(impl, device)
     except ValueError as error:
         raise ParameterError(str(error)) from error
+
+
+def host_pool_slots(host_memory_gb: float | None, bytes_per_slot: int) -> int:
+    """Slots of a KV pool in `host_memory_gb` 10^9 bytes of the host's memory; 0 for none of it, or None.
+
+    Raises:
+        ParameterError: that is more than is free, or too little for two slots, of which one is reserved.
+    """
+    if host_memory_gb is None:
+        return 0
+    num_bytes = 1e9 * real("host_memory_gb", host_memory_gb, 0.0, psutil.virtual_memory().available / 1e9)
+    slots = int(num_bytes) // bytes_per_slot
+    if num_bytes and slots < 2:
+        raise ParameterError(
+            f"host_memory_gb is {host_memory_gb:g}: two KV slots of {bytes_per_slot:,} bytes need more"
+        )
+    return slots
 
 
 def pool_slots(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
+from memory_pool.host_kv_pool import HostKVPool
+from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.attention_planner import AttentionPlanner
+from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.sampler import Draw, draw_tokens, sampling_arrays
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
@@ -49,9 +53,17 @@ class ModelRunner:
         rows: the host's table, of which the device keeps a copy.
         kv_pool: the KV of all tokens, on the device.
         device: where everything is.
+        host_pool: the KV of tokens that have left the device; None: there is no such tier.
     """
 
-    def __init__(self, model: Decoder, rows: ReqToTokenPool, kv_pool: TokenToKVPool, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        rows: ReqToTokenPool,
+        kv_pool: TokenToKVPool,
+        device: torch.device,
+        host_pool: HostKVPool | None = None,
+    ) -> None:
         self.model = model
         self.kv_pool = kv_pool
         self.device = device
@@ -61,13 +73,30 @@ class ModelRunner:
         self._last_token = torch.zeros(rows.max_requests, dtype=torch.int32, device=device)
         self._staging = Staging(device)
         self._planner = AttentionPlanner(model.config, model.placement)
+        self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, model.placement.impl)
+
+    def transfer(self, transfers: deque[KVTransfer]) -> None:
+        """Start transfers between device and host, in order, for the pass that is launched next.
+
+        Each is taken off the left end once it has been started. On a GPU this returns before they have been made.
+        """
+        assert self._mover is not None  # without a host's pool nothing is booked
+        with torch.inference_mode(), self._on_device():
+            self._mover.run(transfers)
 
     def launch(self, batch: ScheduleBatch) -> PassInFlight:
         """Start a pass. On a GPU this returns before the pass has run."""
+        with torch.inference_mode(), self._on_device():
+            try:
+                return self._launch(batch)
+            except BaseException:
+                if self._mover is not None:
+                    self._mover.wait_for_passes()
+                raise
+
+    def _on_device(self) -> AbstractContextManager[object]:
         # Kernels and events go to the current device, whatever their tensors' is.
-        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        with torch.inference_mode(), on_device:
-            return self._launch(batch)
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _launch(self, batch: ScheduleBatch) -> PassInFlight:
         host = InputMetadata.host_arrays(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import RowChanges
 from radixrt.cache.prefix_cache import Lease
 from radixrt.schedule.request import Request
@@ -88,6 +90,12 @@ class PassResult:
 
 class Runner(Protocol):
     """What computes passes, in the order in which they are launched."""
+
+    def transfer(self, transfers: deque[KVTransfer]) -> None:
+        """Start transfers between the tiers, in order, all of which come before the pass that is launched next.
+
+        Each is taken off the left end once it has been started: what is left when this raises has not been.
+        """
 
     def launch(self, batch: ScheduleBatch) -> object:
         """Start a pass and return its handle without waiting for its result."""

@@ -22,6 +22,7 @@ from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
 from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, admission_order, is_overdue
 from radixrt.schedule.request import Request, RequestState
 
+LOADED_CHUNKS = 4  # a pass waits for no more than about this many chunks of tokens from the host
 PASSES_OF_ROOM = 4  # once requests must be retracted, make room for this many decode passes
 
 
@@ -285,10 +286,11 @@ class Scheduler:
         """Admit waiting requests while budget, rows and the memory that is not `promised` to others last."""
         pieces: list[_Piece] = []
         active = self._active()
+        loads = LOADED_CHUNKS * self.chunked_prefill_size
         if budget <= 0 or not self.waiting or active >= self.max_running_requests:
             return pieces
         for request in admission_order(self.policy, self.waiting, self._match_length):
-            if budget <= 0 or active >= self.max_running_requests:
+            if budget <= 0 or active >= self.max_running_requests or loads <= 0:
                 break
             oldest = self.waiting[0]
             if request is not oldest and is_overdue(oldest):
@@ -306,6 +308,7 @@ class Scheduler:
             lease = self.cache.acquire(request.namespace, tokens, limit, reserve)
             if lease is None:
                 break
+            loads -= lease.loaded
             self._admit(request, lease)
             piece = self._chunk(request, budget)
             if piece is None:

@@ -1,0 +1,70 @@
+"""Moves KV between the device and the host's pool, beside the passes."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from memory_pool.host_kv_pool import HostKVPool
+from memory_pool.kv_transfers import KVTransfer
+from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.execution.staging import Staging
+from triton_ops.implementation import Impl
+from triton_ops.kv_copy import kv_copy
+
+
+class KVMover:
+    """Makes transfers in order; on a GPU on a stream of its own, while the pass before is computed.
+
+    Nothing on this stream waits for passes: a store reads what passes that have ended computed, and neither the
+    slots that it reads nor those that a load writes are read or written by a pass in flight (see PrefixCache).
+    Whatever is launched on the passes' stream later waits for all transfers.
+    """
+
+    def __init__(self, kv_pool: TokenToKVPool, host_pool: HostKVPool, device: torch.device, impl: Impl) -> None:
+        self._device_kv = kv_pool.buffer
+        self._host_pool = host_pool  # not its tensor alone: the pages are locked as long as the pool lives
+        self._device = device
+        self._impl = impl
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            self._staging = Staging(device)
+
+    def run(self, transfers: deque[KVTransfer]) -> None:
+        """Start transfers in order. Each is taken off the left end once it has been started."""
+        if self._stream is None:
+            self._run(transfers)
+            return
+        try:
+            with torch.cuda.stream(self._stream):
+                self._run(transfers)
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def wait_for_passes(self) -> None:
+        """Let later transfers wait for what is on the passes' stream: a pass of which only a part was launched.
+
+        It counts as ended, though the device may still compute it.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def _run(self, transfers: deque[KVTransfer]) -> None:
+        arrays = self._staging.upload(
+            {
+                f"{tier}{i}": slots
+                for i, transfer in enumerate(transfers)
+                for tier, slots in (("device", transfer.device_slots), ("host", transfer.host_slots))
+            }
+        )
+        for i in range(len(transfers)):
+            device: tuple[Tensor, Tensor] = (self._device_kv, arrays[f"device{i}"])
+            host: tuple[Tensor, Tensor] = (self._host_pool.buffer, arrays[f"host{i}"])
+            source, target = (device, host) if transfers[0].to_host else (host, device)
+            kv_copy(*source, *target, impl=self._impl)
+            transfers.popleft()
