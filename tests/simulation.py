@@ -587,6 +587,16 @@ class World:
             self.events["n answers"] += request.params.n > 1
             self.events["scored prompt"] += request.params.prompt_logprobs is not None
 
+    def on_host(self) -> list[Request]:
+        """Requests of late whose tokens are, in part, on the host alone."""
+        out = []
+        for request in self.requests[-40:]:
+            namespace = self.namespace(request.namespace.tenant)
+            match = self.cache.match(namespace, request.tokens(), request.num_known - 1)
+            if match.on_device < match.length:
+                out.append(request)
+        return out
+
     def fork(self, request: Request, tails: Sequence[Sequence[int]], max_new_tokens: int, n: int = 1) -> None:
         """Branch a request's history, however far it has come: its tokens so far, with each tail, all at once."""
         history = request.tokens().tolist()
@@ -1004,8 +1014,8 @@ class Walk:
         fresh = [r.randrange(VOCAB) for _ in range(r.randint(1, 14))]
         if not self.world.requests or r.random() < 0.25:
             return fresh
-        latest = 12 if self.world.host_slots is None else 50  # long enough to have left the device
-        earlier = r.choice(self.world.requests[-latest:]).tokens().tolist()
+        there = self.world.on_host() if self.world.host_slots is not None and r.random() < 0.4 else []
+        earlier = r.choice(there or self.world.requests[-12:]).tokens().tolist()
         if r.random() < 0.3:
             return earlier[:24]
         return (earlier[: r.randint(1, len(earlier))] + fresh)[:24]

@@ -557,3 +557,24 @@ def test_no_host_memory_is_no_tier(folder: Path, nothing: float | None) -> None:
     options: dict[str, Any] = {"host_memory_gb": nothing, "enable_prefix_cache": False}
     with Runtime(folder, device="cpu", max_total_tokens=100, **options) as plain:
         assert plain.cache_stats().host_capacity == 0
+
+
+def test_what_is_on_the_host_is_kept_in_files_too(
+    folder: Path, device: torch.device, prompts: list[list[int]], cold: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    with runtime(folder, device, **HOST) as tiered:
+        tiered.generate(prompts, GREEDY)
+        tree = tiered._cache.tree
+        assert tree.host_only_tokens > 0
+        assert tiered.save_cache(tmp_path / "kept") == tree.total_tokens
+        # What only the host has is on the device again as far as there is room, from the file.
+        tiered._cache._evict(150)
+        before = tree.device_tokens
+        assert tiered.load_cache(tmp_path / "kept") == 200 - before
+        assert tree.device_tokens == 200
+        assert tokens(tiered.generate(prompts, GREEDY)) == cold
+    with runtime(folder, device, max_total_tokens=2000) as roomy:
+        assert roomy.load_cache(tmp_path / "kept") > 6 * 60
+        outputs = roomy.generate(prompts, GREEDY)
+        assert tokens(outputs) == cold
+        assert all(output.usage.cached_tokens >= 60 for output in outputs)

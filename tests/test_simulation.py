@@ -87,8 +87,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.world.submit(prompt, new, stop_ids=stop_ids, namespace=self.world.namespace(tenant), n=n)
 
     def earlier(self, data: st.DataObject) -> Request:
-        latest = 8 if self.world.host_slots is None else 30  # long enough to have left the device
-        return data.draw(st.sampled_from(self.world.requests[-latest:]))
+        return data.draw(st.sampled_from(self.world.requests[-8:]))
 
     @rule(
         prompt=tokens,
@@ -107,6 +106,12 @@ class EngineMachine(RuleBasedStateMachine):
         known = earlier.tokens().tolist()
         cut = data.draw(st.integers(1, len(known)))
         self.submit((known[:cut] + tail)[:24], new, stop, earlier.namespace.tenant, n)
+
+    @precondition(lambda self: self.world.host_slots is not None and self.world.on_host())
+    @rule(data=st.data(), tail=st.lists(st.integers(0, VOCAB - 1), max_size=4), new=st.integers(1, 8))
+    def submit_what_only_the_host_has(self, data: st.DataObject, tail: list[int], new: int) -> None:
+        earlier = data.draw(st.sampled_from(self.world.on_host()))
+        self.submit((earlier.tokens().tolist() + tail)[:24], new, False, earlier.namespace.tenant)
 
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data(), copies=st.integers(1, 3), new=st.integers(1, 12))
