@@ -521,7 +521,7 @@ class Runtime:
         self._driver.while_idle(swap)
 
     def save_cache(self, path: str | Path, *, progress: bool = False) -> int:
-        """Write all cached prefixes, of all tenants, with their KV to a file that `load_cache` reads.
+        """Write all cached prefixes, of all tenants and tiers, with their KV to a file that `load_cache` reads.
 
         Running requests end first, and new ones wait. The file is written beside `path` and renamed when it is
         whole and durable: whatever happens, the process being killed included, `path` holds the old file or the

@@ -433,7 +433,7 @@ def load_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVTransfers, "load", lambda *_: None)
 
 
-@mutant("1:", "2:", "3:", "16:", "assert", sizes=TIERED_SIZES)
+@mutant("1:", "2:", "3:", "4:", "16:", "assert", sizes=TIERED_SIZES)
 def split_forgets_the_host(patch: pytest.MonkeyPatch) -> None:
     split = RadixTree._split
 
@@ -572,7 +572,7 @@ def drop_from_the_host_whatever_comes_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "_offer_to_host", offer)
 
 
-@mutant("9:", sizes=TIERED_SIZES)
+@mutant("6:", "7:", "9:", sizes=TIERED_SIZES)
 def flush_the_device_alone(patch: pytest.MonkeyPatch) -> None:
     def flush(self: PrefixCache) -> int:
         self._evict(self.tree.evictable_tokens)
