@@ -331,7 +331,7 @@ class RadixTree:
                 node.queued = False
                 freed.append(slots)
                 left -= len(slots)
-                del parent.children[int(node.tokens[0])]
+                del parent.children[node.tokens.item(0)]
                 parent.device_children -= 1
                 self._offer(parent)
         if not freed:
@@ -446,7 +446,7 @@ class RadixTree:
     def _forget(self, node: Node) -> None:
         """Take a node that is in no tier out of the tree."""
         assert node.parent is not None  # roots are in no tier
-        del node.parent.children[int(node.tokens[0])]
+        del node.parent.children[node.tokens.item(0)]
         self.version += 1
 
     def _least_recent(self) -> Node | None:
