@@ -19,11 +19,17 @@ from triton_ops.norm_rotary_store import HeadNorm, Rotation, norm_rotary_store
 
 
 class KVCache(Protocol):
-    """The pool as attention sees it: a K and a V buffer a layer, `[num_slots, num_kv_heads, head_dim]`."""
+    """The pool as attention sees it: a K and a V buffer a layer, `[num_slots, num_kv_heads, head_dim]`, and, where
+    they are of e4m3, their scales, float32 `[num_kv_heads]`.
+    """
 
     def k_buffer(self, layer_id: int) -> Tensor: ...
 
     def v_buffer(self, layer_id: int) -> Tensor: ...
+
+    def k_scale(self, layer_id: int) -> Tensor | None: ...
+
+    def v_scale(self, layer_id: int) -> Tensor | None: ...
 
 
 class RadixAttention(nn.Module):
@@ -68,16 +74,18 @@ class RadixAttention(nn.Module):
         """Attention of a pass's T new tokens; writes their K and V to `metadata.out_cache_loc` first.
 
         `q` is `[T, num_heads, head_dim]`, `k` and `v` are `[T, num_kv_heads, head_dim]`, views of
-        one packed projection or not; q and k are normed and rotated in place. Returns
+        one packed projection or not; they are changed in place, as `norm_rotary_store` says. Returns
         `[T, num_heads, head_dim]` in q's dtype.
         """
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         k_buffer, v_buffer = kv_pool.k_buffer(self.layer_id), kv_pool.v_buffer(self.layer_id)
         norm = rotation = None
         if self.q_norm is not None and self.k_norm is not None:
             norm = HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
         if self.rotary is not None:
             rotation = Rotation(self.rotary.cos_sin_cache, metadata.positions)
-        norm_rotary_store(
+        k_scale, v_scale = kv_pool.k_scale(self.layer_id), kv_pool.v_scale(self.layer_id)
+        q, k, v = norm_rotary_store(
             q,
             k,
             v,
@@ -86,9 +94,10 @@ class RadixAttention(nn.Module):
             metadata.out_cache_loc,
             norm=norm,
             rotation=rotation,
+            k_scale=k_scale,
+            v_scale=v_scale,
             impl=self.impl,
         )
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num_extends, num_extend_tokens = metadata.num_extends, metadata.num_extend_tokens
         if num_extends:
             extend_attention(
@@ -106,6 +115,8 @@ class RadixAttention(nn.Module):
                 scale=self.scale,
                 softcap=self.softcap,
                 sliding_window=self.sliding_window,
+                k_scale=k_scale,
+                v_scale=v_scale,
                 out=out[:num_extend_tokens],
                 impl=self.impl,
             )
@@ -119,6 +130,8 @@ class RadixAttention(nn.Module):
                 scale=self.scale,
                 softcap=self.softcap,
                 sliding_window=self.sliding_window,
+                k_scale=k_scale,
+                v_scale=v_scale,
                 out=out[num_extend_tokens:],
                 impl=self.impl,
             )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from memory_pool.slot_allocator import SlotAllocator
+from triton_ops.e4m3 import E4M3
 
 
 class TokenToKVPool:
     """KV memory for `num_slots` tokens in `num_layers` layers.
 
-    Every layer uses the same slot numbers. All layers form one KV group: one dtype, one shape.
+    Every layer uses the same slot numbers. All layers form one KV group: one dtype, one shape. A pool of e4m3
+    (`torch.float8_e4m3fn`) has scales: a head's keys and values are what it holds times the head's scale.
     """
 
     def __init__(
@@ -26,6 +28,7 @@ class TokenToKVPool:
         self.allocator = SlotAllocator(num_slots)
         # Not zeros: nothing reads a slot before it is written, and a CPU hands out untouched pages for free.
         self._buffer = torch.empty((num_layers, 2, num_slots, num_kv_heads, head_dim), dtype=dtype, device=device)
+        self._scales = torch.ones((num_layers, 2, num_kv_heads), device=device) if dtype == E4M3 else None
 
     @staticmethod
     def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -44,6 +47,27 @@ class TokenToKVPool:
     def v_buffer(self, layer_id: int) -> torch.Tensor:
         """Values of a layer, `[num_slots, num_kv_heads, head_dim]`, a view."""
         return self._buffer[layer_id, 1]
+
+    def k_scale(self, layer_id: int) -> torch.Tensor | None:
+        """The scales of a layer's keys, float32 `[num_kv_heads]`, a view; None where there are none."""
+        return None if self._scales is None else self._scales[layer_id, 0]
+
+    def v_scale(self, layer_id: int) -> torch.Tensor | None:
+        """As `k_scale`, of the values."""
+        return None if self._scales is None else self._scales[layer_id, 1]
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        """All scales, float32 `[num_layers, 2, num_kv_heads]`, keys before values."""
+        return self._scales
+
+    def set_scales(self, scales: torch.Tensor) -> None:
+        """Take other scales, in place. What was stored before means something else then: nobody may read it."""
+        if self._scales is None:
+            raise ValueError("a pool that is not of e4m3 has no scales")
+        if scales.shape != self._scales.shape or not bool((scales > 0).all()):
+            raise ValueError(f"scales must be positive, of shape {[*self._scales.shape]}")
+        self._scales.copy_(scales)
 
     def fill(self, value: float) -> None:
         """Overwrite every slot (tests fill the pool with NaN: whatever reads a slot it does not own shows)."""

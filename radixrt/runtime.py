@@ -30,7 +30,8 @@ from radixrt.engine import Engine
 from radixrt.errors import ParameterError, PassError, PromptError
 from radixrt.execution.cache_identity import cache_identity
 from radixrt.execution.cache_storage import CacheStorage, Loaded
-from radixrt.execution.device import check_impl, choose_device, host_pool_slots, pool_slots
+from radixrt.execution.device import check_impl, check_kv_dtype, choose_device, host_pool_slots, pool_slots
+from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.weight_fingerprint import weight_fingerprint
 from radixrt.models.loader import LoadFormat, load_model, reload_weights
@@ -51,6 +52,7 @@ from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.builder import TextBuilder
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
+from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import Impl
 
 OnError = Literal["raise", "return"]
@@ -85,6 +87,9 @@ class Runtime:
     Args:
         model: folder or hub id of a model in Hugging Face format; None is the small built-in model.
         dtype: "auto" (the checkpoint's; float32 on a CPU), "float32", "bfloat16" or "float16".
+        kv_dtype: of keys and values: "auto" (that of the weights), or "fp8": e4m3, 8 bits, so that the pool holds
+            twice as many tokens as in 16. It is less precise (docs/architecture.md), and a GPU needs compute
+            capability 8.9 for it.
         device: such as "cpu", "cuda" or "cuda:1"; None is CUDA where there is a GPU.
         memory_fraction: share of the memory that is free after the weights are loaded which the KV pool takes,
             above 0, at most 1; None is 0.85 on a GPU and 0.25 of the machine's memory on a CPU.
@@ -116,6 +121,7 @@ class Runtime:
         model: str | Path | None = None,
         *,
         dtype: str | torch.dtype = "auto",
+        kv_dtype: str = "auto",
         device: str | torch.device | None = None,
         memory_fraction: float | None = None,
         max_total_tokens: int | None = None,
@@ -132,6 +138,7 @@ class Runtime:
     ) -> None:
         self.device = choose_device(device)
         check_impl(impl, self.device)
+        check_kv_dtype(kv_dtype, impl, self.device)
         default = GPU_DEFAULTS if self.device.type == "cuda" else CPU_DEFAULTS
         if memory_fraction is None:
             memory_fraction = default.memory_fraction
@@ -163,8 +170,11 @@ class Runtime:
         self.context_length = self.config.context_length
 
         weights_dtype = next(decoder.parameters()).dtype
+        pool_dtype = E4M3 if kv_dtype == "fp8" else weights_dtype
+        # Before the pool takes what is free: this needs some memory, too.
+        scales = calibrated_scales(decoder, self.device) if pool_dtype == E4M3 else None
         shape = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
-        bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, weights_dtype)
+        bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, pool_dtype)
         slots = pool_slots(
             self.device,
             bytes_per_slot,
@@ -174,7 +184,9 @@ class Runtime:
         # A request that has ended keeps its row until the passes in flight have ended too: hence some more.
         num_rows = max_running_requests + max_running_requests // 2 + 1
         self._rows = ReqToTokenPool(num_rows, self.context_length)
-        self._kv_pool = TokenToKVPool(slots, *shape, dtype=weights_dtype, device=self.device)
+        self._kv_pool = TokenToKVPool(slots, *shape, dtype=pool_dtype, device=self.device)
+        if scales is not None:
+            self._kv_pool.set_scales(scales)
         host_pool = None
         if host_slots := host_pool_slots(host_memory_gb, bytes_per_slot):
             if not enable_prefix_cache:
@@ -517,6 +529,9 @@ class Runtime:
             self._requests.weights_version += 1
             self._fingerprint = None
             self._cache.flush()
+            if self._kv_pool.scales is not None:
+                # Nothing is cached now, so nothing is read with other scales than it was stored with.
+                self._kv_pool.set_scales(calibrated_scales(self._model, self.device))
 
         self._driver.while_idle(swap)
 

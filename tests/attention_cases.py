@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.attention_plan import AttentionPlan
+from triton_ops.e4m3 import E4M3, quantise
 
 
 def dense_attention(
@@ -49,7 +50,9 @@ def dense_attention(
 class Case:
     """Requests whose whole history lies in scattered slots of a pool that holds NaN and Inf everywhere else.
 
-    `keys[b]` and `values[b]` are request b's, `[seq_lens[b], Hk, D]`; `rows[b]` is its row.
+    `keys[b]` and `values[b]` are request b's, `[seq_lens[b], Hk, D]`; `rows[b]` is its row. Of a pool of e4m3
+    they are what it holds times the scales, in float32; else the scales are None. `dtype` is that of queries and
+    new tokens.
     """
 
     k_buffer: Tensor
@@ -59,6 +62,9 @@ class Case:
     seq_lens: Tensor
     keys: list[Tensor]
     values: list[Tensor]
+    dtype: torch.dtype
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     def flat_plan(self, max_item_len: int | None = None, sliding_window: int | None = None) -> AttentionPlan:
         """The plan in which each request is a decode."""
@@ -83,20 +89,27 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     scattered: bool = True,
     interleaved: bool = False,
+    e4m3: bool = False,
     seed: int = 0,
 ) -> Case:
-    """`interleaved` makes K and V strided views of one buffer, `[num_slots, 2, Hk, D]`."""
+    """`interleaved` makes K and V strided views of one buffer, `[num_slots, 2, Hk, D]`. With `e4m3` the pool is
+    that, with another scale for each head of each.
+    """
     generator = torch.Generator().manual_seed(seed)
+    k_scale = torch.linspace(0.02, 0.05, num_kv_heads) if e4m3 else None
+    v_scale = torch.linspace(0.3, 0.01, num_kv_heads) if e4m3 else None
+    pool_dtype = E4M3 if e4m3 else dtype
     num_slots = sum(seq_lens) + 40
     shape = (num_slots, num_kv_heads, head_dim)
     if interleaved:
-        k_buffer, v_buffer = torch.empty(num_slots, 2, *shape[1:], dtype=dtype).unbind(1)
+        k_buffer, v_buffer = torch.empty(num_slots, 2, *shape[1:], dtype=pool_dtype).unbind(1)
     else:
-        k_buffer, v_buffer = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+        k_buffer, v_buffer = torch.empty(shape, dtype=pool_dtype), torch.empty(shape, dtype=pool_dtype)
     for buffer in (k_buffer, v_buffer):
         buffer.fill_(torch.nan)
-        buffer[1::3] = torch.inf
-        buffer[2::3] = -torch.inf
+        if not e4m3:  # which has no infinities
+            buffer[1::3] = torch.inf
+            buffer[2::3] = -torch.inf
     slots = torch.arange(1, num_slots)
     if scattered:
         slots = slots[torch.randperm(num_slots - 1, generator=generator)]
@@ -109,12 +122,17 @@ def make_case(
         own = slots[start : start + length]
         start += length
         req_to_token[row, :length] = own
-        keys.append(torch.randn(length, num_kv_heads, head_dim, generator=generator).to(dtype))
-        values.append(torch.randn(length, num_kv_heads, head_dim, generator=generator).to(dtype))
-        k_buffer[own], v_buffer[own] = keys[-1], values[-1]
-    return Case(
-        k_buffer, v_buffer, req_to_token.int(), rows.int(), torch.tensor(seq_lens, dtype=torch.int32), keys, values
-    )
+        for buffer, scale, of_requests in ((k_buffer, k_scale, keys), (v_buffer, v_scale, values)):
+            random = torch.randn(length, num_kv_heads, head_dim, generator=generator).to(dtype)
+            if scale is None:
+                buffer[own] = random
+            else:
+                codes = quantise(random, scale)
+                buffer[own] = codes
+                random = codes.float() * scale[:, None]
+            of_requests.append(random)
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    return Case(k_buffer, v_buffer, req_to_token.int(), rows.int(), lens, keys, values, dtype, k_scale, v_scale)
 
 
 def packed_qkv(

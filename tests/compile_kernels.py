@@ -205,7 +205,7 @@ def compile_all(cases: list[KernelCase], archs: Iterable[int]) -> Iterator[Compi
     _variants.clear()
     for arch in archs:
         recorder = Recorder(GPU(arch, NUM_SMS[arch]))
-        recorder.record(cases)
+        recorder.record(case for case in cases if case.min_capability <= arch)
         _variants.extend(recorder.variants.values())
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("fork")) as processes:
         yield from processes.map(_compile_nth, range(len(_variants)))

@@ -23,6 +23,9 @@ from hypothesis import settings
 
 from triton_ops.implementation import triton
 
+if triton.__version__ and not torch.cuda.is_available():
+    import interpreter_e4m3  # noqa: F401  # the interpreter's own conversions to and from e4m3 are wrong
+
 # A deadline fails on a busy machine, not on a slow program. The same examples each time: CI does not flicker.
 settings.register_profile("radixrt", deadline=None, derandomize=True)
 settings.load_profile("radixrt")

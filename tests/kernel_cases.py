@@ -5,7 +5,7 @@ kernels are compiled for ahead of time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from triton_ops.attention_plan import AttentionPlan
 from triton_ops.decode_attention import decode_attention, decode_item_len
+from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.elementwise import MAX_BYTES
 from triton_ops.extend_attention import extend_attention
 from triton_ops.gelu_and_mul import gelu_and_mul
@@ -49,7 +50,7 @@ class KernelCase:
     """A call of `op`; `call` passes it impl="triton".
 
     `few`: one of those that `make test` compiles. `wgmma`: on Hopper one of its kernels must use the tensor cores'
-    warpgroup instructions.
+    warpgroup instructions. `min_capability`: it is for GPUs from this compute capability on.
     """
 
     op: Callable[..., object]
@@ -57,6 +58,7 @@ class KernelCase:
     call: Callable[[], object]
     few: bool = False
     wgmma: bool = False
+    min_capability: int = 80
 
     def __str__(self) -> str:
         return f"{self.op.__name__}: {self.name}"
@@ -86,18 +88,24 @@ class AttentionShape:
     head_dim: int = 128
     group: int = 4
     options: tuple[str, ...] = ()
+    e4m3: bool = False
 
     def __str__(self) -> str:
         words = [f"{self.batch} x ({self.prefix} + {self.extend})", SHORT_NAMES[self.dtype], f"d {self.head_dim}"]
-        return ", ".join([*words, f"group {self.group}", *self.options])
+        return ", ".join([*words, f"group {self.group}", *self.options, *(["e4m3"] if self.e4m3 else [])])
+
+    @property
+    def min_capability(self) -> int:
+        return FIRST_CAPABILITY if self.e4m3 else 80
 
     def pool(self) -> dict[str, Tensor]:
         """`k_buffer`, `v_buffer` and `req_to_token`, with 8 KV heads."""
+        dtype = E4M3 if self.e4m3 else self.dtype
         num_slots = self.batch * (self.prefix + self.extend) + 1
         shape = (num_slots, 8, self.head_dim)
         return {
-            "k_buffer": torch.empty(shape, dtype=self.dtype),
-            "v_buffer": torch.empty(shape, dtype=self.dtype),
+            "k_buffer": torch.empty(shape, dtype=dtype),
+            "v_buffer": torch.empty(shape, dtype=dtype),
             "req_to_token": torch.arange(1, num_slots, dtype=torch.int32).view(self.batch, -1),
         }
 
@@ -110,11 +118,22 @@ class AttentionShape:
             "sinks": torch.empty(num_heads),
             "alibi_slopes": torch.empty(num_heads),
         }
-        return {"scale": 0.1, "impl": "triton", **{name: values[name] for name in self.options}}
+        scales = {"k_scale": torch.empty(8), "v_scale": torch.empty(8)} if self.e4m3 else {}
+        return {"scale": 0.1, "impl": "triton", **scales, **{name: values[name] for name in self.options}}
 
 
 def _shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionShape, bool]]:
     """What one kernel is compiled for, and whether it is one of the few."""
+    for shape, few in _plain_shapes(batch, prefix, extend):
+        yield shape, few
+        # As models have them: norm_rotary_store leaves float16 over e4m3 in place of bfloat16.
+        if shape.dtype == torch.bfloat16:
+            yield replace(shape, e4m3=True, dtype=torch.float16), few
+        elif shape.dtype == torch.float32:
+            yield replace(shape, e4m3=True), False
+
+
+def _plain_shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionShape, bool]]:
     shape = partial(AttentionShape, batch, prefix, extend)
     for head_dim in HEAD_DIMS:
         for dtype in SHORT_NAMES:
@@ -134,7 +153,9 @@ def _extend_cases() -> Iterator[KernelCase]:
             wgmma = extend * shape.group >= 64 and shape.dtype != torch.float32
             few = few and (extend == 512 or (shape.head_dim == 128 and not shape.options))
             few = few and prefix > 0
-            yield KernelCase(extend_attention, str(shape), partial(_extend, shape), few, wgmma)
+            yield KernelCase(
+                extend_attention, str(shape), partial(_extend, shape), few, wgmma, shape.min_capability
+            )
 
 
 def _extend(shape: AttentionShape) -> None:
@@ -160,7 +181,9 @@ def _decode_cases() -> Iterator[KernelCase]:
     for batch, length in ((64, 1024), (1, 8192)):
         for shape, few in _shapes(batch, length - 1, 1):
             few = few and (batch > 1 or (shape.head_dim == 128 and not shape.options))
-            yield KernelCase(decode_attention, str(shape), partial(_decode, shape), few)
+            yield KernelCase(
+                decode_attention, str(shape), partial(_decode, shape), few, False, shape.min_capability
+            )
 
 
 def _decode(shape: AttentionShape) -> None:
@@ -258,11 +281,13 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
         },
     }
 
-    def call(norm: HeadNorm | None, rotation: Rotation | None) -> None:
+    def call(norm: HeadNorm | None, rotation: Rotation | None, e4m3: bool) -> None:
         packed = empty(num_tokens, 6 * num_kv_heads, head_dim)
         q, k, v = packed.split([4 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
-        pool = empty(2, num_tokens + 1, num_kv_heads, head_dim)
-        norm_rotary_store(q, k, v, *pool, positions, norm=norm, rotation=rotation, impl="triton")
+        pool = torch.empty(2, num_tokens + 1, num_kv_heads, head_dim, dtype=E4M3 if e4m3 else dtype)
+        scale = torch.empty(num_kv_heads) if e4m3 else None
+        steps = {"norm": norm, "rotation": rotation, "k_scale": scale, "v_scale": scale}
+        norm_rotary_store(q, k, v, *pool, positions, **steps, impl="triton")
 
     # The other dtypes take the same ways.
     names = product(norms, rotations) if dtype == torch.bfloat16 else [("norm", f"rotary {head_dim}")]
@@ -273,12 +298,16 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
             ("wide norm", "rotary 128, interleaved"),
             ("no norm", "rotary 40"),
         }
-        yield KernelCase(
-            norm_rotary_store,
-            f"{num_tokens} tokens, d {head_dim}, {SHORT_NAMES[dtype]}, {norm_words}, {rotation_words}",
-            partial(call, norms[norm_words], rotations[rotation_words]),
-            few=usual and dtype == torch.bfloat16,
-        )
+        name = f"{num_tokens} tokens, d {head_dim}, {SHORT_NAMES[dtype]}, {norm_words}, {rotation_words}"
+        few = usual and dtype == torch.bfloat16
+        for e4m3 in (False, True):
+            yield KernelCase(
+                norm_rotary_store,
+                f"{name}{', e4m3' * e4m3}",
+                partial(call, norms[norm_words], rotations[rotation_words], e4m3),
+                few,
+                min_capability=FIRST_CAPABILITY if e4m3 else 80,
+            )
 
 
 # --- experts ---

@@ -457,7 +457,7 @@ def test_command_errors(
         assert re.fullmatch(r"radixrt: error: .*" + message + r".*\n", shown), shown
 
     fails([], "needs an NVIDIA GPU")
-    fails(["--only", "dekode"], "one of: decode, extend, short-extend, elementwise, sampling")
+    fails(["--only", "dekode"], "one of: decode, decode-fp8, extend, short-extend, elementwise, sampling")
     fails(["--only", "decode/B=3*"], "none of decode's: 'B=1 L=8192 scattered', ")
     fails(["--json", str(tmp_path)], "cannot be written")
     fails(["--plot", str(tmp_path / "no" / "out.png")], "cannot be written")

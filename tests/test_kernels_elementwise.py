@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from triton_ops.e4m3 import E4M3, in_float16, quantise
 from triton_ops.gelu_and_mul import gelu_and_mul
 from triton_ops.gelu_fast import gelu_fast
 from triton_ops.gelu_new import gelu_new
@@ -323,6 +324,115 @@ def test_pools_of_another_dtype(stacked: bool, kernel_device: torch.device) -> N
     options: dict[str, Any] = {"dtype": torch.float32, "device": kernel_device}
     steps = steps_of(32, 9, norm="rms", rotary_dim=32, **options)
     check_heads(lambda: Heads(9, 4, 2, 32, pool_dtype=torch.float16, stacked=stacked, **options), **steps)
+
+
+# --- a pool of e4m3 ---
+
+K_SCALE, V_SCALE = [0.25, 0.01], [0.5, 1.0]
+
+
+def stored_e4m3(heads: Heads, impl: Any, **steps: Any) -> tuple[Tensor, Tensor, Tensor]:
+    scales = {
+        name: torch.tensor(scale, device=heads.q.device)
+        for name, scale in (("k_scale", K_SCALE), ("v_scale", V_SCALE))
+    }
+    return norm_rotary_store(
+        heads.q, heads.k, heads.v, heads.k_buffer, heads.v_buffer, heads.slots, impl=impl, **scales, **steps
+    )
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.itemsize])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 80, 128])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_pool_of_e4m3_holds_what_new_tokens_attend_to(
+    stacked: bool, head_dim: int, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    """No norm and no rotation: what is stored equals the reference's, and torch's own rounding, bit for bit."""
+    options: dict[str, Any] = {"dtype": dtype, "device": kernel_device, "pool_dtype": E4M3, "stacked": stacked}
+
+    def make() -> Heads:
+        heads = Heads(37, 6, 2, head_dim, **options)
+        heads.packed.mul_(torch.logspace(-4, 3, 37, device=kernel_device)[:, None, None].to(dtype))
+        heads.k[5, 0, 3], heads.k[6, 1, 2], heads.v[7, 0, 1] = torch.nan, torch.inf, -torch.inf
+        heads.k[8, 0, 0], heads.v[9, 1, 0], heads.q[3, 0, 1] = 6e4, -6e4, 3e38 if dtype == torch.bfloat16 else 1
+        return heads
+
+    given, ours, theirs = make(), make(), make()
+    for heads, impl in ((ours, "triton"), (theirs, "torch")):
+        q, k, v = stored_e4m3(heads, impl)
+        assert q.dtype == k.dtype == v.dtype == (torch.float16 if dtype == torch.bfloat16 else dtype)
+        assert [x.data_ptr() for x in (q, k, v)] == [x.data_ptr() for x in (heads.q, heads.k, heads.v)]
+        torch.testing.assert_close(q, in_float16(given.q) if dtype == torch.bfloat16 else given.q)
+        live = heads.slots > 0
+        for new, buffer, value, scale in (
+            (k, heads.k_buffer, given.k, K_SCALE),
+            (v, heads.v_buffer, given.v, V_SCALE),
+        ):
+            codes = quantise(value, torch.tensor(scale, device=kernel_device))
+            assert torch.equal(bits(buffer[heads.slots[live].long()]), bits(codes[live]))
+            torch.testing.assert_close(new.float(), codes.float(), atol=0, rtol=0, equal_nan=True)
+            assert codes.float().abs().nan_to_num(0).max() == 448, "something saturates"
+        assert k.isnan().sum() == 2
+        assert v.isnan().sum() == 1
+    for name in ("k_buffer", "v_buffer"):
+        assert torch.equal(bits(getattr(ours, name)[1:]), bits(getattr(theirs, name)[1:])), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rotary_dim", "interleaved"), [(0, False), (80, False), (40, False), (80, True)])
+@pytest.mark.parametrize("norm", ["", "rms", "1 + w"])
+def test_a_pool_of_e4m3_behind_norm_and_rotation(
+    norm: str, rotary_dim: int, interleaved: bool, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    """A sum in another order may change how a number rounds, to the next one."""
+    options: dict[str, Any] = {"dtype": dtype, "device": kernel_device}
+    steps = steps_of(80, 37, norm=norm, rotary_dim=rotary_dim, interleaved=interleaved, **options)
+    ours, theirs = (Heads(37, 6, 2, 80, pool_dtype=E4M3, **options) for _ in range(2))
+    new, expected = stored_e4m3(ours, "triton", **steps), stored_e4m3(theirs, "torch", **steps)
+    assert_same(new[0], expected[0])
+    for x, y in zip(new[1:], expected[1:], strict=True):
+        torch.testing.assert_close(x, y, atol=2e-3, rtol=0.13)
+        assert (x == y).float().mean() > 0.99
+    live = ours.slots > 0
+    for x, buffer in ((new[1], ours.k_buffer), (new[2], ours.v_buffer)):
+        assert torch.equal(buffer[ours.slots[live].long()].float(), x[live].float())
+
+
+def test_scales_and_pools_of_e4m3_go_together(kernel_device: torch.device) -> None:
+    options: dict[str, Any] = {"dtype": torch.float32, "device": kernel_device}
+    for impl in ("torch", "triton"):
+        with pytest.raises(ValueError, match=r"k_scale is None, but k_buffer holds torch\.float8_e4m3fn"):
+            Heads(3, 4, 2, 32, pool_dtype=E4M3, **options).run(impl)
+        with pytest.raises(ValueError, match=r"but k_buffer holds torch\.float32"):
+            stored_e4m3(Heads(3, 4, 2, 32, **options), impl)
+        with pytest.raises(ValueError, match=r"k_scale must be contiguous float32 \[4\]"):
+            stored_e4m3(Heads(3, 4, 4, 32, pool_dtype=E4M3, **options), impl)
+
+
+def test_every_number_of_e4m3_is_rounded_to(kernel_device: torch.device) -> None:
+    """All numbers, the middles between neighbours and what lies beside them, against a search for the nearest."""
+    codes = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    x = torch.cat([codes, middles, middles.nextafter(torch.tensor(0.0)), middles.nextafter(torch.tensor(1e3))])
+    x = torch.cat([x, -x])
+    x = torch.cat([x, torch.zeros(-len(x) % 16)])
+    distance = (x.abs()[:, None] - codes).abs()
+    nearest = distance == distance.min(1, keepdim=True).values
+    even = nearest & ((torch.arange(127) % 2 == 0) | (nearest.sum(1, keepdim=True) == 1))
+    expected = codes[even.int().argmax(1)].copysign(x).view(-1, 1, 16)
+    given = x.view(-1, 1, 16).to(kernel_device)
+    slots = torch.arange(1, len(given) + 1, dtype=torch.int32, device=kernel_device)
+    scale = torch.ones(1, device=kernel_device)
+    for impl in ("torch", "triton"):
+        k, v, pool = given.clone(), given.clone(), torch.zeros(2, len(given) + 1, 1, 16, device=kernel_device)
+        pool = pool.to(E4M3)
+        norm_rotary_store(given.clone(), k, v, *pool, slots, k_scale=scale, v_scale=scale, impl=impl)
+        for stored in (k, v, pool[0, 1:].float(), pool[1, 1:].float()):
+            assert torch.equal(bits(stored.cpu()), bits(expected)), impl
 
 
 def test_no_tokens_write_nothing(kernel_device: torch.device) -> None:

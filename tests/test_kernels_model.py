@@ -18,15 +18,21 @@ from layers.input_metadata import InputMetadata
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from triton_ops import rms_norm
+from triton_ops.e4m3 import E4M3
 
 
 class Pool:
-    """KV of all layers in few slots, NaN until written."""
+    """KV of all layers in few slots, NaN until written; with e4m3, the same scale for all keys and another for all
+    values.
+    """
 
-    def __init__(self, model: Decoder, device: torch.device) -> None:
+    def __init__(self, model: Decoder, device: torch.device, *, e4m3: bool = False) -> None:
         config = model.config
         shape = (2, config.num_layers, 16, config.num_kv_heads, config.head_dim)
-        self.kv = torch.full(shape, torch.nan, device=device)
+        self.kv = torch.full(shape, torch.nan, device=device).to(E4M3 if e4m3 else torch.float32)
+        self.scales = torch.ones(2, config.num_kv_heads, device=device) / 16 if e4m3 else None
+        if self.scales is not None:
+            self.scales[1] /= 2
 
     def k_buffer(self, layer_id: int) -> Tensor:
         return self.kv[0, layer_id]
@@ -34,10 +40,16 @@ class Pool:
     def v_buffer(self, layer_id: int) -> Tensor:
         return self.kv[1, layer_id]
 
+    def k_scale(self, layer_id: int) -> Tensor | None:
+        return None if self.scales is None else self.scales[0]
 
-def passes(model: Decoder, device: torch.device) -> Tensor:
+    def v_scale(self, layer_id: int) -> Tensor | None:
+        return None if self.scales is None else self.scales[1]
+
+
+def passes(model: Decoder, device: torch.device, *, e4m3: bool = False) -> Tensor:
     """Logits of a prompt in two chunks, and of two decodes."""
-    pool, slots = Pool(model, device), [5, 3, 11, 7, 1, 2, 9, 14]
+    pool, slots = Pool(model, device, e4m3=e4m3), [5, 3, 11, 7, 1, 2, 9, 14]
     rows = torch.tensor([slots], dtype=torch.int32, device=device)
     logits = []
     with torch.inference_mode():
@@ -73,6 +85,22 @@ def test_kernels_compute_what_the_references_do(family: str, tmp_path: Path, ker
     )
     assert on_kernels.isfinite().all()
     torch.testing.assert_close(on_kernels, on_references, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_over_e4m3_compute_what_the_references_do(
+    family: str, dtype: str, tmp_path: Path, kernel_device: torch.device
+) -> None:
+    """A key or value may be rounded to the next number, which is up to an eighth away."""
+    checkpoints.write(FAMILIES[family](), tmp_path)
+    on_kernels, on_references = (
+        passes(load_model(tmp_path, device=kernel_device, dtype=dtype, impl=impl)[0], kernel_device, e4m3=True)
+        for impl in ("triton", "torch")
+    )
+    assert on_kernels.isfinite().all()
+    off = (on_kernels.float() - on_references.float()).norm() / on_references.float().norm()
+    assert off < (2e-3 if dtype == "float32" else 5e-2), off
 
 
 # --- launches ---

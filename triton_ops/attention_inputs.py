@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from triton_ops.e4m3 import E4M3, check_scales
+
 MAX_HEAD_DIM = 256
 
 
@@ -13,6 +15,8 @@ def check_attention_inputs(
     k_buffer: Tensor,
     v_buffer: Tensor,
     req_to_token: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     out: Tensor,
@@ -29,8 +33,11 @@ def check_attention_inputs(
             f"they are {[*q.stride()]} of q, {[*k_buffer.stride()]} and {[*v_buffer.stride()]} of the buffers, "
             f"{[*req_to_token.stride()]} of req_to_token"
         )
-    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous {[*q.shape]} in {q.dtype}")
+    check_scales(k_scale, v_scale, k_buffer.shape[1])
+    if out.shape != q.shape or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous {[*q.shape]}")
+    if k_buffer.dtype == E4M3 and (q.dtype == torch.bfloat16 or head_dim % 2):
+        raise ValueError(f"over e4m3 the kernel takes even heads and no bfloat16, but q is {[*q.shape]} {q.dtype}")
     for name, values, shape in (
         ("lse", lse, q.shape[:2]),
         ("sinks", sinks, (num_heads,)),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from triton_ops.attention_inputs import check_attention_inputs
 from triton_ops.attention_plan import AttentionPlan
+from triton_ops.e4m3 import E4M3, slots_of
 from triton_ops.implementation import GPU, Impl, gpu_of, runs_triton, tl, triton
 from triton_ops.merge_partials import merge_partials
 from triton_ops.online_softmax import attend_tile, write_rows
@@ -34,6 +35,8 @@ def decode_attention(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     out: Tensor | None = None,
@@ -43,22 +46,25 @@ def decode_attention(
     """Softmax(scale * q k^T) v of every query row, over the items of `plan` that cover the row.
 
     Args:
-        q: `[num_decodes, num_heads, head_dim]`, any float dtype, any strides but for the last, which is 1.
-        k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]`. `num_heads` is a multiple of
-            `num_kv_heads`: query head h reads KV head `h // (num_heads // num_kv_heads)`. Slots that no
-            item names may hold anything, NaN included.
+        q: `[num_decodes, num_heads, head_dim]`, any float dtype (over e4m3 not bfloat16, see `norm_rotary_store`),
+            any strides but for the last, which is 1.
+        k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]`, any float dtype, e4m3 included. `num_heads` is a
+            multiple of `num_kv_heads`: query head h reads KV head `h // (num_heads // num_kv_heads)`. Slots that
+            no item names may hold anything, NaN included.
         req_to_token: int32 `[max_requests, max_context_len]`, position to slot.
         plan: the work items; several may cover a row, and several rows may share one.
         scale: factor on the scores, positive.
         softcap: the scaled scores become `softcap * tanh(score / softcap)`; None: they stay.
         sliding_window: a row sees the last `sliding_window` positions of its request, of those that its items
             hold; None: all.
+        k_scale, v_scale: float32 `[num_kv_heads]`, positive: keys and values are what the buffers hold times the
+            head's; None: they are what the buffers hold.
         sinks: float32 `[num_heads]`: a logit that joins the softmax of each row of the head, without a value
             (Xiao et al., 2023, as learned by gpt-oss, 2025).
         alibi_slopes: float32 `[num_heads]`: `slope * (key position - own position)` is added to the scores (Press
             et al., 2022), after the softcap.
-        out: `[num_decodes, num_heads, head_dim]` in q's dtype, contiguous: where the result goes; None: a new
-            tensor.
+        out: `[num_decodes, num_heads, head_dim]`, any float dtype, contiguous: where the result goes; None: a new
+            tensor in q's dtype.
         lse: float32 `[num_decodes, num_heads]`, contiguous, or None: where the natural logs of the sums of
             exponentials, sinks included, are written; -inf where a row saw nothing.
 
@@ -78,7 +84,7 @@ def decode_attention(
     if runs_triton(impl, q.device):
         return _launch(
             q, k_buffer, v_buffer, req_to_token, plan,
-            scale, softcap, sliding_window, sinks, alibi_slopes, out, lse,
+            scale, softcap, sliding_window, k_scale, v_scale, sinks, alibi_slopes, out, lse,
         )  # fmt: skip
     num_decodes, num_heads, head_dim = q.shape
     # One row more: where the rows that pad a block read from and write to.
@@ -106,7 +112,11 @@ def decode_attention(
         if sliding_window is not None:
             visible = visible & (distances > -sliding_window)
         bias = None if alibi_slopes is None else alibi_slopes[:, None] * distances.unsqueeze(2)
-        part, part_lse = _attend(queries[query_rows], k_buffer, v_buffer, slots, visible, softcap, bias)
+        keys, values = (
+            slots_of(buffer, slots.flatten(), factor).view(*slots.shape, *buffer.shape[1:])
+            for buffer, factor in ((k_buffer, k_scale), (v_buffer, v_scale))
+        )
+        part, part_lse = _attend(queries[query_rows], keys, values, visible, softcap, bias)
         rows.append(query_rows.flatten())
         parts.append(part.flatten(0, 1))
         lses.append(part_lse.flatten(0, 1))
@@ -175,31 +185,26 @@ def _blocks(fields: Tensor, tokens_per_block: int) -> list[Tensor]:
 
 def _attend(
     q: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
     visible: Tensor,
     softcap: float | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Partial results of `q [n, rows, num_heads, head_dim]` (scaled, float32) over `slots [n, length]` where
-    `visible [n, rows or 1, length]` is true, with `bias [n, rows, num_heads, length]` on the scores.
+    """Partial results of `q [n, rows, num_heads, head_dim]` (scaled, float32) over `keys` and `values`, float32
+    `[n, length, num_kv_heads, head_dim]`, where `visible [n, rows or 1, length]` is true, with
+    `bias [n, rows, num_heads, length]` on the scores.
 
     Returns the output `[n, rows, num_heads, head_dim]` and the natural log of the sum of exponentials
     `[n, rows, num_heads]`: 0 and -inf where nothing is visible.
     """
     num_items, num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = k_buffer.shape[1]
+    num_kv_heads = keys.shape[2]
     group = num_heads // num_kv_heads
-
-    def gather(buffer: Tensor) -> Tensor:
-        kv = buffer.index_select(0, slots.flatten()).view(num_items, -1, num_kv_heads, head_dim)
-        return kv.float().transpose(1, 2)
-
     # Side by side, for each KV head: every query row's heads that read it.
     q = q.view(num_items, num_rows, num_kv_heads, group, head_dim).transpose(1, 2)
     q = q.reshape(num_items, num_kv_heads, num_rows * group, head_dim)
-    scores = q @ gather(k_buffer).transpose(2, 3)
+    scores = q @ keys.permute(0, 2, 3, 1)
     if softcap is not None:
         scores = soft_cap(scores, softcap, impl="torch")
     if bias is not None:
@@ -211,7 +216,7 @@ def _attend(
     greatest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
     weight = scores.sub_(greatest).exp_()
     total = weight.sum(-1, keepdim=True)
-    out = (weight @ gather(v_buffer)).div_(total.masked_fill(total == 0.0, 1.0))
+    out = (weight @ values.transpose(1, 2)).div_(total.masked_fill(total == 0.0, 1.0))
 
     def heads_last(x: Tensor) -> Tensor:
         x = x.view(num_items, num_kv_heads, num_rows, group, -1).transpose(1, 2)
@@ -235,14 +240,20 @@ class DecodeConfig:
     max_registers: int | None = None
 
 
-def decode_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, alibi: bool) -> DecodeConfig:
-    """The kernel's configuration.
+def decode_config(
+    gpu: GPU, head_dim: int, dtype: torch.dtype, *, alibi: bool, window: bool = False, e4m3: bool = False
+) -> DecodeConfig:
+    """The kernel's configuration for queries of `dtype`; `e4m3`: the pool is.
 
-    Hopper's were measured on an H200 (docs/benchmarks.md), but for those of float32 and `alibi`. The others are
-    what compiles without spills.
+    Hopper's were measured on an H200 (docs/benchmarks.md), but for those of float32, `alibi` and `e4m3`. The
+    others are what compiles without spills.
     """
     if dtype == torch.float32:
         return DecodeConfig(16, num_warps=8, num_stages=1, max_registers=128)
+    if e4m3:
+        # With 128 registers four programs run side by side.
+        registers = 168 if alibi or window or head_dim > 128 else 128
+        return DecodeConfig(64 if head_dim <= 128 else 32, num_warps=4, num_stages=3, max_registers=registers)
     if head_dim > 128:
         if gpu.capability == 90:
             return DecodeConfig(32, num_warps=4, num_stages=2)
@@ -271,6 +282,8 @@ def _launch(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     out: Tensor,
@@ -279,13 +292,26 @@ def _launch(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
     group = num_heads // num_kv_heads
-    check_attention_inputs(q, k_buffer, v_buffer, req_to_token, sinks, alibi_slopes, out, lse)
+    check_attention_inputs(q, k_buffer, v_buffer, req_to_token, k_scale, v_scale, sinks, alibi_slopes, out, lse)
     if num_rows == 0:
         return out
     num_partials = plan.row_partials.shape[0]
     partial_out = torch.empty((num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=q.device)
-    config = decode_config(gpu_of(q.device), head_dim, q.dtype, alibi=alibi_slopes is not None)
+    e4m3 = k_buffer.dtype == E4M3
+    # float32 products, which are not for speed, take e4m3 as it is.
+    pairs = e4m3 and q.dtype == torch.float16
+    slot_strides = k_buffer.stride()[:2]
+    if pairs:
+        k_buffer, v_buffer = k_buffer.view(torch.int16), v_buffer.view(torch.int16)
+    config = decode_config(
+        gpu_of(q.device),
+        head_dim,
+        q.dtype,
+        alibi=alibi_slopes is not None,
+        window=sliding_window is not None,
+        e4m3=e4m3,
+    )
     _decode_kernel[(plan.item_rows.shape[0] * num_kv_heads,)](
         q,
         k_buffer,
@@ -298,6 +324,8 @@ def _launch(
         plan.item_query_starts,
         plan.item_query_lens,
         plan.item_partials,
+        k_scale,
+        v_scale,
         sinks,
         alibi_slopes,
         out,
@@ -309,13 +337,12 @@ def _launch(
         0 if sliding_window is None else sliding_window,
         q.stride(0),
         q.stride(1),
-        k_buffer.stride(0),
-        k_buffer.stride(1),
+        *slot_strides,
         req_to_token.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_D=max(32 if pairs else 16, triton.next_power_of_2(head_dim)),
         BLOCK_M=BLOCK_M,
         BLOCK_N=config.block_n,
         NUM_STAGES=config.num_stages,
@@ -324,6 +351,7 @@ def _launch(
         HAS_SINKS=sinks is not None,
         HAS_ALIBI=alibi_slopes is not None,
         HAS_LSE=lse is not None,
+        PAIRS=pairs,
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
     )
@@ -336,11 +364,12 @@ def _launch(
 def _decode_kernel(
     q, k_buffer, v_buffer, req_to_token, seq_lens,
     item_rows, item_starts, item_lens, item_query_starts, item_query_lens, item_partials,
-    sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
+    k_scale, v_scale, sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
     q_row_stride, q_head_stride, slot_stride, slot_head_stride, line_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """A program is one item and KV head; a tile's rows are the item's query rows times the heads of the group."""
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
@@ -351,9 +380,16 @@ def _decode_kernel(
     first_partial = tl.load(item_partials + item)
     slots = req_to_token + tl.load(item_rows + item).to(tl.int64) * line_stride
     d = tl.arange(0, BLOCK_D)
-    in_head = (d < HEAD_DIM)[None, :]
-    k_head = k_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
-    v_head = v_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
+    # Columns of the pool: elements of a head, or pairs of them.
+    if PAIRS:
+        slot_stride //= 2
+        slot_head_stride //= 2
+    c = tl.arange(0, BLOCK_D // 2) if PAIRS else d
+    in_head = (c < (HEAD_DIM // 2 if PAIRS else HEAD_DIM))[None, :]
+    k_head = k_buffer + kv_head.to(tl.int64) * slot_head_stride + c[None, :]
+    v_head = v_buffer + kv_head.to(tl.int64) * slot_head_stride + c[None, :]
+    if k_scale is not None:
+        scale *= tl.load(k_scale + kv_head)
 
     for tile in range(tl.cdiv(query_len * GROUP, BLOCK_M)):
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -362,10 +398,14 @@ def _decode_kernel(
         head = kv_head * GROUP + m % GROUP
         queries = tl.load(
             q + row[:, None] * q_row_stride + head[:, None] * q_head_stride + d[None, :],
-            mask=in_tile[:, None] & in_head,
+            mask=in_tile[:, None] & (d < HEAD_DIM)[None, :],
             other=0.0,
         )
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        odd, acc_odd = None, None
+        if PAIRS:
+            queries, odd = tl.split(tl.reshape(queries, [BLOCK_M, BLOCK_D // 2, 2]))
+            acc_odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D], tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         start = item_start
@@ -388,9 +428,9 @@ def _decode_kernel(
             offset = tl.load(slots + key_position).to(tl.int64)[:, None] * slot_stride
             k = tl.load(k_head + offset, mask=in_head, other=0.0)
             v = tl.load(v_head + offset, mask=in_head, other=0.0)
-            acc, row_max, row_sum = attend_tile(
-                queries, k, v, acc, row_max, row_sum, key_position, position, slopes, in_tile[:, None],
-                scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
+            acc, acc_odd, row_max, row_sum = attend_tile(
+                queries, odd, k, v, acc, acc_odd, row_max, row_sum, key_position, position, slopes,
+                in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI, PAIRS,
             )  # fmt: skip
         for first in tl.range(peeled, end, BLOCK_N, num_stages=NUM_STAGES if HAS_WINDOW else 1):
             key_position = first + tl.arange(0, BLOCK_N)
@@ -402,11 +442,15 @@ def _decode_kernel(
             visible = in_tile[:, None] & live[None, :]
             if HAS_WINDOW:
                 visible = visible & (key_position[None, :] > position[:, None] - window)
-            acc, row_max, row_sum = attend_tile(
-                queries, k, v, acc, row_max, row_sum, key_position, position, slopes, visible,
-                scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
+            acc, acc_odd, row_max, row_sum = attend_tile(
+                queries, odd, k, v, acc, acc_odd, row_max, row_sum, key_position, position, slopes, visible,
+                scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI, PAIRS,
             )  # fmt: skip
 
+        if PAIRS:
+            acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
+        if v_scale is not None:
+            acc *= tl.load(v_scale + kv_head)
         write_rows(
             acc, row_max, row_sum, row, first_partial + m // GROUP, first_partial < 0, head, in_tile,
             sinks, out, lse, partial_out, partial_lse,

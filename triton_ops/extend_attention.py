@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from triton_ops.attention_inputs import check_attention_inputs
 from triton_ops.attention_plan import ExtendPlan, Int32Array
+from triton_ops.e4m3 import E4M3, slots_of
 from triton_ops.implementation import GPU, Impl, gpu_of, runs_triton, tl, triton
 from triton_ops.merge_partials import merge_partials
 from triton_ops.online_softmax import attend_tile, write_rows
@@ -34,6 +35,8 @@ def extend_attention(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     out: Tensor | None = None,
@@ -43,11 +46,12 @@ def extend_attention(
     """Token i of a request attends to the request's cached prefix and to its new tokens 0..i.
 
     Args:
-        q: `[num_tokens, num_heads, head_dim]`, any float dtype, any strides but for the last, which is 1.
+        q: `[num_tokens, num_heads, head_dim]`, any float dtype (over e4m3 not bfloat16, see `norm_rotary_store`),
+            any strides but for the last, which is 1.
         k, v: `[num_tokens, num_kv_heads, head_dim]`, the new tokens' own, contiguous by request.
             `num_heads` is a multiple of `num_kv_heads`.
-        k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]`; read at the prefixes' slots only, the
-            others may hold anything.
+        k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]`, any float dtype, e4m3 included; read at the
+            prefixes' slots only, the others may hold anything.
         req_to_token: int32 `[max_requests, max_context_len]`, position to slot.
         req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens: int32 `[num_extends]`. Request b
             has tokens `extend_start_loc[b] : extend_start_loc[b] + extend_seq_lens[b]`; 0 of them is
@@ -59,9 +63,10 @@ def extend_attention(
         softcap: the scaled scores become `softcap * tanh(score / softcap)`; None: they stay.
         sliding_window: a token at position p sees the positions from `p - sliding_window + 1` to p, so 1 is
             itself alone; None: all from 0.
+        k_scale, v_scale: float32 `[num_kv_heads]`, or None, as in `decode_attention`: they hold for k and v, too.
         sinks, alibi_slopes: float32 `[num_heads]`, as in `decode_attention`.
-        out: `[num_tokens, num_heads, head_dim]` in q's dtype, contiguous: where the result goes; None: a new
-            tensor.
+        out: `[num_tokens, num_heads, head_dim]`, any float dtype, contiguous: where the result goes; None: a new
+            tensor in q's dtype.
         lse: float32 `[num_tokens, num_heads]`, contiguous, or None: as in `decode_attention`.
 
     Returns:
@@ -91,21 +96,26 @@ def extend_attention(
             plan = ExtendPlan.build(arrays, q.device, tile_tokens=tile_tokens)
         return _launch(
             q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, prefix_lens, extend_start_loc,
-            extend_seq_lens, plan, scale, softcap, sliding_window, sinks, alibi_slopes, out, lse,
+            extend_seq_lens, plan, scale, softcap, sliding_window, k_scale, v_scale, sinks, alibi_slopes, out, lse,
         )  # fmt: skip
     requests = torch.stack([req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens], 1).tolist()
     for row, prefix_len, start, extend_len in requests:
         if extend_len == 0:
             continue
         new = slice(start, start + extend_len)
-        keys, values, mask, bias = k[new], v[new], None, None
+        keys, values = k[new], v[new]
+        if k_scale is not None:
+            keys = keys.float() * k_scale.unsqueeze(1)
+        if v_scale is not None:
+            values = values.float() * v_scale.unsqueeze(1)
+        mask = bias = None
         # What the first new token no longer sees, none of them does.
         first = 0 if sliding_window is None else max(0, prefix_len - sliding_window + 1)
         num_cached = prefix_len - first
         if num_cached:
             slots = req_to_token[row, first:prefix_len]
-            keys = torch.cat([k_buffer.index_select(0, slots).to(k.dtype), keys])
-            values = torch.cat([v_buffer.index_select(0, slots).to(v.dtype), values])
+            keys = torch.cat([slots_of(k_buffer, slots, k_scale), keys.float()])
+            values = torch.cat([slots_of(v_buffer, slots, v_scale), values.float()])
         plain = softcap is None and sinks is None and alibi_slopes is None and lse is None
         if num_cached or not plain or (sliding_window is not None and sliding_window < extend_len):
             mask = torch.ones(extend_len, num_cached + extend_len, dtype=torch.bool, device=q.device)
@@ -182,7 +192,7 @@ class ExtendConfig:
 
 
 def extend_config(
-    gpu: GPU, head_dim: int, dtype: torch.dtype, *, short: bool, alibi: bool = False
+    gpu: GPU, head_dim: int, dtype: torch.dtype, *, short: bool, alibi: bool = False, e4m3: bool = False
 ) -> ExtendConfig:
     """The kernel's configuration; `short` tiles have at most `SHORT_ROWS` rows, others that or more. With `alibi`
     they are of the same size as without.
@@ -193,6 +203,10 @@ def extend_config(
     if dtype == torch.float32:
         tile = 32 if head_dim <= 64 else 16
         return ExtendConfig(tile, tile, 8, 1, max_registers=128)
+    if e4m3 and gpu.capability == 90:
+        if head_dim > 128:
+            return ExtendConfig(64 if short else 128, 32 if short else 16, 8, 1 if head_dim == 256 else 2)
+        return ExtendConfig(64, 32, 4, 3, 168) if short else ExtendConfig(128, 32, 8, 2, 128)
     if gpu.capability != 90:
         if head_dim <= 64:
             return ExtendConfig(64 if short else 128, 64, 8, 2, max_registers=255)
@@ -271,6 +285,8 @@ def _launch(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     out: Tensor,
@@ -279,9 +295,9 @@ def _launch(
     _, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
-    check_attention_inputs(q, k_buffer, v_buffer, req_to_token, sinks, alibi_slopes, out, lse)
-    gpu, short = gpu_of(q.device), plan.tile_tokens * group <= SHORT_ROWS
-    config = extend_config(gpu, head_dim, q.dtype, short=short, alibi=alibi_slopes is not None)
+    check_attention_inputs(q, k_buffer, v_buffer, req_to_token, k_scale, v_scale, sinks, alibi_slopes, out, lse)
+    gpu, short, e4m3 = gpu_of(q.device), plan.tile_tokens * group <= SHORT_ROWS, k_buffer.dtype == E4M3
+    config = extend_config(gpu, head_dim, q.dtype, short=short, alibi=alibi_slopes is not None, e4m3=e4m3)
     if k.stride() != v.stride() or k.stride(2) != 1:
         # A norm over all heads leaves k beside the projection that v is part of. The kernel has registers for one
         # offset a token.
@@ -314,6 +330,8 @@ def _launch(
         plan.item_starts,
         plan.item_lens,
         plan.item_partials,
+        k_scale,
+        v_scale,
         sinks,
         alibi_slopes,
         out,
@@ -355,7 +373,7 @@ def _extend_kernel(
     q, k, v, k_buffer, v_buffer, req_to_token,
     req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens,
     item_requests, item_query_starts, item_starts, item_lens, item_partials,
-    sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
+    k_scale, v_scale, sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
     q_row_stride, q_head_stride, kv_row_stride, kv_head_stride, slot_stride, slot_head_stride, line_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -399,6 +417,8 @@ def _extend_kernel(
     MASK_ALL: tl.constexpr = HAS_WINDOW or q.dtype.element_ty == tl.float32
     k_head = k_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
     v_head = v_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
+    if k_scale is not None:
+        scale *= tl.load(k_scale + kv_head)
     cached_end = tl.minimum(end, prefix_len)
     peeled = start + tl.maximum(cached_end - start, 0) // BLOCK_N * BLOCK_N
     if MASK_ALL:
@@ -410,9 +430,9 @@ def _extend_kernel(
         slot = tl.load(slots + first + BLOCK_N + n, mask=first + BLOCK_N + n < cached_end, other=0)
         keys = tl.load(k_head + offset, mask=in_head, other=0.0)
         values = tl.load(v_head + offset, mask=in_head, other=0.0)
-        acc, row_max, row_sum = attend_tile(
-            queries, keys, values, acc, row_max, row_sum, first + n, position, slopes, in_tile[:, None],
-            scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
+        acc, _, row_max, row_sum = attend_tile(
+            queries, None, keys, values, acc, None, row_max, row_sum, first + n, position, slopes,
+            in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI, False,
         )  # fmt: skip
     for first in tl.range(peeled, cached_end, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
         live = first + n < cached_end
@@ -425,9 +445,9 @@ def _extend_kernel(
         visible = in_tile[:, None] & live[None, :]
         if HAS_WINDOW:
             visible = visible & ((first + n)[None, :] > position[:, None] - window)
-        acc, row_max, row_sum = attend_tile(
-            queries, keys, values, acc, row_max, row_sum, first + n, position, slopes, visible,
-            scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
+        acc, _, row_max, row_sum = attend_tile(
+            queries, None, keys, values, acc, None, row_max, row_sum, first + n, position, slopes, visible,
+            scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI, False,
         )  # fmt: skip
 
     # The new tokens, contiguous: those that all rows see, then the diagonal.
@@ -444,9 +464,9 @@ def _extend_kernel(
         offset = (first + n).to(tl.int64)[:, None] * kv_row_stride
         keys = tl.load(k_new + offset, mask=in_head, other=0.0)
         values = tl.load(v_new + offset, mask=in_head, other=0.0)
-        acc, row_max, row_sum = attend_tile(
-            queries, keys, values, acc, row_max, row_sum, prefix_len + first + n, position, slopes,
-            in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
+        acc, _, row_max, row_sum = attend_tile(
+            queries, None, keys, values, acc, None, row_max, row_sum, prefix_len + first + n, position, slopes,
+            in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI, False,
         )  # fmt: skip
     for first in tl.range(peeled, new_end, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
         key = first + n
@@ -457,9 +477,9 @@ def _extend_kernel(
         visible = in_tile[:, None] & (key < new_end)[None, :] & (key[None, :] <= token[:, None])
         if HAS_WINDOW:
             visible = visible & (key[None, :] > token[:, None] - window)
-        acc, row_max, row_sum = attend_tile(
-            queries, keys, values, acc, row_max, row_sum, prefix_len + key, position, slopes, visible,
-            scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
+        acc, _, row_max, row_sum = attend_tile(
+            queries, None, keys, values, acc, None, row_max, row_sum, prefix_len + key, position, slopes, visible,
+            scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI, False,
         )  # fmt: skip
 
     if GROUP % 4 != 0:
@@ -475,6 +495,8 @@ def _extend_kernel(
         in_tile = (token < extend_len) & (m < BLOCK_M // GROUP * GROUP)
         head = kv_head * GROUP + m % GROUP
         row = (first_row + token).to(tl.int64)
+    if v_scale is not None:
+        acc *= tl.load(v_scale + kv_head)
     write_rows(
         acc, row_max, row_sum, row, first_partial + m // GROUP, first_partial < 0, head, in_tile,
         sinks, out, lse, partial_out, partial_lse,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from triton_ops.e4m3 import put_slots
+
 
 def kv_store(k: Tensor, v: Tensor, k_buffer: Tensor, v_buffer: Tensor, out_cache_loc: Tensor) -> None:
     """Write token t's K and V into slot `out_cache_loc[t]`, in place, in the buffers' dtype.
@@ -13,5 +15,5 @@ def kv_store(k: Tensor, v: Tensor, k_buffer: Tensor, v_buffer: Tensor, out_cache
     except the reserved slot 0, which padding writes to and nothing reads.
     """
     slots = out_cache_loc.long()
-    k_buffer.index_copy_(0, slots, k.to(k_buffer.dtype))
-    v_buffer.index_copy_(0, slots, v.to(v_buffer.dtype))
+    put_slots(k_buffer, slots, k.to(k_buffer.dtype))
+    put_slots(v_buffer, slots, v.to(v_buffer.dtype))

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from triton_ops.e4m3 import E4M3, check_scales, in_float16, quantise, to_e4m3, to_float16
 from triton_ops.elementwise import check_vector
 from triton_ops.implementation import Impl, runs_triton, tl, triton
 from triton_ops.kv_store import kv_store
@@ -53,25 +55,39 @@ def norm_rotary_store(
     *,
     norm: HeadNorm | None = None,
     rotation: Rotation | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     impl: Impl = "auto",
-) -> None:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Norm q and k head by head, rotate them, and write k and v into the pool: `kv_store`. All in place.
+
+    A pool of e4m3 gets k and v divided by their heads' scales, as `quantise` says. Then k and v become the numbers
+    that the pool holds, not multiplied by the scales: new tokens attend to what later ones will.
+
+    Over such a pool attention multiplies in float16, to which a GPU converts e4m3 in a third of the instructions
+    that bfloat16 takes. So there bfloat16 q, k and v become float16, in the same memory: `in_float16`.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32: becomes what attention reads.
-        k, v: `[num_tokens, num_kv_heads, head_dim]` in q's dtype; k likewise. All three may be views of one
+        k, v: `[num_tokens, num_kv_heads, head_dim]` in q's dtype; likewise. All three may be views of one
             packed projection: a token's heads, and a head's elements, lie one after the other.
         k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]` in the pool's dtype, likewise.
         out_cache_loc: int32 `[num_tokens]`, the slots; distinct but for slot 0, which padding writes to.
         norm: None: there is none.
         rotation: None: the layer has no positions.
+        k_scale, v_scale: float32 `[num_kv_heads]`, positive, of a pool of e4m3; None with any other.
+
+    Returns q, k and v as attention reads them: the tensors that were given, or views of them as float16.
 
     Each step rounds to q's dtype, as the operations do that this one is made of. Raises ValueError where the
-    kernel cannot read the tensors.
+    kernel cannot read the tensors, or a scale is missing or meaningless.
     """
+    check_scales(k_scale, v_scale, k.shape[1])
+    for name, scale, buffer in (("k", k_scale, k_buffer), ("v", v_scale, v_buffer)):
+        if (scale is None) == (buffer.dtype == E4M3):
+            raise ValueError(f"{name}_scale is {scale}, but {name}_buffer holds {buffer.dtype}")
     if runs_triton(impl, q.device):
-        _launch(q, k, v, k_buffer, v_buffer, out_cache_loc, norm, rotation)
-        return
+        return _launch(q, k, v, k_buffer, v_buffer, out_cache_loc, norm, rotation, k_scale, v_scale)
     new_q, new_k = q, k
     if norm is not None and norm.offset is None:
         new_q = rms_norm(q, norm.q_weight, norm.eps, impl="torch")
@@ -86,7 +102,17 @@ def norm_rotary_store(
     if new_q is not q:
         q.copy_(new_q)
         k.copy_(new_k)
+    if k_scale is not None and v_scale is not None:
+        k.copy_(quantise(k, k_scale))
+        v.copy_(quantise(v, v_scale))
     kv_store(k, v, k_buffer, v_buffer, out_cache_loc)
+    if k_scale is None or q.dtype != torch.bfloat16:
+        return q, k, v
+    return _become_float16(q), _become_float16(k), _become_float16(v)
+
+
+def _become_float16(x: Tensor) -> Tensor:
+    return x.view(torch.float16).copy_(in_float16(x))
 
 
 def _launch(
@@ -98,7 +124,9 @@ def _launch(
     out_cache_loc: Tensor,
     norm: HeadNorm | None,
     rotation: Rotation | None,
-) -> None:
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     for name, heads in (("q", q), ("k", k), ("v", v), ("k_buffer", k_buffer), ("v_buffer", v_buffer)):
@@ -127,14 +155,17 @@ def _launch(
                 f"cos_sin_cache must be contiguous with an even number of at most {head_dim} columns, but has "
                 f"{rotary_dim}"
             )
+    dtype = torch.float16 if k_scale is not None and q.dtype == torch.bfloat16 else q.dtype
+    read = q.view(dtype), k.view(dtype), v.view(dtype)
     if num_tokens == 0:
-        return
+        return read
     half = triton.next_power_of_2(rotary_dim // 2) if rotary_dim else 0
     rest = triton.next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0
     rows = max(1, TILE // triton.next_power_of_2(head_dim))
     kv_programs = triton.cdiv(num_tokens * num_kv_heads, rows)
-    # Without norm and rotation q stays as it is.
-    q_programs = 0 if norm is None and rotation is None else triton.cdiv(num_tokens * num_heads, rows)
+    # Without norm, rotation and another dtype q stays as it is.
+    unchanged = norm is None and rotation is None and dtype == q.dtype
+    q_programs = 0 if unchanged else triton.cdiv(num_tokens * num_heads, rows)
     _norm_rotary_store_kernel[(q_programs + 2 * kv_programs,)](
         q,
         k,
@@ -146,6 +177,8 @@ def _launch(
         None if norm is None else norm.k_weight,
         None if rotation is None else rotation.cos_sin_cache,
         None if rotation is None else rotation.positions,
+        k_scale,
+        v_scale,
         num_tokens,
         q_programs,
         kv_programs,
@@ -165,8 +198,10 @@ def _launch(
         REST=rest,
         WHOLE=triton.next_power_of_2(head_dim),
         ROWS=rows,
+        TO_FLOAT16=dtype != q.dtype,
         num_warps=NUM_WARPS,
     )
+    return read
 
 
 # What differs from pass to pass must not ask for another variant.
@@ -185,6 +220,8 @@ def _norm_rotary_store_kernel(
     k_weight_ptr,
     cos_sin_ptr,
     position_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     num_tokens,
     q_programs,
     kv_programs,
@@ -204,6 +241,7 @@ def _norm_rotary_store_kernel(
     REST: tl.constexpr,
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
+    TO_FLOAT16: tl.constexpr,
 ):
     """A program has ROWS heads of q, of k or of v, in the order of tokens."""
     program = tl.program_id(0)
@@ -212,6 +250,7 @@ def _norm_rotary_store_kernel(
         token, head = row // NUM_HEADS, row % NUM_HEADS
         _norm_and_rotate(
             q_ptr + (token.to(tl.int64) * q_stride + head * HEAD_DIM)[:, None],
+            None,
             None,
             q_weight_ptr,
             cos_sin_ptr,
@@ -225,6 +264,7 @@ def _norm_rotary_store_kernel(
             ROTARY_DIM,
             HALF,
             REST,
+            TO_FLOAT16,
         )
     else:
         is_v = program >= q_programs + kv_programs
@@ -235,13 +275,15 @@ def _norm_rotary_store_kernel(
         if is_v:
             col = tl.arange(0, WHOLE)[None, :]
             mask = is_live[:, None] & (col < HEAD_DIM)
-            v = tl.load(v_ptr + (token.to(tl.int64) * v_stride + head * HEAD_DIM)[:, None] + col, mask=mask)
+            heads = v_ptr + (token.to(tl.int64) * v_stride + head * HEAD_DIM)[:, None] + col
             to = v_buffer_ptr + (slot * v_buffer_stride + head * HEAD_DIM)[:, None] + col
-            tl.store(to, v.to(v_buffer_ptr.dtype.element_ty), mask=mask)
+            v_scale = None if v_scale_ptr is None else tl.load(v_scale_ptr + head)[:, None]
+            _store(tl.load(heads, mask=mask), heads, to, v_scale, mask, False, TO_FLOAT16)
         else:
             _norm_and_rotate(
                 k_ptr + (token.to(tl.int64) * k_stride + head * HEAD_DIM)[:, None],
                 k_buffer_ptr + (slot * k_buffer_stride + head * HEAD_DIM)[:, None],
+                None if k_scale_ptr is None else tl.load(k_scale_ptr + head)[:, None],
                 k_weight_ptr,
                 cos_sin_ptr,
                 position_ptr,
@@ -254,6 +296,7 @@ def _norm_rotary_store_kernel(
                 ROTARY_DIM,
                 HALF,
                 REST,
+                TO_FLOAT16,
             )
 
 
@@ -261,6 +304,7 @@ def _norm_rotary_store_kernel(
 def _norm_and_rotate(
     heads,
     pool_heads,
+    pool_scale,
     weight_ptr,
     cos_sin_ptr,
     position_ptr,
@@ -273,8 +317,10 @@ def _norm_and_rotate(
     ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    TO_FLOAT16: tl.constexpr,
 ):
-    """Of the heads that begin at `heads [ROWS, 1]`; the result goes there and, unless it is None, to `pool_heads`.
+    """Of the heads that begin at `heads [ROWS, 1]`; the result goes there and, unless it is None, to `pool_heads`,
+    over `pool_scale [ROWS, 1]` if there is one.
 
     A head is held as the first and the second elements of its pairs, and what is not rotated.
     """
@@ -319,24 +365,37 @@ def _norm_and_rotate(
         if REST > 0:
             rest_weight = tl.load(weights + behind, mask=is_behind, other=0.0)
             rest = weighted(rest.to(tl.float32) * scale, rest_weight, dtype, OFFSET)
-            tl.store(heads + behind, rest, mask=is_behind)
-    if REST > 0 and pool_heads is not None:
-        tl.store(pool_heads + behind, rest.to(pool_heads.dtype.element_ty), mask=is_behind)
+    if REST > 0:
+        pool_rest = None if pool_heads is None else pool_heads + behind
+        _store(rest, heads + behind, pool_rest, pool_scale, is_behind, weight_ptr is not None, TO_FLOAT16)
     if ROTARY_DIM > 0:
         turned = (first * cos - second * sin).to(dtype)
         turned_second = (second * cos + first * sin).to(dtype)
         if INTERLEAVED:
             joined = tl.reshape(tl.join(turned, turned_second), [turned.shape[0], 2 * HALF])
-            tl.store(heads + both, joined, mask=is_both)
-            if pool_heads is not None:
-                tl.store(pool_heads + both, joined.to(pool_heads.dtype.element_ty), mask=is_both)
+            pool_both = None if pool_heads is None else pool_heads + both
+            _store(joined, heads + both, pool_both, pool_scale, is_both, True, TO_FLOAT16)
         else:
-            tl.store(heads + pair, turned, mask=is_pair)
-            tl.store(heads + ROTARY_DIM // 2 + pair, turned_second, mask=is_pair)
-            if pool_heads is not None:
-                pool_dtype: tl.constexpr = pool_heads.dtype.element_ty
-                tl.store(pool_heads + pair, turned.to(pool_dtype), mask=is_pair)
-                tl.store(pool_heads + ROTARY_DIM // 2 + pair, turned_second.to(pool_dtype), mask=is_pair)
+            second_pair = ROTARY_DIM // 2 + pair
+            pool_pair = None if pool_heads is None else pool_heads + pair
+            pool_second = None if pool_heads is None else pool_heads + second_pair
+            _store(turned, heads + pair, pool_pair, pool_scale, is_pair, True, TO_FLOAT16)
+            _store(turned_second, heads + second_pair, pool_second, pool_scale, is_pair, True, TO_FLOAT16)
+
+
+@triton.jit
+def _store(x, heads, pool_heads, pool_scale, mask, CHANGED: tl.constexpr, TO_FLOAT16: tl.constexpr):
+    """Write x to `pool_heads`, over `pool_scale`, if there are any, and what stands for x from then on back to
+    `heads`, where it is not there yet: CHANGED says whether x itself is not.
+    """
+    if pool_scale is not None:
+        x = to_e4m3(x, pool_scale)
+    if pool_heads is not None:
+        tl.store(pool_heads, x.to(pool_heads.dtype.element_ty), mask=mask)
+    if TO_FLOAT16:
+        tl.store(heads.to(tl.pointer_type(tl.float16), bitcast=True), to_float16(x), mask=mask)
+    elif CHANGED or pool_scale is not None:
+        tl.store(heads, x.to(heads.dtype.element_ty), mask=mask)
 
 
 @triton.jit

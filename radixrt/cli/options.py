@@ -111,6 +111,7 @@ SAMPLING = (
 MODEL = (
     Option("model", "Hugging Face folder or hub id (the small built-in model)", "FOLDER_OR_ID"),
     Option("dtype", "of weights and KV, such as bfloat16", "DTYPE"),
+    Option("kv_dtype", "of KV: fp8 takes 8 bits a number (that of the weights)", choices=("auto", "fp8")),
     Option("device", "such as cpu, cuda or cuda:1", "DEVICE"),
     Option("impl", "what computes: kernels or references (kernels on a GPU)", choices=("auto", "torch", "triton")),
     Option("load_format", "dummy: random weights from config.json alone", choices=("auto", "dummy")),

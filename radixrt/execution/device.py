@@ -7,7 +7,8 @@ import torch
 
 from radixrt.bounds import real, whole
 from radixrt.errors import ParameterError
-from triton_ops.implementation import Impl, runs_triton
+from triton_ops.e4m3 import FIRST_CAPABILITY
+from triton_ops.implementation import Impl, gpu_of, runs_triton
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -48,6 +49,20 @@ def host_pool_slots(host_memory_gb: float | None, bytes_per_slot: int) -> int:
             f"host_memory_gb is {host_memory_gb:g}: two KV slots of {bytes_per_slot:,} bytes need more"
         )
     return slots
+
+
+def check_kv_dtype(kv_dtype: str, impl: Impl, device: torch.device) -> None:
+    """Raise ParameterError unless `kv_dtype` is known, also where kernels would have to read e4m3 on a GPU that
+    does not know it.
+    """
+    if kv_dtype not in ("auto", "fp8"):
+        raise ParameterError(f"kv_dtype is {kv_dtype!r}; it must be one of: auto, fp8")
+    capability = gpu_of(device).capability
+    if kv_dtype == "fp8" and runs_triton(impl, device) and capability < FIRST_CAPABILITY:
+        raise ParameterError(
+            f"kv_dtype is 'fp8', but {device} has compute capability {capability / 10}; kernels for fp8 need "
+            f"{FIRST_CAPABILITY / 10} or higher"
+        )
 
 
 def pool_slots(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from radixrt.bench.kernels.attention_inputs import (
@@ -26,11 +27,14 @@ from radixrt.bench.kernels.case import Call, Case, Contender
 from radixrt.bench.kernels.roofline import decode_work, extend_work
 from triton_ops.attention_plan import AttentionPlan, ExtendPlan
 from triton_ops.decode_attention import decode_attention, decode_item_len
+from triton_ops.e4m3 import E4M3, quantise
 from triton_ops.extend_attention import extend_attention, plan_extends
 from triton_ops.implementation import gpu_of
 
+E4M3_SCALE = 2.0**-6  # normal numbers are up to 6 in magnitude
 
-def our_decode(inputs: AttentionInputs) -> Call:
+
+def our_decode(inputs: AttentionInputs, kv_scale: Tensor | None = None) -> Call:
     """The plan is made once, as for a steady batch."""
     shape, device = inputs.shape, inputs.q.device
     seq_lens = [shape.length] * shape.batch
@@ -50,9 +54,36 @@ def our_decode(inputs: AttentionInputs) -> Call:
             plan,
             scale=shape.scale,
             impl="triton",
+            k_scale=kv_scale,
+            v_scale=kv_scale,
         )
 
     return Call(run, _result)
+
+
+def e4m3_inputs(shape: AttentionShape, device: torch.device, copies: int) -> Sequence[AttentionInputs]:
+    """Keys and values that e4m3 holds exactly: over it and over bf16 the results are the same."""
+    sets = attention_inputs(shape, device, copies)
+    for buffer in (sets[0].k_buffer, sets[0].v_buffer):  # which the sets share
+        for part in torch.split(buffer, 2**20):
+            part.copy_(quantise(part, _e4m3_scale(shape, device)).float() * E4M3_SCALE)
+    return sets
+
+
+def _e4m3_scale(shape: AttentionShape, device: torch.device) -> Tensor:
+    return torch.full((shape.num_kv_heads,), E4M3_SCALE, device=device)
+
+
+def our_decode_over_e4m3(inputs: AttentionInputs) -> Call:
+    """The same KV in e4m3, and queries in float16: as `norm_rotary_store` leaves them."""
+    scale = _e4m3_scale(inputs.shape, inputs.q.device)
+    quantised = replace(
+        inputs,
+        q=inputs.q.half(),
+        k_buffer=quantise(inputs.k_buffer, scale),
+        v_buffer=quantise(inputs.v_buffer, scale),
+    )
+    return our_decode(quantised, kv_scale=scale)
 
 
 def our_extend(inputs: AttentionInputs) -> Call:
@@ -120,6 +151,19 @@ def decode_case(shape: AttentionShape) -> Case[AttentionInputs]:
     )
 
 
+def e4m3_decode_case(shape: AttentionShape) -> Case[AttentionInputs]:
+    """Beside the same kernel over bf16: "vs" is the speed-up."""
+    return Case(
+        "decode-fp8",
+        f"B={shape.batch} L={shape.length} {shape.words}".strip(),
+        "",
+        decode_work([shape.length] * shape.batch, *shape.heads, kv_itemsize=E4M3.itemsize),
+        partial(e4m3_inputs, shape),
+        expected_attention,
+        (Contender("radixrt", our_decode_over_e4m3), Contender("radixrt, bf16 KV", our_decode)),
+    )
+
+
 def extend_case(shape: AttentionShape, group: str = "extend") -> Case[AttentionInputs]:
     return Case(
         group,
@@ -138,6 +182,8 @@ def attention_cases() -> Iterator[Case[AttentionInputs]]:
         shape = AttentionShape(batch, length - 1, 1)
         yield decode_case(shape)
         yield decode_case(replace(shape, scattered=False))
+    for batch, length in ((1, 8192), (8, 32_768), (64, 2048), (64, 4096), (256, 2048), (256, 8192)):
+        yield e4m3_decode_case(AttentionShape(batch, length - 1, 1))
     for batch, prefix, extend in ((1, 0, 8192), (8, 0, 2048), (32, 1024, 128), (8, 4096, 512)):
         yield extend_case(AttentionShape(batch, prefix, extend))
     for batch, heads, length, head_dim in (

@@ -71,12 +71,23 @@ class Work:
         return Bound(times[limit], limit)
 
 
-def decode_work(lens: Iterable[int], num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> Work:
-    """One new token a request attends to `lens` tokens; each token's KV is read once, for its request alone."""
+def decode_work(
+    lens: Iterable[int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    kv_itemsize: int | None = None,
+) -> Work:
+    """One new token a request attends to `lens` tokens; each token's KV is read once, for its request alone. An
+    element of KV takes `kv_itemsize` bytes, or `itemsize`.
+    """
     lens = list(lens)
     tokens = sum(lens)
     return Work(
-        bytes=itemsize * head_dim * (2 * num_kv_heads * tokens + 2 * num_heads * len(lens)),
+        bytes=head_dim
+        * 2
+        * ((kv_itemsize or itemsize) * num_kv_heads * tokens + itemsize * num_heads * len(lens)),
         flops=4 * head_dim * num_heads * tokens,
         exps=num_heads * tokens,
     )

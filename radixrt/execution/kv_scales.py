@@ -1,0 +1,75 @@
+"""The scales of an e4m3 pool, from what a model computes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from layers.input_metadata import InputMetadata
+from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.execution.attention_planner import AttentionPlanner
+from radixrt.models.decoder import Decoder
+from triton_ops.e4m3 import E4M3_MAX
+
+NUM_TOKENS = 256
+SEED = 0
+# e4m3 is a float: down to 2^-15 of its greatest number it is as precise at one scale as at another. So there is
+# room for keys and values greater than those of the tokens that were tried.
+MARGIN = 4.0
+
+
+def calibrated_scales(model: Decoder, device: torch.device) -> Tensor:
+    """The scales float32 `[num_layers, 2, num_kv_heads]` of keys and values for an e4m3 pool, on `device`.
+
+    One pass computes the KV of NUM_TOKENS pseudo-random tokens, always the same, behind the model's first token. A
+    scale is the power of two at or above MARGIN times the greatest magnitude of its layer and head over the
+    greatest number of e4m3; 1 where all are 0, or one is not finite.
+    """
+    config = model.config
+    num_tokens = min(NUM_TOKENS, config.context_length)
+    ids = np.random.default_rng(SEED).integers(0, config.vocab_size, num_tokens, dtype=np.int32)
+    if config.bos_token_id is not None:
+        ids[0] = config.bos_token_id
+    pool = TokenToKVPool(
+        num_tokens + 1,
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        dtype=model.placement.dtype,
+        device=device,
+    )
+    slots = np.arange(1, num_tokens + 1, dtype=np.int32)
+    host = InputMetadata.host_arrays([0], [num_tokens], [0], slots)
+    plans = AttentionPlanner(config, model.placement).plan(host, 1)
+    arrays = {name: torch.tensor(array, device=device) for name, array in {**host, **plans.arrays}.items()}
+    metadata = InputMetadata.from_host_and_device(
+        host,
+        arrays,
+        logits_indices=arrays["req_pool_indices"],
+        req_to_token=arrays["out_cache_loc"].unsqueeze(0),
+        num_extends=1,
+        decode_plans=plans.decode(arrays),
+        extend_plans=plans.extend(arrays),
+    )
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with torch.inference_mode(), on_device:
+        model(torch.tensor(ids, device=device), metadata, pool)
+        greatest = torch.stack(
+            [
+                torch.stack([buffer[1:].abs().amax((0, 2)) for buffer in (pool.k_buffer(i), pool.v_buffer(i))])
+                for i in range(config.num_layers)
+            ]
+        )
+    return torch.tensor(_powers_of_two(greatest.double().cpu().numpy() * MARGIN / E4M3_MAX), device=device)
+
+
+def _powers_of_two(x: NDArray[np.float64]) -> NDArray[np.float32]:
+    """The least powers of two at or above x, within what float32 can divide by; 1 where x is 0 or not finite."""
+    usable = np.isfinite(x) & (x > 0)
+    mantissa, exponent = np.frexp(np.where(usable, x, 1.0))  # mantissa from 1/2 to below 1
+    exponent = np.clip(exponent - (mantissa == 0.5), -100, 100)
+    return np.where(usable, np.ldexp(1.0, exponent), 1.0).astype(np.float32)
