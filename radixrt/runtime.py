@@ -625,7 +625,7 @@ class Runtime:
         if self._fingerprint is None:
             self._fingerprint = weight_fingerprint(self._model)
         dtype = next(self._model.parameters()).dtype
-        return cache_identity(self.config, self._fingerprint, dtype, self._storage.format)
+        return cache_identity(self.config, self._fingerprint, dtype, self._storage.format, self._kv_pool.scales)
 
     def _built(
         self,

@@ -15,12 +15,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from triton_ops.attention_plan import AttentionPlan
 from triton_ops.decode_attention import decode_attention
+from triton_ops.e4m3 import FIRST_CAPABILITY, quantise
 from triton_ops.extend_attention import extend_attention
+from triton_ops.implementation import gpu_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("device", ["cuda"], indirect=True, scope="module")]
 
 SECONDS = 300  # of random batches
 SCALE = 0.2
+KNOWS_E4M3 = torch.cuda.is_available() and gpu_of(torch.device("cuda", 0)).capability >= FIRST_CAPABILITY
 
 
 # --- captured graphs ---
@@ -138,6 +141,7 @@ def check_random_batch(rng: np.random.Generator) -> None:
         return options[rng.integers(len(options))]
 
     dtype = choose(torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
+    e4m3 = dtype != torch.bfloat16 and choose(True, False) and KNOWS_E4M3
     head_dim, group = choose(16, 32, 64, 80, 96, 112, 128, 128, 192, 256), choose(1, 2, 3, 4, 4, 7, 8, 16)
     num_kv_heads = choose(1, 2, 4)
     num_heads = group * num_kv_heads
@@ -152,6 +156,7 @@ def check_random_batch(rng: np.random.Generator) -> None:
         dtype=dtype,
         scattered=choose(True, True, False),
         interleaved=choose(True, False),
+        e4m3=e4m3,
         seed=int(rng.integers(2**31)),
     )
     options: dict[str, Any] = {
@@ -160,8 +165,12 @@ def check_random_batch(rng: np.random.Generator) -> None:
         "sliding_window": choose(None, None, 1, 40, 500),
         "sinks": choose(None, None, torch.randn(num_heads)),
         "alibi_slopes": choose(None, None, torch.rand(num_heads)),
+        "k_scale": case.k_scale,
+        "v_scale": case.v_scale,
     }
     q, k, v = (x.to(dtype) for x in packed_qkv(int(extends.sum()), num_heads, num_kv_heads, head_dim))
+    if case.k_scale is not None and case.v_scale is not None:
+        k, v = quantise(k, case.k_scale).to(dtype), quantise(v, case.v_scale).to(dtype)
     lens = [torch.tensor(x, dtype=torch.int32) for x in (prefixes, np.cumsum(extends) - extends, extends)]
 
     def both(call: Any, rows: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt import ParameterError, RequestOutput, Runtime, SamplingParams
+from radixrt import CacheFileError, ParameterError, RequestOutput, Runtime, SamplingParams
 from radixrt.builtin import MODEL_PATH
 from radixrt.builtin.task import EVAL_SEED, Question, ask_alone, ask_few_shot, make_document
 from radixrt.execution import kv_scales
@@ -206,7 +206,7 @@ def test_heads_of_zeros_and_of_nonsense_have_a_scale_of_one(model: Decoder, devi
 
 
 def test_keys_and_values_have_scales_of_their_own(tmp_path: Path, device: torch.device) -> None:
-    """Values a million times smaller, an output projection as much greater, all by a power of two: nothing changes."""
+    """Values a million times smaller, an output projection as much greater, by a power of two: nothing changes."""
     with torch.device("cpu"):
         given = checkpoints.llama()
         checkpoints.write(given, tmp_path / "given")
@@ -261,6 +261,23 @@ def test_other_weights_have_other_scales_and_find_nothing_cached(tmp_path: Path,
         output = runtime.generate(prompt, params)
     assert output.usage.cached_tokens == 0
     assert output.token_ids == expected.token_ids
+
+
+def test_a_kept_cache_is_read_with_its_own_scales_only(tmp_path: Path, device: torch.device) -> None:
+    prompt, params = "Mira likes Oslo. Tarek counts 374.\nQ: Tarek counts?\nA:", SamplingParams(temperature=0)
+    options: dict[str, Any] = {"device": device, "max_total_tokens": 300, "kv_dtype": "fp8"}
+    with Runtime(**options) as runtime:
+        cold = runtime.generate(prompt, params)
+        runtime.save_cache(tmp_path / "kept")
+    with Runtime(**options) as runtime:
+        runtime.load_cache(tmp_path / "kept")
+        warm = runtime.generate(prompt, params)
+    assert warm.usage.cached_tokens > 0
+    assert warm.token_ids == cold.token_ids
+    with Runtime(**options) as runtime:
+        runtime._kv_pool.set_scales(runtime._kv_pool.scales * 2)
+        with pytest.raises(CacheFileError, match="scales of KV"):
+            runtime.load_cache(tmp_path / "kept")
 
 
 # --- what is refused ---

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from triton_ops.attention_plan import AttentionPlan, ExtendPlan
 from triton_ops.decode_attention import SHORT_ITEM, decode_attention
-from triton_ops.e4m3 import quantise
+from triton_ops.e4m3 import FIRST_CAPABILITY, quantise
 from triton_ops.extend_attention import extend_attention, plan_extends
-from triton_ops.implementation import GPU, Impl
+from triton_ops.implementation import GPU, Impl, gpu_of
 from triton_ops.kv_store import kv_store
 
 
@@ -32,8 +32,10 @@ def impl(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Impl]
 
 
 @pytest.fixture(scope="module", params=["plain", "e4m3"])
-def pool(request: pytest.FixtureRequest) -> Iterator[None]:
+def pool(request: pytest.FixtureRequest, device: torch.device, impl: Impl) -> Iterator[None]:
     """What the pools of `make_case` hold: numbers of the queries' dtype, or e4m3."""
+    if request.param == "e4m3" and impl == "triton" and gpu_of(device).capability < FIRST_CAPABILITY:
+        pytest.skip("this GPU does not know e4m3")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(POOL, "e4m3", request.param == "e4m3")
         yield

@@ -24,13 +24,16 @@ _NOT_OF_KV = frozenset(
 )
 
 
-def cache_identity(config: ModelConfig, fingerprint: str, dtype: torch.dtype, kv: KVFormat) -> dict[str, Any]:
+def cache_identity(
+    config: ModelConfig, fingerprint: str, dtype: torch.dtype, kv: KVFormat, scales: torch.Tensor | None
+) -> dict[str, Any]:
     """By the names that a message calls them: JSON values, equal where the KV is.
 
     Args:
         fingerprint: of the weights.
         dtype: that the model computes in.
         kv: what a token's KV looks like.
+        scales: those of the pool, or None.
     """
     own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _NOT_OF_KV}
     ropes = [kind.rope for kind in config.attention]
@@ -46,6 +49,8 @@ def cache_identity(config: ModelConfig, fingerprint: str, dtype: torch.dtype, kv
         "dtype of KV": kv.dtype,
         "weights": fingerprint,
     }
+    if scales is not None:  # another GPU may round what they are computed from
+        identity["scales of KV"] = hashlib.sha256(scales.cpu().numpy().astype("<f4").tobytes()).hexdigest()[:16]
     read: dict[str, Any] = json.loads(json.dumps(identity))  # as it comes out of a file
     return read
 
