@@ -13,7 +13,7 @@ from triton_ops.attention_plan import AttentionPlan
 from triton_ops.e4m3 import E4M3, slots_of
 from triton_ops.implementation import GPU, Impl, gpu_of, runs_triton, tl, triton
 from triton_ops.merge_partials import merge_partials
-from triton_ops.online_softmax import attend_tile, write_rows
+from triton_ops.online_softmax import attend_pairs, attend_tile, write_rows
 from triton_ops.soft_cap import soft_cap
 
 # Items up to this many tokens are padded to one another: a separate block for them would cost more.
@@ -401,7 +401,6 @@ def _decode_kernel(
             mask=in_tile[:, None] & (d < HEAD_DIM)[None, :],
             other=0.0,
         )
-        odd, acc_odd = None, None
         if PAIRS:
             queries, odd = tl.split(tl.reshape(queries, [BLOCK_M, BLOCK_D // 2, 2]))
             acc_odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
@@ -428,10 +427,16 @@ def _decode_kernel(
             offset = tl.load(slots + key_position).to(tl.int64)[:, None] * slot_stride
             k = tl.load(k_head + offset, mask=in_head, other=0.0)
             v = tl.load(v_head + offset, mask=in_head, other=0.0)
-            acc, acc_odd, row_max, row_sum = attend_tile(
-                queries, odd, k, v, acc, acc_odd, row_max, row_sum, key_position, position, slopes,
-                in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI, PAIRS,
-            )  # fmt: skip
+            if PAIRS:
+                acc, acc_odd, row_max, row_sum = attend_pairs(
+                    queries, odd, k, v, acc, acc_odd, row_max, row_sum, key_position, position, slopes,
+                    in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
+                )  # fmt: skip
+            else:
+                acc, row_max, row_sum = attend_tile(
+                    queries, k, v, acc, row_max, row_sum, key_position, position, slopes, in_tile[:, None],
+                    scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
+                )  # fmt: skip
         for first in tl.range(peeled, end, BLOCK_N, num_stages=NUM_STAGES if HAS_WINDOW else 1):
             key_position = first + tl.arange(0, BLOCK_N)
             live = key_position < end
@@ -442,10 +447,16 @@ def _decode_kernel(
             visible = in_tile[:, None] & live[None, :]
             if HAS_WINDOW:
                 visible = visible & (key_position[None, :] > position[:, None] - window)
-            acc, acc_odd, row_max, row_sum = attend_tile(
-                queries, odd, k, v, acc, acc_odd, row_max, row_sum, key_position, position, slopes, visible,
-                scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI, PAIRS,
-            )  # fmt: skip
+            if PAIRS:
+                acc, acc_odd, row_max, row_sum = attend_pairs(
+                    queries, odd, k, v, acc, acc_odd, row_max, row_sum, key_position, position, slopes,
+                    visible, scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
+                )  # fmt: skip
+            else:
+                acc, row_max, row_sum = attend_tile(
+                    queries, k, v, acc, row_max, row_sum, key_position, position, slopes, visible,
+                    scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
+                )  # fmt: skip
 
         if PAIRS:
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])

@@ -430,9 +430,9 @@ def _extend_kernel(
         slot = tl.load(slots + first + BLOCK_N + n, mask=first + BLOCK_N + n < cached_end, other=0)
         keys = tl.load(k_head + offset, mask=in_head, other=0.0)
         values = tl.load(v_head + offset, mask=in_head, other=0.0)
-        acc, _, row_max, row_sum = attend_tile(
-            queries, None, keys, values, acc, None, row_max, row_sum, first + n, position, slopes,
-            in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI, False,
+        acc, row_max, row_sum = attend_tile(
+            queries, keys, values, acc, row_max, row_sum, first + n, position, slopes,
+            in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
     for first in tl.range(peeled, cached_end, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
         live = first + n < cached_end
@@ -445,9 +445,9 @@ def _extend_kernel(
         visible = in_tile[:, None] & live[None, :]
         if HAS_WINDOW:
             visible = visible & ((first + n)[None, :] > position[:, None] - window)
-        acc, _, row_max, row_sum = attend_tile(
-            queries, None, keys, values, acc, None, row_max, row_sum, first + n, position, slopes, visible,
-            scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI, False,
+        acc, row_max, row_sum = attend_tile(
+            queries, keys, values, acc, row_max, row_sum, first + n, position, slopes, visible,
+            scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
 
     # The new tokens, contiguous: those that all rows see, then the diagonal.
@@ -464,9 +464,9 @@ def _extend_kernel(
         offset = (first + n).to(tl.int64)[:, None] * kv_row_stride
         keys = tl.load(k_new + offset, mask=in_head, other=0.0)
         values = tl.load(v_new + offset, mask=in_head, other=0.0)
-        acc, _, row_max, row_sum = attend_tile(
-            queries, None, keys, values, acc, None, row_max, row_sum, prefix_len + first + n, position, slopes,
-            in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI, False,
+        acc, row_max, row_sum = attend_tile(
+            queries, keys, values, acc, row_max, row_sum, prefix_len + first + n, position, slopes,
+            in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
     for first in tl.range(peeled, new_end, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
         key = first + n
@@ -477,9 +477,9 @@ def _extend_kernel(
         visible = in_tile[:, None] & (key < new_end)[None, :] & (key[None, :] <= token[:, None])
         if HAS_WINDOW:
             visible = visible & (key[None, :] > token[:, None] - window)
-        acc, _, row_max, row_sum = attend_tile(
-            queries, None, keys, values, acc, None, row_max, row_sum, prefix_len + key, position, slopes, visible,
-            scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI, False,
+        acc, row_max, row_sum = attend_tile(
+            queries, keys, values, acc, row_max, row_sum, prefix_len + key, position, slopes, visible,
+            scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
 
     if GROUP % 4 != 0:

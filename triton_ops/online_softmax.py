@@ -12,25 +12,55 @@ LOG2_E: tl.constexpr = 1.4426950408889634 if tl is None else tl.constexpr(1.4426
 
 @triton.jit
 def attend_tile(
-    q, q_odd, k, v, acc, acc_odd, row_max, row_sum, key_positions, positions, slopes, visible,
-    scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, PAIRS: tl.constexpr,
+    q, k, v, acc, row_max, row_sum, key_positions, positions, slopes, visible,
+    scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Take the keys `k [BLOCK_N, BLOCK_D]` and their values into the softmax of the rows `q [BLOCK_M, BLOCK_D]`.
 
     `acc [BLOCK_M, BLOCK_D]` holds the weighted sum of values, `row_max` the greatest score so far, in base 2, and
     `row_sum` the sum of exponentials less it. `scale` includes log2(e) unless there is a softcap. Where MASKED,
     only `visible [BLOCK_M, BLOCK_N]` scores count.
-
-    With PAIRS, k and v are pairs of e4m3 elements of a head, `[BLOCK_N, BLOCK_D // 2]` (see `from_pairs`); q and
-    `acc` are those of the even elements, `q_odd` and `acc_odd` of the odd ones. Otherwise the latter mean nothing.
     """
-    if PAIRS:
-        k, k_odd = from_pairs(k)
-        scores = tl.dot(q, tl.trans(k))
-        scores = tl.dot(q_odd, tl.trans(k_odd), scores)
-    else:
-        v = v.to(q.dtype)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    v = v.to(q.dtype)  # before the products: between them it would take more registers
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    weights, keep, row_max, row_sum = _weigh(
+        scores, row_max, row_sum, key_positions, positions, slopes, visible,
+        scale, softcap, MASKED, HAS_SOFTCAP, HAS_ALIBI,
+    )  # fmt: skip
+    acc = acc * keep[:, None]
+    acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def attend_pairs(
+    q, q_odd, k, v, acc, acc_odd, row_max, row_sum, key_positions, positions, slopes, visible,
+    scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """`attend_tile` where k and v are pairs of e4m3 elements of a head, int16 `[BLOCK_N, BLOCK_D // 2]` (see
+    `from_pairs`): q and `acc`, `[BLOCK_M, BLOCK_D // 2]`, are those of the even elements, `q_odd` and `acc_odd` of
+    the odd ones. q is float16.
+    """
+    k, k_odd = from_pairs(k)
+    scores = tl.dot(q, tl.trans(k))
+    scores = tl.dot(q_odd, tl.trans(k_odd), scores)
+    weights, keep, row_max, row_sum = _weigh(
+        scores, row_max, row_sum, key_positions, positions, slopes, visible,
+        scale, softcap, MASKED, HAS_SOFTCAP, HAS_ALIBI,
+    )  # fmt: skip
+    weights = weights.to(q.dtype)
+    v, v_odd = from_pairs(v)
+    acc = tl.dot(weights, v, acc * keep[:, None])
+    acc_odd = tl.dot(weights, v_odd, acc_odd * keep[:, None])
+    return acc, acc_odd, row_max, row_sum
+
+
+@triton.jit
+def _weigh(
+    scores, row_max, row_sum, key_positions, positions, slopes, visible,
+    scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """The exponentials of a tile's scores, the factor on what was summed before, and both sums' new state."""
     if HAS_SOFTCAP:
         # tanh without overflow: its exponential may be infinite.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap) * LOG2_E) + 1.0)) * LOG2_E
@@ -53,15 +83,7 @@ def attend_tile(
         weights = tl.exp2(scores * scale - base[:, None])  # one multiply-add an element
     keep = tl.exp2(row_max - base)
     row_sum = row_sum * keep + tl.sum(weights, 1)
-    weights = weights.to(q.dtype)
-    acc = acc * keep[:, None]
-    if PAIRS:
-        v, v_odd = from_pairs(v)
-        acc = tl.dot(weights, v, acc)
-        acc_odd = tl.dot(weights, v_odd, acc_odd * keep[:, None])
-    else:
-        acc = tl.dot(weights, v, acc, input_precision="ieee")
-    return acc, acc_odd, greatest, row_sum
+    return weights, keep, greatest, row_sum
 
 
 @triton.jit
