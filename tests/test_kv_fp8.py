@@ -148,6 +148,16 @@ def test_cold_warm_and_chunked_answers_agree(questions: list[Question]) -> None:
     assert [o.token_ids for o in chunked] == [o.token_ids for o in cold[:30]]
 
 
+def test_prefixes_come_back_from_the_host(questions: list[Question]) -> None:
+    cold = answers(questions[:40], force_miss=True)
+    options: dict[str, Any] = {"max_total_tokens": 1300, "max_running_requests": 4, "host_memory_gb": 0.02}
+    with Runtime(device=torch.get_default_device(), kv_dtype="fp8", **options) as runtime:
+        outputs = runtime.generate([q.prompt for q in questions[:40]], GREEDY)
+        again = runtime.generate([q.prompt for q in questions[:40]], GREEDY)
+        assert runtime.cache_stats().loaded_tokens > 0
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in cold] == [o.token_ids for o in again]
+
+
 def test_log_probabilities_do_not_depend_on_what_is_cached(device: torch.device) -> None:
     """More telling than answers: if new tokens attended to their own KV unrounded, these would differ by 1e-2."""
     ids = np.random.default_rng(5).integers(3, 900, 120).tolist()
