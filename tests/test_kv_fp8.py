@@ -150,7 +150,7 @@ def test_cold_warm_and_chunked_answers_agree(questions: list[Question]) -> None:
 
 def test_prefixes_come_back_from_the_host(questions: list[Question]) -> None:
     cold = answers(questions[:40], force_miss=True)
-    options: dict[str, Any] = {"max_total_tokens": 1300, "max_running_requests": 4, "host_memory_gb": 0.02}
+    options: dict[str, Any] = {"max_total_tokens": 700, "max_running_requests": 3, "host_memory_gb": 0.02}
     with Runtime(device=torch.get_default_device(), kv_dtype="fp8", **options) as runtime:
         outputs = runtime.generate([q.prompt for q in questions[:40]], GREEDY)
         again = runtime.generate([q.prompt for q in questions[:40]], GREEDY)
