@@ -30,6 +30,7 @@ def add_bench_command(commands: Any) -> None:
     )
     benchmarks = bench.add_subparsers(metavar="BENCHMARK", required=True)
     _add_prefix_reuse(benchmarks)
+    _add_kept_prefixes(benchmarks)
     _add_kernels(benchmarks)
 
 
@@ -82,6 +83,56 @@ def _add_prefix_reuse(benchmarks: Any) -> None:
     option = parser.add_argument_group("files").add_argument
     option("--json", type=Path, default=None, metavar="FILE", help="gets every run's figures")
     option("--plot", type=Path, default=None, metavar="FILE.png", help="gets a picture (needs radixrt[bench])")
+
+
+_KEPT_PREFIXES_DESCRIPTION = """\
+Ask about the same documents in round after round. First with a KV pool that holds a quarter of them, without and
+with a host tier; then with one that holds them all, whose cache is saved; then in a second run that loads it.
+"""
+
+
+def _add_kept_prefixes(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "kept-prefixes",
+        help="documents that exceed the KV pool, and those of an earlier run",
+        description=_KEPT_PREFIXES_DESCRIPTION,
+        epilog="""\
+examples:
+  radixrt bench kept-prefixes
+  radixrt bench kept-prefixes --config llama-3.1-8b --documents 24 --document-len 8192 --json out.json
+
+The saved cache takes as much room on the disk as the documents' KV. Weights are random unless there is a model.
+
+exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C.
+""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # what is not given keeps the default of Options
+    )
+    parser.set_defaults(run=_kept_prefixes)
+
+    option = parser.add_argument_group("what is run").add_argument
+    option("--documents", type=int, metavar="N", help="how many there are (12)")
+    option("--document-len", type=int, metavar="N", help="tokens of each (1024)")
+    option("--rounds", type=int, metavar="N", help="each asks one question about every document (4)")
+    option("--seed", type=int, metavar="N", help="of the documents, the questions and the random weights (0)")
+
+    option = parser.add_argument_group("model").add_argument
+    option("--model", metavar="FOLDER_OR_ID", help="Hugging Face folder or hub id, or: built-in")
+    option("--config", choices=tuple(SHAPES), help="random weights of a known shape (tiny)")
+    option("--dtype", metavar="DTYPE", help="of weights and KV, such as bfloat16")
+    option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
+
+    option = parser.add_argument_group("files").add_argument
+    option("--folder", type=Path, metavar="FOLDER", help="the cache is saved there (the temporary files')")
+    option("--json", type=Path, default=None, metavar="FILE", help="gets every round's figures")
+
+
+def _kept_prefixes(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from radixrt.bench.kept_prefixes import Options, run_benchmark
+
+    given = {name: value for name, value in vars(arguments).items() if name not in ("run", *_FILES)}
+    return run_benchmark(Options(**given), json_file=arguments.json)
 
 
 _KERNELS_DESCRIPTION = """\

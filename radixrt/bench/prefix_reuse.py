@@ -114,7 +114,7 @@ def compare(options: Options, *, progress: bool = False) -> list[Comparison]:
     steps = len(modes) * len(options.workloads) * options.repeat
     with (
         tqdm(total=steps, unit=" runs", disable=not progress, file=sys.stderr) as bar,
-        _model(options) as (model, load_format),
+        model_of(options.model, options.config or SCALES[options.scale].shape) as (model, load_format),
     ):
         for mode, own in modes.items():
             # Not all at once: on a GPU each takes all the memory.
@@ -203,7 +203,8 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH)
-    environment = _environment(options)
+    shape = options.config or SCALES[options.scale].shape
+    environment = environment_of(options.device, options.model or f"{shape} (random weights)")
     console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in environment.items()))
     comparisons = compare(options, progress=True)
     print_comparisons(comparisons, console)
@@ -221,27 +222,27 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     return 0
 
 
-def _environment(options: Options) -> dict[str, str]:
-    """What the figures depend on besides the options."""
-    device = choose_device(options.device)
+def environment_of(device: str | None, model: str) -> dict[str, str]:
+    """What figures depend on besides their options."""
+    chosen = choose_device(device)
     return {
         "radixrt": radixrt.__version__,
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
+        "device": torch.cuda.get_device_name(chosen)
+        if chosen.type == "cuda"
         else f"CPU ({platform.machine()}, {os.cpu_count()} cores, torch threads {torch.get_num_threads()})",
-        "model": options.model or f"{options.config or SCALES[options.scale].shape} (random weights)",
+        "model": model,
     }
 
 
 @contextlib.contextmanager
-def _model(options: Options) -> Iterator[tuple[Path | str, Any]]:
-    """The model's folder or id, and its load format."""
-    if options.model is not None:
-        yield (MODEL_PATH if options.model == BUILT_IN else options.model), "auto"
+def model_of(model: str | None, config: str | None) -> Iterator[tuple[Path | str, Any]]:
+    """A model's folder or id and its load format: of `model`, or of the shape `config` ("tiny" if None)."""
+    if model is not None:
+        yield (MODEL_PATH if model == BUILT_IN else model), "auto"
         return
     with tempfile.TemporaryDirectory() as folder:
-        yield write_shape(options.config or SCALES[options.scale].shape, Path(folder)), "dummy"
+        yield write_shape(config or "tiny", Path(folder)), "dummy"
 
 
 def _runtime(options: Options, model: Path | str, load_format: Any, own: dict[str, Any]) -> Runtime:
@@ -347,9 +348,6 @@ def _speed(options: Options, runtime: Runtime) -> DeviceSpeed | None:
 
 def _shape(options: Options, runtime: Runtime) -> ModelShape:
     config = runtime.config
-    on_cpu = runtime.device.type == "cpu"
-    auto = torch.float32 if on_cpu else config.dtype
-    dtype = auto if options.dtype == "auto" else getattr(torch, options.dtype)
     return ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -358,5 +356,12 @@ def _shape(options: Options, runtime: Runtime) -> ModelShape:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
-        bytes_per_value=dtype.itemsize,
+        bytes_per_value=value_bytes(runtime, options.dtype),
     )
+
+
+def value_bytes(runtime: Runtime, dtype: str) -> int:
+    """Of a weight, or an element of KV, of a Runtime that was made with this `dtype`."""
+    auto = torch.float32 if runtime.device.type == "cpu" else runtime.config.dtype
+    chosen = auto if dtype == "auto" else getattr(torch, dtype)
+    return int(chosen.itemsize)
