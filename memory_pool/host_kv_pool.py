@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import torch
@@ -49,6 +50,9 @@ def _page_lock(buffer: torch.Tensor, device: torch.device) -> None:
     with torch.cuda.device(device):
         status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)  # type: ignore[no-untyped-call]
     if int(status) != 0:
+        # CUDA remembers the failure and reports it to whoever asks next: here, to nobody.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)
         raise RuntimeError(f"{buffer.nbytes:,} bytes of host memory cannot be page-locked: {status}")
 
 

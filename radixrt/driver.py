@@ -146,7 +146,9 @@ class Driver:
         with self._alone():
             while self._engine.has_work:
                 self._step()
-            self._engine.make_transfers()
+            self._engine.check_whole()
+            with uninterrupted():
+                self._engine.make_transfers()
             return action()
 
     def close(self) -> None:

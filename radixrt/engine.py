@@ -57,6 +57,11 @@ class Engine:
         """Queue requests that are known together, in the order that the policy wants them in."""
         self.scheduler.submit_all(requests)
 
+    def check_whole(self) -> None:
+        """Raise SchedulerError if a step has been cut in two."""
+        if self.is_cut:
+            raise SchedulerError("an earlier step was cut in two; close this Runtime and make another one")
+
     def make_transfers(self) -> None:
         """Start what is booked between the tiers. Passes do; so must whoever reads or writes slots beside them."""
         booked = self.scheduler.cache.transfers
@@ -77,8 +82,7 @@ class Engine:
             SchedulerError: requests wait, and nothing can run; or a step before this one was cut in two by what
                 it could not handle (a third Ctrl-C), so that nobody knows what is in memory.
         """
-        if self.is_cut:
-            raise SchedulerError("an earlier step was cut in two; close this Runtime and make another one")
+        self.check_whole()
         with uninterrupted():
             self.is_cut = True
             ended = self._step()

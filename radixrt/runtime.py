@@ -34,6 +34,7 @@ from radixrt.execution.device import check_impl, check_kv_dtype, choose_device, 
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.weight_fingerprint import weight_fingerprint
+from radixrt.interrupt import uninterrupted
 from radixrt.models.loader import LoadFormat, load_model, reload_weights
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, ScoreOutput, StreamChunk
 from radixrt.request_builder import (
@@ -171,6 +172,8 @@ class Runtime:
 
         weights_dtype = next(decoder.parameters()).dtype
         pool_dtype = E4M3 if kv_dtype == "fp8" else weights_dtype
+        if pool_dtype == E4M3 and self.config.head_dim % 2:
+            raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {self.config.head_dim}")
         # Before the pool takes what is free: this needs some memory, too.
         scales = calibrated_scales(decoder, self.device) if pool_dtype == E4M3 else None
         shape = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
@@ -188,7 +191,8 @@ class Runtime:
         if scales is not None:
             self._kv_pool.set_scales(scales)
         host_pool = None
-        if host_slots := host_pool_slots(host_memory_gb, bytes_per_slot):
+        promised = slots * bytes_per_slot if self.device.type == "cpu" else 0
+        if host_slots := host_pool_slots(host_memory_gb, bytes_per_slot, promised=promised):
             if not enable_prefix_cache:
                 raise ParameterError(
                     f"host_memory_gb is {host_memory_gb:g} and enable_prefix_cache is False: nothing is kept that "
@@ -515,20 +519,27 @@ class Runtime:
 
     def flush_cache(self) -> int:
         """Forget all prefixes that no running request uses. Returns how many tokens were forgotten."""
-        return self._driver.look(self._cache.flush)
+        with uninterrupted():
+            return self._driver.look(self._cache.flush)
 
     def update_weights(self, source: str | Path) -> None:
         """Take other weights of the same model: running requests end first, and no cached prefix outlives this.
 
         Raises:
             ModelError: the source is not a checkpoint of this model. Its weights have not changed then.
+            Exception: anything else, such as a file that cannot be read to its end, leaves weights of both: call
+                this again before anything else.
         """
 
+        def forget() -> None:
+            # Before the first weight changes: whatever fails from then on, nothing that was computed is found.
+            with uninterrupted():
+                self._requests.weights_version += 1
+                self._fingerprint = None
+                self._cache.flush()
+
         def swap() -> None:
-            reload_weights(self._model, self.config, source)
-            self._requests.weights_version += 1
-            self._fingerprint = None
-            self._cache.flush()
+            reload_weights(self._model, self.config, source, before_change=forget)
             if self._kv_pool.scales is not None:
                 # Nothing is cached now, so nothing is read with other scales than it was stored with.
                 self._kv_pool.set_scales(calibrated_scales(self._model, self.device))
@@ -564,8 +575,8 @@ class Runtime:
         """Take the prefixes of a file that `save_cache` wrote, so that prompts find them in the cache.
 
         Running requests end first, and new ones wait. What is cached already stays; the rest goes to free slots,
-        what was used last first, and nothing is evicted for it. It is the first to go when slots are wanted. A
-        warning is logged where there are too few.
+        what was used last first, and nothing is evicted for it. It is the first to go when slots are wanted, to
+        the host if there is a tier. A warning is logged where there are too few.
 
         Args:
             path: the file. It must have been written by a Runtime with the same weights, dtype and rope.

@@ -358,6 +358,9 @@ class CheckedEngine:
         self.world.check()
         return ended
 
+    def check_whole(self) -> None:
+        self.world.engine.check_whole()
+
     def make_transfers(self) -> None:
         runner = self.world.runner
         runner.fail_transfer = None

@@ -18,6 +18,7 @@ from checkpoints import VOCAB_SIZE, llama, write
 from radixrt import FinishReason, ModelError, ParameterError, PassError, PromptError, RadixrtError, Runtime
 from radixrt import SamplingParams as Params
 from radixrt.builtin.task import EXAMPLES_SEED, make_questions
+from radixrt.models import loader
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -473,6 +474,29 @@ def test_new_weights_match_nothing_stale(folder: Path, tmp_path: Path) -> None:
         after = runtime.generate(PROMPT, GREEDY)
         assert after.usage.cached_tokens == 0
         assert after.token_ids == fresh.generate(PROMPT, GREEDY).token_ids != before.token_ids
+
+
+def test_weights_that_changed_in_part_match_nothing_stale(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("cpu"):
+        other = write(llama(seed=11), tmp_path / "other")
+    fill = loader._fill_from_files
+
+    def cut_short(*arguments: Any, **keywords: Any) -> None:
+        fill(*arguments, **keywords)
+        if not keywords:  # not the check
+            raise OSError("the disk is gone")
+
+    with Runtime(folder, device=torch.get_default_device(), max_total_tokens=500) as runtime:
+        runtime.generate(PROMPT, GREEDY)
+        fingerprint = runtime._identity()
+        with monkeypatch.context() as patch:
+            patch.setattr(loader, "_fill_from_files", cut_short)
+            with pytest.raises(OSError, match="the disk is gone"):
+                runtime.update_weights(other)
+        assert runtime._identity() != fingerprint
+        assert runtime.generate(PROMPT, GREEDY).usage.cached_tokens == 0
 
 
 def test_the_tree_can_be_looked_at(builtin: Runtime, capsys: pytest.CaptureFixture[str]) -> None:

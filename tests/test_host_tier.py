@@ -16,7 +16,7 @@ from checkpoints import VOCAB_SIZE, llama, write
 from rich.console import Console
 from simulation import Sizes, World, histories
 
-from memory_pool.host_kv_pool import HostKVPool
+from memory_pool.host_kv_pool import HostKVPool, _page_lock
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt import FinishReason, ParameterError, PassError, RequestOutput, Runtime, SamplingParams
@@ -578,3 +578,12 @@ def test_what_is_on_the_host_is_kept_in_files_too(
         outputs = roomy.generate(prompts, GREEDY)
         assert tokens(outputs) == cold
         assert all(output.usage.cached_tokens >= 60 for output in outputs)
+
+
+@pytest.mark.gpu
+def test_memory_that_cannot_be_locked_is_nobody_elses_error() -> None:
+    device = torch.device("cuda")
+    pool = HostKVPool(64, 2, 2, 8, dtype=torch.float32, device=device)
+    with pytest.raises(RuntimeError, match="cannot be page-locked"):
+        _page_lock(pool.buffer, device)  # a second time
+    assert torch.arange(3, device=device).sum().item() == 3

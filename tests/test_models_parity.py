@@ -81,6 +81,11 @@ class Session:
     def v_buffer(self, layer_id: int) -> Tensor:
         return self.kv[1, layer_id]
 
+    def k_scale(self, layer_id: int) -> None:
+        return None
+
+    v_scale = k_scale
+
     def run(
         self,
         *requests: tuple[int, list[int], int],

@@ -392,7 +392,10 @@ def test_kernels_draw_what_the_reference_draws(
 
 
 @pytest.mark.parametrize("parameters", [{}, {"top_ks": 3, "top_ps": 0.7}, {"min_ps": 0.3}], ids=str)
-def test_kernels_at_ties_and_extremes(kernel_device: torch.device, parameters: dict[str, Any]) -> None:
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+def test_kernels_at_ties_and_extremes(
+    kernel_device: torch.device, parameters: dict[str, Any], dtype: torch.dtype
+) -> None:
     logits = torch.full((8, BLOCK + 300), NEVER)
     logits[0, BLOCK + 4] = -3.0  # the only one
     logits[1, 2:4] = 60000.0  # two alike
@@ -400,19 +403,38 @@ def test_kernels_at_ties_and_extremes(kernel_device: torch.device, parameters: d
     logits[3] = 1.5  # all alike: more candidates than there is place for
     logits[4, ::2] = torch.tensor([2.0, -0.0, 0.0, 2.0]).repeat(2000)[: (BLOCK + 300) // 2]
     logits[5, 3], logits[6, 5] = torch.nan, torch.inf
-    assert_same_draws(logits, kernel_device, **parameters)
+    assert_same_draws(logits.to(dtype), kernel_device, **parameters)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("parameters", [{}, {"top_ks": 9}], ids=str)
+def test_kernels_read_rows_that_begin_anywhere(
+    kernel_device: torch.device, parameters: dict[str, Any], dtype: torch.dtype
+) -> None:
+    wide = random_logits(5, BLOCK + 208).to(dtype).to(kernel_device)
+    assert_same_draws(wide[:, 3 : BLOCK + 204], kernel_device, **parameters)
+    assert_same_draws(wide.flatten()[1 : 4 * (BLOCK + 207) + 1].view(4, BLOCK + 207), kernel_device, **parameters)
+
+
+def test_top_p_of_a_small_vocabulary_finds_its_candidates(kernel_device: torch.device) -> None:
+    """Llama 2's: it has fewer chunks than others have tokens of the first guess."""
+    logits = random_logits(4, 32_000, spread=8.0).to(kernel_device)
+    assert_same_draws(logits, kernel_device, top_ps=0.95)
+    assert rows_drawn_early(logits, top_ps=0.95).all()
 
 
 @pytest.mark.parametrize("parameters", [{"top_ks": [3, 40, 9, 9, 9]}, {"top_ps": 0.9}], ids=str)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_few_candidates_many_and_too_many(
-    monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device, parameters: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device, parameters: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """Rows that the first attempt draws from, those that need the second, and those that no attempt is for."""
-    attempts = (Attempt(16, 3, 4, 4), Attempt(64, 20, 4, 4))
+    attempts = (Attempt(16, 3, 1.0, 4, 4), Attempt(64, 20, 1.0, 4, 4))
     logits = random_logits(5, 3 * BLOCK, spread=0.3, seed=2)
     logits[0, 5], logits[1, 100:140], logits[3, :40] = 30.0, 20.0, 10.0
     logits[4, 3:10_003:1000] = torch.linspace(11.0, 12.0, 10)
     logits[2] = 1.0
+    logits = logits.to(dtype)
     done = {}
     for count in (1, 2):
         monkeypatch.setattr(candidate_draw, "ATTEMPTS", attempts[:count])

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from triton_ops.implementation import tl, triton
 from triton_ops.logit_bits import key_of, widened
+from triton_ops.logit_threshold import MAX_REGISTERS
 from triton_ops.philox import load_uniform
 from triton_ops.row_maxima import CHUNK, greatest
 from triton_ops.token_draw import Draws, choose_block, is_likely
@@ -40,17 +41,21 @@ from triton_ops.token_mass import (
 @dataclass(frozen=True)
 class Attempt:
     """Rows with up to `size` candidates are drawn from, which top-p alone takes to be what reaches the chunk
-    maximum of rank `guess`. `chunks` are looked at at a time.
+    maximum of rank `guess`, or that `most_chunks` of the chunks reach. `chunks` are looked at at a time.
     """
 
     size: int
     guess: int
+    most_chunks: float
     chunks: int
     num_warps: int
     max_registers: int | None = None
 
 
-ATTEMPTS = (Attempt(512, 128, 4, 4, max_registers=128), Attempt(2048, 512, 8, 8, max_registers=128))
+ATTEMPTS = (
+    Attempt(512, 128, 0.25, 4, 4, max_registers=MAX_REGISTERS),
+    Attempt(2048, 512, 0.85, 8, 8, max_registers=MAX_REGISTERS),
+)
 PARTS = 8  # of a row, a program each, whose masses are added up at a time
 TOTALS_WARPS = 2
 
@@ -98,6 +103,7 @@ def draw_from_candidates(
             BLOCK=BLOCK,
             PARTS=PARTS,
             num_warps=TOTALS_WARPS,
+            maxnreg=MAX_REGISTERS,
         )
     for attempt in ATTEMPTS:
         _candidates_kernel[(num_rows,)](
@@ -123,7 +129,7 @@ def draw_from_candidates(
             BLOCK=BLOCK,
             BLOCKS=num_blocks,
             SIZE=attempt.size,
-            GUESS=attempt.guess,
+            GUESS=max(1, min(attempt.guess, int(attempt.most_chunks * triton.cdiv(vocab_size, CHUNK)))),
             PARTS=PARTS,
             CHUNKS_AT_ONCE=attempt.chunks,
             IS_FIRST=attempt is ATTEMPTS[0],
@@ -340,7 +346,7 @@ def _candidates_kernel(
     if tl.abs(likeliest) < float("inf"):
         if temperature > 0.0:
             rank = tl.where(k > 0, k, GUESS)
-            if ((k > 0) | (p < 1.0)) & (rank <= NUM_CHUNKS):
+            if ((k > 0) | (p < 1.0)) & (rank <= NUM_CHUNKS) & (k <= SIZE):
                 keys = key_of(maxima.to(dtype))
                 bound = _nth_key(keys, rank).to(tl.int32)
                 active = ((index < NUM_CHUNKS) & (keys >= bound)).to(tl.int32)

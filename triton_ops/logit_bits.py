@@ -34,9 +34,9 @@ def widened(x):
     """Floats of 16 or 32 bits as float32."""
     if x.dtype == tl.bfloat16 and not INTERPRETED:
         # Two at a time, an instruction each; the compiler takes three for both.
-        wide = tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2
-        ).to(tl.float32, bitcast=True)
+        code: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        bits = tl.inline_asm_elementwise(code, "=&r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2)
+        wide = bits.to(tl.float32, bitcast=True)
     else:
         wide = x.to(tl.float32)
     return wide

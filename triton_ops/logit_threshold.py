@@ -25,6 +25,7 @@ from triton_ops.token_mass import (
 
 TILE = 4096  # logits at a time; with fewer a thread, it spills
 NUM_WARPS = 8
+MAX_REGISTERS = 128  # left to itself, the compiler takes fewer and spills
 
 
 def reference_thresholds(
@@ -84,6 +85,7 @@ def logit_thresholds(
             MAXIMA=triton.next_power_of_2(maxima.shape[1]),
             TILE=TILE,
             num_warps=NUM_WARPS,
+            maxnreg=MAX_REGISTERS,
         )
     return thresholds, maximum
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from triton_ops.implementation import INTERPRETED, tl, triton
+from triton_ops.token_mass import BLOCK
 
 CHUNK = 256  # elements of which a maximum is kept
-TILE = 4096  # elements of a program
+TILE = BLOCK  # elements of a program: draws find the chunks of a block together
 NUM_WARPS = 4
 
 

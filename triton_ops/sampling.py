@@ -62,7 +62,7 @@ def sample(
     finite: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """One token a row of `logits [R, vocab_size]`, any float dtype: int32 `[R]`.
+    """One token a row of `logits [R, vocab_size]`, float16, bfloat16 or float32: int32 `[R]`.
 
     Filters apply in this order, each to what the one before left:
 

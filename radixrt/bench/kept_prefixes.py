@@ -131,7 +131,7 @@ def measure(options: Options) -> KeptPrefixes:
             config = small.config
             token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim
             token_bytes *= value_bytes(small, options.dtype)
-        with runtime(fits // 4, host_memory_gb=options.rounds * fits * token_bytes / 1e9) as tiered:
+        with runtime(fits // 4, host_memory_gb=1.2 * fits * token_bytes / 1e9) as tiered:
             _warm_up(tiered, options)
             play(TIER, tiered)
         with runtime(fits) as all_fit:

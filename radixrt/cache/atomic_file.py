@@ -16,11 +16,16 @@ class AtomicFile:
     context without `finish` removes the partial file.
 
     Raises:
-        OSError: the disk refuses, and nothing is tried again: a second fsync may succeed with data lost. A
-            BlockingIOError: another process is writing to PATH.
+        OSError: the disk refuses, and nothing is tried again: a second fsync may succeed with data lost. Only if
+            the folder cannot be made durable, PATH is the new file all the same. A BlockingIOError: another
+            process is writing to PATH.
     """
 
     def __init__(self, path: Path) -> None:
+        if not path.name or "\0" in path.name:
+            raise OSError(errno.EINVAL, f"{str(path)!r} is no name of a file")
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
         self.path = path
         self.partial = path.with_name(path.name + ".partial")
         self._fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)

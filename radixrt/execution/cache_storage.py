@@ -22,6 +22,7 @@ from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.cache.cache_file import CacheFileReader, CacheFileWriter, Identity, KVFormat, differences, kv_pieces
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import Slots
+from radixrt.cache.snapshot import Adoption
 from radixrt.errors import CacheFileError
 from radixrt.execution.cache_identity import DTYPE_NAMES
 from radixrt.interrupt import uninterrupted
@@ -106,18 +107,19 @@ class CacheStorage:
             fault = reader.tree.fault(vocab_size)
             if fault is not None:
                 raise CacheFileError(f"the cache file {path} cannot be used: {fault}")
-            adoption = None
+            arriving: Adoption | None = None
             try:
                 with uninterrupted():
-                    adoption = self.cache.begin_adoption(reader.tree, weights_version)
+                    adoption = arriving = self.cache.begin_adoption(reader.tree, weights_version)
                 # KV that nobody has checked goes to slots that nobody reads.
                 self._read(reader, adoption.slots, progress)
-            except BaseException:
-                if adoption is not None:
-                    self.cache.give_up(adoption)
-                raise
-            with uninterrupted():
-                self.cache.adopt(adoption)
+                with uninterrupted():
+                    self.cache.adopt(adoption)
+                    arriving = None
+            finally:
+                if arriving is not None:
+                    with uninterrupted():
+                        self.cache.give_up(arriving)
         return Loaded(int(adoption.taken.sum()), int(adoption.known.sum()), adoption.left_out)
 
     def _read(self, reader: CacheFileReader, slots: Slots, progress: bool) -> None:
@@ -137,6 +139,8 @@ class CacheStorage:
                 bar.update(end - start)
             for future in checked:
                 future.result()
+        for buffer in buffers:  # no copy may outlive it
+            buffer.wait()
 
     def _write(self, writer: CacheFileWriter, buffer: _Buffer, count: int, bar: tqdm[Any]) -> Future[Any]:
         buffer.wait()

@@ -34,15 +34,18 @@ def check_impl(impl: Impl, device: torch.device) -> None:
         raise ParameterError(str(error)) from error
 
 
-def host_pool_slots(host_memory_gb: float | None, bytes_per_slot: int) -> int:
+def host_pool_slots(host_memory_gb: float | None, bytes_per_slot: int, *, promised: int) -> int:
     """Slots of a KV pool in `host_memory_gb` 10^9 bytes of the host's memory; 0 for none of it, or None.
+
+    `promised` bytes that count as free are somebody's: memory is handed out when it is first written to.
 
     Raises:
         ParameterError: that is more than is free, or too little for two slots, of which one is reserved.
     """
     if host_memory_gb is None:
         return 0
-    num_bytes = 1e9 * real("host_memory_gb", host_memory_gb, 0.0, psutil.virtual_memory().available / 1e9)
+    free = max(0, psutil.virtual_memory().available - promised)
+    num_bytes = 1e9 * real("host_memory_gb", host_memory_gb, 0.0, free / 1e9)
     slots = int(num_bytes) // bytes_per_slot
     if num_bytes and slots < 2:
         raise ParameterError(

@@ -30,7 +30,7 @@ def weight_fingerprint(model: nn.Module) -> str:
 def _checksum(x: Tensor) -> Tensor:
     """The sum, modulo 2^64, of all elements' bits as integers, times odd numbers that are hashes of their places.
 
-    A change of one element always shows, and any other but once in 2^64. An int64 scalar on x's device.
+    A change of one element always shows, others but by chance. An int64 scalar on x's device.
     """
     bits = x.contiguous().view(-1).view(_INTEGERS[x.dtype.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -39,5 +39,5 @@ def _checksum(x: Tensor) -> Tensor:
         place = torch.arange(start + 1, start + 1 + len(piece), dtype=torch.int64, device=x.device)
         place.mul_(_STEP)
         place.bitwise_xor_(place >> 29).mul_(_TURN).bitwise_or_(1)
-        total += piece.mul_(place).sum()
+        total += place.mul_(piece).sum()
     return total

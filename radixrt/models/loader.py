@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_args
@@ -71,10 +71,13 @@ def load_model(
     return model.eval(), config
 
 
-def reload_weights(model: Decoder, config: ModelConfig, source: str | Path) -> None:
+def reload_weights(
+    model: Decoder, config: ModelConfig, source: str | Path, *, before_change: Callable[[], object]
+) -> None:
     """Put the weights of `source`, another checkpoint of the same shape, into a model.
 
-    Names and shapes of all tensors are checked first: where this raises ModelError, nothing has changed.
+    Names and shapes of all tensors are checked first: where this raises ModelError, nothing has changed. Then
+    `before_change` is called, and the weights are replaced one after the other.
     """
     folder = model_folder(source)
     other = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
@@ -90,6 +93,7 @@ def reload_weights(model: Decoder, config: ModelConfig, source: str | Path) -> N
         raise ModelError(f"{folder} is not a checkpoint of this model: {'; '.join(differing)}")
     files = _weight_files(folder)
     _fill_from_files(model, config, files, check_only=True)
+    before_change()
     _fill_from_files(model, config, files)
 
 
