@@ -27,6 +27,11 @@ class TwoLayerPool:
     def v_buffer(self, layer_id: int) -> Tensor:
         return self.kv[layer_id, 1]
 
+    def k_scale(self, layer_id: int) -> None:
+        return None
+
+    v_scale = k_scale
+
 
 def scattered_rows(num_rows: int, length: int, seed: int = 0) -> Tensor:
     slots = torch.randperm(num_rows * length, generator=torch.Generator().manual_seed(seed)) + 1

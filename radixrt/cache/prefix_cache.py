@@ -236,7 +236,14 @@ class PrefixCache:
             return None
         loaded = 0
         if matched < match.length:
-            node, loaded = self._load(node, namespace, tokens, match)
+            below = self._load(node, namespace, tokens, match)
+            if (
+                below is None
+            ):  # the reserve may be less than nothing: others have been promised more than they take
+                self.rows.free(row)
+                self.tree.unlock(node)
+                return None
+            node, loaded = below
             matched += loaded
         self.tree.touch(node)
         if matched:
@@ -429,16 +436,17 @@ class PrefixCache:
         self.tree.put_on_host(node, host_slots)
         self.stored_tokens += len(host_slots)
 
-    def _load(self, top: Node, namespace: Namespace, tokens: Tokens, match: Match) -> tuple[Node, int]:
+    def _load(self, top: Node, namespace: Namespace, tokens: Tokens, match: Match) -> tuple[Node, int] | None:
         """Load what only the host has of a match, below `top`, where the device's part ends, which is locked.
 
-        Returns the node where the match ends, locked, and the number of tokens loaded. There are slots for them.
+        Returns the node where the match ends, locked, and the number of tokens loaded; None if there are no slots.
         """
         assert match.node is not None  # something is on the host
         self.tree.touch(match.node)  # room is made of what is not wanted, as long as there is any
         matched = match.on_device
         slots = self._alloc(match.length - matched)
-        assert slots is not None  # as many are available
+        if slots is None:
+            return None
         # What was stored to make room may have taken the place of the match's end all the same.
         match = self.tree.match(namespace, tokens, match.length)
         node = self.tree.node_at(namespace, match)

@@ -100,7 +100,7 @@ class CacheStorage:
         """
         with self._on_device(), CacheFileReader(path) as reader:
             differing = differences(reader.identity, identity)
-            if reader.kv != self.format:
+            if not differing and reader.kv != self.format:
                 differing.append(f"KV is {reader.kv} in the file, {self.format} in the model")
             if differing:
                 raise CacheFileError(f"the cache file {path} is of another model: {'; '.join(differing)}")
