@@ -237,9 +237,7 @@ class PrefixCache:
         loaded = 0
         if matched < match.length:
             below = self._load(node, namespace, tokens, match)
-            if (
-                below is None
-            ):  # the reserve may be less than nothing: others have been promised more than they take
+            if below is None:  # slots were refused that should be there
                 self.rows.free(row)
                 self.tree.unlock(node)
                 return None
