@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from layers.embedding import Embedding
@@ -32,13 +33,20 @@ class LogitsHead(nn.Module):
         self.impl = placement.impl
         self.weight = placement.parameter(vocab_size, hidden_size) if tied_to is None else tied_to.weight
 
-    def forward(self, hidden_states: Tensor, logits_indices: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, logits_indices: Tensor | None, *, out: Tensor | None = None
+    ) -> Tensor:
         """Logits, in the model's dtype, of the tokens that are asked for.
 
-        `hidden_states` is `[T, hidden_size]`, `logits_indices` int32 `[S]`; returns `[S, vocab_size]`.
+        `hidden_states` is `[T, hidden_size]`, `logits_indices` int32 `[S]` or None: all; returns `[S, vocab_size]`,
+        which is `out` if that is given.
         """
-        logits = nn.functional.linear(hidden_states.index_select(0, logits_indices), self.weight)
-        return logits if self.softcap is None else soft_cap(logits, self.softcap, impl=self.impl)
+        if logits_indices is not None:
+            hidden_states = hidden_states.index_select(0, logits_indices)
+        if self.softcap is None:
+            return torch.mm(hidden_states, self.weight.T, out=out)
+        capped = soft_cap(torch.mm(hidden_states, self.weight.T), self.softcap, impl=self.impl)
+        return capped if out is None else out.copy_(capped)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """What a checkpoint stores of this layer, called `name` there; nothing if it is tied."""

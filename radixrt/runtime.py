@@ -54,7 +54,7 @@ from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.builder import TextBuilder
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from triton_ops.e4m3 import E4M3
-from triton_ops.implementation import Impl
+from triton_ops.implementation import Impl, runs_triton
 
 OnError = Literal["raise", "return"]
 Continuation = str | Sequence[int]
@@ -134,11 +134,14 @@ class Runtime:
         enable_prefix_cache: bool = True,
         force_miss: bool = False,
         load_format: LoadFormat = "auto",
+        cuda_graphs: bool | None = None,
         seed: int = 0,
         impl: Impl = "auto",
     ) -> None:
         self.device = choose_device(device)
         check_impl(impl, self.device)
+        if cuda_graphs is None:
+            cuda_graphs = runs_triton(impl, self.device) and self.device.type == "cuda"
         check_kv_dtype(kv_dtype, impl, self.device)
         default = GPU_DEFAULTS if self.device.type == "cuda" else CPU_DEFAULTS
         if memory_fraction is None:
@@ -225,7 +228,15 @@ class Runtime:
             seed=self.seed,
             refusal=self._scheduler.refusal,
         )
-        runner = ModelRunner(decoder, self._rows, self._kv_pool, self.device, host_pool)
+        runner = ModelRunner(
+            decoder,
+            self._rows,
+            self._kv_pool,
+            self.device,
+            host_pool,
+            max_captured_batch=max_running_requests if cuda_graphs else 0,
+        )
+        runner.capture_graphs()
         self._driver = Driver(Engine(self._scheduler, runner), self._output)
         self._loose = Call()  # requests that came through `submit`
 

@@ -273,6 +273,11 @@ def decode_item_len(gpu: GPU, num_kv_heads: int, total_len: int) -> int:
     return -(-max(fair, MIN_ITEM_LEN) // 64) * 64
 
 
+def most_decode_items(gpu: GPU, num_kv_heads: int, num_rows: int) -> int:
+    """The most items that contexts of `num_rows` requests are cut into by `decode_item_len`."""
+    return num_rows + -(-PROGRAMS_PER_SM * gpu.num_sms // num_kv_heads)
+
+
 def _launch(
     q: Tensor,
     k_buffer: Tensor,

@@ -5,23 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from layers.placement import Placement
 from radixrt.models.config import ModelConfig
 from triton_ops.attention_plan import AttentionPlan, ExtendPlan, Int32Array
-from triton_ops.decode_attention import decode_item_len
+from triton_ops.decode_attention import decode_item_len, most_decode_items
 from triton_ops.extend_attention import plan_extends
 from triton_ops.implementation import gpu_of, runs_triton
 
 
 @dataclass(frozen=True)
 class PassPlans:
-    """The plans of a pass: `arrays` to be copied to the device, and what becomes of the copies."""
+    """The plans of a pass: `arrays` to be copied to the device, and what becomes of the copies.
+
+    `merges`: whether results of the decodes are merged from partial ones.
+    """
 
     arrays: dict[str, Int32Array]
     windows: tuple[int | None, ...]
     tile_tokens: int | None
+
+    @property
+    def merges(self) -> bool:
+        """Whether a decode's result is made of several."""
+        return any(len(self.arrays[f"decode {window} row_partials"]) for window in self.windows)
 
     def decode(self, arrays: Mapping[str, Tensor]) -> dict[int | None, AttentionPlan]:
         """The decodes' plans, of the copies."""
@@ -53,17 +62,10 @@ class AttentionPlanner:
     def plan(self, host: Mapping[str, Int32Array], num_extends: int) -> PassPlans:
         """The plans for a pass of `InputMetadata.host_arrays` whose first `num_extends` requests are extends."""
         config, gpu = self._config, self._gpu
-        rows, seq_lens = host["req_pool_indices"][num_extends:], host["seq_lens"][num_extends:]
-        arrays: dict[str, Int32Array] = {}
+        arrays = self._decodes(host["req_pool_indices"][num_extends:], host["seq_lens"][num_extends:])
         tile_tokens = None
-        for window in self._windows:
-            max_item_len = None
-            if gpu is not None:
-                read = seq_lens if window is None else seq_lens.clip(max=window)
-                max_item_len = decode_item_len(gpu, config.num_kv_heads, int(read.sum()))
-            decode = AttentionPlan.flat_arrays(rows, seq_lens, max_item_len=max_item_len, sliding_window=window)
-            arrays |= {f"decode {window} {name}": array for name, array in decode.items()}
-            if gpu is not None and num_extends:
+        if gpu is not None and num_extends:
+            for window in self._windows:
                 extend, tile_tokens = plan_extends(
                     host["prefix_lens"][:num_extends],
                     host["extend_start_loc"][:num_extends],
@@ -77,3 +79,36 @@ class AttentionPlanner:
                 )
                 arrays |= {f"extend {window} {name}": array for name, array in extend.items()}
         return PassPlans(arrays, self._windows, tile_tokens)
+
+    def plan_padded(self, rows: Int32Array, seq_lens: Int32Array, *, merges: bool = False) -> PassPlans:
+        """The plans for decodes `[R]`, of shapes that depend on R and on whether they merge alone; `merges`: they
+        are to be of those that do, whatever they need. A `seq_len` of 0 marks a padded decode.
+        """
+        assert self._gpu is not None  # the references take any shape
+        plans = PassPlans(self._decodes(rows, seq_lens), self._windows, None)
+        if not merges and not plans.merges:
+            return plans
+        most = most_decode_items(self._gpu, self._config.num_kv_heads, len(rows))
+        arrays = {
+            name: array if name.endswith((" seq_lens", " row_partial_starts")) else _padded(array, most)
+            for name, array in plans.arrays.items()
+        }
+        return PassPlans(arrays, self._windows, None)
+
+    def _decodes(self, rows: Int32Array, seq_lens: Int32Array) -> dict[str, Int32Array]:
+        arrays: dict[str, Int32Array] = {}
+        for window in self._windows:
+            max_item_len = None
+            if self._gpu is not None:
+                read = seq_lens if window is None else seq_lens.clip(max=window)
+                max_item_len = decode_item_len(self._gpu, self._config.num_kv_heads, int(read.sum()))
+            decode = AttentionPlan.flat_arrays(rows, seq_lens, max_item_len=max_item_len, sliding_window=window)
+            arrays |= {f"decode {window} {name}": array for name, array in decode.items()}
+        return arrays
+
+
+def _padded(array: Int32Array, length: int) -> Int32Array:
+    """With zeros behind it: items without rows, and partial results that no row merges."""
+    padded = np.zeros(length, np.int32)
+    padded[: len(array)] = array
+    return padded

@@ -15,15 +15,17 @@ from torch import Tensor
 from layers.input_metadata import InputMetadata
 from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.kv_transfers import KVTransfer
-from memory_pool.req_to_token_pool import ReqToTokenPool
+from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.attention_planner import AttentionPlanner
+from radixrt.execution.decode_graphs import DRAW_DTYPES, DecodeGraphs
 from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.sampler import Draw, draw_tokens, sampling_arrays
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
 from triton_ops.logprobs import token_logprobs
+from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling import finite_rows
 
 SCORED_AT_ONCE = 512  # rows of logits that are held at a time to score prompt tokens
@@ -54,6 +56,8 @@ class ModelRunner:
         kv_pool: the KV of all tokens, on the device.
         device: where everything is.
         host_pool: the KV of tokens that have left the device; None: there is no such tier.
+        max_captured_batch: decode passes of up to that many requests run as captured graphs, once
+            `capture_graphs` has been called; 0: none do.
     """
 
     def __init__(
@@ -63,17 +67,33 @@ class ModelRunner:
         kv_pool: TokenToKVPool,
         device: torch.device,
         host_pool: HostKVPool | None = None,
+        *,
+        max_captured_batch: int = 0,
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
         self.device = device
+        # One line more than there are rows: that of decodes which pad a captured pass.
         self._req_to_token = torch.zeros(
-            (rows.max_requests, rows.max_context_len), dtype=torch.int32, device=device
+            (rows.max_requests + 1, rows.max_context_len), dtype=torch.int32, device=device
         )
-        self._last_token = torch.zeros(rows.max_requests, dtype=torch.int32, device=device)
+        self._last_token = torch.zeros(rows.max_requests + 1, dtype=torch.int32, device=device)
         self._staging = Staging(device)
         self._planner = AttentionPlanner(model.config, model.placement)
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, model.placement.impl)
+        self._graphs: DecodeGraphs | None = None
+        if max_captured_batch:
+            with self._on_device():
+                self._graphs = DecodeGraphs(
+                    model, kv_pool, self._req_to_token, self._last_token, self._planner, max_captured_batch
+                )
+
+    def capture_graphs(self) -> None:
+        """Capture the graphs of decode passes, if there are to be any."""
+        if self._graphs is not None:
+            with self._on_device():
+                for _ in self._graphs.capture():
+                    pass
 
     def transfer(self, transfers: deque[KVTransfer]) -> None:
         """Start transfers between device and host, in order, for the pass that is launched next.
@@ -99,6 +119,32 @@ class ModelRunner:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _launch(self, batch: ScheduleBatch) -> PassInFlight:
+        if self._graphs is not None and len(batch.requests) <= self._graphs.max_batch and _is_decode(batch):
+            return self._launch_decode(batch, self._graphs)
+        return self._launch_any(batch)
+
+    def _launch_decode(self, batch: ScheduleBatch, graphs: DecodeGraphs) -> PassInFlight:
+        """A pass of nothing but decodes, through captured graphs."""
+        arrays = sampling_arrays(_draws(batch))
+        if arrays.keys() - DRAW_DTYPES.keys() or any(r.params.logprobs is not None for r in batch.requests):
+            return self._launch_any(batch)
+        changes = batch.row_changes
+        if len(changes) > len(batch.requests):  # the graph makes those of the new tokens itself
+            staged = self._staging.upload(_row_changes(changes))
+            self._write_rows(staged)
+        _, token_ids, finite = graphs.launch(batch, arrays)
+        return self._send_back(token_ids, finite, None, None)
+
+    def _write_rows(self, arrays: dict[str, Tensor]) -> None:
+        write_cells(
+            self._req_to_token,
+            arrays["changed_rows"],
+            arrays["changed_positions"],
+            arrays["changed_slots"],
+            impl=self.model.placement.impl,
+        )
+
+    def _launch_any(self, batch: ScheduleBatch) -> PassInFlight:
         host = InputMetadata.host_arrays(
             batch.req_pool_indices, batch.seq_lens, batch.prefix_lens, batch.out_cache_loc
         )
@@ -115,16 +161,13 @@ class ModelRunner:
             "first_rows": batch.req_pool_indices[sampling[first_samples]],
             "scored": batch.scored,
             "scored_targets": batch.scored_targets,
-            "changed_rows": batch.row_changes.rows,
-            "changed_positions": batch.row_changes.positions,
-            "changed_slots": batch.row_changes.slots,
+            **_row_changes(batch.row_changes),
         }
         own |= sampling_arrays(draws)
         plans = self._planner.plan(host, batch.num_extends)
         arrays = self._staging.upload({**host, **own, **plans.arrays})
 
-        if len(batch.row_changes):
-            self._req_to_token[arrays["changed_rows"], arrays["changed_positions"]] = arrays["changed_slots"]
+        self._write_rows(arrays)
         metadata = InputMetadata.from_host_and_device(
             host,
             arrays,
@@ -134,9 +177,7 @@ class ModelRunner:
             decode_plans=plans.decode(arrays),
             extend_plans=plans.extend(arrays),
         )
-        ids = arrays["input_ids"]
-        # A negative id -(row + 1) is the last token sampled for that row.
-        ids = torch.where(ids >= 0, ids, self._last_token[(-ids - 1).clamp_min(0)])
+        ids = known_tokens(arrays["input_ids"], self._last_token, impl=self.model.placement.impl)
         hidden = self.model(ids, metadata, self.kv_pool)
 
         impl = self.model.placement.impl
@@ -150,7 +191,8 @@ class ModelRunner:
             if asked:
                 logprobs = token_logprobs(logits, token_ids, min(max(asked), logits.shape[1]), impl=impl)
             # The first answer goes on in its own row; the others get theirs when the host has heard of them.
-            self._last_token[arrays["first_rows"]] = token_ids[arrays["first_samples"]]
+            first = token_ids[arrays["first_samples"]]
+            write_cells(self._last_token.unsqueeze(1), arrays["first_rows"], None, first, impl=impl)
         prompt_logprobs = self._score(hidden, batch, arrays) if len(batch.scored) else None
         return self._send_back(token_ids, finite, logprobs, prompt_logprobs)
 
@@ -216,6 +258,15 @@ def _draws(batch: ScheduleBatch) -> list[Draw]:
         )
         for k in range(count)
     ]
+
+
+def _is_decode(batch: ScheduleBatch) -> bool:
+    """Whether each request computes one token and samples one."""
+    return not batch.num_extends and not len(batch.scored) and bool((batch.num_samples == 1).all())
+
+
+def _row_changes(changes: RowChanges) -> dict[str, NDArray[np.int32]]:
+    return {"changed_rows": changes.rows, "changed_positions": changes.positions, "changed_slots": changes.slots}
 
 
 def _to_numpy(tensors: LogprobTensors | None) -> Logprobs | None:

@@ -42,11 +42,7 @@ class Staging:
 
     def upload(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
         """Return device views of 1-d int32, int64 and float32 `arrays`, by the same names."""
-        ends, end = {}, 0
-        for name, array in arrays.items():
-            start = -(-end // ALIGNMENT) * ALIGNMENT
-            end = start + array.nbytes // 4
-            ends[name] = (start, end)
+        ends, end = _places(arrays)
         if end > len(self._buffer):
             self._reserve(2 * end)  # what is in flight holds on to the old buffers
         self._turn ^= 1
@@ -63,3 +59,18 @@ class Staging:
             name: self._buffer[start:stop].view(_TORCH_DTYPES[arrays[name].dtype])
             for name, (start, stop) in ends.items()
         }
+
+
+def num_words(arrays: Mapping[str, NDArray[Any]]) -> int:
+    """Words that an upload of `arrays` takes."""
+    return _places(arrays)[1]
+
+
+def _places(arrays: Mapping[str, NDArray[Any]]) -> tuple[dict[str, tuple[int, int]], int]:
+    """Where each array begins and ends, in words, and where the last one ends: their order and sizes decide."""
+    ends, end = {}, 0
+    for name, array in arrays.items():
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        end = start + array.nbytes // 4
+        ends[name] = (start, end)
+    return ends, end

@@ -264,11 +264,13 @@ class Decoder(nn.Module):
         normed: Tensor = self.norm(hidden) if residual is None else self.norm.add(hidden, residual)[0]
         return normed
 
-    def compute_logits(self, hidden: Tensor, logits_indices: Tensor) -> Tensor:
-        """Logits `[S, vocab_size]`, in the model's dtype, of rows `logits_indices` int32 `[S]` of
-        `hidden`.
+    def compute_logits(
+        self, hidden: Tensor, logits_indices: Tensor | None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Logits `[S, vocab_size]`, in the model's dtype, of rows `logits_indices` int32 `[S]` of `hidden`, or of
+        all; in `out` if it is given.
         """
-        logits: Tensor = self.head(hidden, logits_indices)
+        logits: Tensor = self.head(hidden, logits_indices, out=out)
         return logits
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
