@@ -15,6 +15,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+LENGTH_CLASSES = 8  # of items that may stand beside one another for the KV that they share
+
 Int32Array = NDArray[np.int32]
 PlanType = TypeVar("PlanType", bound="_Plan")
 
@@ -122,16 +124,24 @@ class AttentionPlan(_Plan):
         *,
         max_item_len: int | None = None,
         sliding_window: int | None = None,
+        req_to_token: Int32Array | None = None,
     ) -> dict[str, Int32Array]:
         """`host_arrays` of the plan without sharing: each request's own context, the longest items first.
 
         Contexts longer than `max_item_len` are cut into items of about the same length (None: one item a
         request); with `sliding_window` they begin where the window does. A `seq_len` of 0 marks a padded row.
+        With the host's `req_to_token`, items of about the same length that begin at the same slot, and so read the
+        same KV, stand together: the L2 cache has it for all but the first.
         """
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
         begin = np.zeros_like(seq) if sliding_window is None else _clipped(seq, sliding_window)
         query, start, length = _cut(begin, seq, max_item_len)
-        order = np.argsort(-length, kind="stable")
+        if req_to_token is None:
+            order = np.argsort(-length, kind="stable")
+        else:
+            alike = -(length // max(int(length.max(initial=0)) // LENGTH_CLASSES, 1)).astype(np.int64)
+            first = req_to_token[rows[query], np.minimum(start, req_to_token.shape[1] - 1)]
+            order = np.argsort((alike << 32) + first, kind="stable")
         query = query[order]
         return cls.host_arrays(rows[query], start[order], length[order], query, np.ones_like(query), seq)
 

@@ -50,11 +50,14 @@ class AttentionPlanner:
     """Plans each pass of a model: flat, one plan for each window among its layers.
 
     Where the kernels run, long contexts are cut so that all multiprocessors have work; the references need no
-    cuts, and no plan of the extends.
+    cuts, and no plan of the extends. `req_to_token`, the host's table, tells who reads the same.
     """
 
-    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+    def __init__(
+        self, config: ModelConfig, placement: Placement, req_to_token: Int32Array | None = None
+    ) -> None:
         self._config = config
+        self._req_to_token = req_to_token
         self._dtype = placement.dtype
         self._gpu = gpu_of(placement.device) if runs_triton(placement.impl, placement.device) else None
         self._windows = tuple({kind.window for kind in config.attention})
@@ -102,7 +105,13 @@ class AttentionPlanner:
             if self._gpu is not None:
                 read = seq_lens if window is None else seq_lens.clip(max=window)
                 max_item_len = decode_item_len(self._gpu, self._config.num_kv_heads, int(read.sum()))
-            decode = AttentionPlan.flat_arrays(rows, seq_lens, max_item_len=max_item_len, sliding_window=window)
+            decode = AttentionPlan.flat_arrays(
+                rows,
+                seq_lens,
+                max_item_len=max_item_len,
+                sliding_window=window,
+                req_to_token=self._req_to_token,
+            )
             arrays |= {f"decode {window} {name}": array for name, array in decode.items()}
         return arrays
 

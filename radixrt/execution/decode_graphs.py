@@ -120,7 +120,7 @@ class DecodeGraphs:
             _padded(batch.out_cache_loc, size, 0),
         )
         plans = self._planner.plan_padded(
-            host["req_pool_indices"], _padded(batch.seq_lens, size, 0), merges=size < MERGES_BELOW
+            _padded(batch.req_pool_indices, size, 0), _padded(batch.seq_lens, size, 0), merges=size < MERGES_BELOW
         )
         arrays = self._staging.upload(self._numbers(host, plans, batch.input_ids, draws))
         self._forwards[size, plans.merges].replay()
@@ -135,7 +135,7 @@ class DecodeGraphs:
         """A pass of padded decodes alone."""
         rows, zeros = np.full(size, self._padding_row, np.int32), np.zeros(size, np.int32)
         host = InputMetadata.host_arrays(rows, zeros + 1, zeros, zeros)
-        return host, self._planner.plan_padded(rows, zeros, merges=merges)
+        return host, self._planner.plan_padded(zeros, zeros, merges=merges)
 
     def _numbers(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,7 @@ class ModelRunner:
         )
         self._last_token = torch.zeros(rows.max_requests + 1, dtype=torch.int32, device=device)
         self._staging = Staging(device)
-        self._planner = AttentionPlanner(model.config, model.placement)
+        self._planner = AttentionPlanner(model.config, model.placement, rows.req_to_token)
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, model.placement.impl)
         self._graphs: DecodeGraphs | None = None
         if max_captured_batch:
@@ -88,11 +89,14 @@ class ModelRunner:
                     model, kv_pool, self._req_to_token, self._last_token, self._planner, max_captured_batch
                 )
 
-    def capture_graphs(self) -> None:
-        """Capture the graphs of decode passes, if there are to be any."""
+    def capture_graphs(self, most: int | None = None) -> None:
+        """Capture the graphs of decode passes, if there are to be any; of the `most` largest batches alone, if given.
+
+        Only what has been captured can be launched.
+        """
         if self._graphs is not None:
             with self._on_device():
-                for _ in self._graphs.capture():
+                for _ in islice(self._graphs.capture(), most):
                     pass
 
     def transfer(self, transfers: deque[KVTransfer]) -> None:

@@ -1,0 +1,98 @@
+"""How much of a GPU's memory passes need beside the weights and the KV pool: measured, with the largest one."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
+from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.execution.model_runner import ModelRunner
+from radixrt.models.decoder import Decoder
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.request import Request
+
+# Everything that a request can ask for and that takes memory a row of logits.
+_GREEDY_FOR_MEMORY = SamplingParams(
+    max_new_tokens=2**16, top_k=50, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logprobs=20
+)
+
+
+@dataclass(frozen=True)
+class PassLimits:
+    """The most that a pass holds.
+
+    Attributes:
+        max_running_requests: requests.
+        chunked_prefill_size: prompt tokens.
+        max_samples: tokens that are drawn, at least a request's one.
+    """
+
+    max_running_requests: int
+    chunked_prefill_size: int
+    max_samples: int
+
+
+def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
+    """A pass at all limits at once, of tokens 0 whose KV goes to slot 0 and whose rows are 0, 1, ..."""
+    length = min(limits.chunked_prefill_size, context_length - 1)
+    chunks = np.full(-(-limits.chunked_prefill_size // length), length, np.int32)[: limits.max_running_requests]
+    count = limits.max_running_requests
+    new = np.ones(count, np.int32)
+    new[: len(chunks)] = chunks
+    num_samples = np.ones(count, np.int32)
+    num_samples[0] += limits.max_samples - count
+    requests = tuple(
+        Request(i, np.zeros(1, np.int32), _GREEDY_FOR_MEMORY, max_new_tokens=1, seed=0) for i in range(count)
+    )
+    rows, nothing = np.arange(count, dtype=np.int32), np.zeros(0, np.int32)
+    return ScheduleBatch(
+        requests=requests,
+        leases=(),
+        num_extends=int((new > 1).sum()),
+        req_pool_indices=rows,
+        prefix_lens=np.zeros(count, np.int32),
+        seq_lens=new,
+        input_ids=np.zeros(new.sum(), np.int32),
+        out_cache_loc=np.zeros(new.sum(), np.int32),
+        num_samples=num_samples,
+        scored=nothing,
+        scored_targets=nothing,
+        num_scored=np.zeros(count, np.int32),
+        row_changes=RowChanges(nothing, nothing, nothing),
+    )
+
+
+def measured_pass_memory(
+    model: Decoder, rows: ReqToTokenPool, limits: PassLimits, kv_dtype: torch.dtype, *, max_captured_batch: int
+) -> int:
+    """Bytes that passes up to `limits`, the tables on the device and the graphs of decodes up to
+    `max_captured_batch` take of a GPU.
+
+    Runs the largest pass, and captures the largest graph, over a pool of two slots. The kernels that a pass needs are
+    compiled by that, too.
+    """
+    config, device = model.config, model.placement.device
+
+    def free() -> int:
+        return torch.cuda.mem_get_info(device)[0]
+
+    torch.cuda.empty_cache()
+    before = free()
+    pool = TokenToKVPool(2, config.num_layers, config.num_kv_heads, config.head_dim, dtype=kv_dtype, device=device)
+    pool.buffer.zero_()
+    runner = ModelRunner(model, rows, pool, device, max_captured_batch=max_captured_batch)
+    runner.collect(runner.launch(largest_pass(limits, config.context_length)))
+    passes = before - free()
+    torch.cuda.empty_cache()
+    between = free()
+    runner.capture_graphs(most=1)
+    graphs = between - free()
+    del runner, pool
+    gc.collect()
+    torch.cuda.empty_cache()
+    return max(0, passes) + max(0, graphs)
