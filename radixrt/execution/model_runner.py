@@ -19,7 +19,8 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.attention_planner import AttentionPlanner
 from radixrt.execution.kv_mover import KVMover
-from radixrt.execution.sampler import Draw, draw_tokens, sampling_arrays
+from radixrt.execution.sampler import LogprobTensors, draw_logprobs, draw_plain, draw_special, plan_draws
+from radixrt.execution.sampling_table import SamplingTable
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
@@ -27,8 +28,6 @@ from triton_ops.logprobs import token_logprobs
 from triton_ops.sampling import finite_rows
 
 SCORED_AT_ONCE = 512  # rows of logits that are held at a time to score prompt tokens
-
-LogprobTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # as `token_logprobs` returns them
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,7 @@ class ModelRunner:
         self._last_token = torch.zeros(rows.max_requests, dtype=torch.int32, device=device)
         self._staging = Staging(device)
         self._planner = AttentionPlanner(model.config, model.placement)
+        self._sampling = SamplingTable(rows.max_requests)
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, model.placement.impl)
 
     def transfer(self, transfers: deque[KVTransfer]) -> None:
@@ -103,7 +103,8 @@ class ModelRunner:
             batch.req_pool_indices, batch.seq_lens, batch.prefix_lens, batch.out_cache_loc
         )
         last_tokens = host["extend_start_loc"] + host["extend_seq_lens"] - 1  # [B]
-        draws = _draws(batch)
+        for row, request in batch.admitted:
+            self._sampling.admit(row, request)
         sampling = np.repeat(np.arange(len(batch.requests), dtype=np.int32), batch.num_samples)  # [S]
         first_samples = np.flatnonzero(np.diff(sampling, prepend=-1)).astype(np.int32)
         own: dict[str, NDArray[Any]] = {
@@ -119,7 +120,8 @@ class ModelRunner:
             "changed_positions": batch.row_changes.positions,
             "changed_slots": batch.row_changes.slots,
         }
-        own |= sampling_arrays(draws)
+        draws = plan_draws(self._sampling, batch, sampling)
+        own |= draws.arrays
         plans = self._planner.plan(host, batch.num_extends)
         arrays = self._staging.upload({**host, **own, **plans.arrays})
 
@@ -142,13 +144,16 @@ class ModelRunner:
         impl = self.model.placement.impl
         finite = finite_rows(hidden[arrays["last_tokens"]], impl=impl)
         token_ids, logprobs = arrays["sampling"], None
-        if draws:
+        if len(sampling):
             logits = self.model.compute_logits(hidden, metadata.logits_indices)
-            token_ids, drawn = draw_tokens(logits, arrays, self._last_token, impl=impl)
+            token_ids = torch.empty_like(arrays["sampling"])
+            drawn = torch.empty_like(token_ids, dtype=torch.bool)
+            draw_plain(logits, arrays, draws.features, token_ids, drawn, impl=impl)
+            if draws.special is not None:
+                draw_special(logits, arrays, draws.special, self._last_token, token_ids, drawn, impl=impl)
             finite[arrays["sampling"]] &= drawn
-            asked = [d.request.params.logprobs for d in draws if d.request.params.logprobs is not None]
-            if asked:
-                logprobs = token_logprobs(logits, token_ids, min(max(asked), logits.shape[1]), impl=impl)
+            if draws.num_top is not None:
+                logprobs = draw_logprobs(logits, token_ids, arrays, draws.num_top, impl=impl)
             # The first answer goes on in its own row; the others get theirs when the host has heard of them.
             self._last_token[arrays["first_rows"]] = token_ids[arrays["first_samples"]]
         prompt_logprobs = self._score(hidden, batch, arrays) if len(batch.scored) else None
@@ -205,17 +210,6 @@ class ModelRunner:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return PassInFlight(*flight, done)
-
-
-def _draws(batch: ScheduleBatch) -> list[Draw]:
-    """The S tokens to be drawn, request after request."""
-    return [
-        Draw(request, int(row), int(position), request.sample_index + k)
-        for request, row, position, count in zip(
-            batch.requests, batch.req_pool_indices, batch.seq_lens, batch.num_samples, strict=True
-        )
-        for k in range(count)
-    ]
 
 
 def _to_numpy(tensors: LogprobTensors | None) -> Logprobs | None:
