@@ -34,19 +34,22 @@ from triton_ops.token_mass import BLOCK, exponent_scale, relative_exp2, token_ma
 MAX_VOCAB_SIZE = 2**20  # whose chunk maxima one program can hold; their masses could be added up to 2^25
 
 
-def greedy(logits: Tensor, *, finite: Tensor | None = None, impl: Impl = "auto") -> Tensor:
+def greedy(
+    logits: Tensor, *, out: Tensor | None = None, finite: Tensor | None = None, impl: Impl = "auto"
+) -> Tensor:
     """The first of the greatest logits of each row of `logits [R, vocab_size]`: int32 `[R]`.
 
-    `finite`, bool `[R]`, gets what `finite_rows(logits)` returns, which costs nothing here.
+    `out`, int32 `[R]`, gets the tokens and is what is returned. `finite`, bool `[R]`, gets what
+    `finite_rows(logits)` returns, which costs nothing here.
     """
+    chosen = _empty_tokens(logits) if out is None else out
     if runs_triton(impl, logits.device):
         rows = _checked_rows(logits)
-        chosen = torch.empty(rows.shape[0], dtype=torch.int32, device=rows.device)
         draw_tokens(rows, chosen, chunk_maxima(rows), finite)
         return chosen
     if finite is not None:
         finite.copy_(finite_rows(logits, impl="torch"))
-    return logits.argmax(dim=-1).int()
+    return chosen.copy_(logits.argmax(dim=-1))
 
 
 def sample(
@@ -59,6 +62,7 @@ def sample(
     seeds: Tensor,
     sample_indices: Tensor,
     positions: Tensor,
+    out: Tensor | None = None,
     finite: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -78,15 +82,16 @@ def sample(
     The draw inverts the cumulative distribution in vocabulary order at one uniform number, of Philox under
     `(seeds int64, sample_indices int32, positions int32)`, all `[R]`. It depends on its own row only. A
     token less likely than 2^-39 of the likeliest of its block, and so one whose logit is -inf, is never
-    drawn. A row that `finite_rows` rejects gives some token id. `finite`, bool `[R]`, gets what
-    `finite_rows(logits)` returns, which costs nothing here. Raises ValueError where the vocabulary is too large.
+    drawn. A row that `finite_rows` rejects gives some token id. `out`, int32 `[R]`, gets the tokens and is
+    what is returned. `finite`, bool `[R]`, gets what `finite_rows(logits)` returns, which costs nothing here.
+    Raises ValueError where the vocabulary is too large.
     """
     rows = _checked_rows(logits)
+    chosen = _empty_tokens(logits) if out is None else out
     least_log2 = None if min_ps is None else min_ps.log2()
     if runs_triton(impl, logits.device):
         draws = (temperatures, seeds, sample_indices, positions)
         filtered = not (top_ks is None and top_ps is None and min_ps is None)
-        chosen = torch.empty(rows.shape[0], dtype=torch.int32, device=rows.device)
         if not filtered:
             draw_tokens(rows, chosen, None, finite, draws)
             return chosen
@@ -126,7 +131,7 @@ def sample(
     inner = masses.gather(1, block.unsqueeze(2).expand(-1, -1, masses.shape[2])).squeeze(1).cumsum(dim=-1)
     token = block.squeeze(1) * BLOCK + (inner <= target).sum(dim=-1)
     token = token.clamp(max=logits.shape[1] - 1)  # a row of NaN has no mass at all
-    return torch.where(temperatures > 0.0, token.int(), logits.argmax(dim=-1).int())
+    return chosen.copy_(torch.where(temperatures > 0.0, token, logits.argmax(dim=-1)))
 
 
 def finite_rows(x: Tensor, *, impl: Impl = "auto") -> Tensor:
@@ -134,6 +139,10 @@ def finite_rows(x: Tensor, *, impl: Impl = "auto") -> Tensor:
     if runs_triton(impl, x.device):
         return finite_of(chunk_maxima(as_rows(x)))
     return x.amax(dim=-1).isfinite()
+
+
+def _empty_tokens(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
 
 
 def _checked_rows(logits: Tensor) -> Tensor:

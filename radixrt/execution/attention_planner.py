@@ -53,9 +53,7 @@ class AttentionPlanner:
     cuts, and no plan of the extends. `req_to_token`, the host's table, tells who reads the same.
     """
 
-    def __init__(
-        self, config: ModelConfig, placement: Placement, req_to_token: Int32Array | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement, req_to_token: Int32Array | None = None) -> None:
         self._config = config
         self._req_to_token = req_to_token
         self._dtype = placement.dtype

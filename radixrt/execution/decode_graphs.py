@@ -14,13 +14,12 @@ from torch import Tensor
 from layers.input_metadata import InputMetadata, Int32Array
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.attention_planner import AttentionPlanner, PassPlans
+from radixrt.execution.sampler import draw_plain
+from radixrt.execution.sampling_table import Features
 from radixrt.execution.staging import Staging, num_words
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.batch import ScheduleBatch
 from triton_ops.row_tables import known_tokens, write_cells
-from triton_ops.sampling import greedy, sample
-
-Features = frozenset[str]  # names of the arrays that a draw reads
 
 DRAW_DTYPES: Mapping[str, type[np.generic]] = {
     "temperatures": np.float32,
@@ -31,9 +30,7 @@ DRAW_DTYPES: Mapping[str, type[np.generic]] = {
     "top_ps": np.float32,
     "min_ps": np.float32,
 }
-GREEDY: Features = frozenset()
-PLAIN: Features = frozenset({"temperatures", "seeds", "sample_indices", "draw_positions"})
-CAPTURED_DRAWS = (GREEDY, PLAIN, PLAIN | {"top_ks", "top_ps"})  # the kernels of others are launched one by one
+CAPTURED_DRAWS = (Features(), Features(is_random=True), Features(is_random=True, has_top=True))
 MERGES_BELOW = 64  # smaller batches are captured only with the launch that merges partial results
 
 
@@ -54,7 +51,7 @@ class DecodeGraphs:
         model: on the device.
         kv_pool: the KV of all tokens.
         req_to_token: int32 `[max_requests + 1, max_context_len]`, on the device.
-        last_token: int32 `[max_requests + 1]`, the token that was sampled last for each row.
+        last_token: int32 `[max_requests + 1]`, the token that was sampled last for each row; it is only read.
         planner: plans the decodes.
         max_batch: the top of the ladder.
     """
@@ -80,7 +77,9 @@ class DecodeGraphs:
         self._memory: Any = torch.cuda.graph_pool_handle()
         self._forwards: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._draws: dict[tuple[int, Features], torch.cuda.CUDAGraph] = {}
-        self._logits = torch.empty((max_batch, model.config.vocab_size), dtype=model.placement.dtype, device=device)
+        self._logits = torch.empty(
+            (max_batch, model.config.vocab_size), dtype=model.placement.dtype, device=device
+        )
         self._token_ids = torch.empty(max_batch, dtype=torch.int32, device=device)
         self._finite = torch.empty(max_batch, dtype=torch.bool, device=device)
         # It must never move: graphs know its address.
@@ -104,12 +103,14 @@ class DecodeGraphs:
                     self._draws[size, features] = self._captured(partial(self._draw, arrays, features))
                 yield size
 
-    def launch(self, batch: ScheduleBatch, draws: Mapping[str, NDArray[Any]]) -> tuple[Tensor, Tensor, Tensor]:
+    def launch(
+        self, batch: ScheduleBatch, features: Features, draws: Mapping[str, NDArray[Any]]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Start a decode pass of B requests, each of which samples one token.
 
-        The tables on the device lack nothing but the new tokens' slots. `draws` are those of the arrays of
-        DRAW_DTYPES, each `[B]`, that the draws need. Returns logits `[B, vocab_size]`, token ids int32 `[B]` and
-        whether each is finite, bool `[B]`, which are valid until the next launch.
+        The tables on the device lack nothing but the new tokens' slots. `draws` has the arrays that the features
+        name, each `[B]`. Returns rows int32 `[B]`, logits `[B, vocab_size]`, token ids int32 `[B]` and whether each
+        is finite, bool `[B]`, which are valid until the next launch.
         """
         count = len(batch.requests)
         size = next(size for size in self._sizes if size >= count)
@@ -124,12 +125,12 @@ class DecodeGraphs:
         )
         arrays = self._staging.upload(self._numbers(host, plans, batch.input_ids, draws))
         self._forwards[size, plans.merges].replay()
-        features = frozenset(draws)
         if features in CAPTURED_DRAWS:
             self._draws[size, features].replay()
-        else:
+        else:  # its kernels are launched one by one
             self._draw(arrays, features)
-        return self._logits[:count], self._token_ids[:count], self._finite[:count]
+        rows = arrays["req_pool_indices"][:count]
+        return rows, self._logits[:count], self._token_ids[:count], self._finite[:count]
 
     def _plan_idle(self, size: int, *, merges: bool) -> tuple[dict[str, Int32Array], PassPlans]:
         """A pass of padded decodes alone."""
@@ -177,25 +178,10 @@ class DecodeGraphs:
 
     def _draw(self, arrays: Mapping[str, Tensor], features: Features) -> None:
         """From logits to tokens."""
-        rows = arrays["req_pool_indices"]
-        logits, finite = self._logits[: len(rows)], self._finite[: len(rows)]
-        if features:
-            token_ids = sample(
-                logits,
-                temperatures=arrays["temperatures"],
-                seeds=arrays["seeds"],
-                sample_indices=arrays["sample_indices"],
-                positions=arrays["draw_positions"],
-                top_ks=arrays["top_ks"] if "top_ks" in features else None,
-                top_ps=arrays["top_ps"] if "top_ps" in features else None,
-                min_ps=arrays["min_ps"] if "min_ps" in features else None,
-                finite=finite,
-                impl=self._impl,
-            )
-        else:
-            token_ids = greedy(logits, finite=finite, impl=self._impl)
-        self._token_ids[: len(rows)].copy_(token_ids)
-        write_cells(self._last_token.unsqueeze(1), rows, None, token_ids, impl=self._impl)
+        rows = slice(len(arrays["req_pool_indices"]))
+        draw_plain(
+            self._logits[rows], arrays, features, self._token_ids[rows], self._finite[rows], impl=self._impl
+        )
 
     def _captured(self, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
         compute()  # what is made on first use is made now

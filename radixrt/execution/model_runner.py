@@ -19,9 +19,17 @@ from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.attention_planner import AttentionPlanner
-from radixrt.execution.decode_graphs import DRAW_DTYPES, DecodeGraphs
+from radixrt.execution.decode_graphs import DecodeGraphs
 from radixrt.execution.kv_mover import KVMover
-from radixrt.execution.sampler import Draw, draw_tokens, sampling_arrays
+from radixrt.execution.sampler import (
+    DrawPlan,
+    LogprobTensors,
+    draw_logprobs,
+    draw_plain,
+    draw_special,
+    plan_draws,
+)
+from radixrt.execution.sampling_table import SamplingTable
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
@@ -30,8 +38,6 @@ from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling import finite_rows
 
 SCORED_AT_ONCE = 512  # rows of logits that are held at a time to score prompt tokens
-
-LogprobTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # as `token_logprobs` returns them
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class ModelRunner:
         self.model = model
         self.kv_pool = kv_pool
         self.device = device
+        self._impl = model.placement.impl
         # One line more than there are rows: that of decodes which pad a captured pass.
         self._req_to_token = torch.zeros(
             (rows.max_requests + 1, rows.max_context_len), dtype=torch.int32, device=device
@@ -81,6 +88,7 @@ class ModelRunner:
         self._last_token = torch.zeros(rows.max_requests + 1, dtype=torch.int32, device=device)
         self._staging = Staging(device)
         self._planner = AttentionPlanner(model.config, model.placement, rows.req_to_token)
+        self._sampling = SamplingTable(rows.max_requests)
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, model.placement.impl)
         self._graphs: DecodeGraphs | None = None
         if max_captured_batch:
@@ -123,38 +131,17 @@ class ModelRunner:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _launch(self, batch: ScheduleBatch) -> PassInFlight:
-        if self._graphs is not None and len(batch.requests) <= self._graphs.max_batch and _is_decode(batch):
-            return self._launch_decode(batch, self._graphs)
-        return self._launch_any(batch)
+        for row, request in batch.admitted:
+            self._sampling.admit(row, request)
+        sampling = np.repeat(np.arange(len(batch.requests), dtype=np.int32), batch.num_samples)  # [S]
+        draws = plan_draws(self._sampling, batch, sampling)
+        if self._graphs is not None and len(sampling) <= self._graphs.max_batch and _is_decode(batch):
+            return self._launch_decode(batch, draws, self._graphs)
 
-    def _launch_decode(self, batch: ScheduleBatch, graphs: DecodeGraphs) -> PassInFlight:
-        """A pass of nothing but decodes, through captured graphs."""
-        arrays = sampling_arrays(_draws(batch))
-        if arrays.keys() - DRAW_DTYPES.keys() or any(r.params.logprobs is not None for r in batch.requests):
-            return self._launch_any(batch)
-        changes = batch.row_changes
-        if len(changes) > len(batch.requests):  # the graph makes those of the new tokens itself
-            staged = self._staging.upload(_row_changes(changes))
-            self._write_rows(staged)
-        _, token_ids, finite = graphs.launch(batch, arrays)
-        return self._send_back(token_ids, finite, None, None)
-
-    def _write_rows(self, arrays: dict[str, Tensor]) -> None:
-        write_cells(
-            self._req_to_token,
-            arrays["changed_rows"],
-            arrays["changed_positions"],
-            arrays["changed_slots"],
-            impl=self.model.placement.impl,
-        )
-
-    def _launch_any(self, batch: ScheduleBatch) -> PassInFlight:
         host = InputMetadata.host_arrays(
             batch.req_pool_indices, batch.seq_lens, batch.prefix_lens, batch.out_cache_loc
         )
         last_tokens = host["extend_start_loc"] + host["extend_seq_lens"] - 1  # [B]
-        draws = _draws(batch)
-        sampling = np.repeat(np.arange(len(batch.requests), dtype=np.int32), batch.num_samples)  # [S]
         first_samples = np.flatnonzero(np.diff(sampling, prepend=-1)).astype(np.int32)
         own: dict[str, NDArray[Any]] = {
             "input_ids": batch.input_ids,
@@ -167,9 +154,8 @@ class ModelRunner:
             "scored_targets": batch.scored_targets,
             **_row_changes(batch.row_changes),
         }
-        own |= sampling_arrays(draws)
         plans = self._planner.plan(host, batch.num_extends)
-        arrays = self._staging.upload({**host, **own, **plans.arrays})
+        arrays = self._staging.upload({**host, **own, **draws.arrays, **plans.arrays})
 
         self._write_rows(arrays)
         metadata = InputMetadata.from_host_and_device(
@@ -181,24 +167,53 @@ class ModelRunner:
             decode_plans=plans.decode(arrays),
             extend_plans=plans.extend(arrays),
         )
-        ids = known_tokens(arrays["input_ids"], self._last_token, impl=self.model.placement.impl)
-        hidden = self.model(ids, metadata, self.kv_pool)
-
-        impl = self.model.placement.impl
-        finite = finite_rows(hidden[arrays["last_tokens"]], impl=impl)
+        hidden = self.model(
+            known_tokens(arrays["input_ids"], self._last_token, impl=self._impl), metadata, self.kv_pool
+        )
+        finite = finite_rows(hidden[arrays["last_tokens"]], impl=self._impl)
         token_ids, logprobs = arrays["sampling"], None
-        if draws:
+        if len(sampling):
             logits = self.model.compute_logits(hidden, metadata.logits_indices)
-            token_ids, drawn = draw_tokens(logits, arrays, self._last_token, impl=impl)
+            token_ids = torch.empty_like(arrays["sampling"])
+            drawn = torch.empty_like(token_ids, dtype=torch.bool)
+            draw_plain(logits, arrays, draws.features, token_ids, drawn, impl=self._impl)
+            logprobs = self._draw_others(logits, arrays, draws, token_ids, drawn)
             finite[arrays["sampling"]] &= drawn
-            asked = [d.request.params.logprobs for d in draws if d.request.params.logprobs is not None]
-            if asked:
-                logprobs = token_logprobs(logits, token_ids, min(max(asked), logits.shape[1]), impl=impl)
             # The first answer goes on in its own row; the others get theirs when the host has heard of them.
-            first = token_ids[arrays["first_samples"]]
-            write_cells(self._last_token.unsqueeze(1), arrays["first_rows"], None, first, impl=impl)
+            self._keep_tokens(arrays["first_rows"], token_ids[arrays["first_samples"]])
         prompt_logprobs = self._score(hidden, batch, arrays) if len(batch.scored) else None
         return self._send_back(token_ids, finite, logprobs, prompt_logprobs)
+
+    def _launch_decode(self, batch: ScheduleBatch, draws: DrawPlan, graphs: DecodeGraphs) -> PassInFlight:
+        """A pass of nothing but decodes: captured graphs, and what they do not do."""
+        own = {name: array for name, array in draws.arrays.items() if name not in draws.features.array_names}
+        changes = batch.row_changes
+        if len(changes) > len(batch.requests):  # the new tokens' are written by the graph
+            own |= _row_changes(changes)
+        arrays = self._staging.upload(own) if own else {}
+        if "changed_rows" in arrays:
+            self._write_rows(arrays)
+        rows, logits, token_ids, finite = graphs.launch(batch, draws.features, draws.arrays)
+        logprobs = self._draw_others(logits, arrays, draws, token_ids, finite)
+        self._keep_tokens(rows, token_ids)
+        return self._send_back(token_ids, finite, logprobs, None)
+
+    def _draw_others(
+        self, logits: Tensor, arrays: dict[str, Tensor], draws: DrawPlan, token_ids: Tensor, finite: Tensor
+    ) -> LogprobTensors | None:
+        """What some of the rows of a draw want besides, in place of what is there; the log-probabilities."""
+        if draws.special is not None:
+            draw_special(logits, arrays, draws.special, self._last_token, token_ids, finite, impl=self._impl)
+        if draws.num_top is None:
+            return None
+        return draw_logprobs(logits, token_ids, arrays, draws.num_top, impl=self._impl)
+
+    def _write_rows(self, arrays: dict[str, Tensor]) -> None:
+        rows, positions, slots = (arrays[f"changed_{name}"] for name in ("rows", "positions", "slots"))
+        write_cells(self._req_to_token, rows, positions, slots, impl=self._impl)
+
+    def _keep_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
+        write_cells(self._last_token.unsqueeze(1), rows, None, token_ids, impl=self._impl)
 
     def _score(self, hidden: Tensor, batch: ScheduleBatch, arrays: dict[str, Tensor]) -> LogprobTensors:
         """Log-probabilities of the P scored prompt tokens, some rows of logits at a time."""
@@ -210,7 +225,7 @@ class ModelRunner:
             rows = slice(start, start + SCORED_AT_ONCE)
             logits = self.model.compute_logits(hidden, arrays["scored"][rows])
             targets, num_top = arrays["scored_targets"][rows], min(asked, logits.shape[1])
-            parts.append(token_logprobs(logits, targets, num_top, impl=self.model.placement.impl))
+            parts.append(token_logprobs(logits, targets, num_top, impl=self._impl))
         chosen, ranks, top_ids, top = (torch.cat(column) for column in zip(*parts, strict=True))
         return chosen, ranks, top_ids, top
 
@@ -251,17 +266,6 @@ class ModelRunner:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return PassInFlight(*flight, done)
-
-
-def _draws(batch: ScheduleBatch) -> list[Draw]:
-    """The S tokens to be drawn, request after request."""
-    return [
-        Draw(request, int(row), int(position), request.sample_index + k)
-        for request, row, position, count in zip(
-            batch.requests, batch.req_pool_indices, batch.seq_lens, batch.num_samples, strict=True
-        )
-        for k in range(count)
-    ]
 
 
 def _is_decode(batch: ScheduleBatch) -> bool:

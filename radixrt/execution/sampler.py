@@ -1,73 +1,163 @@
 """What the sampler is told about the requests of a pass, and what it does with their logits.
 
-Only what some request of the pass asks for is sent and computed, and the host knows without asking the device
-which that is.
+All rows are drawn from at once, from the model's own logits: what that launches depends on their number and on a
+few `Features` alone. Then the few rows whose requests change their logits, the special ones, are drawn from again;
+and log-probabilities are computed where they are asked for. So a request costs those beside it nothing but its own
+work, and its draws do not depend on them. The host knows without asking the device what is to be done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from radixrt.schedule.request import Request
+from radixrt.execution.logit_changes import NO_TOKEN, Int32Array, LogitChanges
+from radixrt.execution.sampling_table import NO_LOGPROBS, Arrays, Features, SamplingTable
+from radixrt.schedule.batch import ScheduleBatch
 from triton_ops.implementation import Impl
 from triton_ops.logit_masks import add_bias, ban_tokens, keep_only
+from triton_ops.logprobs import token_logprobs
 from triton_ops.penalties import apply_penalties
-from triton_ops.sampling import finite_rows, greedy, sample
+from triton_ops.sampling import greedy, sample
 
-Arrays = dict[str, NDArray[Any]]
-NO_TOKEN = -1
+LogprobTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # as `token_logprobs` returns them
+
+_SPECIAL = "special_"  # begins the names of the special draws' arrays
 
 
 @dataclass(frozen=True)
-class Draw:
-    """One token to be drawn: for which request, from which row of logits, as which of its samples.
+class DrawPlan:
+    """What is done with the S rows of logits of a pass.
 
     Attributes:
-        request: whose parameters apply.
-        row: its row in `req_to_token`, where the device keeps the last token sampled for it.
-        position: of the token to be drawn.
-        sample_index: which of the n answers it belongs to.
+        features: of the draw of all S rows.
+        special: of the draw of the X rows whose requests change their logits; None: there are none.
+        num_top: alternatives to find for the L rows whose log-probabilities are wanted; None: there are none.
+        arrays: numbers of the rows for the device, each `[S]`, `[X]` or `[L]`, or a list of pairs of a special row
+            and a token.
     """
 
-    request: Request
+    features: Features
+    special: Features | None
+    num_top: int | None
+    arrays: Arrays
+
+
+@dataclass(frozen=True)
+class _SpecialDraw:
+    """A token to be drawn from changed logits.
+
+    `last_is_unknown`: the token before it has been sampled, but only the device knows it, in `last_token[row]`.
+    """
+
+    changes: LogitChanges
     row: int
     position: int
-    sample_index: int
+    known: Int32Array
+    last_is_unknown: bool
 
 
-def sampling_arrays(draws: Sequence[Draw]) -> Arrays:
-    """The sampler's arrays for S draws; row i of the logits is that of draw i."""
-    return {
-        **_distribution(draws),
-        **_penalties(draws),
-        **_bias(draws),
-        **_bans(draws),
-        **_allowed(draws),
-    }
+def plan_draws(table: SamplingTable, batch: ScheduleBatch, sampling: Int32Array) -> DrawPlan:
+    """The draws of a pass whose S rows of logits are of the requests `sampling` `[S]`, in their order."""
+    rows, positions = batch.req_pool_indices.take(sampling), batch.seq_lens.take(sampling)
+    first = np.cumsum(batch.num_samples) - batch.num_samples
+    samples = (np.arange(len(sampling)) - first.take(sampling)).astype(np.int32)
+
+    num_top = table.num_top(rows)
+    has_logprobs = num_top != NO_LOGPROBS
+    asks = bool(has_logprobs.any())
+    own: Arrays = {"logprob_rows": np.flatnonzero(has_logprobs).astype(np.int32)} if asks else {}
+
+    is_special = table.is_special(rows, positions)
+    special = None
+    plain_rows = rows
+    if is_special.any():
+        at = np.flatnonzero(is_special)
+        special, drawn = table.draws(rows[at], positions[at], samples[at])
+        draws = [
+            _SpecialDraw(
+                changes=table.changes(row),
+                row=row,
+                position=position,
+                known=request.tokens(),
+                last_is_unknown=request.samples_in_flight > 1,  # this draw's own sample, and the one before it
+            )
+            for row, position, request in zip(
+                rows[at].tolist(), positions[at].tolist(), (batch.requests[i] for i in sampling[at]), strict=True
+            )
+        ]
+        own |= {"special_rows": at.astype(np.int32)} | {_SPECIAL + name: array for name, array in drawn.items()}
+        own |= _penalties(draws) | _bias(draws) | _bans(draws) | _allowed(draws)
+        # Nobody wants what the draw of all rows finds for these: it is to be as cheap as can be.
+        plain_rows = np.where(is_special, np.int32(table.neutral_row), rows)
+    features, plain = table.draws(plain_rows, positions, samples)
+    return DrawPlan(features, special, int(num_top.max()) if asks else None, plain | own)
 
 
-def draw_tokens(
-    logits: Tensor, arrays: Mapping[str, Tensor], last_token: Tensor, *, impl: Impl = "auto"
-) -> tuple[Tensor, Tensor]:
-    """Token ids `[S]` int32 for `logits` `[S, vocab_size]`, and bool `[S]`: whether there was one to draw.
+def draw_plain(
+    logits: Tensor,
+    arrays: Mapping[str, Tensor],
+    features: Features,
+    token_ids: Tensor,
+    finite: Tensor,
+    *,
+    impl: Impl = "auto",
+) -> None:
+    """Draw a token from each row of `logits` `[S, vocab_size]` as they are. A CUDA graph can capture it.
 
     Args:
-        arrays: what `sampling_arrays` made, on the device.
-        last_token: int32 `[max_requests]`, the last token sampled for each row.
+        arrays: those that the features name, each `[S]`, on the device; others are not looked at.
+        token_ids: int32 `[S]`, gets the tokens.
+        finite: bool `[S]`, gets whether there was one to draw.
     """
-    # What is not finite stays so, but for what `keep_only` hides.
-    before = finite_rows(logits, impl=impl) if "allowed_ids" in arrays else None
+    if not features.is_random:
+        greedy(logits, out=token_ids, finite=finite, impl=impl)
+        return
+    sample(
+        logits,
+        temperatures=arrays["temperatures"],
+        seeds=arrays["seeds"],
+        sample_indices=arrays["sample_indices"],
+        positions=arrays["draw_positions"],
+        top_ks=arrays["top_ks"] if features.has_top else None,
+        top_ps=arrays["top_ps"] if features.has_top else None,
+        min_ps=arrays["min_ps"] if features.has_min_p else None,
+        out=token_ids,
+        finite=finite,
+        impl=impl,
+    )
+
+
+def draw_special(
+    logits: Tensor,
+    arrays: Mapping[str, Tensor],
+    features: Features,
+    last_token: Tensor,
+    token_ids: Tensor,
+    finite: Tensor,
+    *,
+    impl: Impl = "auto",
+) -> None:
+    """Draw the tokens of the special rows again, from what their requests make of their logits.
+
+    Args:
+        logits: `[S, vocab_size]`, the model's; they stay as they are.
+        arrays: the plan's, on the device.
+        features: of the special rows.
+        last_token: int32 `[max_requests]`, the last token sampled for each row of `req_to_token`.
+        token_ids, finite: int32 and bool `[S]`, what `draw_plain` left; those of the special rows are replaced.
+    """
+    rows = arrays["special_rows"]
+    # float32 whatever the changes are, as some need it: a row's numbers do not depend on the rows beside it.
+    own = logits.index_select(0, rows).float()
     if "penalty_ids" in arrays:
         ids = arrays["penalty_ids"]
-        logits = apply_penalties(
-            logits,
+        own = apply_penalties(
+            own,
             arrays["penalty_rows"],
             # A negative id -(row + 1) is the last token sampled for that row, which the host does not know yet.
             ids.where(ids >= 0, last_token[(-ids - 1).clamp_min(0)]),
@@ -78,142 +168,108 @@ def draw_tokens(
             impl=impl,
         )
     if "bias_ids" in arrays:
-        logits = add_bias(logits, arrays["bias_rows"], arrays["bias_ids"], arrays["biases"], impl=impl)
+        own = add_bias(own, arrays["bias_rows"], arrays["bias_ids"], arrays["biases"], impl=impl)
     if "banned_ids" in arrays:
-        after, row = arrays["banned_after"], arrays["banned_last_row"]
-        applies = (after == NO_TOKEN) | (last_token[row] == after)
-        logits = ban_tokens(logits, arrays["banned_rows"], arrays["banned_ids"], applies, impl=impl)
+        after = arrays["banned_after"]
+        applies = (after == NO_TOKEN) | (last_token[arrays["banned_last_row"]] == after)
+        own = ban_tokens(own, arrays["banned_rows"], arrays["banned_ids"], applies, impl=impl)
     if "allowed_ids" in arrays:
         restricted = arrays["is_restricted"] != 0
-        logits = keep_only(logits, arrays["allowed_rows"], arrays["allowed_ids"], restricted, impl=impl)
-    drawn = torch.empty(logits.shape[0], dtype=torch.bool, device=logits.device)
-    if "temperatures" not in arrays:
-        token_ids = greedy(logits, finite=drawn, impl=impl)
-    else:
-        token_ids = sample(
-            logits,
-            temperatures=arrays["temperatures"],
-            seeds=arrays["seeds"],
-            sample_indices=arrays["sample_indices"],
-            positions=arrays["draw_positions"],
-            top_ks=arrays.get("top_ks"),
-            top_ps=arrays.get("top_ps"),
-            min_ps=arrays.get("min_ps"),
-            finite=drawn,
-            impl=impl,
-        )
-    return token_ids, drawn if before is None else drawn & before
+        own = keep_only(own, arrays["allowed_rows"], arrays["allowed_ids"], restricted, impl=impl)
+    chosen = torch.empty_like(rows)
+    drawn = torch.empty_like(rows, dtype=torch.bool)
+    parameters = {name: arrays[_SPECIAL + name] for name in features.array_names}
+    draw_plain(own, parameters, features, chosen, drawn, impl=impl)
+    token_ids[rows] = chosen
+    # What the model computed stays rejected if it is not finite, though `keep_only` may hide it.
+    finite[rows] &= drawn
 
 
-def _distribution(draws: Sequence[Draw]) -> Arrays:
-    """Temperature and filters, each `[S]`; nothing if all draws are greedy, no filter that none uses."""
-    count = len(draws)
-    params = [draw.request.params for draw in draws]
-    temperatures = np.fromiter((p.temperature for p in params), np.float32, count)
-    if not temperatures.any():
+def draw_logprobs(
+    logits: Tensor, token_ids: Tensor, arrays: Mapping[str, Tensor], num_top: int, *, impl: Impl = "auto"
+) -> LogprobTensors:
+    """Log-probabilities of the L drawn tokens whose requests asked for them, as `token_logprobs` returns them.
+
+    Args:
+        logits: `[S, vocab_size]`, the model's.
+        token_ids: int32 `[S]`, the tokens drawn.
+        arrays: the plan's, on the device.
+        num_top: the plan's; no more than the vocabulary holds are found.
+    """
+    rows = arrays["logprob_rows"]
+    if len(rows) < len(token_ids):
+        logits, token_ids = logits.index_select(0, rows), token_ids.index_select(0, rows)
+    return token_logprobs(logits, token_ids, min(num_top, logits.shape[1]), impl=impl)
+
+
+def _penalties(draws: Sequence[_SpecialDraw]) -> Arrays:
+    """The history of each special draw that has penalties, `[H]` in all, and the penalties of all, `[X]`."""
+    own = [(i, draw) for i, draw in enumerate(draws) if draw.changes.has_penalties]
+    if not own:
         return {}
-    arrays: Arrays = {
-        "temperatures": temperatures,
-        "seeds": np.fromiter((draw.request.seed for draw in draws), np.int64, count),
-        "sample_indices": np.fromiter((draw.sample_index for draw in draws), np.int32, count),
-        "draw_positions": np.fromiter((draw.position for draw in draws), np.int32, count),
-    }
-    top_ks = np.fromiter((p.top_k for p in params), np.int32, count)
-    top_ps = np.fromiter((p.top_p for p in params), np.float32, count)
-    min_ps = np.fromiter((p.min_p for p in params), np.float32, count)
-    if top_ks.any() or (top_ps < 1).any():
-        arrays |= {"top_ks": top_ks, "top_ps": top_ps}
-    if min_ps.any():
-        arrays["min_ps"] = min_ps
-    return arrays
-
-
-def _penalties(draws: Sequence[Draw]) -> Arrays:
-    """The history of each draw that has penalties, `[H]` in all, and the penalties of all, `[S]`."""
-    rows: list[NDArray[np.int32]] = []
-    ids: list[NDArray[np.int32]] = []
-    is_output: list[NDArray[np.int32]] = []
-    for i, draw in enumerate(draws):
-        request = draw.request
-        if not request.params.has_penalties:
-            continue
-        history = request.tokens()
-        if request.samples_in_flight > 1:  # this draw's own sample, and the one before it
-            history = np.append(history, np.int32(-(draw.row + 1)))
-        output = np.ones(len(history), dtype=np.int32)
-        output[: request.prompt_len] = 0
-        rows.append(np.full(len(history), i, dtype=np.int32))
-        ids.append(history)
-        is_output.append(output)
-    if not rows:
-        return {}
-    count = len(draws)
-    params = [draw.request.params for draw in draws]
+    # Histories as far as they are known, then the last tokens that are not.
+    unknown = [(i, draw) for i, draw in own if draw.last_is_unknown]
+    at = np.array([i for i, _ in own], dtype=np.int32)
+    lengths = np.array([len(draw.known) for _, draw in own])
+    outputs = lengths - [draw.changes.prompt_len for _, draw in own]
+    left = np.repeat(np.cumsum(lengths), lengths) - np.arange(lengths.sum())  # tokens of a history from each on
     return {
-        "penalty_rows": np.concatenate(rows),
-        "penalty_ids": np.concatenate(ids),
-        "penalty_is_output": np.concatenate(is_output),
-        "repetition": np.fromiter((p.repetition_penalty for p in params), np.float32, count),
-        "presence": np.fromiter((p.presence_penalty for p in params), np.float32, count),
-        "frequency": np.fromiter((p.frequency_penalty for p in params), np.float32, count),
+        "penalty_rows": np.append(np.repeat(at, lengths), np.array([i for i, _ in unknown], dtype=np.int32)),
+        "penalty_ids": np.concatenate(
+            [draw.known for _, draw in own] + [np.array([-(draw.row + 1) for _, draw in unknown], dtype=np.int32)]
+        ),
+        "penalty_is_output": np.append(
+            left <= np.repeat(outputs, lengths), np.ones(len(unknown), dtype=np.bool_)
+        ).astype(np.int32),
+        "repetition": _column(draws, lambda changes: changes.repetition),
+        "presence": _column(draws, lambda changes: changes.presence),
+        "frequency": _column(draws, lambda changes: changes.frequency),
     }
 
 
-def _bias(draws: Sequence[Draw]) -> Arrays:
-    entries = [(i, *pair) for i, draw in enumerate(draws) for pair in draw.request.params.logit_bias]
-    if not entries:
+def _column(draws: Sequence[_SpecialDraw], number: Callable[[LogitChanges], float]) -> np.ndarray:
+    return np.fromiter((number(draw.changes) for draw in draws), np.float32, len(draws))
+
+
+def _bias(draws: Sequence[_SpecialDraw]) -> Arrays:
+    own = [(i, draw.changes) for i, draw in enumerate(draws) if len(draw.changes.bias_ids)]
+    if not own:
         return {}
-    rows, ids, biases = zip(*entries, strict=True)
     return {
-        "bias_rows": np.array(rows, dtype=np.int32),
-        "bias_ids": np.array(ids, dtype=np.int32),
-        "biases": np.array(biases, dtype=np.float32),
+        "bias_rows": _row_of_each([(i, changes.bias_ids) for i, changes in own]),
+        "bias_ids": np.concatenate([changes.bias_ids for _, changes in own]),
+        "biases": np.concatenate([changes.biases for _, changes in own]),
     }
 
 
-def _bans(draws: Sequence[Draw]) -> Arrays:
+def _bans(draws: Sequence[_SpecialDraw]) -> Arrays:
     """Tokens that must not come next `[H]`, always or only after a last token that the device knows."""
-    entries: list[tuple[int, int, int, int]] = []
-    for i, draw in enumerate(draws):
-        request = draw.request
-        in_flight = request.samples_in_flight > 1  # this draw's own sample, and the one before it
-        if draw.position - request.prompt_len < request.params.min_new_tokens:
-            entries += [(i, token, NO_TOKEN, draw.row) for token in request.stop_ids]
-        if not request.bad_words:
-            continue
-        # As transformers does, prompt and answer are looked at alike.
-        known = request.tokens()
-        for *before, last in request.bad_words:
-            after = NO_TOKEN
-            if in_flight and before:
-                *before, after = before
-            if len(before) <= len(known) and known[len(known) - len(before) :].tolist() == list(before):
-                entries.append((i, last, after, draw.row))
-    if not entries:
+    bans = [draw.changes.bans(draw.position, draw.known, draw.last_is_unknown) for draw in draws]
+    own = [(i, one) for i, one in enumerate(bans) if len(one.ids)]
+    if not own:
         return {}
-    rows, ids, after_ids, last_rows = zip(*entries, strict=True)
+    rows = _row_of_each([(i, one.ids) for i, one in own])
     return {
-        "banned_rows": np.array(rows, dtype=np.int32),
-        "banned_ids": np.array(ids, dtype=np.int32),
-        "banned_after": np.array(after_ids, dtype=np.int32),
-        "banned_last_row": np.array(last_rows, dtype=np.int32),
+        "banned_rows": rows,
+        "banned_ids": np.concatenate([one.ids for _, one in own]),
+        "banned_after": np.concatenate([one.afters for _, one in own]),
+        "banned_last_row": np.array([draw.row for draw in draws], dtype=np.int32)[rows],
     }
 
 
-def _allowed(draws: Sequence[Draw]) -> Arrays:
-    restricted = np.zeros(len(draws), dtype=np.int32)
-    rows: list[NDArray[np.int32]] = []
-    ids: list[NDArray[np.int32]] = []
-    for i, draw in enumerate(draws):
-        allowed = draw.request.params.allowed_token_ids
-        if allowed is not None:
-            restricted[i] = 1
-            rows.append(np.full(len(allowed), i, dtype=np.int32))
-            ids.append(np.array(allowed, dtype=np.int32))
-    if not rows:
+def _allowed(draws: Sequence[_SpecialDraw]) -> Arrays:
+    own = [(i, draw.changes.allowed_ids) for i, draw in enumerate(draws) if draw.changes.allowed_ids is not None]
+    if not own:
         return {}
+    restricted = np.zeros(len(draws), dtype=np.int32)
+    restricted[[i for i, _ in own]] = 1
     return {
-        "allowed_rows": np.concatenate(rows),
-        "allowed_ids": np.concatenate(ids),
+        "allowed_rows": _row_of_each(own),
+        "allowed_ids": np.concatenate([ids for _, ids in own]),
         "is_restricted": restricted,
     }
+
+
+def _row_of_each(ids: Sequence[tuple[int, Int32Array]]) -> Int32Array:
+    """The special row of each token of lists of tokens."""
+    return np.repeat(np.array([i for i, _ in ids], dtype=np.int32), [len(tokens) for _, tokens in ids])

@@ -37,6 +37,7 @@ class ScheduleBatch:
         scored_targets: `[P]`, that next token.
         num_scored: `[B]`, how many of the P belong to each request, in order.
         row_changes: cells of `req_to_token` to change before the pass.
+        admitted: row and request of each that is in a pass for the first time since it was admitted.
     """
 
     requests: tuple[Request, ...]
@@ -52,6 +53,7 @@ class ScheduleBatch:
     scored_targets: Int32Array
     num_scored: Int32Array
     row_changes: RowChanges
+    admitted: tuple[tuple[int, Request], ...]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class PassResult:
     Attributes:
         token_ids: `[S]` int32, the sampled tokens, request after request.
         finite: `[B]` bool, whether the request's numbers are all finite.
-        logprobs: of the S sampled tokens, if any request asked for them.
+        logprobs: of those of the S sampled tokens whose request asked for them, in their order; None: no one did.
         prompt_logprobs: of the P scored tokens, if there are any.
     """
 

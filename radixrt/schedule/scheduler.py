@@ -163,6 +163,8 @@ class Scheduler:
         ended: list[Request] = []
         first_samples = np.cumsum(batch.num_samples) - batch.num_samples
         first_scored = np.cumsum(batch.num_scored) - batch.num_scored
+        wanted = np.array([r.params.logprobs is not None for r in batch.requests]) * batch.num_samples
+        first_logprob = np.cumsum(wanted) - wanted
         for i, request in enumerate(batch.requests):
             request.passes_in_flight -= 1
             if request.finished:
@@ -183,7 +185,9 @@ class Scheduler:
                 self._book_prompt_logprobs(request, batch, result, int(first_scored[i]), int(batch.num_scored[i]))
             if batch.num_samples[i]:
                 request.samples_in_flight -= 1
-                ended += self._book_samples(request, result, int(first_samples[i]), int(batch.num_samples[i]))
+                ended += self._book_samples(
+                    request, result, int(first_samples[i]), int(first_logprob[i]), int(batch.num_samples[i])
+                )
             elif holds and request.computed == request.extend_end and not request.max_new_tokens:
                 self._end(request, FinishReason.LENGTH)
                 ended.append(request)
@@ -390,6 +394,7 @@ class Scheduler:
             scored_targets=np.concatenate(targets),
             num_scored=np.array([len(s) for s in scored], dtype=np.int32),
             row_changes=self.cache.rows.take_changes(),
+            admitted=tuple((p.lease.row, p.request) for p in pieces if p.start == p.lease.matched),
         )
 
     # -- the life of a request -----------------------------------------------------------------------------
@@ -401,7 +406,9 @@ class Scheduler:
         request.launched = request.computed = lease.matched
         self.running.append(request)
 
-    def _book_samples(self, request: Request, result: PassResult, first: int, count: int) -> list[Request]:
+    def _book_samples(
+        self, request: Request, result: PassResult, first: int, first_logprob: int, count: int
+    ) -> list[Request]:
         """Book `count` samples of a request: one, or the first ones of its answers. Returns who ended."""
         forked = tuple(request.fork(k) for k in range(1, request.num_answers))
         if forked:
@@ -409,10 +416,10 @@ class Scheduler:
         for child in forked:
             bisect.insort(self.waiting, child, key=lambda r: r.arrival)
         ended = []
-        for sample, one in enumerate((request, *forked)[:count], start=first):
-            token_id, num_top = int(result.token_ids[sample]), one.params.logprobs
+        for k, one in enumerate((request, *forked)[:count]):
+            token_id, num_top = int(result.token_ids[first + k]), one.params.logprobs
             if result.logprobs is not None and num_top is not None:
-                one.logprobs.append(_logprob(result.logprobs, sample, token_id, num_top))
+                one.logprobs.append(_logprob(result.logprobs, first_logprob + k, token_id, num_top))
             reason = self._book_token(one, token_id)
             if reason is not None:
                 self._end(one, reason)
