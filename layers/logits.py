@@ -38,8 +38,8 @@ class LogitsHead(nn.Module):
     ) -> Tensor:
         """Logits, in the model's dtype, of the tokens that are asked for.
 
-        `hidden_states` is `[T, hidden_size]`, `logits_indices` int32 `[S]` or None: all; returns `[S, vocab_size]`,
-        which is `out` if that is given.
+        `hidden_states` is `[T, hidden_size]`, `logits_indices` int32 `[S]` or None: all. Returns
+        `[S, vocab_size]`, which is `out` if that is given.
         """
         if logits_indices is not None:
             hidden_states = hidden_states.index_select(0, logits_indices)

@@ -33,6 +33,7 @@ from radixrt.execution.cache_storage import CacheStorage, Loaded
 from radixrt.execution.device import check_impl, check_kv_dtype, choose_device, host_pool_slots, pool_slots
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.model_runner import ModelRunner
+from radixrt.execution.pass_memory import PassLimits, measured_pass_memory
 from radixrt.execution.weight_fingerprint import weight_fingerprint
 from radixrt.interrupt import uninterrupted
 from radixrt.models.loader import LoadFormat, load_model, reload_weights
@@ -73,7 +74,7 @@ class _Defaults:
     chunked_prefill_size: int
 
 
-GPU_DEFAULTS = _Defaults(memory_fraction=0.85, max_running_requests=512, chunked_prefill_size=8192)
+GPU_DEFAULTS = _Defaults(memory_fraction=0.95, max_running_requests=512, chunked_prefill_size=16384)
 CPU_DEFAULTS = _Defaults(memory_fraction=0.25, max_running_requests=64, chunked_prefill_size=2048)
 
 
@@ -181,21 +182,29 @@ class Runtime:
         scales = calibrated_scales(decoder, self.device) if pool_dtype == E4M3 else None
         shape = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
         bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, pool_dtype)
+        # A request that has ended keeps its row until the passes in flight have ended too: hence some more.
+        num_rows = max_running_requests + max_running_requests // 2 + 1
+        self._rows = ReqToTokenPool(num_rows, self.context_length)
+        max_captured_batch = max_running_requests if cuda_graphs else 0
+        limits = PassLimits(max_running_requests, chunked_prefill_size)
+        promised = 0
+        if self.device.type == "cuda" and max_total_tokens is None:
+            promised = measured_pass_memory(
+                decoder, self._rows, limits, pool_dtype, max_captured_batch=max_captured_batch
+            )
         slots = pool_slots(
             self.device,
             bytes_per_slot,
             memory_fraction=memory_fraction,
             max_total_tokens=max_total_tokens,
+            promised=promised,
         )
-        # A request that has ended keeps its row until the passes in flight have ended too: hence some more.
-        num_rows = max_running_requests + max_running_requests // 2 + 1
-        self._rows = ReqToTokenPool(num_rows, self.context_length)
         self._kv_pool = TokenToKVPool(slots, *shape, dtype=pool_dtype, device=self.device)
         if scales is not None:
             self._kv_pool.set_scales(scales)
         host_pool = None
-        promised = slots * bytes_per_slot if self.device.type == "cpu" else 0
-        if host_slots := host_pool_slots(host_memory_gb, bytes_per_slot, promised=promised):
+        on_host = slots * bytes_per_slot if self.device.type == "cpu" else 0
+        if host_slots := host_pool_slots(host_memory_gb, bytes_per_slot, promised=on_host):
             if not enable_prefix_cache:
                 raise ParameterError(
                     f"host_memory_gb is {host_memory_gb:g} and enable_prefix_cache is False: nothing is kept that "
@@ -217,6 +226,7 @@ class Runtime:
             max_running_requests=max_running_requests,
             chunked_prefill_size=chunked_prefill_size,
             policy=policy,
+            max_samples_per_pass=limits.max_samples,
         )
         self._storage = CacheStorage(self._cache, self._kv_pool, host_pool, impl=impl)
         self._fingerprint: str | None = None  # of the weights, once somebody has asked
@@ -234,7 +244,7 @@ class Runtime:
             self._kv_pool,
             self.device,
             host_pool,
-            max_captured_batch=max_running_requests if cuda_graphs else 0,
+            max_captured_batch=max_captured_batch,
         )
         runner.capture_graphs()
         self._driver = Driver(Engine(self._scheduler, runner), self._output)

@@ -18,7 +18,7 @@ def write_cells(
 
     Args:
         table: int32 `[R, C]`, contiguous.
-        rows, columns, values: int32 `[n]`; columns None is column 0. Where a cell is named twice, it gets one of the
+        rows, columns, values: int32 `[n]`; columns None is column 0. A cell that is named twice gets one of its
             values.
     """
     if runs_triton(impl, table.device):
@@ -34,7 +34,7 @@ def write_cells(
 
 
 def known_tokens(ids: Tensor, last_token: Tensor, *, impl: Impl = "auto") -> Tensor:
-    """Token ids, int32 `[n]`: `ids[i]`, but where that is negative, `-(row + 1)`, the row's of `last_token [R]`."""
+    """Token ids, int32 `[n]`: `ids[i]`, or where that is negative, `-(row + 1)`, the row's of `last_token [R]`."""
     if runs_triton(impl, ids.device):
         out = torch.empty_like(ids)
         if len(ids):

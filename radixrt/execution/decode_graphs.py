@@ -41,11 +41,11 @@ def ladder(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Decode passes of up to `max_batch` requests: from input ids to logits in one graph, the draw in another.
+    """Decode passes of up to `max_batch` requests: from ids to logits in one graph, the draw in another.
 
-    Everything that a graph reads and writes has its own place on the device: the numbers of a pass are copied to one
-    buffer; logits, tokens and flags come out in others. Padded decodes belong to no request: they read nothing, write
-    their KV to slot 0 and their tokens to the last line of the tables.
+    Everything that a graph reads and writes has its own place on the device: the numbers of a pass are copied to
+    one buffer; logits, tokens and flags come out in others. Padded decodes belong to no request: they read nothing,
+    and write their KV to slot 0 and their slots to the last line of the table.
 
     Args:
         model: on the device.
@@ -108,9 +108,9 @@ class DecodeGraphs:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Start a decode pass of B requests, each of which samples one token.
 
-        The tables on the device lack nothing but the new tokens' slots. `draws` has the arrays that the features
-        name, each `[B]`. Returns rows int32 `[B]`, logits `[B, vocab_size]`, token ids int32 `[B]` and whether each
-        is finite, bool `[B]`, which are valid until the next launch.
+        The tables on the device lack nothing but the new tokens' slots. `draws` has the arrays that the
+        features name, each `[B]`. Returns rows int32 `[B]`, logits `[B, vocab_size]`, token ids int32 `[B]` and
+        whether each is finite, bool `[B]`, which are valid until the next launch.
         """
         count = len(batch.requests)
         size = next(size for size in self._sizes if size >= count)
@@ -145,7 +145,7 @@ class DecodeGraphs:
         input_ids: Int32Array | None = None,
         draws: Mapping[str, NDArray[Any]] | None = None,
     ) -> dict[str, NDArray[Any]]:
-        """All that is copied to the device. Where each array lies depends on the size and, as for plans, which come
+        """All that is copied to the device. Where each array lies depends on the size and, for plans, which come
         last, on whether they merge.
         """
         size = len(host["seq_lens"])

@@ -69,9 +69,16 @@ def check_kv_dtype(kv_dtype: str, impl: Impl, device: torch.device) -> None:
 
 
 def pool_slots(
-    device: torch.device, bytes_per_slot: int, *, memory_fraction: float, max_total_tokens: int | None
+    device: torch.device,
+    bytes_per_slot: int,
+    *,
+    memory_fraction: float,
+    max_total_tokens: int | None,
+    promised: int = 0,
 ) -> int:
     """Slots of a KV pool, the reserved one included: `max_total_tokens`, or what a share of free memory holds.
+
+    `promised` bytes that are free are needed by passes.
 
     Raises:
         ParameterError: `max_total_tokens` exceeds what is free, or the share does not hold two slots.
@@ -80,10 +87,11 @@ def pool_slots(
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     if max_total_tokens is not None:
         return whole("max_total_tokens", max_total_tokens, 1, max(1, free // bytes_per_slot - 1)) + 1
-    fitting = int(free * memory_fraction) // bytes_per_slot
+    fitting = int((free - promised) * memory_fraction) // bytes_per_slot
     if fitting < 2:
+        needs = f", of which passes need {promised:,}" if promised else ""
         raise ParameterError(
-            f"memory_fraction is {memory_fraction:g}: of {free:,} free bytes that is less than a KV slot of "
-            f"{bytes_per_slot:,} bytes needs"
+            f"memory_fraction is {memory_fraction:g}: of {free:,} free bytes{needs}, that is less than a KV slot "
+            f"of {bytes_per_slot:,} bytes needs"
         )
     return fitting

@@ -98,9 +98,8 @@ class ModelRunner:
                 )
 
     def capture_graphs(self, most: int | None = None) -> None:
-        """Capture the graphs of decode passes, if there are to be any; of the `most` largest batches alone, if given.
-
-        Only what has been captured can be launched.
+        """Capture the graphs of decode passes, if there are to be any; with `most` those of the largest batches
+        alone, for what is not captured cannot be launched.
         """
         if self._graphs is not None:
             with self._on_device():

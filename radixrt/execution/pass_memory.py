@@ -29,12 +29,15 @@ class PassLimits:
     Attributes:
         max_running_requests: requests.
         chunked_prefill_size: prompt tokens.
-        max_samples: tokens that are drawn, at least a request's one.
     """
 
     max_running_requests: int
     chunked_prefill_size: int
-    max_samples: int
+
+    @property
+    def max_samples(self) -> int:
+        """Tokens that are drawn: one a request, and as many again for the first tokens of n answers."""
+        return 2 * self.max_running_requests
 
 
 def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
@@ -64,6 +67,7 @@ def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
         scored_targets=nothing,
         num_scored=np.zeros(count, np.int32),
         row_changes=RowChanges(nothing, nothing, nothing),
+        admitted=tuple(enumerate(requests)),
     )
 
 
@@ -73,8 +77,7 @@ def measured_pass_memory(
     """Bytes that passes up to `limits`, the tables on the device and the graphs of decodes up to
     `max_captured_batch` take of a GPU.
 
-    Runs the largest pass, and captures the largest graph, over a pool of two slots. The kernels that a pass needs are
-    compiled by that, too.
+    Runs the largest pass, and captures the largest graph, over a pool of two slots.
     """
     config, device = model.config, model.placement.device
 
