@@ -253,14 +253,19 @@ def test_a_plain_pass_asks_no_request() -> None:
 
 
 def test_several_draws_of_one_request_and_none_of_another() -> None:
-    requests = [request(i, Params(n=8), sample_index=i) for i in range(4)]
+    params = [Params(n=8), Params(n=8), Params(n=8, presence_penalty=1), Params(n=8)]
+    requests = [request(i, own, sample_index=i) for i, own in enumerate(params)]
     batch = batch_of(requests, [7, 3, 9, 1], [1, 0, 3, 2])
     table = SamplingTable(NUM_ROWS)
     for row, one in batch.admitted:
         table.admit(row, one)
     plan = plan_draws(table, batch, np.array([0, 2, 2, 2, 3, 3], dtype=np.int32))
-    assert plan.arrays["sample_indices"].tolist() == [0, 2, 3, 4, 3, 4]
-    assert plan.arrays["seeds"].tolist() == [requests[i].seed for i in (0, 2, 2, 2, 3, 3)]
+    plain, special = [0, 4, 5], [1, 2, 3]
+    assert plan.arrays["sample_indices"][plain].tolist() == [0, 3, 4]
+    assert plan.arrays["seeds"][plain].tolist() == [requests[i].seed for i in (0, 3, 3)]
+    assert plan.arrays["special_rows"].tolist() == special
+    assert plan.arrays["special_sample_indices"].tolist() == [2, 3, 4]
+    assert plan.arrays["special_seeds"].tolist() == [requests[2].seed] * 3
     assert plan_draws(table, batch, NONE).arrays == {}
 
 
@@ -284,6 +289,10 @@ def test_ends_are_held_back_no_longer_than_asked() -> None:
     table.admit(0, request(0, Params(min_new_tokens=4)))  # behind a prompt of three
     positions = np.arange(3, 10, dtype=np.int32)
     assert table.is_special(np.zeros(7, dtype=np.int32), positions).tolist() == [True] * 4 + [False] * 3
+    longer = LogitChanges.of(request(0, Params(min_new_tokens=4, presence_penalty=1)))
+    assert longer is not None
+    known = np.array([5, 6, 7], dtype=np.int32)
+    assert [longer.bans(position, known, False).ids.tolist() for position in (6, 7)] == [[END], []]
     assert LogitChanges.of(request(0, Params(min_new_tokens=0))) is None
     endless = request(0, Params(min_new_tokens=4))
     endless.stop_ids = frozenset()
