@@ -18,6 +18,7 @@ from checkpoints import VOCAB_SIZE, llama, write
 from radixrt import FinishReason, ModelError, ParameterError, PassError, PromptError, RadixrtError, Runtime
 from radixrt import SamplingParams as Params
 from radixrt.builtin.task import EXAMPLES_SEED, make_questions
+from radixrt.execution import sampler
 from radixrt.models import loader
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -192,6 +193,43 @@ def test_bias_allowed_and_bad_words(runtime: Runtime, model: Any) -> None:
     assert banned[1] != second[1]
 
 
+def test_what_one_request_asks_for_is_done_for_it_alone(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = [Params(max_new_tokens=8, ignore_eos=True, seed=i, top_p=p) for i, p in enumerate((1, 0.7, 1, 0.9))]
+    prompts = [[*PROMPT, i] for i in range(4)]
+    expected = [output.token_ids for output in runtime.generate(prompts, plain)]
+    rows: dict[str, set[int]] = {}
+
+    def watch(name: str) -> None:
+        op = getattr(sampler, name)
+
+        def watched(logits: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+            rows.setdefault(name, set()).add(logits.shape[0])
+            return op(logits, *arguments, **keywords)
+
+        monkeypatch.setattr(sampler, name, watched)
+
+    for name in ("apply_penalties", "add_bias", "ban_tokens", "keep_only", "token_logprobs", "sample"):
+        watch(name)
+    special = [
+        (Params(temperature=0, presence_penalty=1, max_new_tokens=6, ignore_eos=True), "apply_penalties"),
+        (Params(seed=9, logit_bias={7: 3.0}, max_new_tokens=6, ignore_eos=True), "add_bias"),
+        (Params(temperature=0, bad_words=[[7], [8, 9]], max_new_tokens=6, ignore_eos=True), "ban_tokens"),
+        (Params(temperature=0, allowed_token_ids=(3, 9, 40), max_new_tokens=6, ignore_eos=True), "keep_only"),
+        (Params(temperature=0, logprobs=2, max_new_tokens=6, ignore_eos=True), "token_logprobs"),
+    ]
+    alone = [runtime.generate(PROMPT, params).token_ids for params, _ in special]
+    for (params, op), own in zip(special, alone, strict=True):
+        rows.clear()
+        runtime.flush_cache()
+        outputs = runtime.generate([*prompts[:2], PROMPT, *prompts[2:]], [*plain[:2], params, *plain[2:]])
+        got = [output.token_ids for output in outputs]
+        assert got.pop(2) == own
+        assert got == expected
+        assert rows.pop(op) == {1}
+        assert max(rows.pop("sample")) == 5
+        assert not rows
+
+
 def test_what_leaves_no_token_is_refused(runtime: Runtime) -> None:
     with pytest.raises(PromptError, match="leave none of allowed_token_ids to draw"):
         runtime.generate(PROMPT, Params(allowed_token_ids=(3,), bad_words=[(3,)]))
@@ -224,6 +262,32 @@ def test_logprobs_equal_a_dense_pass_cold_and_warm(runtime: Runtime, model: Any)
             assert [t for t, _ in token.top] == best.indices.tolist()
             assert [p for _, p in token.top] == pytest.approx(best.values.tolist(), abs=1e-4)
     assert runtime.generate(PROMPT, GREEDY).logprobs is None
+
+
+def test_logprobs_go_to_those_that_asked(runtime: Runtime) -> None:
+    prompts = [PROMPT, [3, 4], [20, 21, 22], PROMPT[::-1], [9]]
+    base = Params(max_new_tokens=5, ignore_eos=True, seed=2)
+    params = [
+        replace(base, n=3),
+        replace(base, n=2, logprobs=1),
+        base,
+        replace(base, logprobs=3, max_new_tokens=2),
+        replace(base, logprobs=0),
+    ]
+    outputs = runtime.generate(prompts, params)
+    for prompt, own, output in zip(prompts, params, outputs, strict=True):
+        alone = runtime.generate(prompt, own)
+        for answer, expected in zip(output.outputs, alone.outputs, strict=True):
+            assert answer.token_ids == expected.token_ids
+            if own.logprobs is None:
+                assert answer.logprobs is None
+                continue
+            assert answer.logprobs is not None
+            assert expected.logprobs is not None
+            assert [t.token_id for t in answer.logprobs] == list(answer.token_ids)
+            for token, same in zip(answer.logprobs, expected.logprobs, strict=True):
+                assert token.logprob == pytest.approx(same.logprob, abs=1e-4)
+                assert (token.rank, [t for t, _ in token.top]) == (same.rank, [t for t, _ in same.top])
 
 
 @pytest.mark.parametrize("chunk", [3, 2048])

@@ -357,8 +357,8 @@ def assert_same_draws(logits: Tensor, device: torch.device, **parameters: Any) -
     drawn = {}
     for impl in ("torch", "triton"):
         finite = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        tokens = sample(logits, **keywords, finite=finite, impl=impl)  # type: ignore[arg-type]
-        assert tokens.dtype == torch.int32
+        tokens = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
+        assert sample(logits, **keywords, out=tokens, finite=finite, impl=impl) is tokens  # type: ignore[arg-type]
         assert ((tokens >= 0) & (tokens < logits.shape[1])).all()
         drawn[impl] = (tokens * finite).tolist(), finite.tolist()
     assert drawn["triton"] == drawn["torch"]
@@ -468,7 +468,8 @@ def test_greedy_and_finite_kernels(kernel_device: torch.device) -> None:
     logits[2, 8], logits[3, 9], logits[4] = torch.nan, torch.inf, NEVER
     logits[5, BLOCK:] += 100.0
     finite = torch.empty(6, dtype=torch.bool, device=kernel_device)
-    tokens = greedy(logits, finite=finite, impl="triton")
+    tokens = torch.empty(len(logits), dtype=torch.int32, device=kernel_device)
+    assert greedy(logits, out=tokens, finite=finite, impl="triton") is tokens
     good = [0, 1, 5]
     assert torch.equal(tokens[good], greedy(logits, impl="torch")[good])
     assert ((tokens >= 0) & (tokens < BLOCK + 100)).all()

@@ -64,7 +64,7 @@ class BadWords:
         begun = [
             (last, after)
             for before, last, after in self.begun_by.get(int(known[-1]), ())
-            if len(before) <= len(known) and tuple(known[-len(before) :].tolist()) == before
+            if tuple(known[-len(before) :].tolist()) == before
         ]
         return self.always + _bans(begun) if begun else self.always
 
