@@ -44,8 +44,8 @@ class DecodeGraphs:
     """Decode passes of up to `max_batch` requests: from ids to logits in one graph, the draw in another.
 
     Everything that a graph reads and writes has its own place on the device: the numbers of a pass are copied to
-    one buffer; logits, tokens and flags come out in others. Padded decodes belong to no request: they read nothing,
-    and write their KV to slot 0 and their slots to the last line of the table.
+    one buffer; logits, tokens and flags come out in others. Padded decodes belong to no request: they read
+    nothing, and write their KV to slot 0 and their slots to the last line of the table.
 
     Args:
         model: on the device.
