@@ -30,7 +30,14 @@ from radixrt.engine import Engine
 from radixrt.errors import ParameterError, PassError, PromptError
 from radixrt.execution.cache_identity import cache_identity
 from radixrt.execution.cache_storage import CacheStorage, Loaded
-from radixrt.execution.device import check_impl, check_kv_dtype, choose_device, host_pool_slots, pool_slots
+from radixrt.execution.device import (
+    check_impl,
+    check_kv_dtype,
+    choose_device,
+    chooses_graphs,
+    host_pool_slots,
+    pool_slots,
+)
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.pass_memory import PassLimits, measured_pass_memory
@@ -55,7 +62,7 @@ from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.builder import TextBuilder
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from triton_ops.e4m3 import E4M3
-from triton_ops.implementation import Impl, runs_triton
+from triton_ops.implementation import Impl
 
 OnError = Literal["raise", "return"]
 Continuation = str | Sequence[int]
@@ -93,8 +100,9 @@ class Runtime:
             twice as many tokens as in 16. It is less precise (docs/architecture.md), and a GPU needs compute
             capability 8.9 for it.
         device: such as "cpu", "cuda" or "cuda:1"; None is CUDA where there is a GPU.
-        memory_fraction: share of the memory that is free after the weights are loaded which the KV pool takes,
-            above 0, at most 1; None is 0.85 on a GPU and 0.25 of the machine's memory on a CPU.
+        memory_fraction: share of the memory that is free after the weights are loaded, on a GPU also less what the
+            largest pass and the graphs need, which the KV pool takes, above 0, at most 1; None is 0.95 on a GPU
+            and 0.25 of the machine's memory on a CPU.
         max_total_tokens: tokens that the KV pool holds, whatever is free; None: see memory_fraction.
         host_memory_gb: gigabytes (10^9 bytes) of the host's memory for a second tier of the prefix cache: what
             has to leave the KV pool goes there, and comes back when a prompt begins with it. They are page-locked
@@ -103,11 +111,13 @@ class Runtime:
         context_length: most tokens of a prompt with its answer; None is the model's own, which is the limit too
             unless its rope is made to reach farther (docs/models.md).
         chunked_prefill_size: prompt tokens that one pass computes; longer prompts take several passes. None is
-            8192 on a GPU and 2048 on a CPU.
+            16384 on a GPU and 2048 on a CPU.
         schedule_policy: "lpm", longest matched prefix first, with ageing; or "fcfs", first come, first served.
         enable_prefix_cache: False: nothing is reused and nothing is kept.
         force_miss: find nothing in the cache, but run through the same code: for measurements.
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
+        cuda_graphs: run passes of nothing but decodes as CUDA graphs, captured when the Runtime is made, which
+            spares launching their kernels one by one; None: where kernels run on a GPU.
         seed: of the run: requests without a seed of their own derive theirs from it and from their index; also
             of dummy weights.
         impl: what computes the model's operations: "triton", kernels; "torch", the references that say what they
@@ -141,8 +151,7 @@ class Runtime:
     ) -> None:
         self.device = choose_device(device)
         check_impl(impl, self.device)
-        if cuda_graphs is None:
-            cuda_graphs = runs_triton(impl, self.device) and self.device.type == "cuda"
+        captures = chooses_graphs(cuda_graphs, impl, self.device)
         check_kv_dtype(kv_dtype, impl, self.device)
         default = GPU_DEFAULTS if self.device.type == "cuda" else CPU_DEFAULTS
         if memory_fraction is None:
@@ -185,7 +194,7 @@ class Runtime:
         # A request that has ended keeps its row until the passes in flight have ended too: hence some more.
         num_rows = max_running_requests + max_running_requests // 2 + 1
         self._rows = ReqToTokenPool(num_rows, self.context_length)
-        max_captured_batch = max_running_requests if cuda_graphs else 0
+        max_captured_batch = max_running_requests if captures else 0
         limits = PassLimits(max_running_requests, chunked_prefill_size)
         promised = 0
         if self.device.type == "cuda" and max_total_tokens is None:
