@@ -42,7 +42,7 @@ def chooses_graphs(cuda_graphs: bool | None, impl: Impl, device: torch.device) -
     can = device.type == "cuda" and runs_triton(impl, device)
     if cuda_graphs and not can:
         raise ParameterError(
-            f"cuda_graphs is {cuda_graphs}, but {device} with impl {impl!r} has none: they capture kernels on a GPU"
+            f"cuda_graphs is {cuda_graphs}, but graphs capture kernels on a GPU; device is {device}, impl {impl!r}"
         )
     return can if cuda_graphs is None else bool(cuda_graphs)
 
