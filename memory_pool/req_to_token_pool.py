@@ -86,7 +86,7 @@ class ReqToTokenPool:
         self._changes.append(RowChanges(np.full(n, row, dtype=np.int32), positions, slots))
 
     def write_each(self, rows: NDArray[np.int32], positions: NDArray[np.int32], slots: Slots) -> None:
-        """Map one position of each of `rows` `[n]` to one slot."""
+        """Map one position of each of `rows` `[n]` to one slot. The arrays are kept, and must not change."""
         self.req_to_token[rows, positions] = slots
         self._changes.append(RowChanges(rows, positions, slots))
 
@@ -95,6 +95,8 @@ class ReqToTokenPool:
         changes, self._changes = self._changes, []
         if not changes:
             return _NO_CHANGES
+        if len(changes) == 1:
+            return changes[0]
         return RowChanges(
             np.concatenate([c.rows for c in changes]),
             np.concatenate([c.positions for c in changes]),
