@@ -160,7 +160,8 @@ class SimulatedRunner:
         self.poison_next = False
         self.pad_slot = 0
         self.weights = 0  # those that passes run with
-        self.ends: dict[Lease, int] = {}  # positions launched under each lease that was in a pass
+        self.ends: dict[Lease, int] = {}  # positions launched, or found, of each lease that there was
+        self.met: set[Lease] = set()  # those that were in a pass
         self.violation: Violation | None = None  # kept for `World.check`: the engine takes it for a failed pass
         self.tokens_launched: Counter[int] = Counter()
 
@@ -212,12 +213,14 @@ class SimulatedRunner:
         for i, (request, lease) in enumerate(zip(batch.requests, batch.leases, strict=True)):
             start, end = int(batch.prefix_lens[i]), int(batch.seq_lens[i])
             self.tokens_launched[id(request)] += end - start
-            if lease not in self.ends:
+            if lease not in self.met:
                 new.append((int(batch.req_pool_indices[i]), request))
             name = "8: positions are launched once, in order"
-            require(name, start == self.ends.get(lease, lease.matched), (request.index, start, end))
+            require(name, start == self.ends[lease], (request.index, start, end))
+            require("8: nothing is launched beyond the last token", end <= request.most_slots, request.index)
             require("8: a pass holds what its requests hold", request.lease is lease)
             self.ends[lease] = end
+            self.met.add(lease)
         require(
             "8: a pass tells whom it has for the first time",
             sorted(batch.admitted, key=id_of) == sorted(new, key=id_of),
@@ -340,6 +343,11 @@ def _logprobs(tokens: Sequence[int]) -> Logprobs:
         np.zeros((len(tokens), 0), np.int32),
         np.zeros((len(tokens), 0), np.float32),
     )
+
+
+def address(tokens: np.ndarray) -> int:
+    """Where tokens lie: what is looked up for a request is its own."""
+    return int(tokens.__array_interface__["data"][0])
 
 
 def id_of(admitted: tuple[int, Request]) -> tuple[int, int]:
@@ -467,7 +475,8 @@ class World:
             if lease is not None:
                 require("13: what is scored is computed", lease.matched <= limit)
                 self._check_computed_once(namespace, tokens, limit, lease)
-                request = next(r for r in self.scheduler.waiting if tokens.base is r._tokens)
+                self.runner.ends[lease] = self.computed[lease] = lease.matched
+                request = next(r for r in self.scheduler.waiting if address(tokens) == address(r.tokens()))
                 if request.cached_tokens is not None:  # back from a retraction, others may have gone further
                     self._skips[id(request)] = max(0, lease.matched - request.launched_ever)
                 self.events["load"] += lease.loaded > 0
@@ -936,7 +945,7 @@ class World:
             )
             name = "8: progress is what passes have made"
             require(name, request.launched == self.runner.ends[lease], request)
-            require(name, request.computed == self.computed.get(lease, lease.matched), request)
+            require(name, request.computed == self.computed[lease], request)
             require(name, request.is_extending == (request.launched < request.extend_end), request)
 
     def _check_requests(self) -> None:

@@ -24,11 +24,10 @@ class Prospect:
         "_edge",
         "_frontier",
         "_leader",
-        "_length",
         "_limit",
+        "_match",
         "_namespace",
         "_next",
-        "_node",
         "_tokens",
         "_version",
     )
@@ -49,7 +48,7 @@ class Prospect:
         if version != self._version and not self._stands():
             self._look_up()
         self._version = version
-        return self._length
+        return self._match.length
 
     def is_awaited(self) -> bool:
         """Whether a live request is computing the token that follows the match."""
@@ -57,14 +56,15 @@ class Prospect:
         leader = self._leader
         if leader is not None and leader.frontier is self._frontier:
             return True  # it has not come further
-        match = self._cache.match(self._namespace, self._tokens, self._limit)
-        leader = self._leader = self._cache.leader(match, self._tokens, self._limit)
+        if not self._stands():  # an edge may have been split where the match is as long as before
+            self._look_up()
+        leader = self._leader = self._cache.leader(self._match, self._tokens, self._limit)
         self._frontier = None if leader is None else leader.frontier
         return leader is not None
 
     def _look_up(self) -> None:
         match = self._cache.match(self._namespace, self._tokens, self._limit)
-        self._length, self._node = match.length, match.node
+        self._match = match
         self._edge = 0 if match.node is None else len(match.node.tokens)
         # With a child for this token the match would go on; None: no child matters.
         goes_on = match.at_boundary and match.length < self._limit
@@ -73,7 +73,7 @@ class Prospect:
 
     def _stands(self) -> bool:
         """Whether the match is sure to be what it was."""
-        node = self._node
+        node = self._match.node
         if node is None or node.parent is None:
             is_there = self._cache.tree.roots.get(self._namespace) is node
         else:

@@ -286,7 +286,9 @@ class Scheduler:
         left = progress.limit[rows] - progress.total(rows)
         decodes = ~extends & (left > 0)
         self._extends = tuple(compress(running, extends.tolist()))
-        self._decodes = Decodes.of(tuple(compress(running, decodes.tolist())))
+        found = Decodes.of(tuple(compress(running, decodes.tolist())))
+        if (found.requests, found.leases) != (self._decodes.requests, self._decodes.leases):
+            self._decodes = found
         self._decodes_last = int(left[decodes].min()) if decodes.any() else 0
         self._is_current = True
 
