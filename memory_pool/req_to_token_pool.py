@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memory_pool.slot_allocator import Slots
+from memory_pool.sparse_table import sparse_table
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ReqToTokenPool:
             raise ValueError(f"a table of {max_requests} requests by {max_context_len} positions holds nothing")
         self.max_requests = max_requests
         self.max_context_len = max_context_len
-        self.req_to_token = np.zeros((max_requests, max_context_len), dtype=np.int32)
+        self.req_to_token = sparse_table(max_requests, max_context_len)
         self._free = list(range(max_requests - 1, -1, -1))
         self._in_use = [False] * max_requests
         self._changes: list[RowChanges] = []

@@ -230,10 +230,10 @@ def ignore_the_namespace(patch: pytest.MonkeyPatch) -> None:
 def lose_a_retracted_request_s_last_token(patch: pytest.MonkeyPatch) -> None:
     book = Scheduler._book_token
 
-    def lossy(self: Scheduler, request: Request, token_id: int) -> object:
+    def lossy(self: Scheduler, request: Request, token_id: int) -> None:
         if request.state is RequestState.WAITING:
             token_id = (token_id + 1) % 5
-        return book(self, request, token_id)
+        book(self, request, token_id)
 
     patch.setattr(Scheduler, "_book_token", lossy)
 
@@ -377,6 +377,18 @@ def find_in_the_cache_what_is_to_be_scored(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant("12:")
+def overlook_what_is_special(patch: pytest.MonkeyPatch) -> None:
+    """Requests with many stop tokens are booked like all others."""
+    begin = Progress.begin
+
+    def alike(self: Progress, row: int, tokens: np.ndarray, **numbers: Any) -> None:
+        begin(self, row, tokens, **numbers)
+        self.is_special[row] &= numbers["wants_logprobs"]
+
+    patch.setattr(Progress, "begin", alike)
+
+
+@mutant("12:")
 def forget_the_stops_of_running_requests(patch: pytest.MonkeyPatch) -> None:
     append = Progress.append
 
@@ -385,16 +397,6 @@ def forget_the_stops_of_running_requests(patch: pytest.MonkeyPatch) -> None:
         return self.known[rows] >= self.limit[rows]
 
     patch.setattr(Progress, "append", deaf)
-
-
-@mutant("12:", "assert")
-def end_a_token_too_early(patch: pytest.MonkeyPatch) -> None:
-    append = Progress.append
-
-    def hasty(self: Progress, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-        return append(self, rows, token_ids) | (self.known[rows] >= self.limit[rows] - 1)
-
-    patch.setattr(Progress, "append", hasty)
 
 
 @mutant("12:", "6:", "7:")

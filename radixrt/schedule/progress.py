@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from memory_pool.sparse_table import sparse_table
 from radixrt.cache.radix_tree import Tokens
 
 Int32Array = NDArray[np.int32]
 BoolArray = NDArray[np.bool_]
 
-MOST_STOPS = 8  # tokens that may end a request whose tokens are booked with everybody's
+MOST_STOPS = 8  # more tokens that may end a request are looked for request by request
 NO_TOKEN = -1
 
 
@@ -27,14 +28,14 @@ class Progress:
     Attributes:
         launched: `[max_requests]` int32, positions whose KV has been, or is being, computed.
         known: `[max_requests]` int32, prompt tokens and collected output tokens.
-        tokens: `[max_requests, max_context_len]` int32, the known tokens. Pages that nobody writes cost no memory.
+        tokens: `[max_requests, max_context_len]` int32, the known tokens.
         prompt_len: `[max_requests]` int32.
         limit: `[max_requests]` int32, known tokens with which the request ends at the latest.
         extend_end: `[max_requests]` int32, tokens to extend over before it decodes.
         extended: `[max_requests]` int32, positions of the extend whose KV is known to be computed and finite.
         stops: `[max_requests, MOST_STOPS]` int32, tokens that end it, NO_TOKEN where there are fewer.
         may_stop: `[max_requests]` bool, whether it may end before its limit.
-        is_special: `[max_requests]` bool, whether its tokens are booked one by one.
+        is_special: `[max_requests]` bool, whether each of its tokens is to be looked at on its own.
         wants_logprobs: `[max_requests]` bool, whether log-probabilities of its tokens are computed.
         runs: `[max_requests]` bool, whether a running request holds the row.
     """
@@ -44,7 +45,7 @@ class Progress:
         self.known, self.prompt_len, self.limit, self.extend_end, self.extended = np.zeros(
             (5, max_requests), dtype=np.int32
         )
-        self.tokens = np.zeros((max_requests, max_context_len), dtype=np.int32)
+        self.tokens = sparse_table(max_requests, max_context_len)
         self.stops = np.full((max_requests, MOST_STOPS), NO_TOKEN, dtype=np.int32)
         self.may_stop, self.is_special, self.wants_logprobs, self.runs = np.zeros((4, max_requests), dtype=bool)
 

@@ -217,7 +217,7 @@ class Request:
     def append(self, token_id: int) -> None:
         """Add a collected output token."""
         if self._progress is not None:
-            self._progress.append(np.array([self._row]), np.array([token_id], dtype=np.int32))
+            self._progress.append(np.array([self._row]), np.array([token_id]))
             return
         if self._num_known == len(self._tokens):
             grown = np.empty(max(16, 2 * self._num_known), dtype=np.int32)

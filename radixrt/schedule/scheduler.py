@@ -176,11 +176,12 @@ class Scheduler:
         """Book what a pass computed; passes are processed in order. Returns the requests that ended."""
         progress, rows = self._progress, batch.req_pool_indices
         first_samples = np.cumsum(batch.num_samples, dtype=np.int32) - batch.num_samples
-        # Decodes of requests that still run are booked at once. Rows change hands only when no pass knows them.
-        together = progress.runs[rows] & ~progress.is_special[rows] & result.finite
-        together &= batch.prefix_lens >= progress.extend_end[rows]
-        alone = ~together
-        alone[together] = progress.append(rows[together], result.token_ids[first_samples[together]])
+        # The tokens of requests that still run and decode are booked together; no row has changed hands by now.
+        together = progress.runs[rows] & result.finite & (batch.prefix_lens >= progress.extend_end[rows])
+        decoded = rows[together]
+        alone = np.ones(len(rows), dtype=bool)  # who is to be looked at
+        alone[together] = progress.append(decoded, result.token_ids[first_samples[together]])
+        alone |= progress.is_special[rows]
         ended: list[Request] = []
         if not alone.any():
             return ended
@@ -190,10 +191,8 @@ class Scheduler:
         for i in np.flatnonzero(alone).tolist():
             request = batch.requests[i]
             if together[i]:
-                reason = self._why_ended(request, int(request.tokens()[-1]))
-                assert reason is not None  # its last token ends it
-                self._end(request, reason)
-                ended.append(request)
+                if self._ends_with(request, int(request.tokens()[-1]), result, int(first_logprobs[i])):
+                    ended.append(request)
                 continue
             if request.finished:
                 continue
@@ -511,21 +510,30 @@ class Scheduler:
         ended = []
         token_ids = result.token_ids[samples].tolist()
         for k, (one, token_id) in enumerate(zip((request, *forked), token_ids, strict=False)):
-            num_top = one.params.logprobs
-            if result.logprobs is not None and num_top is not None:
-                one.logprobs.append(_logprob(result.logprobs, first_logprob + k, token_id, num_top))
-            reason = self._book_token(one, token_id)
-            if reason is not None:
-                self._end(one, reason)
+            self._book_token(one, token_id)
+            if self._ends_with(one, token_id, result, first_logprob + k):
                 ended.append(one)
         return ended
 
-    def _book_token(self, request: Request, token_id: int) -> FinishReason | None:
-        """Append a sampled token. Returns why the request ends with it, if it does."""
+    def _book_token(self, request: Request, token_id: int) -> None:
+        """Append a sampled token."""
         request.append(token_id)
         if request.first_token_at is None:
             request.first_token_at = time.perf_counter()
-        return self._why_ended(request, token_id)
+
+    def _ends_with(self, request: Request, token_id: int, result: PassResult, logprob: int) -> bool:
+        """Book what is told of a request's latest token. Whether the request has ended with it.
+
+        `logprob` is the row of its log-probability, if that is wanted.
+        """
+        num_top = request.params.logprobs
+        if result.logprobs is not None and num_top is not None:
+            request.logprobs.append(_logprob(result.logprobs, logprob, token_id, num_top))
+        reason = self._why_ended(request, token_id)
+        if reason is None:
+            return False
+        self._end(request, reason)
+        return True
 
     def _why_ended(self, request: Request, token_id: int) -> FinishReason | None:
         """Why a request ends with its latest token, if it does."""
