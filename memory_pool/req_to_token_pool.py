@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memory_pool.slot_allocator import Slots
+from memory_pool.sparse_table import sparse_table
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ReqToTokenPool:
             raise ValueError(f"a table of {max_requests} requests by {max_context_len} positions holds nothing")
         self.max_requests = max_requests
         self.max_context_len = max_context_len
-        self.req_to_token = np.zeros((max_requests, max_context_len), dtype=np.int32)
+        self.req_to_token = sparse_table(max_requests, max_context_len)
         self._free = list(range(max_requests - 1, -1, -1))
         self._in_use = [False] * max_requests
         self._changes: list[RowChanges] = []
@@ -86,7 +87,7 @@ class ReqToTokenPool:
         self._changes.append(RowChanges(np.full(n, row, dtype=np.int32), positions, slots))
 
     def write_each(self, rows: NDArray[np.int32], positions: NDArray[np.int32], slots: Slots) -> None:
-        """Map one position of each of `rows` `[n]` to one slot."""
+        """Map one position of each of `rows` `[n]` to one slot. The arrays are kept, and must not change."""
         self.req_to_token[rows, positions] = slots
         self._changes.append(RowChanges(rows, positions, slots))
 
@@ -95,6 +96,8 @@ class ReqToTokenPool:
         changes, self._changes = self._changes, []
         if not changes:
             return _NO_CHANGES
+        if len(changes) == 1:
+            return changes[0]
         return RowChanges(
             np.concatenate([c.rows for c in changes]),
             np.concatenate([c.positions for c in changes]),

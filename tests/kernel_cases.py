@@ -10,6 +10,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -194,7 +195,7 @@ def _decode(shape: AttentionShape) -> None:
     arrays = AttentionPlan.flat_arrays(
         range(shape.batch),
         seq_lens,
-        max_item_len=decode_item_len(gpu_of(q.device), 8, sum(seq_lens)),
+        max_item_len=decode_item_len(gpu_of(q.device), 8, np.array(seq_lens, np.int32)),
         sliding_window=keywords.get("sliding_window"),
     )
     decode_attention(q, **shape.pool(), plan=AttentionPlan.build(arrays, q.device), **keywords)

@@ -8,6 +8,7 @@ scratch.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.schedule import policy as policies
 from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
 from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.progress import MOST_STOPS
 from radixrt.schedule.request import Request, RequestState
 from radixrt.schedule.scheduler import Scheduler
 
@@ -158,6 +160,8 @@ class SimulatedRunner:
         self.poison_next = False
         self.pad_slot = 0
         self.weights = 0  # those that passes run with
+        self.ends: dict[Lease, int] = {}  # positions launched, or found, of each lease that there was
+        self.met: set[Lease] = set()  # those that were in a pass
         self.violation: Violation | None = None  # kept for `World.check`: the engine takes it for a failed pass
         self.tokens_launched: Counter[int] = Counter()
 
@@ -181,7 +185,7 @@ class SimulatedRunner:
         """Make the oldest transfer that has been started."""
         transfer = self.transfers.popleft()
         self.transfers_made += 1
-        copy(transfer, self.kv, self.host_kv)
+        make(transfer, self.kv, self.host_kv)
         # Sources that were freed in the meantime are overwritten as soon as nobody is to copy them.
         sources = set(transfer.sources.tolist())
         stale, kv = self._side(transfer)
@@ -198,14 +202,29 @@ class SimulatedRunner:
         """What device and host will hold once all transfers are made, those that are only `booked` too."""
         kv, host_kv = self.kv.copy(), self.host_kv.copy()
         for transfer in (*self.transfers, *booked):
-            copy(transfer, kv, host_kv)
+            make(transfer, kv, host_kv)
         return kv, host_kv
 
     def count(self, batch: ScheduleBatch | None) -> None:
         """A pass that is about to be launched, whether that succeeds or not."""
-        if batch is not None:
-            for request, start, end in zip(batch.requests, batch.prefix_lens, batch.seq_lens, strict=True):
-                self.tokens_launched[id(request)] += int(end - start)
+        if batch is None:
+            return
+        new = []
+        for i, (request, lease) in enumerate(zip(batch.requests, batch.leases, strict=True)):
+            start, end = int(batch.prefix_lens[i]), int(batch.seq_lens[i])
+            self.tokens_launched[id(request)] += end - start
+            if lease not in self.met:
+                new.append((int(batch.req_pool_indices[i]), request))
+            name = "8: positions are launched once, in order"
+            require(name, start == self.ends[lease], (request.index, start, end))
+            require("8: nothing is launched beyond the last token", end <= request.most_slots, request.index)
+            require("8: a pass holds what its requests hold", request.lease is lease)
+            self.ends[lease] = end
+            self.met.add(lease)
+        require(
+            "8: a pass tells whom it has for the first time",
+            sorted(batch.admitted, key=id_of) == sorted(new, key=id_of),
+        )
 
     def launch(self, batch: ScheduleBatch) -> SimulatedPass:
         extended = [
@@ -258,6 +277,7 @@ class SimulatedRunner:
             flight.error = SimulatedFailure("run")
             return
         sampled: list[int] = []
+        asked: list[int] = []  # those of them whose log-probabilities are wanted
         finite = np.ones(len(batch.requests), dtype=bool)
         self.kv[self.pad_slot] = POISON  # what a padded row writes
         at = 0
@@ -290,20 +310,12 @@ class SimulatedRunner:
             if draws:
                 self.last_token[row] = draws[0]
             sampled += draws
-        scored = [
-            _mix(int(token) + 1) for token in batch.scored_targets
-        ]  # a log-probability that tells which token it is of
-        logprobs = np.array(scored, dtype=np.uint64).astype(np.float32)
+            asked += draws if request.params.logprobs is not None else []
         flight.result = PassResult(
             np.array(sampled, dtype=np.int32),
             finite,
-            None,
-            Logprobs(
-                logprobs,
-                np.ones(len(scored), np.int32),
-                np.zeros((len(scored), 0), np.int32),
-                np.zeros((len(scored), 0), np.float32),
-            ),
+            _logprobs(asked) if asked else None,
+            _logprobs(batch.scored_targets.tolist()),
         )
 
     def _tainted(self, flight: SimulatedPass, i: int) -> bool:
@@ -319,7 +331,30 @@ class SimulatedRunner:
         return request.finish_reason is FinishReason.ERROR
 
 
-def copy(transfer: KVTransfer, kv: np.ndarray, host_kv: np.ndarray) -> None:
+def _logprob(token: int) -> np.float32:
+    """A log-probability that tells which token it is of."""
+    return np.float32(_mix(token + 1))
+
+
+def _logprobs(tokens: Sequence[int]) -> Logprobs:
+    return Logprobs(
+        np.array([_logprob(token) for token in tokens], dtype=np.float32),
+        np.ones(len(tokens), np.int32),
+        np.zeros((len(tokens), 0), np.int32),
+        np.zeros((len(tokens), 0), np.float32),
+    )
+
+
+def address(tokens: np.ndarray) -> int:
+    """Where tokens lie: what is looked up for a request is its own."""
+    return int(tokens.__array_interface__["data"][0])
+
+
+def id_of(admitted: tuple[int, Request]) -> tuple[int, int]:
+    return admitted[0], id(admitted[1])
+
+
+def make(transfer: KVTransfer, kv: np.ndarray, host_kv: np.ndarray) -> None:
     if transfer.to_host:
         host_kv[transfer.host_slots] = kv[transfer.device_slots]
     else:
@@ -405,6 +440,7 @@ class World:
         self.fail_alloc = False
         self.weights_version = 0  # of the namespaces that new requests get
         self.computed_with = {0: 0}  # the weights that prefixes of each version were computed with
+        self.computed: dict[Lease, int] = {}  # positions known to be computed under each lease
         self.weights: dict[int, int] = {}  # the weights that each request was submitted to
         self.prepared: list[Request] = []
         self.kept: tuple[TreeSnapshot, np.ndarray, int] | None = None  # with its KV, and the weights it is of
@@ -439,7 +475,8 @@ class World:
             if lease is not None:
                 require("13: what is scored is computed", lease.matched <= limit)
                 self._check_computed_once(namespace, tokens, limit, lease)
-                request = next(r for r in self.scheduler.waiting if tokens.base is r._tokens)
+                self.runner.ends[lease] = self.computed[lease] = lease.matched
+                request = next(r for r in self.scheduler.waiting if address(tokens) == address(r.tokens()))
                 if request.cached_tokens is not None:  # back from a retraction, others may have gone further
                     self._skips[id(request)] = max(0, lease.matched - request.launched_ever)
                 self.events["load"] += lease.loaded > 0
@@ -497,6 +534,16 @@ class World:
             require("5: the host drops what was used longest ago", dropped == expected, (dropped, expected))
             return out
 
+        def watched_process(batch: ScheduleBatch, result: PassResult) -> list[Request]:
+            for request, lease, end, good in zip(
+                batch.requests, batch.leases, batch.seq_lens, result.finite, strict=True
+            ):
+                if good and request.lease is lease:
+                    self.computed[lease] = int(end)
+            return process(batch, result)
+
+        process = self.scheduler.process
+        self.scheduler.process = watched_process
         evict_from_host = self.cache.tree.evict_from_host
         self.cache.tree.evict_from_host = watched_evict_from_host
         next_batch, next_to_go = self.scheduler.next_batch, self.cache.tree.next_to_go
@@ -547,13 +594,17 @@ class World:
         n: int = 1,
         scored_from: int | None = None,
     ) -> Request:
-        """A request that nobody has submitted."""
+        """A request that nobody has submitted. Some want log-probabilities, some have many stop tokens."""
+        index = len(self.requests)
+        if stop_ids and index % 5 == 3:
+            stop_ids |= frozenset(range(VOCAB, VOCAB + MOST_STOPS))  # these are never sampled
         return Request(
-            index=len(self.requests),
+            index=index,
             prompt_ids=np.array(prompt, dtype=np.int32),
             params=SamplingParams(
                 max_new_tokens=max_new_tokens,
                 n=n,
+                logprobs=0 if index % 4 == 1 else None,
                 prompt_logprobs=None if scored_from is None else 0,
                 prompt_logprobs_start=scored_from or 0,
             ),
@@ -892,6 +943,10 @@ class World:
                 lease.committed <= request.computed <= request.launched == lease.allocated <= request.total,
                 request,
             )
+            name = "8: progress is what passes have made"
+            require(name, request.launched == self.runner.ends[lease], request)
+            require(name, request.computed == self.computed[lease], request)
+            require(name, request.is_extending == (request.launched < request.extend_end), request)
 
     def _check_requests(self) -> None:
         scheduler = self.scheduler
@@ -912,6 +967,14 @@ class World:
                 "8: only running requests hold a lease",
                 (request.lease is not None) == (state is RequestState.RUNNING),
             )
+            sampling = [
+                f
+                for f in self.engine._in_flight
+                for r, n in zip(f.batch.requests, f.batch.num_samples, strict=True)
+                if r is request and n
+            ]
+            name = "8: samples in flight are those of the passes in flight"
+            require(name, request.finished or request.samples_in_flight == len(sampling), request)
             out = request.output_ids().tolist()
             full = continuation(
                 request.namespace,
@@ -927,13 +990,17 @@ class World:
                 require(name, out == full, (request.index, out, full))
                 stopped = bool(out) and out[-1] in request.stop_ids
                 require(name, stopped == (request.finish_reason is FinishReason.STOP))
+            name = "13: log-probabilities are those of the answer, where they are asked for"
+            asked = out if request.params.logprobs is not None else []
+            require(name, [t.token_id for t in request.logprobs] == asked, request.index)
+            require(name, all(t.logprob == _logprob(t.token_id) for t in request.logprobs), request.index)
             if request.params.prompt_logprobs is not None and request.parent is None:
                 name = "13: each prompt token that is asked for is scored once"
                 first = max(1, request.params.prompt_logprobs_start)
                 wanted = request.prompt_ids[first:].tolist()
                 got = [t.token_id for t in request.prompt_logprobs]
                 require(name, got == wanted[: len(got)], (request.index, got, wanted))
-                require(name, all(t.logprob == np.float32(_mix(t.token_id + 1)) for t in request.prompt_logprobs))
+                require(name, all(t.logprob == _logprob(t.token_id) for t in request.prompt_logprobs))
                 if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                     require(name, got == wanted, (request.index, got, wanted))
             if request.parent is not None:
@@ -967,6 +1034,13 @@ class World:
         match = self.cache.match(request.namespace, tokens, request.match_limit)
         name = "6: a match is a prefix, in the same namespace, without the last token"
         require(name, match.length <= min(len(tokens) - 1, request.match_limit))
+        if request.prospect is not None:
+            name = "6: what a request expects to find is what it would find"
+            expected = copy.copy(request.prospect)  # what it remembers stays as it is
+            require(name, expected.length() == match.length, (request.index, expected.length(), match.length))
+            leader = self.cache.leader(match, tokens, request.match_limit)
+            require(name, expected.is_awaited() == (leader is not None), request.index)
+        name = "6: a match is a prefix, in the same namespace, without the last token"
         if match.node is None:
             return
         require(name, match.node.namespace == request.namespace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
+from memory_pool.sparse_table import sparse_table
 from memory_pool.token_to_kv_pool import TokenToKVPool
 
 
@@ -99,6 +101,16 @@ def test_changes_of_a_freed_row_are_dropped_and_those_of_others_are_not() -> Non
     for row in (first, -1, 2):
         with pytest.raises(ValueError, match=f"freeing row {row}, which is not in use"):
             rows.free(row)
+
+
+def test_a_sparse_table_takes_memory_where_it_is_written() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    table = sparse_table(64, 2**20)
+    table[:, 0] = 1
+    assert table.nbytes == 2**28
+    assert process.memory_info().rss - before < table.nbytes // 8
+    assert not table[:, 1].any()
 
 
 def test_changes_that_never_arrived_come_again_before_newer_ones() -> None:

@@ -14,18 +14,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulation import Sizes, Violation, Walk, World
+from simulation import SimulatedPass, SimulatedRunner, Sizes, Violation, Walk, World
 
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.prospect import Prospect
 from radixrt.cache.radix_tree import Insertion, Match, Namespace, Node, RadixTree
 from radixrt.driver import Driver
 from radixrt.engine import Engine
+from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason
 from radixrt.schedule import scheduler as scheduling
+from radixrt.schedule.batch import PassResult
 from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.progress import Progress
 from radixrt.schedule.request import Request, RequestState
 from radixrt.schedule.scheduler import Scheduler
 
@@ -156,44 +160,46 @@ def pad_to_a_live_slot(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("followers wait")
 def release_followers_too_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixCache, "is_awaited", lambda *_: False)
+    patch.setattr(PrefixCache, "leader", lambda *_: None)
 
 
 @mutant("followers wait")
 def look_for_leaders_at_the_match_alone(patch: pytest.MonkeyPatch) -> None:
     """A leader that stands before the match, where others published what comes between, is not seen."""
-    is_awaited = PrefixCache.is_awaited
+    leader = PrefixCache.leader
 
-    def near(self: PrefixCache, match: Match, tokens: np.ndarray, limit: int) -> bool:
+    def near(self: PrefixCache, match: Match, tokens: np.ndarray, limit: int) -> Lease | None:
         everywhere = self._frontiers
         nearest = match.node if match.node is None or match.at_boundary else match.node.parent
         self._frontiers = {at: leases for at, leases in everywhere.items() if at[0] is nearest}
-        awaited = is_awaited(self, match, tokens, limit)
+        found = leader(self, match, tokens, limit)
         self._frontiers = everywhere
-        return awaited
+        return found
 
-    patch.setattr(PrefixCache, "is_awaited", near)
+    patch.setattr(PrefixCache, "leader", near)
 
 
 @mutant("6:")
 def commit_what_is_only_launched(patch: pytest.MonkeyPatch) -> None:
-    let_go = Scheduler._let_go
+    let_go, computed = Scheduler._let_go, Request.computed
 
     def hasty(self: Scheduler, request: Request) -> None:
-        request.computed = min(request.launched, request.num_known)
+        patch.setattr(Request, "computed", property(lambda self: min(self.launched, self.num_known)))
         let_go(self, request)
+        patch.setattr(Request, "computed", computed)
 
     patch.setattr(Scheduler, "_let_go", hasty)
 
 
 @mutant("6:", "7:", "12:")
 def commit_what_is_not_finite(patch: pytest.MonkeyPatch) -> None:
-    process = Scheduler.process
+    collect = SimulatedRunner.collect
 
-    def blind(self: Scheduler, batch: object, result: object) -> object:
-        return process(self, batch, replace(result, finite=np.ones_like(result.finite)))  # type: ignore[arg-type]
+    def blind(self: SimulatedRunner, handle: SimulatedPass) -> PassResult:
+        result = collect(self, handle)
+        return replace(result, finite=np.ones_like(result.finite))
 
-    patch.setattr(Scheduler, "process", blind)
+    patch.setattr(SimulatedRunner, "collect", blind)
 
 
 @mutant("2:", "8:", "freeing")
@@ -224,10 +230,10 @@ def ignore_the_namespace(patch: pytest.MonkeyPatch) -> None:
 def lose_a_retracted_request_s_last_token(patch: pytest.MonkeyPatch) -> None:
     book = Scheduler._book_token
 
-    def lossy(self: Scheduler, request: Request, token_id: int) -> object:
+    def lossy(self: Scheduler, request: Request, token_id: int) -> None:
         if request.state is RequestState.WAITING:
             token_id = (token_id + 1) % 5
-        return book(self, request, token_id)
+        book(self, request, token_id)
 
     patch.setattr(Scheduler, "_book_token", lossy)
 
@@ -318,7 +324,7 @@ def take_other_weights_while_requests_run(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Driver, "while_idle", lambda self, action: action())
 
 
-@mutant("2:", "5:", "7:")
+@mutant("2:", "5:", "7:", "cannot allocate -")
 def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
     admit = Scheduler._admit
 
@@ -353,7 +359,7 @@ def abort_an_answer_and_keep_what_it_holds(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("10:")
 def sample_all_first_tokens_in_one_pass(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_limit_samples", lambda self, pieces: pieces)
+    patch.setattr(Scheduler, "_limit_samples", lambda self, pieces, num_decodes: pieces)
 
 
 @mutant("12:")
@@ -365,6 +371,136 @@ def draw_all_answers_as_the_same_sample(patch: pytest.MonkeyPatch) -> None:
 @mutant("13:")
 def find_in_the_cache_what_is_to_be_scored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Request, "match_limit", property(lambda self: self.num_known - 1))
+
+
+# -- the numbers of running requests ------------------------------------------------------------------------
+
+
+@mutant("12:")
+def overlook_what_is_special(patch: pytest.MonkeyPatch) -> None:
+    """Requests with many stop tokens are booked like all others."""
+    begin = Progress.begin
+
+    def alike(self: Progress, row: int, tokens: np.ndarray, **numbers: Any) -> None:
+        begin(self, row, tokens, **numbers)
+        self.is_special[row] &= numbers["wants_logprobs"]
+
+    patch.setattr(Progress, "begin", alike)
+
+
+@mutant("12:")
+def forget_the_stops_of_running_requests(patch: pytest.MonkeyPatch) -> None:
+    append = Progress.append
+
+    def deaf(self: Progress, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        append(self, rows, token_ids)
+        return self.known[rows] >= self.limit[rows]
+
+    patch.setattr(Progress, "append", deaf)
+
+
+@mutant("12:", "6:", "7:")
+def leave_tokens_in_a_row_that_others_get(patch: pytest.MonkeyPatch) -> None:
+    """What a request keeps when it ceases to run is still a view of its line."""
+
+    def view(self: Progress, row: int) -> np.ndarray:
+        self.runs[row] = False
+        return self.tokens[row, : self.known[row]]
+
+    patch.setattr(Progress, "end", view)
+
+
+@mutant("8:", "12:", "list index")
+def book_for_a_row_that_was_let_go(patch: pytest.MonkeyPatch) -> None:
+    """A retracted request's last token goes to the line that it had."""
+    end = Progress.end
+
+    def careless(self: Progress, row: int) -> np.ndarray:
+        tokens = end(self, row)
+        self.runs[row] = True
+        return tokens
+
+    patch.setattr(Progress, "end", careless)
+
+
+@mutant("8:")
+def decode_whoever_decoded_before(patch: pytest.MonkeyPatch) -> None:
+    """That a request was let go is not noticed."""
+    let_go = Scheduler._let_go
+
+    def unnoticed(self: Scheduler, request: Request) -> None:
+        was_current = self._is_current
+        let_go(self, request)
+        self._is_current = was_current
+
+    patch.setattr(Scheduler, "_let_go", unnoticed)
+
+
+@mutant("8: nothing")
+def decode_beyond_the_last_token(patch: pytest.MonkeyPatch) -> None:
+    """Who has launched all that it may is not noticed."""
+    look = Scheduler._look_who_decodes
+
+    def rarely(self: Scheduler) -> None:
+        self._decodes_last += bool(self._decodes)
+        look(self)
+
+    patch.setattr(Scheduler, "_look_who_decodes", rarely)
+
+
+@mutant("6:", "7:", "8:", "12:", "13:")
+def come_back_while_a_token_is_in_flight(patch: pytest.MonkeyPatch) -> None:
+    retract = Scheduler.retract
+
+    def at_once(self: Scheduler, request: Request) -> None:
+        retract(self, request)
+        request.let_go_at = 0
+
+    patch.setattr(Scheduler, "retract", at_once)
+
+
+@mutant("13:", "index")
+def count_log_probabilities_of_those_who_want_none(patch: pytest.MonkeyPatch) -> None:
+    begin = Progress.begin
+
+    def generous(self: Progress, row: int, tokens: np.ndarray, **numbers: Any) -> None:
+        begin(self, row, tokens, **numbers)
+        self.wants_logprobs[row] = True
+
+    patch.setattr(Progress, "begin", generous)
+
+
+@mutant("8: a pass tells")
+def tell_of_nobody_who_comes(patch: pytest.MonkeyPatch) -> None:
+    batch = Scheduler._batch
+    patch.setattr(Scheduler, "_batch", lambda *arguments: replace(batch(*arguments), admitted=()))
+
+
+@mutant("6: what a request expects")
+def expect_what_was_there(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Prospect, "_stands", lambda self: True)
+
+
+@mutant("6: what a request expects")
+def keep_the_edge_of_what_left_the_tree(patch: pytest.MonkeyPatch) -> None:
+    evict = RadixTree.evict
+
+    def silent(self: RadixTree, count: int) -> np.ndarray:
+        before = [(node, node.tokens) for root in self.roots.values() for node in _below(root)]
+        slots = evict(self, count)
+        for node, tokens in before:
+            if not len(node.tokens):
+                node.tokens = tokens
+        return slots
+
+    patch.setattr(RadixTree, "evict", silent)
+
+
+@mutant("6: what a request expects", "10:")
+def wait_for_who_has_gone_on(patch: pytest.MonkeyPatch) -> None:
+    """That a leader has come further is not noticed."""
+    is_awaited = Prospect.is_awaited
+    patch.setattr(Prospect, "is_awaited", lambda self: self._leader is not None or is_awaited(self))
 
 
 # -- two tiers ---------------------------------------------------------------------------------------------
@@ -603,6 +739,8 @@ def walk_until_it_breaks(sizes: list[Sizes], seeds: int, actions: int) -> str:
             world.drain()
         except Violation as violation:
             return violation.name
+        except SchedulerError:
+            return "10: requests wait and none can be admitted"
         except (ValueError, IndexError, AssertionError) as error:
             return str(error) or "assert"
     return ""

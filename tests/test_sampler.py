@@ -42,7 +42,6 @@ def request(index: int, params: Params, prompt: Sequence[int] = (5, 6, 7), **mor
     )
     made.append(9)
     made.append(11)
-    made.samples_in_flight = 2  # the one before, and that of the pass
     return made
 
 
@@ -53,7 +52,7 @@ def batch_of(requests: Sequence[Request], rows: Sequence[int], num_samples: Sequ
         num_extends=0,
         req_pool_indices=np.array(rows, dtype=np.int32),
         prefix_lens=NONE,
-        seq_lens=np.array([r.total - 1 for r in requests], dtype=np.int32),
+        seq_lens=np.array([r.num_known + 1 for r in requests], dtype=np.int32),
         input_ids=NONE,
         out_cache_loc=NONE,
         num_samples=np.array(num_samples, dtype=np.int32),

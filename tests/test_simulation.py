@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -22,14 +24,14 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from simulation import VOCAB, Sizes, Violation, Walk, World, continuation, random_sizes
+from simulation import VOCAB, SimulatedPass, Sizes, Violation, Walk, World, continuation, random_sizes
 
 from radixrt.cache.radix_tree import Namespace
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.batch import ScheduleBatch
-from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.policy import OutputEstimate, SchedulePolicy
 from radixrt.schedule.request import Request, RequestState
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.workloads import best_hit_rate
@@ -364,6 +366,102 @@ def test_namespaces_share_nothing() -> None:
     assert [r.usage().cached_tokens for r in world.requests] == [0, 0, 0, 0, 4, 4, 4, 4]
     assert len({tuple(continuation(n, prompt, 2, frozenset())) for n in spaces}) > 1
     assert all(r.finish_reason is FinishReason.LENGTH for r in again)
+
+
+def decoding(world: World) -> list[ScheduleBatch]:
+    """The batches that are planned from now on, all requests of a world being about to decode."""
+    planned: list[ScheduleBatch] = []
+    launch = world.runner.launch
+
+    def watched(batch: ScheduleBatch) -> SimulatedPass:
+        planned.append(batch)
+        return launch(batch)
+
+    world.runner.launch = watched  # type: ignore[method-assign]
+    return planned
+
+
+def instructions(function: Callable[..., object]) -> tuple[Callable[..., object], list[int]]:
+    """`function`, and how many instructions of Python each call of it has run."""
+    counts: list[int] = []
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        counts[-1] += event == "opcode"
+        return trace
+
+    def counted(*arguments: object) -> object:
+        counts.append(0)
+        before = sys.gettrace()
+        sys.settrace(trace)  # type: ignore[arg-type]
+        try:
+            return function(*arguments)
+        finally:
+            sys.settrace(before)
+
+    return counted, counts
+
+
+def test_a_steady_step_costs_as_much_python_for_many_requests_as_for_few() -> None:
+    costs = []
+    for count in (4, 60):
+        world = World(
+            Sizes(num_slots=2400, num_rows=64, max_running=60, max_samples=60, chunk=256, context_len=40)
+        )
+        prompts = [[i % VOCAB, i // VOCAB % VOCAB, i // VOCAB**2, 1] for i in range(count)]
+        world.submit_all(
+            [
+                Request(i, np.array(p, np.int32), SamplingParams(), 30, 0, stop_ids=frozenset([VOCAB + i]))
+                for i, p in enumerate(prompts)
+            ]
+        )
+        scheduler = world.scheduler
+        while any(request.num_output < 2 for request in [*scheduler.waiting, *scheduler.running]):
+            world.step()
+        planned = decoding(world)
+        scheduler._plan, planning = instructions(scheduler._plan)  # type: ignore[method-assign, assignment]
+        process = Scheduler.process.__get__(scheduler)
+        scheduler.process, booking = instructions(process)  # type: ignore[method-assign, assignment]
+        for _ in range(5):
+            world.step()
+        assert len({id(batch.requests) for batch in planned}) == len({id(batch.leases) for batch in planned}) == 1
+        assert [len(batch.requests) for batch in planned] == [count] * 5
+        assert not any(batch.admitted for batch in planned)
+        assert len(set(planning)) == len(set(booking)) == 1
+        costs.append((planning[0], booking[0]))
+    assert costs[0] == costs[1]
+
+
+def test_a_change_of_members_changes_the_tuples() -> None:
+    world = World(Sizes(num_slots=200, num_rows=8, max_running=4, chunk=64))
+    requests = [world.submit([i, 1, 2], 20 if i else 6) for i in range(3)]
+    planned = decoding(world)
+    for _ in range(12):
+        world.step()
+        world.check()
+    members = [batch.requests for batch in planned]
+    assert members[0] == tuple(requests)
+    assert members[1:6] == [members[1]] * 5
+    assert members[6:] == [tuple(requests[1:])] * 6
+    assert len({id(one) for one in members[6:]}) == 1
+
+
+def test_the_estimate_is_the_same_for_one_and_for_many() -> None:
+    requests = [
+        Request(i, np.ones(3, np.int32), SamplingParams(), 4 * i, 0, frozenset(range(i % 3))) for i in range(20)
+    ]
+    for i, request in enumerate(requests):
+        for _ in range(min(i, request.max_new_tokens)):
+            request.append(1)
+    estimate = OutputEstimate()
+    remaining = np.array([r.remaining for r in requests], dtype=np.int32)
+    num_output = np.array([r.num_output for r in requests], dtype=np.int32)
+    may_stop = np.array([bool(r.stop_ids) for r in requests])
+    for _ in range(2 * OutputEstimate.ENOUGH):
+        many = estimate.expected_each(remaining, num_output, may_stop)
+        assert many.tolist() == [estimate.expected(r) for r in requests]
+        estimate.ended(requests[10])
+        estimate.pass_scheduled()
 
 
 def test_a_tight_pool_retracts_and_loses_nothing() -> None:

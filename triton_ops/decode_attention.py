@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from triton_ops.attention_inputs import check_attention_inputs
-from triton_ops.attention_plan import AttentionPlan
+from triton_ops.attention_plan import AttentionPlan, Int32Array
 from triton_ops.e4m3 import E4M3, slots_of
 from triton_ops.implementation import GPU, Impl, gpu_of, runs_triton, tl, triton
 from triton_ops.merge_partials import merge_partials
@@ -22,7 +23,10 @@ SHORT_ITEM = 64
 BLOCK_SIZE = 2**17
 BLOCK_M = 16  # query rows of a tile, the fewest that tl.dot takes; an item with more has several tiles
 PROGRAMS_PER_SM = 4  # that many of the kernel's run side by side
-MIN_ITEM_LEN = 256  # shorter pieces of a context are not worth a partial result
+MIN_ITEM_LEN = 192  # shorter pieces of a context are not worth a partial result
+MORE_WAVES = 3  # than fewest, less one, that contexts are cut for
+ITEM_COST = 200  # of an item, in tokens that it could read instead
+MERGE_COST = 50  # of merging partial results, in tokens that each program could read instead
 
 
 def decode_attention(
@@ -262,20 +266,47 @@ def decode_config(
     return DecodeConfig(64, num_warps=2 if few_warps else 4, num_stages=2)
 
 
-def decode_item_len(gpu: GPU, num_kv_heads: int, total_len: int) -> int:
-    """The greatest length of an item for requests that read `total_len` tokens together.
+def decode_item_len(gpu: GPU, num_kv_heads: int, lens: Int32Array) -> int:
+    """The greatest length of an item for requests that read `lens` int32 `[R]` tokens each.
 
-    Items are cut so that all multiprocessors have as many programs as run there side by side, unless the items
-    would be too short to be worth a partial result.
+    A wave is what the multiprocessors run side by side. Contexts are cut so that the items fill whole waves,
+    unless longer ones in fewer waves cost less: each costs its tokens and something for itself (measured on an
+    H200).
     """
-    programs = PROGRAMS_PER_SM * gpu.num_sms
-    fair = -(-total_len * num_kv_heads // programs)
-    return -(-max(fair, MIN_ITEM_LEN) // 64) * 64
+    lens = lens[lens > 0]
+    count, total = lens.size, int(lens.sum(dtype=np.int64))
+    longest = int(lens.max(initial=1))
+    wave = _items_of_a_wave(gpu, num_kv_heads)
+
+    def cost(num_items: int, longest_item: int) -> float:
+        waves = -(-num_items // wave)
+        return max(waves * (total / num_items + ITEM_COST), longest_item + ITEM_COST)
+
+    best_len = longest
+    best = cost(count, longest) if count else 0.0
+    for waves in range(-(-count // wave), -(-count // wave) + MORE_WAVES):
+        # A request's last piece is half empty on average.
+        length = max(MIN_ITEM_LEN, total // max(1, waves * wave - count // 2))
+        while length < longest:
+            length = -(-length // 64) * 64
+            num_items = int((-(-lens // length)).sum())
+            if num_items <= waves * wave:
+                found = cost(num_items, length) + MERGE_COST
+                if found < best:
+                    best_len, best = length, found
+                break
+            length += length // 8 + 1
+    return best_len
 
 
 def most_decode_items(gpu: GPU, num_kv_heads: int, num_rows: int) -> int:
     """The most items that contexts of `num_rows` requests are cut into by `decode_item_len`."""
-    return num_rows + -(-PROGRAMS_PER_SM * gpu.num_sms // num_kv_heads)
+    wave = _items_of_a_wave(gpu, num_kv_heads)
+    return (-(-num_rows // wave) + MORE_WAVES - 1) * wave
+
+
+def _items_of_a_wave(gpu: GPU, num_kv_heads: int) -> int:
+    return max(1, PROGRAMS_PER_SM * gpu.num_sms // num_kv_heads)
 
 
 def _launch(

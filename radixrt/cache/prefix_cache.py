@@ -29,10 +29,10 @@ computed by passes that have ended and is read by none, and none reads or writes
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memory_pool.kv_transfers import KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool
@@ -53,8 +53,8 @@ class Lease:
         row: the request's row in `req_to_token`.
         node: stands for the committed part of its tokens; locked.
         committed: positions whose slots belong to the tree.
-        allocated: positions that have a slot; those from `committed` on are private.
         matched: positions that were found in the tree when the lease was made.
+        lengths: `PrefixCache.allocated`.
         loaded: those of them that only the host had.
         frontier: where others can see that it computes what comes next; None if it computes nothing for others.
         target: the tokens `[n]` that it computes up to.
@@ -63,12 +63,17 @@ class Lease:
     row: int
     node: Node
     committed: int
-    allocated: int
     matched: int
+    lengths: NDArray[np.int32]
     loaded: int = 0
     released: bool = False
     frontier: Frontier | None = None
     target: Tokens = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+
+    @property
+    def allocated(self) -> int:
+        """Positions that have a slot; those from `committed` on are private."""
+        return int(self.lengths[self.row])
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,9 @@ class PrefixCache:
         host_slots: the free list of the host's KV pool; None: what is evicted is forgotten.
         enabled: False: nothing is matched and nothing is published.
         force_miss: nothing is matched, but everything is published and remapped as usual.
+
+    Attributes:
+        allocated: `[max_requests]` int32, positions that have a slot, of the lease of each row.
     """
 
     def __init__(
@@ -153,6 +161,7 @@ class PrefixCache:
         self.passes_launched = 0
         self.passes_ended = 0
         self.leases: set[Lease] = set()  # live ones, and released ones that are pending
+        self.allocated = np.zeros(rows.max_requests, dtype=np.int32)
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.recomputed_tokens = 0
@@ -192,14 +201,14 @@ class PrefixCache:
             return Match(None, 0, 0)
         return self.tree.match(namespace, tokens, limit)
 
-    def is_awaited(self, match: Match, tokens: Tokens, limit: int) -> bool:
-        """Whether a live request is computing the token that follows `match`, just made with the same arguments.
+    def leader(self, match: Match, tokens: Tokens, limit: int) -> Lease | None:
+        """Who is computing the token that follows `match`, just made with the same arguments, if somebody is.
 
         What is beyond the limit is always computed by its own request: nobody waits for that.
         """
         length = match.length
         if self.force_miss or not self.enabled or length >= limit:
-            return False
+            return None
         # Whoever computes it stands at the match, or before it where others have published what comes between.
         node, end = match.node, length
         if node is not None and not match.at_boundary:
@@ -209,10 +218,10 @@ class PrefixCache:
                 if len(leader.target) > length and np.array_equal(
                     leader.target[end : length + 1], tokens[end : length + 1]
                 ):
-                    return True
+                    return leader
             end -= len(node.tokens)
             node = node.parent
-        return False
+        return None
 
     # -- a lease, from acquire to release ------------------------------------------------------------------
 
@@ -246,7 +255,8 @@ class PrefixCache:
         self.tree.touch(node)
         if matched:
             self.rows.write(row, 0, self.tree.slots_of(node))
-        lease = Lease(row, node, matched, matched, matched, loaded)
+        self.allocated[row] = matched
+        lease = Lease(row, node, matched, matched, self.allocated, loaded)
         self.leases.add(lease)
         self._announce(lease, tokens)
         return lease
@@ -256,18 +266,16 @@ class PrefixCache:
         slots = self._alloc(count)
         if slots is not None:
             self.rows.write(lease.row, lease.allocated, slots)
-            lease.allocated += count
+            self.allocated[lease.row] += count
         return slots
 
-    def extend_each(self, leases: Sequence[Lease]) -> Slots | None:
-        """Give each lease a slot for one more position: `[len(leases)]` int32, or None, changing nothing."""
-        slots = self._alloc(len(leases))
-        if slots is not None and leases:
-            rows = np.fromiter((lease.row for lease in leases), np.int32, len(leases))
-            positions = np.fromiter((lease.allocated for lease in leases), np.int32, len(leases))
+    def extend_each(self, rows: NDArray[np.int32]) -> Slots | None:
+        """Give the lease of each of `rows` `[n]` a slot for one more position: `[n]`; None changes nothing."""
+        slots = self._alloc(len(rows))
+        if slots is not None and len(rows):
+            positions = self.allocated[rows]
             self.rows.write_each(rows, positions, slots)
-            for lease in leases:
-                lease.allocated += 1
+            self.allocated[rows] = positions + 1
         return slots
 
     def commit(self, lease: Lease, tokens: Tokens, computed: int) -> None:
@@ -419,7 +427,7 @@ class PrefixCache:
             if node.host_slots is None:
                 self._store(host, node)
             freed.append(self.tree.take_off_device(node))
-            left -= len(node.tokens)
+            left -= len(freed[-1])
         return np.concatenate(freed) if freed else np.zeros(0, dtype=np.int32)
 
     def _store(self, host: SlotAllocator, node: Node) -> None:

@@ -42,6 +42,8 @@ class Node:
 
     A node stands for the whole path from its root to its last token. It keeps standing for that path when the
     edge is split: the split makes a new node for the upper part. A root has no tokens and counts as on the device.
+    Whoever keeps a node sees by its edge whether it changed: it only ever gets shorter, and is empty once the node
+    has left the tree.
     """
 
     __slots__ = (
@@ -332,6 +334,7 @@ class RadixTree:
                 freed.append(slots)
                 left -= len(slots)
                 del parent.children[node.tokens.item(0)]
+                node.tokens = _EMPTY
                 parent.device_children -= 1
                 self._offer(parent)
         if not freed:
@@ -447,6 +450,7 @@ class RadixTree:
         """Take a node that is in no tier out of the tree."""
         assert node.parent is not None  # roots are in no tier
         del node.parent.children[node.tokens.item(0)]
+        node.tokens = _EMPTY
         self.version += 1
 
     def _least_recent(self) -> Node | None:

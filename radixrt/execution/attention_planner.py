@@ -102,7 +102,7 @@ class AttentionPlanner:
             max_item_len = None
             if self._gpu is not None:
                 read = seq_lens if window is None else seq_lens.clip(max=window)
-                max_item_len = decode_item_len(self._gpu, self._config.num_kv_heads, int(read.sum()))
+                max_item_len = decode_item_len(self._gpu, self._config.num_kv_heads, read)
             decode = AttentionPlan.flat_arrays(
                 rows,
                 seq_lens,

@@ -84,7 +84,7 @@ def plan_draws(table: SamplingTable, batch: ScheduleBatch, sampling: Int32Array)
                 row=row,
                 position=position,
                 known=request.tokens(),
-                last_is_unknown=request.samples_in_flight > 1,  # this draw's own sample, and the one before it
+                last_is_unknown=position > request.num_known,
             )
             for row, position, request in zip(
                 rows[at].tolist(), positions[at].tolist(), (batch.requests[i] for i in sampling[at]), strict=True

@@ -37,7 +37,10 @@ class ScheduleBatch:
         scored_targets: `[P]`, that next token.
         num_scored: `[B]`, how many of the P belong to each request, in order.
         row_changes: cells of `req_to_token` to change before the pass.
-        admitted: row and request of each that is in a pass for the first time since it was admitted.
+        admitted: (row, request) of each request that is in a pass for the first time under its lease.
+
+    While the same requests decode pass after pass, and nothing else is computed, `requests` and `leases` are the
+    same tuples. Arrays may be shared between passes: nobody changes them.
     """
 
     requests: tuple[Request, ...]
@@ -80,7 +83,8 @@ class PassResult:
     Attributes:
         token_ids: `[S]` int32, the sampled tokens, request after request.
         finite: `[B]` bool, whether the request's numbers are all finite.
-        logprobs: of those of the S sampled tokens whose request asked for them, in their order; None: no one did.
+        logprobs: of those of the S sampled tokens whose request asked for them (`params.logprobs`), in order, if
+            there are any.
         prompt_logprobs: of the P scored tokens, if there are any.
     """
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from radixrt.schedule.request import Request
 
 RANKED = 512  # requests at the head of the queue that longest-prefix order looks at
@@ -70,6 +73,16 @@ class OutputEstimate:
         if self._ended >= self.ENOUGH:
             expected = min(expected, self._mean + 2 * self._deviation - request.num_output)
         return min(request.remaining, max(1, int(expected)))
+
+    def expected_each(
+        self, remaining: NDArray[np.int32], num_output: NDArray[np.int32], may_stop: NDArray[np.bool_]
+    ) -> NDArray[np.int32]:
+        """The same of N requests: from what remains of each, what it has had, and whether it may stop."""
+        expected = remaining * self.share
+        if self._ended >= self.ENOUGH:
+            expected = np.minimum(expected, self._mean + 2 * self._deviation - num_output)
+        bounded = np.minimum(remaining, np.maximum(1, expected.astype(np.int32)))
+        return np.where(may_stop, bounded, remaining)
 
     def pass_scheduled(self) -> None:
         self.share = max(self.LOWEST, self.share * self.FALL)

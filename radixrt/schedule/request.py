@@ -11,9 +11,11 @@ from typing import Protocol
 import numpy as np
 
 from radixrt.cache.prefix_cache import Lease
+from radixrt.cache.prospect import Prospect
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Namespace, Tokens
 from radixrt.output import FinishReason, Timings, TokenLogprob, Usage
 from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.progress import Progress
 
 
 class TextStop(Protocol):
@@ -43,7 +45,8 @@ class Request:
         launched   positions whose KV has been, or is being, computed
         total      known tokens and sampled tokens still in flight
 
-    It extends while `launched < extend_end`, and decodes one token a pass after that.
+    It extends while `launched < extend_end`, and decodes one token a pass after that. While it runs these numbers
+    and its tokens stand in its line of the scheduler's `Progress`; a request that does not run has its own.
 
     Args:
         index: the caller's number for it.
@@ -76,17 +79,14 @@ class Request:
     arrival: int = -1  # its place in the order of submission; its other answers have the same
     children: tuple[Request, ...] = ()  # the requests for the other answers, once its first token is drawn
     lease: Lease | None = None
-    extend_end: int = 0  # tokens to extend over before it decodes: those known when it was admitted
-    launched: int = 0
-    computed: int = 0
-    samples_in_flight: int = 0
-    passes_in_flight: int = 0  # that it is part of
+    let_go_at: int = (
+        0  # passes that had been launched when it last ceased to run: what it had in flight is in these
+    )
     cached_tokens: int | None = None  # prompt tokens found at its first admission; None before it
     recomputed_tokens: int = 0
-    launched_ever: int = 0  # the greatest `launched` it has had, over retractions
+    launched_before: int = 0  # the greatest `launched` of its earlier leases
     retractions: int = 0
-    matched_at: tuple[int, int] | None = None  # the state of tree and tokens that match_length is of
-    match_length: int = 0
+    prospect: Prospect | None = None  # what it would find in the cache, while it waits
     overtaken: int = 0  # admissions of others while it was the oldest in the queue
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -101,7 +101,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self._tokens = np.array(self.prompt_ids, dtype=np.int32)
-        self._num_known = len(self._tokens)
+        self._num_known = self._total = len(self._tokens)
+        self._progress: Progress | None = None  # while it runs
         self.text_stop = None if self.make_text_stop is None else self.make_text_stop()
 
     @property
@@ -109,23 +110,62 @@ class Request:
         return len(self.prompt_ids)
 
     @property
+    def limit(self) -> int:
+        """Known tokens with which it ends at the latest."""
+        return len(self.prompt_ids) + self.max_new_tokens
+
+    @property
     def num_known(self) -> int:
         """Prompt tokens and collected output tokens."""
-        return self._num_known
+        return self._num_known if self._progress is None else int(self._progress.known[self._row])
 
     @property
     def num_output(self) -> int:
         """Collected output tokens."""
-        return self._num_known - len(self.prompt_ids)
+        return self.num_known - len(self.prompt_ids)
 
     @property
     def total(self) -> int:
-        return self._num_known + self.samples_in_flight
+        """Known tokens and sampled tokens still in flight."""
+        if self._progress is None:
+            return max(self._total, self._num_known)
+        return int(self._progress.total(np.array([self._row]))[0])
+
+    @property
+    def samples_in_flight(self) -> int:
+        return self.total - self.num_known
+
+    @property
+    def launched(self) -> int:
+        return 0 if self.lease is None else self.lease.allocated
+
+    @property
+    def launched_ever(self) -> int:
+        """The greatest `launched` it has had, over retractions."""
+        return max(self.launched_before, self.launched)
+
+    @property
+    def extend_end(self) -> int:
+        """Tokens to extend over before it decodes: those known when it was admitted; 0 while it does not run."""
+        return 0 if self._progress is None else int(self._progress.extend_end[self._row])
+
+    @property
+    def computed(self) -> int:
+        if self._progress is None:
+            return 0
+        known, row = self.num_known, self._row
+        # Each token that it has got since it was admitted was sampled after a position of its own.
+        return known - 1 if known > self._progress.extend_end[row] else int(self._progress.extended[row])
+
+    @property
+    def _row(self) -> int:
+        assert self.lease is not None  # it runs
+        return self.lease.row
 
     @property
     def remaining(self) -> int:
         """Output tokens that may still be launched."""
-        return self.max_new_tokens - self.num_output - self.samples_in_flight
+        return self.limit - self.total
 
     @property
     def most_slots(self) -> int:
@@ -149,7 +189,7 @@ class Request:
     def match_limit(self) -> int:
         """Tokens that may come from the cache: what gives logits that are wanted is computed."""
         scored = self.next_scored
-        return self._num_known - 1 if scored is None else min(self._num_known, scored) - 1
+        return self.num_known - 1 if scored is None else min(self.num_known, scored) - 1
 
     @property
     def family(self) -> tuple[Request, ...]:
@@ -166,21 +206,51 @@ class Request:
         return self.state is RequestState.FINISHED
 
     def tokens(self, end: int | None = None) -> Tokens:
-        """The first `end` known tokens, or all: `[end]` int32, a view."""
-        return self._tokens[: self._num_known if end is None else end]
+        """The first `end` known tokens, or all: `[end]` int32, a view that is good until it ceases to run."""
+        own = self._tokens if self._progress is None else self._progress.tokens[self._row]
+        return own[: self.num_known if end is None else end]
 
     def output_ids(self) -> Tokens:
-        """Collected output tokens `[num_output]` int32, a view."""
-        return self._tokens[len(self.prompt_ids) : self._num_known]
+        """Collected output tokens `[num_output]` int32, a view that is good until it ceases to run."""
+        return self.tokens()[len(self.prompt_ids) :]
 
     def append(self, token_id: int) -> None:
         """Add a collected output token."""
+        if self._progress is not None:
+            self._progress.append(np.array([self._row]), np.array([token_id]))
+            return
         if self._num_known == len(self._tokens):
             grown = np.empty(max(16, 2 * self._num_known), dtype=np.int32)
             grown[: self._num_known] = self._tokens
             self._tokens = grown
         self._tokens[self._num_known] = token_id
         self._num_known += 1
+        self.prospect = None
+
+    def run(self, lease: Lease, progress: Progress) -> None:
+        """Run from now on: `progress` keeps its numbers and its tokens in the line of the lease's row."""
+        progress.begin(
+            lease.row,
+            self.tokens(),
+            prompt_len=self.prompt_len,
+            limit=self.limit,
+            stop_ids=self.stop_ids,
+            has_text_stop=self.text_stop is not None,
+            wants_logprobs=self.params.logprobs is not None,
+        )
+        self.lease, self._progress, self.prospect = lease, progress, None
+
+    def cease(self) -> None:
+        """Run no more: the line is left to others."""
+        lease, progress = self.lease, self._progress
+        assert lease is not None  # it runs
+        assert progress is not None
+        self._total = self.total
+        if lease.allocated > lease.matched:
+            self.launched_before = self.launched_ever
+        self._tokens = progress.end(lease.row)
+        self._num_known = len(self._tokens)
+        self.lease = self._progress = None
 
     def fork(self, sample_index: int) -> Request:
         """The request for another answer to the same prompt, which this one has computed."""
@@ -198,7 +268,7 @@ class Request:
             parent=self,
             arrival=self.arrival,
             cached_tokens=len(self.prompt_ids),  # counted once, for the first answer
-            launched_ever=len(self.prompt_ids),
+            launched_before=len(self.prompt_ids),
             submitted_at=self.submitted_at,
             launched_at=self.launched_at,
         )

@@ -11,24 +11,31 @@ import bisect
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import numpy as np
 
 from memory_pool.slot_allocator import Slots
 from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.prospect import Prospect
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason, TokenLogprob
-from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
+from radixrt.schedule.batch import Int32Array, Logprobs, PassResult, ScheduleBatch
+from radixrt.schedule.decodes import Decodes
 from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, admission_order, is_overdue
+from radixrt.schedule.progress import Progress
 from radixrt.schedule.request import Request, RequestState
 
 LOADED_CHUNKS = 4  # a pass waits for no more than about this many chunks of tokens from the host
 PASSES_OF_ROOM = 4  # once requests must be retracted, make room for this many decode passes
 
 
+_NO_TOKENS = np.zeros(0, dtype=np.int32)
+
+
 @dataclass(frozen=True)
 class _Piece:
-    """One request's part of a pass: its tokens [start, start + len(slots)), and how many are sampled after."""
+    """An extend's part of a pass: its tokens [start, start + len(slots)), and how many are sampled after."""
 
     request: Request
     lease: Lease
@@ -81,8 +88,15 @@ class Scheduler:
         self.waiting: list[Request] = []  # in order of arrival
         self.running: list[Request] = []  # in order of admission
         self.num_retractions = 0
+        rows = cache.rows
+        self._progress = Progress(rows.max_requests, rows.max_context_len, cache.allocated)
         self._estimate = OutputEstimate()
         self._arrivals = 0
+        # Who decodes and who extends: found anew when a request comes or goes, has extended or has launched all.
+        self._decodes = Decodes.of(())
+        self._extends: tuple[Request, ...] = ()
+        self._is_current = True
+        self._decodes_last = 0  # passes, if each decodes all of them
 
     @property
     def has_work(self) -> bool:
@@ -160,13 +174,26 @@ class Scheduler:
 
     def process(self, batch: ScheduleBatch, result: PassResult) -> list[Request]:
         """Book what a pass computed; passes are processed in order. Returns the requests that ended."""
+        progress, rows = self._progress, batch.req_pool_indices
+        first_samples = np.cumsum(batch.num_samples, dtype=np.int32) - batch.num_samples
+        # The tokens of requests that still run and decode are booked together; no row has changed hands by now.
+        together = progress.runs[rows] & result.finite & (batch.prefix_lens >= progress.extend_end[rows])
+        decoded = rows[together]
+        alone = np.ones(len(rows), dtype=bool)  # who is to be looked at
+        alone[together] = progress.append(decoded, result.token_ids[first_samples[together]])
+        alone |= progress.is_special[rows]
         ended: list[Request] = []
-        first_samples = np.cumsum(batch.num_samples) - batch.num_samples
+        if not alone.any():
+            return ended
         first_scored = np.cumsum(batch.num_scored) - batch.num_scored
-        wanted = np.array([r.params.logprobs is not None for r in batch.requests]) * batch.num_samples
-        first_logprob = np.cumsum(wanted) - wanted
-        for i, request in enumerate(batch.requests):
-            request.passes_in_flight -= 1
+        num_logprobs = np.where(progress.wants_logprobs[rows], batch.num_samples, 0)
+        first_logprobs = np.cumsum(num_logprobs) - num_logprobs
+        for i in np.flatnonzero(alone).tolist():
+            request = batch.requests[i]
+            if together[i]:
+                if self._ends_with(request, int(request.tokens()[-1]), result, int(first_logprobs[i])):
+                    ended.append(request)
+                continue
             if request.finished:
                 continue
             holds = request.lease is batch.leases[i]  # False: retracted since; its token is good all the same
@@ -177,17 +204,14 @@ class Scheduler:
                 self._end(request, FinishReason.ERROR, why)
                 ended.append(request)
                 continue
-            if holds:
-                request.computed = int(batch.seq_lens[i])
-                if request.computed <= request.extend_end:
-                    self.cache.commit(batch.leases[i], request.tokens(request.extend_end), request.computed)
+            if holds and batch.prefix_lens[i] < request.extend_end:
+                progress.extended[rows[i]] = batch.seq_lens[i]
+                self.cache.commit(batch.leases[i], request.tokens(request.extend_end), request.computed)
             if batch.num_scored[i]:
                 self._book_prompt_logprobs(request, batch, result, int(first_scored[i]), int(batch.num_scored[i]))
             if batch.num_samples[i]:
-                request.samples_in_flight -= 1
-                ended += self._book_samples(
-                    request, result, int(first_samples[i]), int(first_logprob[i]), int(batch.num_samples[i])
-                )
+                samples = slice(int(first_samples[i]), int(first_samples[i] + batch.num_samples[i]))
+                ended += self._book_samples(request, result, samples, int(first_logprobs[i]))
             elif holds and request.computed == request.extend_end and not request.max_new_tokens:
                 self._end(request, FinishReason.LENGTH)
                 ended.append(request)
@@ -220,26 +244,30 @@ class Scheduler:
 
     def _plan(self) -> ScheduleBatch | None:
         retractions = self.num_retractions
-        pieces = self._decodes()
+        decodes, slots = self._decode()
+        pieces: list[_Piece] = []
+        admitted: list[_Piece] = []
         budget = self.chunked_prefill_size
-        for request in self.running:
-            if budget > 0 and request.is_extending:
-                piece = self._chunk(request, budget)
-                if piece is not None:
-                    pieces.append(piece)
-                    budget -= len(piece.slots)
-        if self.num_retractions == retractions:  # whoever has just yielded does not come back at once
-            granted = sum(len(piece.slots) for piece in pieces)
-            promised = sum(self._demand(request) for request in self.running) - granted
-            pieces.extend(self._admissions(budget, promised))
-        if not pieces:
+        active = len(self._decodes) + len(self._extends)  # the other running requests only wait for a last token
+        for request in self._extends:
+            piece = self._chunk(request, budget) if budget > 0 else None
+            if piece is not None:
+                pieces.append(piece)
+                budget -= len(piece.slots)
+        # Whoever has just yielded does not come back at once.
+        may_admit = self.waiting and budget > 0 and active < self.max_running_requests
+        if may_admit and self.num_retractions == retractions:
+            admitted = self._admissions(budget, active)
+            pieces += admitted
+        if not pieces and not decodes:
             return None
         self._estimate.pass_scheduled()
-        return self._batch(self._limit_samples(pieces))
+        return self._batch(decodes, slots, self._limit_samples(pieces, len(decodes)), admitted)
 
-    def _limit_samples(self, pieces: list[_Piece]) -> list[_Piece]:
+    def _limit_samples(self, pieces: list[_Piece], num_decodes: int) -> list[_Piece]:
         """Leave to later passes the first tokens of answers for which this one has no rows of logits."""
-        left = self.max_samples_per_pass - sum(piece.num_samples > 0 for piece in pieces)  # each samples one
+        # Each samples one.
+        left = self.max_samples_per_pass - num_decodes - sum(piece.num_samples > 0 for piece in pieces)
         limited = []
         for piece in pieces:
             if piece.num_samples > 1:
@@ -248,22 +276,38 @@ class Scheduler:
             limited.append(piece)
         return limited
 
-    def _decodes(self) -> list[_Piece]:
-        def ready() -> list[Request]:
-            return [r for r in self.running if not r.is_extending and r.remaining > 0]
+    def _look_who_decodes(self) -> None:
+        """Find out who decodes and who extends in the next pass, unless that is known."""
+        if self._is_current and self._decodes_last > 0:
+            return
+        running, rows, progress = self.running, self._running_rows(), self._progress
+        extends = progress.launched[rows] < progress.extend_end[rows]
+        left = progress.limit[rows] - progress.total(rows)
+        decodes = ~extends & (left > 0)
+        self._extends = tuple(compress(running, extends.tolist()))
+        found = Decodes.of(tuple(compress(running, decodes.tolist())))
+        if (found.requests, found.leases) != (self._decodes.requests, self._decodes.leases):
+            self._decodes = found
+        self._decodes_last = int(left[decodes].min()) if decodes.any() else 0
+        self._is_current = True
 
-        requests = ready()
-        if len(requests) > self.cache.available:
-            self._make_room(len(requests))
-            requests = ready()[: self.cache.available]
-        leases = [r.lease for r in requests if r.lease is not None]
-        slots = self.cache.extend_each(leases)
+    def _running_rows(self) -> Int32Array:
+        leases = [request.lease for request in self.running]
+        return np.fromiter((lease.row for lease in leases if lease is not None), np.int32, len(leases))
+
+    def _decode(self) -> tuple[Decodes, Slots]:
+        """Who decodes in this pass, and a slot for each."""
+        self._look_who_decodes()
+        decodes = self._decodes
+        if len(decodes) > self.cache.available:
+            self._make_room(len(decodes))
+            self._look_who_decodes()
+            decodes = self._decodes.first(self.cache.available)
+        slots = self.cache.extend_each(decodes.rows)
         if slots is None:
-            return []
-        return [
-            _Piece(r, lease, r.launched, slots[i : i + 1], 1)
-            for i, (r, lease) in enumerate(zip(requests, leases, strict=True))
-        ]
+            return Decodes.of(()), _NO_TOKENS
+        self._decodes_last -= 1
+        return decodes, slots
 
     def _make_room(self, per_pass: int) -> None:
         """Retract the latest arrivals until what is, or is about to be, available lasts for a few passes."""
@@ -279,34 +323,36 @@ class Scheduler:
         lease = request.lease
         assert lease is not None  # it runs
         count = min(budget, request.extend_end - request.launched)
+        start = request.launched
         slots = self.cache.extend(lease, count)
         if slots is None:
             return None
-        is_last = request.launched + count == request.extend_end
-        num_samples = request.num_answers if is_last and request.remaining else 0
-        return _Piece(request, lease, request.launched, slots, num_samples)
+        self._is_current = False
+        samples = start + count == request.extend_end and request.num_known < request.limit
+        return _Piece(request, lease, start, slots, request.num_answers if samples else 0)
 
-    def _admissions(self, budget: int, promised: int) -> list[_Piece]:
-        """Admit waiting requests while budget, rows and the memory that is not `promised` to others last."""
+    def _admissions(self, budget: int, active: int) -> list[_Piece]:
+        """Admit waiting requests while budget, rows and the memory that is not promised to others last.
+
+        `active` requests run that are in this pass or in one to come.
+        """
         pieces: list[_Piece] = []
-        active = self._active()
+        promised = self._promised()
         loads = LOADED_CHUNKS * self.chunked_prefill_size
-        if budget <= 0 or not self.waiting or active >= self.max_running_requests:
-            return pieces
         for request in admission_order(self.policy, self.waiting, self._match_length):
             if budget <= 0 or active >= self.max_running_requests or loads <= 0:
                 break
             oldest = self.waiting[0]
             if request is not oldest and is_overdue(oldest):
                 break
-            if request.passes_in_flight:
+            if request.let_go_at > self.cache.passes_ended:
                 continue  # just retracted: what it has in flight is still to come
-            tokens, limit = request.tokens(), request.match_limit
-            if self.cache.is_awaited(self.cache.match(request.namespace, tokens, limit), tokens, limit):
+            if self._prospect(request).is_awaited():
                 # A follower: its leader is computing what it needs next. Room is kept for it, or leaders of other
                 # prefixes would evict this one before it comes.
                 promised += self._estimate.expected(request)
                 continue
+            tokens, limit = request.tokens(), request.match_limit
             # Whoever runs alone runs to its end: submit has checked that it fits.
             reserve = promised + self._demand(request) - len(tokens) if self.running else 0
             lease = self.cache.acquire(request.namespace, tokens, limit, reserve)
@@ -328,8 +374,18 @@ class Scheduler:
                 self.cache.count(prompt=request.prompt_len, cached=lease.matched)
             pieces.append(piece)
             budget -= len(piece.slots)
-            promised += self._demand(request) - len(piece.slots)
+            promised += self._demand(request)
         return pieces
+
+    def _promised(self) -> int:
+        """Slots that all running requests are still expected to ask for: the sum of their demands."""
+        progress, rows = self._progress, self._running_rows()
+        total, limit, prompt_len = progress.total(rows), progress.limit[rows], progress.prompt_len[rows]
+        num_output = progress.known[rows] - prompt_len
+        expected = self._estimate.expected_each(limit - total, num_output, progress.may_stop[rows])
+        most_slots = np.maximum(limit - 1, prompt_len)
+        demand = np.minimum(total + np.maximum(0, expected - 1), most_slots) - progress.launched[rows]
+        return int(demand.sum())
 
     def _demand(self, request: Request) -> int:
         """Slots that a request is still expected to ask for; its last token never wants one."""
@@ -337,16 +393,14 @@ class Scheduler:
         return min(request.total + ahead, request.most_slots) - request.launched
 
     def _match_length(self, request: Request) -> int:
-        """Tokens of a waiting request that are in the cache, looked up anew when the tree has changed."""
-        seen = (self.cache.tree.version, request.num_known)
-        if request.matched_at != seen:
-            match = self.cache.match(request.namespace, request.tokens(), request.match_limit)
-            request.matched_at, request.match_length = seen, match.length
-        return request.match_length
+        """Tokens of a waiting request that are in the cache."""
+        return self._prospect(request).length()
 
-    def _active(self) -> int:
-        """Running requests that will be in another pass; the others only wait for their last token."""
-        return sum(r.is_extending or r.remaining > 0 for r in self.running)
+    def _prospect(self, request: Request) -> Prospect:
+        """What a waiting request would find in the cache; its tokens and its limit are what they were."""
+        if request.prospect is None:
+            request.prospect = Prospect(self.cache, request.namespace, request.tokens(), request.match_limit)
+        return request.prospect
 
     def _leave_queue(self, request: Request) -> None:
         at = bisect.bisect_left(self.waiting, request.arrival, key=lambda r: r.arrival)
@@ -354,92 +408,142 @@ class Scheduler:
             at += 1
         del self.waiting[at]
 
-    def _batch(self, pieces: list[_Piece]) -> ScheduleBatch:
-        pieces.sort(key=lambda p: len(p.slots) == 1)  # stable: the longer extends come first
+    def _batch(
+        self, decodes: Decodes, slots: Slots, pieces: list[_Piece], admitted: list[_Piece]
+    ) -> ScheduleBatch:
+        """A pass of decodes, their slots, and pieces, among which are those of requests just admitted."""
+        progress, rows = self._progress, decodes.rows
+        ends = progress.launched[rows]
+        starts = ends - 1
+        # The token at a decode's end may be known to the device alone.
+        are_unknown = starts >= progress.known[rows]
+        ids = decodes.last_tokens
+        if not are_unknown.all():
+            ids = np.where(are_unknown, ids, progress.tokens[rows, starts])
+        if not pieces:
+            return ScheduleBatch(
+                requests=decodes.requests,
+                leases=decodes.leases,
+                num_extends=0,
+                req_pool_indices=rows,
+                prefix_lens=starts,
+                seq_lens=ends,
+                input_ids=ids,
+                out_cache_loc=slots,
+                num_samples=decodes.num_samples,
+                scored=_NO_TOKENS,
+                scored_targets=_NO_TOKENS,
+                num_scored=decodes.num_scored,
+                row_changes=self.cache.rows.take_changes(),
+                admitted=(),
+            )
+        pieces.sort(key=lambda p: len(p.slots) == 1)  # stable: the longer extends come first, then the decodes
+        longer = sum(len(p.slots) > 1 for p in pieces)
+
+        def column(values: Iterable[int], of_decodes: Int32Array) -> Int32Array:
+            of_pieces = np.fromiter(values, np.int32, len(pieces))
+            return np.concatenate([of_pieces[:longer], of_decodes, of_pieces[longer:]])
+
+        def tokens(values: list[Int32Array], of_decodes: Int32Array) -> Int32Array:
+            return np.concatenate([*values[:longer], of_decodes, *values[longer:]])
+
+        requests, leases = [p.request for p in pieces], [p.lease for p in pieces]
+        positions = [_scored_positions(p) for p in pieces]
+        lengths = [len(p.slots) for p in pieces]
+        firsts = np.cumsum(lengths) - lengths  # of each piece's tokens among all
+        firsts[longer:] += len(decodes)
+        self._count_launches(pieces)
+        return ScheduleBatch(
+            requests=(*requests[:longer], *decodes.requests, *requests[longer:]),
+            leases=(*leases[:longer], *decodes.leases, *leases[longer:]),
+            num_extends=longer,
+            req_pool_indices=column((p.lease.row for p in pieces), rows),
+            prefix_lens=column((p.start for p in pieces), starts),
+            seq_lens=column((p.end for p in pieces), ends),
+            input_ids=tokens([p.request.tokens(p.end)[p.start :] for p in pieces], ids),
+            out_cache_loc=tokens([p.slots for p in pieces], slots),
+            num_samples=column((p.num_samples for p in pieces), decodes.num_samples),
+            scored=np.concatenate(
+                [at - p.start + first for p, at, first in zip(pieces, positions, firsts, strict=True)],
+                dtype=np.int32,
+                casting="same_kind",
+            ),
+            scored_targets=np.concatenate(
+                [p.request.tokens()[at + 1] for p, at in zip(pieces, positions, strict=True)]
+            ),
+            num_scored=column(map(len, positions), decodes.num_scored),
+            row_changes=self.cache.rows.take_changes(),
+            admitted=tuple((p.lease.row, p.request) for p in admitted),
+        )
+
+    def _count_launches(self, pieces: list[_Piece]) -> None:
+        """Count what is launched again. A decode computes what was never launched before."""
         now = time.perf_counter()
-        ids: list[np.ndarray] = []
-        scored: list[np.ndarray] = []
-        targets: list[np.ndarray] = []
-        first = 0  # of the piece's tokens among all
         for piece in pieces:
-            request, end = piece.request, piece.end
-            if end > request.num_known:  # the token at its end is known to the device alone
-                ids.append(np.array([-(piece.lease.row + 1)], dtype=np.int32))
-            else:
-                ids.append(request.tokens(end)[piece.start :])
-            positions = _scored_positions(piece)
-            scored.append(positions - piece.start + first)
-            targets.append(request.tokens()[positions + 1])
-            first += len(piece.slots)
-            again = max(0, min(end, request.launched_ever) - piece.start)  # lost to a retraction
+            request = piece.request
+            again = max(0, min(piece.end, request.launched_before) - piece.start)  # lost to a retraction
             request.recomputed_tokens += again
             self.cache.count(recomputed=again)
-            request.launched = end
-            request.launched_ever = max(request.launched_ever, end)
-            request.samples_in_flight += piece.num_samples > 0
-            request.passes_in_flight += 1
             if request.launched_at is None:
                 request.launched_at = now
-        return ScheduleBatch(
-            requests=tuple(p.request for p in pieces),
-            leases=tuple(p.lease for p in pieces),
-            num_extends=sum(len(p.slots) > 1 for p in pieces),
-            req_pool_indices=np.array([p.lease.row for p in pieces], dtype=np.int32),
-            prefix_lens=np.array([p.start for p in pieces], dtype=np.int32),
-            seq_lens=np.array([p.end for p in pieces], dtype=np.int32),
-            input_ids=np.concatenate(ids),
-            out_cache_loc=np.concatenate([p.slots for p in pieces]),
-            num_samples=np.array([p.num_samples for p in pieces], dtype=np.int32),
-            scored=np.concatenate(scored).astype(np.int32),
-            scored_targets=np.concatenate(targets),
-            num_scored=np.array([len(s) for s in scored], dtype=np.int32),
-            row_changes=self.cache.rows.take_changes(),
-            admitted=tuple((p.lease.row, p.request) for p in pieces if p.start == p.lease.matched),
-        )
 
     # -- the life of a request -----------------------------------------------------------------------------
 
     def _admit(self, request: Request, lease: Lease) -> None:
         request.state = RequestState.RUNNING
-        request.lease = lease
-        request.extend_end = request.num_known
-        request.launched = request.computed = lease.matched
+        request.run(lease, self._progress)
         self.running.append(request)
+        self._is_current = False
 
     def _book_samples(
-        self, request: Request, result: PassResult, first: int, first_logprob: int, count: int
+        self, request: Request, result: PassResult, samples: slice, first_logprob: int
     ) -> list[Request]:
-        """Book `count` samples of a request: one, or the first ones of its answers. Returns who ended."""
+        """Book samples of a request: one, or the first ones of its answers. Returns who ended.
+
+        `first_logprob` is the row of the first one's log-probability, if they are wanted.
+        """
         forked = tuple(request.fork(k) for k in range(1, request.num_answers))
         if forked:
             request.children = forked
         for child in forked:
             bisect.insort(self.waiting, child, key=lambda r: r.arrival)
         ended = []
-        for k, one in enumerate((request, *forked)[:count]):
-            token_id, num_top = int(result.token_ids[first + k]), one.params.logprobs
-            if result.logprobs is not None and num_top is not None:
-                one.logprobs.append(_logprob(result.logprobs, first_logprob + k, token_id, num_top))
-            reason = self._book_token(one, token_id)
-            if reason is not None:
-                self._end(one, reason)
+        token_ids = result.token_ids[samples].tolist()
+        for k, (one, token_id) in enumerate(zip((request, *forked), token_ids, strict=False)):
+            self._book_token(one, token_id)
+            if self._ends_with(one, token_id, result, first_logprob + k):
                 ended.append(one)
         return ended
 
-    def _book_token(self, request: Request, token_id: int) -> FinishReason | None:
-        """Append a sampled token. Returns why the request ends with it, if it does."""
+    def _book_token(self, request: Request, token_id: int) -> None:
+        """Append a sampled token."""
         request.append(token_id)
         if request.first_token_at is None:
             request.first_token_at = time.perf_counter()
+
+    def _ends_with(self, request: Request, token_id: int, result: PassResult, logprob: int) -> bool:
+        """Book what is told of a request's latest token. Whether the request has ended with it.
+
+        `logprob` is the row of its log-probability, if that is wanted.
+        """
+        num_top = request.params.logprobs
+        if result.logprobs is not None and num_top is not None:
+            request.logprobs.append(_logprob(result.logprobs, logprob, token_id, num_top))
+        reason = self._why_ended(request, token_id)
+        if reason is None:
+            return False
+        self._end(request, reason)
+        return True
+
+    def _why_ended(self, request: Request, token_id: int) -> FinishReason | None:
+        """Why a request ends with its latest token, if it does."""
         if token_id in request.stop_ids:
             request.matched = token_id
             return FinishReason.STOP
         if request.text_stop is not None and request.text_stop.push(token_id):
             request.matched = request.text_stop.matched
             return FinishReason.STOP
-        if request.num_output >= request.max_new_tokens:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if request.num_output >= request.max_new_tokens else None
 
     def _book_prompt_logprobs(
         self, request: Request, batch: ScheduleBatch, result: PassResult, first: int, count: int
@@ -449,6 +553,7 @@ class Scheduler:
         assert num_top is not None  # and so did the request
         for i in range(first, first + count):
             request.prompt_logprobs.append(_logprob(logprobs, i, int(batch.scored_targets[i]), num_top))
+        request.prospect = None  # more of it may come from the cache now
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if request.state is RequestState.RUNNING:
@@ -469,8 +574,9 @@ class Scheduler:
         self.cache.commit(lease, request.tokens(request.computed), request.computed)
         self.cache.release(lease)
         self.running.remove(request)
-        request.lease = None
-        request.extend_end = request.launched = request.computed = 0
+        request.cease()
+        request.let_go_at = self.cache.passes_launched
+        self._is_current = False
 
 
 def _scored_positions(piece: _Piece) -> np.ndarray:

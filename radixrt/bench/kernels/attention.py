@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,7 @@ def our_decode(inputs: AttentionInputs, kv_scale: Tensor | None = None) -> Call:
     arrays = AttentionPlan.flat_arrays(
         range(shape.batch),
         seq_lens,
-        max_item_len=decode_item_len(gpu_of(device), shape.num_kv_heads, sum(seq_lens)),
+        max_item_len=decode_item_len(gpu_of(device), shape.num_kv_heads, np.array(seq_lens, np.int32)),
     )
     plan = AttentionPlan.build(arrays, device)
 

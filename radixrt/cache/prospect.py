@@ -1,0 +1,81 @@
+"""What a waiting request would find in the cache, pass after pass. Numpy only."""
+
+from __future__ import annotations
+
+from radixrt.cache.prefix_cache import Frontier, Lease, PrefixCache
+from radixrt.cache.radix_tree import Namespace, Tokens
+
+
+class Prospect:
+    """The match of some tokens that wait, looked up anew only where it may have changed.
+
+    The tree changes with every pass, but seldom where a given match ends: as long as the node there keeps its edge
+    and gets no child for the token that comes next, the match is what it was.
+
+    Args:
+        cache: where the tokens are looked up.
+        namespace: of their prefix.
+        tokens: `[n]`; they do not change.
+        limit: tokens that may come from the cache.
+    """
+
+    __slots__ = (
+        "_cache",
+        "_edge",
+        "_frontier",
+        "_leader",
+        "_limit",
+        "_match",
+        "_namespace",
+        "_next",
+        "_tokens",
+        "_version",
+    )
+
+    def __init__(self, cache: PrefixCache, namespace: Namespace, tokens: Tokens, limit: int) -> None:
+        self._cache = cache
+        self._namespace = namespace
+        self._tokens = tokens
+        self._limit = limit
+        self._leader: Lease | None = None
+        self._frontier: Frontier | None = None  # of the leader, when it was last asked for
+        self._version = cache.tree.version
+        self._look_up()
+
+    def length(self) -> int:
+        """Tokens that are in the cache now."""
+        version = self._cache.tree.version
+        if version != self._version and not self._stands():
+            self._look_up()
+        self._version = version
+        return self._match.length
+
+    def is_awaited(self) -> bool:
+        """Whether a live request is computing the token that follows the match."""
+        self.length()  # forgets the leader where the match has changed
+        leader = self._leader
+        if leader is not None and leader.frontier is self._frontier:
+            return True  # it has not come further
+        if not self._stands():  # an edge may have been split where the match is as long as before
+            self._look_up()
+        leader = self._leader = self._cache.leader(self._match, self._tokens, self._limit)
+        self._frontier = None if leader is None else leader.frontier
+        return leader is not None
+
+    def _look_up(self) -> None:
+        match = self._cache.match(self._namespace, self._tokens, self._limit)
+        self._match = match
+        self._edge = 0 if match.node is None else len(match.node.tokens)
+        # With a child for this token the match would go on; None: no child matters.
+        goes_on = match.at_boundary and match.length < self._limit
+        self._next = int(self._tokens[match.length]) if goes_on else None
+        self._leader = self._frontier = None
+
+    def _stands(self) -> bool:
+        """Whether the match is sure to be what it was."""
+        node = self._match.node
+        if node is None or node.parent is None:
+            is_there = self._cache.tree.roots.get(self._namespace) is node
+        else:
+            is_there = len(node.tokens) == self._edge  # an edge only ever gets shorter; without any it is gone
+        return is_there and (node is None or self._next not in node.children)
