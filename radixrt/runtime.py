@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +27,7 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats, PrefixCache
 from radixrt.cache.tree_view import view_tree
 from radixrt.driver import Call, Driver
-from radixrt.engine import Engine
+from radixrt.engine import LAG, Engine
 from radixrt.errors import ParameterError, PassError, PromptError
 from radixrt.execution.cache_identity import cache_identity
 from radixrt.execution.cache_storage import CacheStorage, Loaded
@@ -106,11 +107,17 @@ class Runtime:
         schedule_policy: "lpm", longest matched prefix first, with ageing; or "fcfs", first come, first served.
         enable_prefix_cache: False: nothing is reused and nothing is kept.
         force_miss: find nothing in the cache, but run through the same code: for measurements.
+        overlap: plan a pass while the one before it is computed. False: one after the other, with the same
+            outputs: for measurements.
+        cuda_graphs: replay captured graphs for decodes; None and False: they are not captured yet.
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
         seed: of the run: requests without a seed of their own derive theirs from it and from their index; also
             of dummy weights.
         impl: what computes the model's operations: "triton", kernels; "torch", the references that say what they
             mean; "auto" is kernels on a GPU where Triton is installed, else references.
+
+    Attributes:
+        start_up: seconds that making this took, by part: "weights", and "total" with all parts.
 
     Raises:
         ParameterError: a parameter is outside its bounds.
@@ -133,10 +140,15 @@ class Runtime:
         schedule_policy: str | SchedulePolicy = SchedulePolicy.LPM,
         enable_prefix_cache: bool = True,
         force_miss: bool = False,
+        overlap: bool = True,
+        cuda_graphs: bool | None = None,
         load_format: LoadFormat = "auto",
         seed: int = 0,
         impl: Impl = "auto",
     ) -> None:
+        began = time.perf_counter()
+        if cuda_graphs:
+            raise ParameterError("cuda_graphs is True; graphs are not captured yet: leave it out")
         self.device = choose_device(device)
         check_impl(impl, self.device)
         check_kv_dtype(kv_dtype, impl, self.device)
@@ -167,6 +179,7 @@ class Runtime:
             seed=self.seed,
             impl=impl,
         )
+        weights_seconds = time.perf_counter() - began
         self.tokenizer = _tokenizer(source)
         self.context_length = self.config.context_length
 
@@ -226,8 +239,9 @@ class Runtime:
             refusal=self._scheduler.refusal,
         )
         runner = ModelRunner(decoder, self._rows, self._kv_pool, self.device, host_pool)
-        self._driver = Driver(Engine(self._scheduler, runner), self._output)
+        self._driver = Driver(Engine(self._scheduler, runner, lag=LAG if overlap else 0), self._output)
         self._loose = Call()  # requests that came through `submit`
+        self.start_up: Mapping[str, float] = {"weights": weights_seconds, "total": time.perf_counter() - began}
 
     # -- prompts in, outputs out ---------------------------------------------------------------------------
 
