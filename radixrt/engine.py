@@ -76,7 +76,7 @@ class Engine:
             booked.give_back(transfers)  # those that could not be started
 
     def step(self) -> list[Request]:
-        """Launch the next pass, then book the one before it, if passes overlap; else this one. Returns the requests that ended.
+        """Launch the next pass, then book the one `lag` passes before it. Returns the requests that ended.
 
         A pass that raises ends its own requests with FinishReason.ERROR; all others go on. Ctrl-C is raised
         after the step.

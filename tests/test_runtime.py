@@ -241,7 +241,7 @@ def test_draws_depend_on_seed_and_index_alone(folder: Path) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
 def test_overlap_changes_no_output(folder: Path, temperature: float) -> None:
-    """Prompts that share prefixes, end on their own or after lengths of their own, and are more than run at once."""
+    """Prompts that share prefixes, are more than run at once, and end on their own or after their own lengths."""
     prompts = shared_prompts()
     params = [
         SamplingParams(temperature=temperature, max_new_tokens=5 + 3 * i, ignore_eos=bool(i % 3), n=1 + i % 2)
