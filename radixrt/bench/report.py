@@ -28,6 +28,12 @@ def wide_console(width: int) -> Console:
     return console if console.is_terminal else Console(highlight=False, width=width)
 
 
+def reason_of(error: Exception) -> str:
+    """The kind of an exception and the first line of what it says."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line}"[:200]
+
+
 def write_json(file: Path, report: Mapping[str, Any]) -> None:
     """Write figures of JSON's types."""
     file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
