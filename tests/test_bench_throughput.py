@@ -157,10 +157,13 @@ def test_everything_at_once(
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_model_and_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_and_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "out.json"
     options = "--scale cpu --model built-in --workload samples --workload samples --repeat 1 --device cpu"
-    assert main(["bench", "throughput", *options.split()]) == 0
+    assert main(["bench", "throughput", *options.split(), "--json", str(report)]) == 0
     shown = capsys.readouterr()
+    (shape,) = json.loads(report.read_text())["shapes"]
+    assert [len(workload["runs"]) for workload in shape["workloads"]] == [1]
     assert "model built-in" in shown.out
     assert "1/1" in shown.err
     for words in ("goal", "start-up", "transformers", "decode step", "how many times ours"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,9 @@ class ShapeMeasurement:
         with Runtime(**self._runtime_options) as runtime:
             self._vocab_size = runtime.config.vocab_size
             for workload in self.figures.workloads:
-                workload.runs = self._repetitions(runtime, workload.workload, "")
+                for run in self._repetitions(runtime, workload.workload):
+                    workload.runs += (run,)
+                    self._done(workload.workload)
             if self.options.idle and self.device.type == "cuda":
                 for workload in self.figures.workloads:
                     workload.idle_share = self._idle_share(runtime, workload.workload)
@@ -84,7 +86,10 @@ class ShapeMeasurement:
         """All repetitions with a part of the engine switched off."""
         with Runtime(**self._runtime_options, **ABLATIONS[ablation]) as runtime:
             for workload in self.figures.workloads:
-                workload.ablated[ablation] = self._repetitions(runtime, workload.workload, ablation)
+                workload.ablated[ablation] = ()
+                for run in self._repetitions(runtime, workload.workload):
+                    workload.ablated[ablation] += (run,)
+                    self._done(f"{workload.workload}, {ablation}")
 
     def measure_start_up(self) -> None:
         """A fresh process; on a GPU first one that has to compile the kernels. Raises RadixrtError if it fails."""
@@ -122,14 +127,11 @@ class ShapeMeasurement:
         """Of the shape, for traces."""
         return self.figures.config or "model"
 
-    def _repetitions(self, runtime: Runtime, name: str, ablation: str) -> tuple[Run, ...]:
+    def _repetitions(self, runtime: Runtime, name: str) -> Iterator[Run]:
         first = self.options.seed
         self._warm_up(runtime, name)
-        runs = []
         for repetition in range(first, first + self.options.repeat):
-            runs.append(self._run(runtime, name, repetition))
-            self._done(f"{name} {ablation}".strip())
-        return tuple(runs)
+            yield self._run(runtime, name, repetition)
 
     def _run(self, runtime: Runtime, name: str, repetition: int) -> Run:
         speed = device_speed(self.device, self.options.bandwidth, self.options.flops)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -99,22 +99,25 @@ def print_details(figures: ShapeFigures, console: Console, device_name: str) -> 
 def print_start_up(figures: ShapeFigures, console: Console, device_name: str) -> None:
     """The start of a process, with compiled kernels on the disk and without."""
     has_goals = goals.holds_for(device_name) and figures.config == goals.START_UP_SHAPE
-    for name, start, limit in (
-        ("without compiled kernels", figures.cold, goals.COLD_SECONDS),
-        ("with compiled kernels on the disk", figures.warm, goals.WARM_SECONDS),
-    ):
-        if start is not None:
-            console.print(f"start-up {name}: {_start_up(start, limit if has_goals else None)}")
+    if figures.cold is not None:
+        limits = {"total": goals.COLD_SECONDS} if has_goals else {}
+        console.print(f"start-up without compiled kernels: {_start_up(figures.cold, limits)}")
+    if figures.warm is not None:
+        limits = {"total": goals.WARM_SECONDS, "graphs": goals.GRAPH_SECONDS} if has_goals else {}
+        console.print(f"start-up with compiled kernels on the disk: {_start_up(figures.warm, limits)}")
 
 
-def _start_up(start: StartUp, limit: float | None) -> str:
-    parts = []
-    for name, seconds in start.parts.items():
-        is_limited = name == "graphs" and limit is not None
-        parts.append(f"{name} {seconds:.2f}{_limit(seconds, goals.GRAPH_SECONDS) if is_limited else ''}")
+def _start_up(start: StartUp, limits: Mapping[str, float]) -> str:
+    """`limits` are seconds, of "total" and of the Runtime's parts."""
+
+    def goal(name: str, seconds: float) -> str:
+        return _limit(seconds, limits[name]) if name in limits else ""
+
+    # The Runtime's own total stands before its parts.
+    parts = [f"{name} {s:.2f}{goal(name, s)}" for name, s in start.parts.items() if name != "total"]
     return (
-        f"{start.total:.2f} s to the first token{'' if limit is None else _limit(start.total, limit)}: imports "
-        f"{start.imports:.2f}, Runtime {start.runtime:.2f} ({', '.join(parts)}), token {start.first_token:.2f}"
+        f"{start.total:.2f} s to the first token{goal('total', start.total)}: imports {start.imports:.2f}, "
+        f"Runtime {start.runtime:.2f} ({', '.join(parts)}), token {start.first_token:.2f}"
     )
 
 
