@@ -192,6 +192,39 @@ def test_a_baseline_that_fails_or_lasts_hides_nothing(
         assert "[1] RuntimeError: no room\n" in shown
 
 
+@pytest.mark.usefixtures("tiny")
+def test_answers_of_another_length_are_no_figures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = TransformersBatching._started
+
+    def shorter(self: TransformersBatching, asks: Any) -> Any:
+        manager = started(self, asks)
+        add = manager.add_request
+        manager.add_request = lambda ids, max_new_tokens: add(ids, max_new_tokens=max_new_tokens - 1)
+        return manager
+
+    monkeypatch.setattr(TransformersBatching, "_started", shorter)
+    options = "--scale cpu --workload docqa --repeat 1 --device cpu --baseline transformers"
+    assert main(["bench", "throughput", *options.split()]) == 0
+    assert "[1] RadixrtError: it made 12 of 16 tokens" in capsys.readouterr().out  # in the warm-up
+
+
+@pytest.mark.usefixtures("tiny")
+def test_two_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(SHAPES, "other", {**SHAPES["tiny"], "vocab_size": 40})
+    options = Options(scale="cpu", configs=("tiny", "other"), workloads=("samples",), repeat=1, device="cpu")
+    picture = tmp_path / "out.png"
+    assert benchmark.run_benchmark(replace(options, baseline="transformers"), plot_file=picture) == 0
+    shown = capsys.readouterr()
+    assert "4/4" in shown.err
+    titles = [line for line in shown.out.splitlines() if line.startswith(("tiny (", "other ("))]
+    assert [title.split()[0] for title in titles] == ["tiny", "other", "tiny", "other"]
+    assert "- [" not in shown.out  # prompts are of ids that each shape has
+    assert picture.stat().st_size > 10_000
+
+
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -9,6 +9,7 @@ from typing import Any
 
 from radixrt.bench.run import Run
 from radixrt.bench.throughput.goals import Goal
+from radixrt.workloads.lists import VOCAB_SIZE
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,7 @@ class ShapeFigures:
         name: for people.
         workloads: in the order in which they were asked for.
         cold, warm: start-ups without and with compiled kernels on the disk.
+        vocab_size: the model's, once it has been seen: ids of prompts are below it.
     """
 
     config: str | None
@@ -212,6 +214,7 @@ class ShapeFigures:
     cold: StartUp | None = None
     warm: StartUp | None = None
     profiles: list[Profile] = field(default_factory=list)
+    vocab_size: int = VOCAB_SIZE
 
     def to_dict(self) -> dict[str, Any]:
         """Of JSON's types. Workloads that were not run yet are left out."""

@@ -20,7 +20,7 @@ from radixrt.bench.throughput.start_up import cold_and_warm, measure_start_up
 from radixrt.bench.throughput.transformers_batching import TransformersBatching
 from radixrt.execution.device import choose_device
 from radixrt.runtime import Runtime
-from radixrt.workloads.lists import VOCAB_SIZE, Ask
+from radixrt.workloads.lists import Ask
 from radixrt.workloads.programs import Program
 
 WARM_UP_TOKENS = 16  # in the longest answers of the warm-up; the others are shorter, for batches of many sizes
@@ -54,7 +54,6 @@ class ShapeMeasurement:
             "chunked_prefill_size": scale.chunked_prefill_size,
             "max_total_tokens": scale.max_total_tokens,
         }
-        self._vocab_size = VOCAB_SIZE
         self._done = done
 
     def measure_engine(self) -> None:
@@ -65,7 +64,7 @@ class ShapeMeasurement:
             PromptError: a prompt does not fit into the model's context or the pool.
         """
         with Runtime(**self._runtime_options) as runtime:
-            self._vocab_size = runtime.config.vocab_size
+            self.figures.vocab_size = runtime.config.vocab_size
             for workload in self.figures.workloads:
                 for run in self._repetitions(runtime, workload.workload):
                     workload.runs += (run,)
@@ -152,4 +151,6 @@ class ShapeMeasurement:
         return next(self._program(name, repetition))  # a list is a program of one round
 
     def _program(self, name: str, repetition: int) -> Program:
-        return program_of(name, SCALES[self.options.scale].sizes.get(name, {}), self._vocab_size, repetition)
+        return program_of(
+            name, SCALES[self.options.scale].sizes.get(name, {}), self.figures.vocab_size, repetition
+        )
