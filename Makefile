@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Idle OpenMP threads that spin slow other processes on the same cores down many times over.
 QUIET := OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: help demo test test-long test-eval bench bench-tree bench-kernels lint clean
+.PHONY: help demo test test-long test-eval bench bench-tree bench-kernels bench-throughput lint clean
 
 help:
 	@echo "make demo       answer examples/questions.jsonl with the built-in model"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench      what prefix reuse brings, at sizes for a CPU (3 minutes)"
 	@echo "make bench-tree how long the radix tree takes"
 	@echo "make bench-kernels how long the kernels take (needs an NVIDIA GPU; minutes)"
+	@echo "make bench-throughput how fast the engine is at two model shapes (needs an NVIDIA GPU; minutes)"
 	@echo "make lint       ruff and mypy"
 	@echo "make clean      remove $(VENV) and everything else that was made here"
 	@echo
@@ -42,6 +43,9 @@ bench-tree: $(VENV)/.installed
 
 bench-kernels: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/bench_kernels.py
+
+bench-throughput: $(VENV)/.installed
+	$(QUIET) $(BIN)/python scripts/bench_throughput.py --no-prefix-cache --no-overlap --no-graphs --idle --step --start-up
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check

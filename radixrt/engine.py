@@ -13,7 +13,7 @@ from radixrt.schedule.batch import Runner, ScheduleBatch
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 
-LAG = 1  # passes that may be in flight while the next one is planned
+LAG = 1  # passes that may be in flight while the next one is planned, where nothing else is said
 
 _log = logging.getLogger(__name__)
 
@@ -31,11 +31,14 @@ class Engine:
     Args:
         scheduler: decides what runs; the cache it uses is told when passes start and end.
         runner: computes it.
+        lag: passes that may be in flight while the next one is planned. 0: each is booked before the next one is
+            planned, so that the device waits for the host.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, lag: int = LAG) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self._lag = lag
         self._in_flight: deque[_InFlight] = deque()
         self._aborts: deque[Request] = deque()
         self.is_cut = False  # a step has ended in its middle
@@ -73,7 +76,7 @@ class Engine:
             booked.give_back(transfers)  # those that could not be started
 
     def step(self) -> list[Request]:
-        """Launch the next pass, then book the one before it. Returns the requests that ended.
+        """Launch the next pass, then book the one `lag` passes before it. Returns the requests that ended.
 
         A pass that raises ends its own requests with FinishReason.ERROR; all others go on. Ctrl-C is raised
         after the step.
@@ -98,7 +101,7 @@ class Engine:
         batch = self.scheduler.next_batch()
         if batch is not None:
             self._in_flight.append(self._launch(batch))
-        if self._in_flight and (batch is None or len(self._in_flight) > LAG):
+        if self._in_flight and (batch is None or len(self._in_flight) > self._lag):
             ended += self._collect(self._in_flight.popleft())
         return ended
 

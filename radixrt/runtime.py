@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,18 +27,11 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats, PrefixCache
 from radixrt.cache.tree_view import view_tree
 from radixrt.driver import Call, Driver
-from radixrt.engine import Engine
+from radixrt.engine import LAG, Engine
 from radixrt.errors import ParameterError, PassError, PromptError
 from radixrt.execution.cache_identity import cache_identity
 from radixrt.execution.cache_storage import CacheStorage, Loaded
-from radixrt.execution.device import (
-    check_impl,
-    check_kv_dtype,
-    choose_device,
-    chooses_graphs,
-    host_pool_slots,
-    pool_slots,
-)
+from radixrt.execution.device import check_impl, check_kv_dtype, choose_device, host_pool_slots, pool_slots
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.pass_memory import PassLimits, measured_pass_memory
@@ -62,7 +56,7 @@ from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.builder import TextBuilder
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from triton_ops.e4m3 import E4M3
-from triton_ops.implementation import Impl
+from triton_ops.implementation import Impl, runs_triton
 
 OnError = Literal["raise", "return"]
 Continuation = str | Sequence[int]
@@ -100,9 +94,9 @@ class Runtime:
             twice as many tokens as in 16. It is less precise (docs/architecture.md), and a GPU needs compute
             capability 8.9 for it.
         device: such as "cpu", "cuda" or "cuda:1"; None is CUDA where there is a GPU.
-        memory_fraction: share of the memory that is free after the weights are loaded, on a GPU also less what the
-            largest pass and the graphs need, which the KV pool takes, above 0, at most 1; None is 0.95 on a GPU
-            and 0.25 of the machine's memory on a CPU.
+        memory_fraction: share of the free memory which the KV pool takes, above 0, at most 1. On a GPU it is the
+            memory that neither weights nor the largest pass and its graphs need, and None is 0.95; on a CPU None
+            is 0.25.
         max_total_tokens: tokens that the KV pool holds, whatever is free; None: see memory_fraction.
         host_memory_gb: gigabytes (10^9 bytes) of the host's memory for a second tier of the prefix cache: what
             has to leave the KV pool goes there, and comes back when a prompt begins with it. They are page-locked
@@ -115,13 +109,19 @@ class Runtime:
         schedule_policy: "lpm", longest matched prefix first, with ageing; or "fcfs", first come, first served.
         enable_prefix_cache: False: nothing is reused and nothing is kept.
         force_miss: find nothing in the cache, but run through the same code: for measurements.
+        overlap: plan a pass while the one before it is computed. False: one after the other, with the same
+            outputs: for measurements.
+        cuda_graphs: replay captured graphs for passes of decodes alone; None: where kernels run on a GPU.
+            Capturing them takes seconds and some memory.
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
-        cuda_graphs: run passes of nothing but decodes as CUDA graphs, captured when the Runtime is made, which
-            spares launching their kernels one by one; None: where kernels run on a GPU.
         seed: of the run: requests without a seed of their own derive theirs from it and from their index; also
             of dummy weights.
         impl: what computes the model's operations: "triton", kernels; "torch", the references that say what they
             mean; "auto" is kernels on a GPU where Triton is installed, else references.
+
+    Attributes:
+        start_up: seconds that making this took: "weights", "memory" (running the largest pass, to know what it
+            takes), "graphs", and "total" with all else.
 
     Raises:
         ParameterError: a parameter is outside its bounds.
@@ -144,14 +144,22 @@ class Runtime:
         schedule_policy: str | SchedulePolicy = SchedulePolicy.LPM,
         enable_prefix_cache: bool = True,
         force_miss: bool = False,
-        load_format: LoadFormat = "auto",
+        overlap: bool = True,
         cuda_graphs: bool | None = None,
+        load_format: LoadFormat = "auto",
         seed: int = 0,
         impl: Impl = "auto",
     ) -> None:
+        began = time.perf_counter()
         self.device = choose_device(device)
         check_impl(impl, self.device)
-        captures = chooses_graphs(cuda_graphs, impl, self.device)
+        can_capture = self.device.type == "cuda" and runs_triton(impl, self.device)
+        if cuda_graphs and not can_capture:
+            raise ParameterError(
+                f"cuda_graphs is True, but only kernels on a GPU can be captured; device is {device!r}"
+            )
+        if cuda_graphs is None:
+            cuda_graphs = can_capture
         check_kv_dtype(kv_dtype, impl, self.device)
         default = GPU_DEFAULTS if self.device.type == "cuda" else CPU_DEFAULTS
         if memory_fraction is None:
@@ -180,6 +188,7 @@ class Runtime:
             seed=self.seed,
             impl=impl,
         )
+        weights_seconds = time.perf_counter() - began
         self.tokenizer = _tokenizer(source)
         self.context_length = self.config.context_length
 
@@ -194,13 +203,14 @@ class Runtime:
         # A request that has ended keeps its row until the passes in flight have ended too: hence some more.
         num_rows = max_running_requests + max_running_requests // 2 + 1
         self._rows = ReqToTokenPool(num_rows, self.context_length)
-        max_captured_batch = max_running_requests if captures else 0
+        max_captured_batch = max_running_requests if cuda_graphs else 0
         limits = PassLimits(max_running_requests, chunked_prefill_size)
-        promised = 0
+        memory_began, promised = time.perf_counter(), 0
         if self.device.type == "cuda" and max_total_tokens is None:
             promised = measured_pass_memory(
                 decoder, self._rows, limits, pool_dtype, max_captured_batch=max_captured_batch
             )
+        memory_seconds = time.perf_counter() - memory_began
         slots = pool_slots(
             self.device,
             bytes_per_slot,
@@ -255,9 +265,17 @@ class Runtime:
             host_pool,
             max_captured_batch=max_captured_batch,
         )
+        graphs_began = time.perf_counter()
         runner.capture_graphs()
-        self._driver = Driver(Engine(self._scheduler, runner), self._output)
+        self._driver = Driver(Engine(self._scheduler, runner, lag=LAG if overlap else 0), self._output)
         self._loose = Call()  # requests that came through `submit`
+        ended = time.perf_counter()
+        self.start_up: Mapping[str, float] = {
+            "weights": weights_seconds,
+            "memory": memory_seconds,
+            "graphs": ended - graphs_began,
+            "total": ended - began,
+        }
 
     # -- prompts in, outputs out ---------------------------------------------------------------------------
 

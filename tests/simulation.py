@@ -24,7 +24,7 @@ from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Namespace, Node
 from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.driver import Driver
-from radixrt.engine import Engine
+from radixrt.engine import LAG, Engine
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule import policy as policies
@@ -376,6 +376,7 @@ class Sizes:
     policy: SchedulePolicy = SchedulePolicy.LPM
     enabled: bool = True
     force_miss: bool = False
+    lag: int = LAG
 
 
 class CheckedEngine:
@@ -430,7 +431,7 @@ class World:
         self.runner = SimulatedRunner(
             self.rows, s.num_slots, s.host_slots, s.chunk, self.scheduler.max_samples_per_pass
         )
-        self.engine = Engine(self.scheduler, self.runner)
+        self.engine = Engine(self.scheduler, self.runner, lag=s.lag)
         self.requests: list[Request] = []
         self.events: Counter[str] = Counter()
         self.first_match: dict[int, int] = {}
@@ -1169,4 +1170,5 @@ def random_sizes(seed: int, host_slots: int = 0) -> Sizes:
         force_miss=r.random() < 0.08,
         max_samples=r.choice([0, 4, 8]),
         host_slots=host_slots,
+        lag=LAG if r.random() > 0.2 else 0,
     )

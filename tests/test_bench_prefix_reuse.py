@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tiny_workloads import SIZES, make_tiny
 
 import radixrt
 from radixrt.bench import prefix_reuse
-from radixrt.bench.comparison import Comparison, Run
+from radixrt.bench.comparison import Comparison
 from radixrt.bench.prefix_reuse import Options, compare, print_comparisons, run_benchmark
-from radixrt.bench.scales import SCALES, WORKLOADS, Size, size_table
+from radixrt.bench.run import Run
+from radixrt.bench.scales import SCALES, WORKLOADS, size_table
 from radixrt.bench.shapes import SHAPES, write_shape
 from radixrt.cli import main
 from radixrt.errors import RadixrtError
@@ -29,24 +31,10 @@ from radixrt.workloads.bound import ModelShape
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
 
-SIZES: dict[str, dict[str, Size]] = {
-    "unshared": {"requests": 4, "prompt_len": (4, 20), "new_tokens": (1, 5)},
-    "fewshot": {"subjects": 2, "questions": 3, "head_len": 4, "examples_len": (20, 40), "question_len": (2, 5)},
-    "docqa": {"documents": 2, "document_len": 50, "questions": 3, "question_len": (2, 5), "new_tokens": 3},
-    "system_prompt": {"requests": 6, "system_len": 40, "user_len": (2, 9), "new_tokens": (1, 5)},
-    "samples": {"prompts": 2, "prompt_len": 30, "samples": 4, "new_tokens": 4},
-    "chat": {"conversations": 3, "turns": 3, "system_len": 30, "user_len": (2, 9), "new_tokens": (1, 5)},
-    "choices": {"questions": 3, "choices": 3, "examples_len": 30, "question_len": (2, 9), "choice_len": (1, 4)},
-    "tree_search": {"roots": 2, "root_len": 30, "rounds": 3, "branches": 2, "kept": 2, "new_tokens": 3},
-}
-
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scale `cpu` at tiny sizes; a pass computes less than a prefix still."""
-    monkeypatch.setitem(
-        SCALES, "cpu", replace(SCALES["cpu"], sizes=SIZES, chunked_prefill_size=16, max_total_tokens=4096)
-    )
+    make_tiny(monkeypatch)
 
 
 def printed(comparison: Comparison) -> str:

@@ -79,7 +79,7 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
         --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --max-new-tokens 4
         --model m --dtype float32 --device cpu --impl torch --load-format dummy --context-length 64 --seed 5
         --memory-fraction 0.5 --max-total-tokens 100 --host-memory-gb 0.5 --max-running-requests 3
-        --chunked-prefill-size 32 --schedule-policy fcfs --no-prefix-cache --force-miss
+        --chunked-prefill-size 32 --schedule-policy fcfs --no-prefix-cache --force-miss --no-overlap --no-graphs
     """)
     assert main([*batch, *options]) == 1  # the requests were taken away
     assert Recorder.made_with[1] == {
@@ -98,6 +98,8 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
         "schedule_policy": "fcfs",
         "enable_prefix_cache": False,
         "force_miss": True,
+        "overlap": False,
+        "cuda_graphs": False,
     }
     first, second = seen
     assert first == radixrt.SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, max_new_tokens=4)
@@ -244,7 +246,7 @@ def test_the_script_is_the_command(
     assert Path(batch[-1]).exists()
 
 
-COMMANDS = ("generate", "chat", "batch", "bench", "bench prefix-reuse", "models")
+COMMANDS = ("generate", "chat", "batch", "bench", "bench prefix-reuse", "bench throughput", "models")
 
 
 def test_help_teaches_and_imports_nothing_heavy() -> None:

@@ -410,7 +410,7 @@ def leave_tokens_in_a_row_that_others_get(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Progress, "end", view)
 
 
-@mutant("8:", "12:", "list index")
+@mutant("8:", "12:", "13:", "list index")
 def book_for_a_row_that_was_let_go(patch: pytest.MonkeyPatch) -> None:
     """A retracted request's last token goes to the line that it had."""
     end = Progress.end

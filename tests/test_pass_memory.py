@@ -15,11 +15,10 @@ from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt import ParameterError, Runtime
 from radixrt.execution import device as device_module
 from radixrt.execution import model_runner, sampler
-from radixrt.execution.device import chooses_graphs, pool_slots
+from radixrt.execution.device import pool_slots
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.pass_memory import PassLimits, largest_pass
 from radixrt.models.loader import load_model
-from triton_ops.implementation import triton
 
 LIMITS = [  # requests, prompt tokens of a pass, context
     (1, 1, 2),
@@ -161,16 +160,10 @@ def test_who_names_a_number_gets_it(million_free: torch.device) -> None:
 # --- whether there are graphs ---
 
 
-@pytest.mark.skipif(not triton.__version__, reason="there is no Triton")
-def test_graphs_capture_kernels_on_a_gpu(folder: Path) -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
-    assert chooses_graphs(None, "auto", gpu)
-    assert chooses_graphs(True, "triton", gpu)
-    assert not chooses_graphs(False, "auto", gpu)
-    assert not chooses_graphs(None, "torch", gpu)
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"device": "cpu", "impl": "torch"}])
+def test_graphs_capture_kernels_on_a_gpu(folder: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError, match="cuda_graphs is True, but only kernels on a GPU can be captured"):
+        Runtime(folder, max_total_tokens=100, cuda_graphs=True, **options)
     for nothing in (None, False):
-        assert not chooses_graphs(nothing, "auto", cpu)
-    with pytest.raises(ParameterError, match=r"cuda_graphs is True, .* device is cuda:0, impl 'torch'"):
-        chooses_graphs(True, "torch", gpu)
-    with pytest.raises(ParameterError, match=r"cuda_graphs is True, .* device is cpu, impl 'auto'"):
-        Runtime(folder, device="cpu", max_total_tokens=100, cuda_graphs=True)
+        with Runtime(folder, max_total_tokens=100, cuda_graphs=nothing, **options) as runtime:
+            assert len(runtime.generate([5], {"max_new_tokens": 3, "ignore_eos": True}).token_ids) == 3

@@ -239,6 +239,35 @@ def test_draws_depend_on_seed_and_index_alone(folder: Path) -> None:
         assert {o.token_ids for o in other.generate(prompts, seeded)} == {alone}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_overlap_changes_no_output(folder: Path, temperature: float) -> None:
+    """Prompts that share prefixes, are more than run at once, and end on their own or after their own lengths."""
+    prompts = shared_prompts()
+    params = [
+        SamplingParams(temperature=temperature, max_new_tokens=5 + 3 * i, ignore_eos=bool(i % 3), n=1 + i % 2)
+        for i in range(len(prompts))
+    ]
+    found = []
+    for overlap in (True, False):
+        with small_runtime(folder, overlap=overlap, max_running_requests=4, chunked_prefill_size=16) as runtime:
+            requests = [
+                runtime.prepare(p, own, index=i) for i, (p, own) in enumerate(zip(prompts, params, strict=True))
+            ]
+            runtime.submit(*requests)
+            outputs, in_flight = [], 0
+            while runtime.has_work:
+                outputs += runtime.step()
+                in_flight = max(in_flight, len(runtime._driver.check_open()._in_flight))
+            assert in_flight == overlap
+            outputs.sort(key=lambda output: output.index)
+            found.append([[(a.token_ids, a.finish_reason) for a in output.outputs] for output in outputs])
+    assert found[0] == found[1]
+
+
+def test_start_up_tells_its_parts(runtime: Runtime) -> None:
+    assert 0 < runtime.start_up["weights"] <= runtime.start_up["total"]
+
+
 def test_context_length_ends_generation(folder: Path) -> None:
     with small_runtime(folder, context_length=24) as runtime:
         for length in (1, 20, 23):

@@ -82,7 +82,8 @@ class AttentionPlan(_Plan):
         item_query_lens: ArrayLike,
         seq_lens: ArrayLike,
     ) -> dict[str, Int32Array]:
-        """All arrays of the plan of these items, by field name. A row that no item covers gets an empty one.
+        """All arrays of the plan of these items, by field name. Each run of rows that no item covers gets an empty
+        one.
 
         Raises ValueError where the items' arrays differ in length, or an item's rows are not of the batch.
         """
@@ -95,8 +96,9 @@ class AttentionPlan(_Plan):
         covered = np.bincount(row, minlength=seq.size)
         bare = np.flatnonzero(covered == 0)
         if bare.size:
-            empty = np.zeros((5, bare.size), np.int32)
-            empty[3], empty[4] = bare, 1
+            begins = np.flatnonzero(np.diff(bare, prepend=-2) > 1)  # of runs of them
+            empty = np.zeros((5, begins.size), np.int32)
+            empty[3], empty[4] = bare[begins], np.diff(begins, append=bare.size)
             items = np.concatenate([items, empty], 1)
         alone = np.ones(items.shape[1], bool)
         alone[item[covered[row] > 1]] = False
@@ -136,6 +138,7 @@ class AttentionPlan(_Plan):
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
         begin = np.zeros_like(seq) if sliding_window is None else _clipped(seq, sliding_window)
         query, start, length = _cut(begin, seq, max_item_len)
+        query, start, length = query[length > 0], start[length > 0], length[length > 0]
         if req_to_token is None:
             order = np.argsort(-length, kind="stable")
         else:

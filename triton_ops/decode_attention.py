@@ -271,8 +271,9 @@ def decode_item_len(gpu: GPU, num_kv_heads: int, lens: Int32Array) -> int:
 
     A wave is what the multiprocessors run side by side. Contexts are cut so that the items fill whole waves,
     unless longer ones in fewer waves cost less: each costs its tokens and something for itself (measured on an
-    H200). A request that reads nothing is an item too.
+    H200).
     """
+    lens = lens[lens > 0]
     count, total = lens.size, int(lens.sum(dtype=np.int64))
     longest = int(lens.max(initial=1))
     wave = _items_of_a_wave(gpu, num_kv_heads)
@@ -288,7 +289,7 @@ def decode_item_len(gpu: GPU, num_kv_heads: int, lens: Int32Array) -> int:
         length = max(MIN_ITEM_LEN, total // max(1, waves * wave - count // 2))
         while length < longest:
             length = -(-length // 64) * 64
-            num_items = int(np.maximum(-(-lens // length), 1).sum())
+            num_items = int((-(-lens // length)).sum())
             if num_items <= waves * wave:
                 found = cost(num_items, length) + MERGE_COST
                 if found < best:

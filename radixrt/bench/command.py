@@ -10,6 +10,7 @@ from typing import Any
 from radixrt.bench.kernels.groups import GROUPS
 from radixrt.bench.scales import SCALES, WORKLOADS, size_table
 from radixrt.bench.shapes import SHAPES
+from radixrt.bench.throughput.command import add_throughput
 
 _FILES = ("json", "plot")
 
@@ -24,13 +25,14 @@ def add_bench_command(commands: Any) -> None:
     """Add `bench` to the subparsers of a command. `arguments.run(arguments)` runs it and returns the status."""
     bench = commands.add_parser(
         "bench",
-        help="measure what prefix reuse brings",
+        help="measure what prefix reuse brings, and how fast engine and kernels are",
         description="Measurements that anyone can repeat.",
         epilog="example: radixrt bench prefix-reuse --scale cpu",
     )
     benchmarks = bench.add_subparsers(metavar="BENCHMARK", required=True)
     _add_prefix_reuse(benchmarks)
     _add_kept_prefixes(benchmarks)
+    add_throughput(benchmarks)
     _add_kernels(benchmarks)
 
 

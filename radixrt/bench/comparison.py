@@ -6,29 +6,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Run:
-    """One repetition of one workload. Tokens are counted over all of its requests.
-
-    Attributes:
-        seconds: in `Runtime.generate`, over all rounds.
-        requests: of all rounds.
-        prompt_tokens, cached_tokens: of the prompts, and those of them that were found in the cache.
-        generated_tokens: of the answers.
-        recomputed_tokens: computed again after a retraction, because the pool was full.
-        best_cached_tokens: what an unlimited cache that is empty at first could have served.
-        bound_seconds: that no engine can beat on this device; None if its speed is not known.
-    """
-
-    seconds: float
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    recomputed_tokens: int
-    best_cached_tokens: int
-    bound_seconds: float | None
+from radixrt.bench.run import Run
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ tier, and by a second run that starts with the cache of the first.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
@@ -19,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from radixrt.bench.prefix_reuse import environment_of, model_of, value_bytes
+from radixrt.bench.report import check_files, wide_console, write_json
+from radixrt.bench.subject import environment_of, model_of, value_bytes
 from radixrt.bounds import whole
 from radixrt.errors import ParameterError
 from radixrt.runtime import Runtime
@@ -206,13 +206,10 @@ def run_benchmark(options: Options, *, json_file: Path | None = None) -> int:
     Raises:
         RadixrtError: see `measure`; or a file cannot be written, which is found before anything runs.
     """
-    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
-        raise ParameterError(f"{json_file} cannot be written: it is a folder, or there is none to hold it")
+    check_files(json_file)
     if options.folder is not None and not options.folder.is_dir():
         raise ParameterError(f"{options.folder} is no folder")
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+    console = wide_console(_WIDTH)
     environment = environment_of(options.device, options.model or f"{options.config or 'tiny'} (random weights)")
     console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in environment.items()))
     figures = measure(options)
@@ -220,5 +217,5 @@ def run_benchmark(options: Options, *, json_file: Path | None = None) -> int:
     if json_file is not None:
         settings = asdict(options) | {"folder": None if options.folder is None else str(options.folder)}
         report = {"environment": environment, "options": settings, "figures": asdict(figures)}
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(json_file, report)
     return 0

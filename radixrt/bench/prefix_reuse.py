@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import json
-import os
-import platform
 import sys
-import tempfile
-import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-import radixrt
-from radixrt.bench.comparison import Comparison, Run
+from radixrt.bench.comparison import Comparison
+from radixrt.bench.report import check_files, wide_console, write_json
+from radixrt.bench.run import Run, answer, program_of, run_once
 from radixrt.bench.scales import SCALES, WORKLOADS
-from radixrt.bench.shapes import SHAPES, write_shape
-from radixrt.bounds import real, whole
-from radixrt.builtin import MODEL_PATH
-from radixrt.errors import ParameterError, RadixrtError
-from radixrt.execution.device import choose_device
+from radixrt.bench.shapes import SHAPES
+from radixrt.bench.subject import (
+    check_speed,
+    device_speed,
+    environment_of,
+    model_of,
+    model_shape,
+    one_of,
+)
+from radixrt.bounds import whole
+from radixrt.errors import ParameterError
 from radixrt.runtime import Runtime
-from radixrt.sampling_params import SamplingParams
-from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape, program_bound
-from radixrt.workloads.lists import VOCAB_SIZE, Ask
-from radixrt.workloads.programs import PROGRAMS, Answer, play, program_statistics
-
-TEMPERATURE = 0.6
-BUILT_IN = "built-in"
-SEED_STEP = 100  # between the prompts of two repetitions
+from radixrt.workloads.lists import VOCAB_SIZE
+from radixrt.workloads.programs import PROGRAMS, play
 
 _WIDTH = 110  # of the table where there is no terminal
 _CAPTION = (
@@ -54,7 +47,7 @@ class Options:
         workloads: names, of WORKLOADS.
         model: folder or hub id, or "built-in".
         config: one of SHAPES, with random weights, instead of a model.
-        seed: repetition r makes its prompts from the workload's own seed + SEED_STEP (seed + r).
+        seed: repetition r makes its prompts from the workload's own seed + run.SEED_STEP (seed + r).
         repeat: repetitions; each has fresh prompts and an empty cache.
         host_memory_gb: of a host tier, with which everything is run once more; None or 0 leaves that out.
         bandwidth, flops: of the device, in bytes/s and operations/s; both or, for a device that is known, neither.
@@ -77,25 +70,16 @@ class Options:
     flops: float | None = None
 
     def __post_init__(self) -> None:
-        _one_of("scale", self.scale, SCALES)
+        one_of("scale", self.scale, SCALES)
         for name in self.workloads:
-            _one_of("workload", name, WORKLOADS)
+            one_of("workload", name, WORKLOADS)
         if self.config is not None:
-            _one_of("config", self.config, SHAPES)
+            one_of("config", self.config, SHAPES)
         if self.model is not None and self.config is not None:
             raise ParameterError("model and config are both given; give one")
         whole("seed", self.seed, 0, 2**32)
         whole("repeat", self.repeat, 1, 1000)
-        if (self.bandwidth is None) != (self.flops is None):
-            raise ParameterError("bandwidth and flops are given together, or not at all")
-        for name, figure in (("bandwidth", self.bandwidth), ("flops", self.flops)):
-            if figure is not None:
-                real(name, figure, 0.0, 1e18, above=True)
-
-
-def _one_of(name: str, value: str, known: Collection[str]) -> None:
-    if value not in known:
-        raise ParameterError(f"{name} is {value!r}; it must be one of: {', '.join(known)}")
+        check_speed(self.bandwidth, self.flops)
 
 
 def compare(options: Options, *, progress: bool = False) -> list[Comparison]:
@@ -195,14 +179,8 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     Raises:
         RadixrtError: see `compare`; or a file cannot be written, which is found before anything runs.
     """
-    for file in (json_file, plot_file):
-        if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise ParameterError(f"{file} cannot be written: it is a folder, or there is none to hold it")
-    if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
-        raise RadixrtError("a plot needs matplotlib: pip install 'radixrt[bench]'")
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+    check_files(json_file, plot_file)
+    console = wide_console(_WIDTH)
     shape = options.config or SCALES[options.scale].shape
     environment = environment_of(options.device, options.model or f"{shape} (random weights)")
     console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in environment.items()))
@@ -214,35 +192,12 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
             "options": asdict(options),
             "workloads": [comparison.to_dict() for comparison in comparisons],
         }
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(json_file, report)
     if plot_file is not None:
         from radixrt.bench.plot import plot_comparisons  # matplotlib is an extra
 
         plot_comparisons(comparisons, plot_file, title=f"{environment['model']} on {environment['device']}")
     return 0
-
-
-def environment_of(device: str | None, model: str) -> dict[str, str]:
-    """What figures depend on besides their options."""
-    chosen = choose_device(device)
-    return {
-        "radixrt": radixrt.__version__,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(chosen)
-        if chosen.type == "cuda"
-        else f"CPU ({platform.machine()}, {os.cpu_count()} cores, torch threads {torch.get_num_threads()})",
-        "model": model,
-    }
-
-
-@contextlib.contextmanager
-def model_of(model: str | None, config: str | None) -> Iterator[tuple[Path | str, Any]]:
-    """A model's folder or id and its load format: of `model`, or of the shape `config` ("tiny" if None)."""
-    if model is not None:
-        yield (MODEL_PATH if model == BUILT_IN else model), "auto"
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield write_shape(config or "tiny", Path(folder)), "dummy"
 
 
 def _runtime(options: Options, model: Path | str, load_format: Any, own: dict[str, Any]) -> Runtime:
@@ -274,94 +229,12 @@ def _warm_up(runtime: Runtime) -> None:
         new_tokens=(8, 8),
         vocab_size=min(VOCAB_SIZE, runtime.config.vocab_size),
     )
-    for _ in play(program, lambda asks: _answer(runtime, asks)):
+    for _ in play(program, lambda asks: answer(runtime, asks)):
         pass
 
 
 def _run(runtime: Runtime, name: str, options: Options, repetition: int) -> Run:
-    """Play one workload once, from an empty cache."""
-    # The workloads' own seeds are 0 to 7, in this order.
-    program = PROGRAMS[name](
-        WORKLOADS.index(name) + SEED_STEP * (options.seed + repetition),
-        vocab_size=min(VOCAB_SIZE, runtime.config.vocab_size),
-        **SCALES[options.scale].sizes.get(name, {}),
-    )
-    seconds = 0.0
-
-    def timed(asks: Sequence[Ask]) -> list[Answer]:
-        nonlocal seconds
-        began = time.perf_counter()
-        answers = _answer(runtime, asks)
-        seconds += time.perf_counter() - began
-        return answers
-
-    runtime.flush_cache()
-    before = runtime.cache_stats()
-    rounds = list(play(program, timed))
-    after = runtime.cache_stats()
-    speed = _speed(options, runtime)
-    return Run(
-        seconds=seconds,
-        requests=sum(len(played.asks) for played in rounds),
-        prompt_tokens=after.prompt_tokens - before.prompt_tokens,
-        cached_tokens=after.cached_tokens - before.cached_tokens,
-        generated_tokens=sum(len(answer) for played in rounds for answer in played.answers),
-        recomputed_tokens=after.recomputed_tokens - before.recomputed_tokens,
-        best_cached_tokens=program_statistics(rounds).best_cached_tokens,
-        bound_seconds=None if speed is None else program_bound(rounds, _shape(options, runtime), speed),
-    )
-
-
-def _answer(runtime: Runtime, asks: Sequence[Ask]) -> list[Answer]:
-    """Run a round: all of it in one call. A round asks for answers, or for likelihoods."""
-    if asks[0].continuation_ids is not None:
-        return _score(runtime, asks)
-    params = [
-        SamplingParams(max_new_tokens=ask.max_new_tokens, temperature=TEMPERATURE, ignore_eos=True) for ask in asks
-    ]
-    outputs = runtime.generate([ask.prompt_ids for ask in asks], params)
-    for ask, output in zip(asks, outputs, strict=True):
-        if len(output.token_ids) != ask.max_new_tokens:
-            why = output.error or f"the context is {runtime.context_length}"
-            raise RadixrtError(
-                f"a prompt of {len(ask.prompt_ids)} tokens got {len(output.token_ids)} of {ask.max_new_tokens} "
-                f"new ones ({why}): nothing can be compared"
-            )
-    return [output.token_ids for output in outputs]
-
-
-def _score(runtime: Runtime, asks: Sequence[Ask]) -> list[Answer]:
-    """Compute the likelihood of each continuation; the figures of it are of no interest here."""
-    continuations = [ask.continuation_ids.tolist() for ask in asks if ask.continuation_ids is not None]
-    runtime.score([ask.prompt_ids for ask in asks], continuations)
-    return [()] * len(asks)
-
-
-def _speed(options: Options, runtime: Runtime) -> DeviceSpeed | None:
-    """The device's, as far as it is given or known."""
-    if options.bandwidth is not None and options.flops is not None:
-        return DeviceSpeed(options.bandwidth, options.flops)
-    if runtime.device.type != "cuda":
-        return None
-    return KNOWN_DEVICES.get(torch.cuda.get_device_name(runtime.device))
-
-
-def _shape(options: Options, runtime: Runtime) -> ModelShape:
-    config = runtime.config
-    return ModelShape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        bytes_per_value=value_bytes(runtime, options.dtype),
-    )
-
-
-def value_bytes(runtime: Runtime, dtype: str) -> int:
-    """Of a weight, or an element of KV, of a Runtime that was made with this `dtype`."""
-    auto = torch.float32 if runtime.device.type == "cpu" else runtime.config.dtype
-    chosen = auto if dtype == "auto" else getattr(torch, dtype)
-    return int(chosen.itemsize)
+    sizes = SCALES[options.scale].sizes.get(name, {})
+    program = program_of(name, sizes, runtime.config.vocab_size, options.seed + repetition)
+    speed = device_speed(runtime.device, options.bandwidth, options.flops)
+    return run_once(runtime, program, model_shape(runtime, options.dtype), speed)

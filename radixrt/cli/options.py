@@ -128,6 +128,13 @@ SCHEDULE = (
     Option("schedule_policy", "longest prefix, or first come, first served", choices=("lpm", "fcfs")),
     Option("enable_prefix_cache", "reuse nothing, keep nothing", value=False, flag="--no-prefix-cache"),
     Option("force_miss", "find nothing in the cache, on the same code path: for measurements"),
+    Option(
+        "overlap",
+        "plan no pass before the one before it has ended: for measurements",
+        value=False,
+        flag="--no-overlap",
+    ),
+    Option("cuda_graphs", "replay no captured graphs", value=False, flag="--no-graphs"),
 )
 
 KEPT_CACHE = (

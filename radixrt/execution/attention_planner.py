@@ -83,15 +83,16 @@ class AttentionPlanner:
 
     def plan_padded(self, rows: Int32Array, seq_lens: Int32Array, *, merges: bool = False) -> PassPlans:
         """The plans for decodes `[R]`, of shapes that depend on R and on whether they merge alone; `merges`: they
-        are to be of those that do, whatever they need. A `seq_len` of 0 marks a padded decode.
+        are to be of those that do, whatever they need. Padded decodes are the last ones, with a `seq_len` of 0.
         """
         assert self._gpu is not None  # the references take any shape
         plans = PassPlans(self._decodes(rows, seq_lens), self._windows, None)
-        if not merges and not plans.merges:
-            return plans
-        most = most_decode_items(self._gpu, self._config.num_kv_heads, len(rows))
+        most, merging = len(rows), merges or plans.merges
+        if merging:
+            most = most_decode_items(self._gpu, self._config.num_kv_heads, len(rows)) + 1  # the padded decodes'
+        padded = (" item_", " row_partials") if merging else (" item_",)
         arrays = {
-            name: array if name.endswith((" seq_lens", " row_partial_starts")) else _padded(array, most)
+            name: _padded(array, most) if any(part in name for part in padded) else array
             for name, array in plans.arrays.items()
         }
         return PassPlans(arrays, self._windows, None)

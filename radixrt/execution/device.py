@@ -34,19 +34,6 @@ def check_impl(impl: Impl, device: torch.device) -> None:
         raise ParameterError(str(error)) from error
 
 
-def chooses_graphs(cuda_graphs: bool | None, impl: Impl, device: torch.device) -> bool:
-    """Whether passes are captured as CUDA graphs; None: where they can be, which is where kernels run on a GPU.
-
-    Raises ParameterError: they are asked for and cannot be.
-    """
-    can = device.type == "cuda" and runs_triton(impl, device)
-    if cuda_graphs and not can:
-        raise ParameterError(
-            f"cuda_graphs is {cuda_graphs}, but graphs capture kernels on a GPU; device is {device}, impl {impl!r}"
-        )
-    return can if cuda_graphs is None else bool(cuda_graphs)
-
-
 def host_pool_slots(host_memory_gb: float | None, bytes_per_slot: int, *, promised: int) -> int:
     """Slots of a KV pool in `host_memory_gb` 10^9 bytes of the host's memory; 0 for none of it, or None.
 

@@ -89,6 +89,11 @@ class Progress:
         ends |= (token_ids[:, None] == self.stops[rows]).any(axis=1)
         return ends
 
+    def append_one(self, row: int, token_id: int) -> None:
+        """Add a sampled token to one row."""
+        self.tokens[row, self.known[row]] = token_id
+        self.known[row] += 1
+
     def total(self, rows: Int32Array) -> Int32Array:
         """Known tokens and sampled tokens still in flight, `[n]`: one follows the last launched position."""
         total: Int32Array = np.maximum(self.known[rows], np.minimum(self.launched[rows] + 1, self.limit[rows]))

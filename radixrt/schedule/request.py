@@ -79,9 +79,7 @@ class Request:
     arrival: int = -1  # its place in the order of submission; its other answers have the same
     children: tuple[Request, ...] = ()  # the requests for the other answers, once its first token is drawn
     lease: Lease | None = None
-    let_go_at: int = (
-        0  # passes that had been launched when it last ceased to run: what it had in flight is in these
-    )
+    let_go_at: int = 0  # passes launched when it last ceased to run: what it had in flight is in these
     cached_tokens: int | None = None  # prompt tokens found at its first admission; None before it
     recomputed_tokens: int = 0
     launched_before: int = 0  # the greatest `launched` of its earlier leases
@@ -129,7 +127,7 @@ class Request:
         """Known tokens and sampled tokens still in flight."""
         if self._progress is None:
             return max(self._total, self._num_known)
-        return int(self._progress.total(np.array([self._row]))[0])
+        return max(self.num_known, min(self.launched + 1, self.limit))  # as `Progress.total`
 
     @property
     def samples_in_flight(self) -> int:
@@ -217,7 +215,7 @@ class Request:
     def append(self, token_id: int) -> None:
         """Add a collected output token."""
         if self._progress is not None:
-            self._progress.append(np.array([self._row]), np.array([token_id]))
+            self._progress.append_one(self._row, token_id)
             return
         if self._num_known == len(self._tokens):
             grown = np.empty(max(16, 2 * self._num_known), dtype=np.int32)

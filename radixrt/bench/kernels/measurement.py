@@ -13,6 +13,7 @@ from radixrt.bench.kernels.case import Call, Case, Contender, Expected, worst_er
 from radixrt.bench.kernels.goals import published_times
 from radixrt.bench.kernels.roofline import Bound, Machine
 from radixrt.bench.kernels.timing import Timer, copies_beyond_l2
+from radixrt.bench.report import reason_of
 
 MOST_ERROR = 0.02
 """Relative error of a row beyond which a result is wrong: bf16 keeps 8 bits, a sum of products errs by more."""
@@ -127,7 +128,7 @@ def measure(
     try:
         expected = case.expected(case.inputs(device, copies)[0])
     except Exception as error:
-        reason, trace = f"no reference: {_reason(error)}", traceback.format_exc()
+        reason, trace = f"no reference: {reason_of(error)}", traceback.format_exc()
         return Result(
             case,
             machine,
@@ -143,7 +144,7 @@ def measure(
             measurements.append(_time(contender, case.inputs(device, copies), expected, timer))
         except Exception as error:
             measurements.append(
-                Measurement(contender.name, reason=_reason(error), traceback=traceback.format_exc())
+                Measurement(contender.name, reason=reason_of(error), traceback=traceback.format_exc())
             )
     return Result(case, machine, tuple(measurements), copies)
 
@@ -156,9 +157,3 @@ def _time(contender: Contender[Any], inputs: Sequence[Any], expected: Expected, 
     eager = timer.eager(calls[0].run)
     graph = timer.graph([call.run for call in calls], eager)
     return Measurement(contender.name, error, eager, graph)
-
-
-def _reason(error: Exception) -> str:
-    """The kind of an exception and the first line of what it says."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line}"[:200]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from tqdm import tqdm
 
 import radixrt
@@ -26,6 +23,7 @@ from radixrt.bench.kernels.roofline import Machine
 from radixrt.bench.kernels.sampling import sampling_cases, sampling_sweep
 from radixrt.bench.kernels.table import Report
 from radixrt.bench.kernels.timing import CudaTimer, measure_machine
+from radixrt.bench.report import check_files, wide_console, write_json
 from radixrt.errors import ParameterError, RadixrtError
 from triton_ops.implementation import triton
 
@@ -85,17 +83,11 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
         ParameterError: a pattern matches nothing, or a file cannot be written; found before anything runs.
         RadixrtError: there is no GPU, no Triton or, for a picture, no matplotlib.
     """
-    for file in (json_file, plot_file):
-        if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise ParameterError(f"{file} cannot be written: it is a folder, or there is none to hold it")
-    if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
-        raise RadixrtError("a plot needs matplotlib: pip install 'radixrt[bench]'")
+    check_files(json_file, plot_file)
     cases = choose_cases(options)
     if not torch.cuda.is_available() or torch.version.cuda is None or not triton.__version__:
         raise RadixrtError("this benchmark needs an NVIDIA GPU, a torch made for CUDA, and Triton")
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+    console = wide_console(_WIDTH)
     timer = CudaTimer(QUICK_SECONDS if options.quick else MEASURE_SECONDS)
     device = torch.device("cuda", torch.cuda.current_device())
     machine = measure_machine(timer, device)
@@ -121,7 +113,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
                     "options": asdict(options),
                     "results": [result.to_dict() for result in results],
                 }
-                json_file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+                write_json(json_file, written)
     report.print_end()
     if plot_file is not None:
         from radixrt.bench.kernels.plot import plot_results  # matplotlib is an extra

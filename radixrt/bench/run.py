@@ -1,0 +1,106 @@
+"""One repetition of one workload: its requests, asked of a Runtime with an empty cache, and its figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from radixrt.bench.scales import WORKLOADS, Size
+from radixrt.errors import RadixrtError
+from radixrt.runtime import Runtime
+from radixrt.sampling_params import SamplingParams
+from radixrt.workloads.bound import DeviceSpeed, ModelShape, program_bound
+from radixrt.workloads.lists import VOCAB_SIZE, Ask
+from radixrt.workloads.programs import PROGRAMS, Answer, Program, play, program_statistics
+
+TEMPERATURE = 0.6
+SEED_STEP = 100  # between the prompts of two repetitions
+
+
+@dataclass(frozen=True)
+class Run:
+    """One repetition of one workload. Tokens are counted over all of its requests.
+
+    Attributes:
+        seconds: in `Runtime.generate`, over all rounds.
+        requests: of all rounds.
+        prompt_tokens, cached_tokens: of the prompts, and those of them that were found in the cache.
+        generated_tokens: of the answers.
+        recomputed_tokens: computed again after a retraction, because the pool was full.
+        best_cached_tokens: what an unlimited cache that is empty at first could have served.
+        bound_seconds: that no engine can beat on this device; None if its speed is not known.
+    """
+
+    seconds: float
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    recomputed_tokens: int
+    best_cached_tokens: int
+    bound_seconds: float | None
+
+
+def program_of(name: str, sizes: Mapping[str, Size], vocab_size: int, repetition: int) -> Program:
+    """One of WORKLOADS, with other prompts for each `repetition`."""
+    # The workloads' own seeds are 0 to 7, in this order.
+    seed = WORKLOADS.index(name) + SEED_STEP * repetition
+    return PROGRAMS[name](seed, vocab_size=min(VOCAB_SIZE, vocab_size), **sizes)
+
+
+def run_once(runtime: Runtime, program: Program, shape: ModelShape, speed: DeviceSpeed | None) -> Run:
+    """Play a workload once, from an empty cache.
+
+    Raises:
+        PromptError: a prompt does not fit into the model's context or the pool.
+        RadixrtError: an answer has another length than was asked for.
+    """
+    seconds = 0.0
+
+    def timed(asks: Sequence[Ask]) -> list[Answer]:
+        nonlocal seconds
+        began = time.perf_counter()
+        answers = answer(runtime, asks)
+        seconds += time.perf_counter() - began
+        return answers
+
+    runtime.flush_cache()
+    before = runtime.cache_stats()
+    rounds = list(play(program, timed))
+    after = runtime.cache_stats()
+    return Run(
+        seconds=seconds,
+        requests=sum(len(played.asks) for played in rounds),
+        prompt_tokens=after.prompt_tokens - before.prompt_tokens,
+        cached_tokens=after.cached_tokens - before.cached_tokens,
+        generated_tokens=sum(len(answer) for played in rounds for answer in played.answers),
+        recomputed_tokens=after.recomputed_tokens - before.recomputed_tokens,
+        best_cached_tokens=program_statistics(rounds).best_cached_tokens,
+        bound_seconds=None if speed is None else program_bound(rounds, shape, speed),
+    )
+
+
+def answer(runtime: Runtime, asks: Sequence[Ask]) -> list[Answer]:
+    """Run a round: all of it in one call. A round asks for answers, or for likelihoods."""
+    if asks[0].continuation_ids is not None:
+        return _score(runtime, asks)
+    params = [
+        SamplingParams(max_new_tokens=ask.max_new_tokens, temperature=TEMPERATURE, ignore_eos=True) for ask in asks
+    ]
+    outputs = runtime.generate([ask.prompt_ids for ask in asks], params)
+    for ask, output in zip(asks, outputs, strict=True):
+        if len(output.token_ids) != ask.max_new_tokens:
+            why = output.error or f"the context is {runtime.context_length}"
+            raise RadixrtError(
+                f"a prompt of {len(ask.prompt_ids)} tokens got {len(output.token_ids)} of {ask.max_new_tokens} "
+                f"new ones ({why}): nothing can be compared"
+            )
+    return [output.token_ids for output in outputs]
+
+
+def _score(runtime: Runtime, asks: Sequence[Ask]) -> list[Answer]:
+    """Compute the likelihood of each continuation; the figures of it are of no interest here."""
+    continuations = [ask.continuation_ids.tolist() for ask in asks if ask.continuation_ids is not None]
+    runtime.score([ask.prompt_ids for ask in asks], continuations)
+    return [()] * len(asks)

@@ -1,0 +1,93 @@
+"""What a benchmark measures: a model on a device, and what the two can do at best."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import tempfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import radixrt
+from radixrt.bench.shapes import write_shape
+from radixrt.bounds import real
+from radixrt.builtin import MODEL_PATH
+from radixrt.errors import ParameterError
+from radixrt.execution.device import choose_device
+from radixrt.runtime import Runtime
+from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape
+
+BUILT_IN = "built-in"
+
+
+@contextlib.contextmanager
+def model_of(model: str | None, config: str | None) -> Iterator[tuple[Path | str, Any]]:
+    """A model's folder or id and its load format: of `model`, or of the shape `config` ("tiny" if None)."""
+    if model is not None:
+        yield (MODEL_PATH if model == BUILT_IN else model), "auto"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield write_shape(config or "tiny", Path(folder)), "dummy"
+
+
+def environment_of(device: str | None, model: str) -> dict[str, str]:
+    """What figures depend on besides their options."""
+    chosen = choose_device(device)
+    return {
+        "radixrt": radixrt.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(chosen)
+        if chosen.type == "cuda"
+        else f"CPU ({platform.machine()}, {os.cpu_count()} cores, torch threads {torch.get_num_threads()})",
+        "model": model,
+    }
+
+
+def device_speed(device: torch.device, bandwidth: float | None, flops: float | None) -> DeviceSpeed | None:
+    """That of `bandwidth` in bytes/s and `flops` in operations/s; without these the device's, if it is known."""
+    if bandwidth is not None and flops is not None:
+        return DeviceSpeed(bandwidth, flops)
+    if device.type != "cuda":
+        return None
+    return KNOWN_DEVICES.get(torch.cuda.get_device_name(device))
+
+
+def model_shape(runtime: Runtime, dtype: str) -> ModelShape:
+    """Of a Runtime that was made with this `dtype`."""
+    config = runtime.config
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        bytes_per_value=value_bytes(runtime, dtype),
+    )
+
+
+def value_bytes(runtime: Runtime, dtype: str) -> int:
+    """Of a weight, or an element of KV, of a Runtime that was made with this `dtype`."""
+    auto = torch.float32 if runtime.device.type == "cpu" else runtime.config.dtype
+    chosen = auto if dtype == "auto" else getattr(torch, dtype)
+    return int(chosen.itemsize)
+
+
+def check_speed(bandwidth: float | None, flops: float | None) -> None:
+    """Raise ParameterError unless both are above 0, or both None."""
+    if (bandwidth is None) != (flops is None):
+        raise ParameterError("bandwidth and flops are given together, or not at all")
+    for name, figure in (("bandwidth", bandwidth), ("flops", flops)):
+        if figure is not None:
+            real(name, figure, 0.0, 1e18, above=True)
+
+
+def one_of(name: str, value: str, known: Collection[str]) -> None:
+    """Raise ParameterError unless `value` is known."""
+    if value not in known:
+        raise ParameterError(f"{name} is {value!r}; it must be one of: {', '.join(known)}")

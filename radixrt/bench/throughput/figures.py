@@ -1,0 +1,232 @@
+"""What was measured of a shape: times of its workloads, and what else was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from radixrt.bench.run import Run
+from radixrt.bench.throughput.goals import Goal
+from radixrt.workloads.lists import VOCAB_SIZE
+
+
+@dataclass(frozen=True)
+class BaselineRun:
+    """Another engine on the list of the first repetition.
+
+    Attributes:
+        seconds: from the first request to the last answer; None if it did not end, or failed.
+        stopped_after: seconds at which it was stopped; None if it was not.
+        reason: why there is no time; None where there is.
+    """
+
+    seconds: float | None = None
+    stopped_after: float | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A decode step of `requests` requests: medians over `steps` of them, in seconds.
+
+    Attributes:
+        planning: in `Engine.step`, before the launch and after the result is there.
+        launching: in the runner's `launch`. Where there is no GPU, the pass is computed in it.
+        waiting: in the runner's `collect`, mostly for the device.
+    """
+
+    requests: int
+    steps: int
+    planning: float
+    launching: float
+    waiting: float
+
+    @property
+    def cpu_seconds(self) -> float:
+        """What the CPU works for a step."""
+        return self.planning + self.launching
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """A process from its start to its first token, in seconds.
+
+    Attributes:
+        imports: of the interpreter and all modules.
+        runtime: of making the Runtime.
+        parts: of that, by name: `Runtime.start_up`.
+        first_token: of one token for one prompt.
+        total: all of it.
+    """
+
+    imports: float
+    runtime: float
+    parts: dict[str, float]
+    first_token: float
+    total: float
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """A kernel, or where there is no GPU an operator: seconds and calls in one step."""
+
+    name: str
+    seconds: float
+    calls: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Steps of one kind under the profiler.
+
+    Attributes:
+        name: "prefill" or "decode".
+        steps: how many.
+        costs: of all kernels, the dearest first.
+        file: the trace's.
+    """
+
+    name: str
+    steps: int
+    costs: tuple[KernelCost, ...]
+    file: str
+
+
+@dataclass
+class WorkloadFigures:
+    """One workload at one shape; what is not measured yet, or not at all, is empty or None.
+
+    Attributes:
+        runs: a run for each repetition.
+        ablated: by name, the same with a part of the engine switched off.
+        idle_share: 0 to 1, of the seconds of one more run, in which the device did nothing.
+    """
+
+    workload: str
+    goal: Goal | None
+    runs: tuple[Run, ...] = ()
+    ablated: dict[str, tuple[Run, ...]] = field(default_factory=dict)
+    idle_share: float | None = None
+    baseline: BaselineRun | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Median."""
+        return median(run.seconds for run in self.runs)
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        """Median."""
+        return median(run.generated_tokens / run.seconds for run in self.runs)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of prompts and answers; median."""
+        return median((run.prompt_tokens + run.generated_tokens) / run.seconds for run in self.runs)
+
+    @property
+    def hit_rate(self) -> float:
+        """cached_tokens over prompt_tokens of all repetitions, 0 to 1."""
+        return sum(run.cached_tokens for run in self.runs) / sum(run.prompt_tokens for run in self.runs)
+
+    @property
+    def best_hit_rate(self) -> float:
+        """The best possible one: see `program_statistics`."""
+        return sum(run.best_cached_tokens for run in self.runs) / sum(run.prompt_tokens for run in self.runs)
+
+    @property
+    def bound_seconds(self) -> float | None:
+        """Median; None if the device's speed is not known."""
+        return self._over_bound(lambda run, bound: bound)
+
+    @property
+    def times_bound(self) -> float | None:
+        """Seconds over the bound of the list at hand, median: 1 is as fast as the device can be."""
+        return self._over_bound(lambda run, bound: run.seconds / bound)
+
+    @property
+    def goal_seconds(self) -> float | None:
+        """The most that meets the goal; median."""
+        return None if self.goal is None else self.goal.limit(self.bound_seconds)
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the goal is; None if there is none."""
+        if self.goal is None:
+            return None
+        if self.goal.times_bound is not None:  # of the list at hand, as each repetition has another one
+            return None if self.times_bound is None else self.times_bound <= self.goal.times_bound
+        return None if self.goal_seconds is None else self.seconds <= self.goal_seconds
+
+    def seconds_without(self, ablation: str) -> float | None:
+        """Median with a part switched off; None if it was not measured."""
+        runs = self.ablated.get(ablation)
+        return median(run.seconds for run in runs) if runs else None
+
+    def _over_bound(self, figure: Callable[[Run, float], float]) -> float | None:
+        figures = [figure(run, run.bound_seconds) for run in self.runs if run.bound_seconds is not None]
+        return median(figures) if figures else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Medians, and each run, of JSON's types."""
+        names = (
+            "seconds",
+            "output_tokens_per_second",
+            "tokens_per_second",
+            "hit_rate",
+            "best_hit_rate",
+            "bound_seconds",
+            "times_bound",
+            "goal_seconds",
+            "is_met",
+        )
+        return {
+            "workload": self.workload,
+            **{name: getattr(self, name) for name in names},
+            "idle_share": self.idle_share,
+            "runs": [asdict(run) for run in self.runs],
+            "ablations": {
+                name: {"seconds": self.seconds_without(name), "runs": [asdict(run) for run in runs]}
+                for name, runs in self.ablated.items()
+            },
+            "baseline": None if self.baseline is None else asdict(self.baseline),
+        }
+
+
+@dataclass
+class ShapeFigures:
+    """One shape or model. Only what was asked for, and measured, is not None.
+
+    Attributes:
+        config: of SHAPES; None for a model.
+        name: for people.
+        workloads: in the order in which they were asked for.
+        cold, warm: start-ups without and with compiled kernels on the disk.
+        vocab_size: the model's, once it has been seen: ids of prompts are below it.
+    """
+
+    config: str | None
+    name: str
+    workloads: list[WorkloadFigures]
+    step: StepTime | None = None
+    cold: StartUp | None = None
+    warm: StartUp | None = None
+    profiles: list[Profile] = field(default_factory=list)
+    vocab_size: int = VOCAB_SIZE
+
+    def to_dict(self) -> dict[str, Any]:
+        """Of JSON's types. Workloads that were not run yet are left out."""
+        return {
+            "config": self.config,
+            "name": self.name,
+            "workloads": [figures.to_dict() for figures in self.workloads if figures.runs],
+            "step": None if self.step is None else {**asdict(self.step), "cpu_seconds": self.step.cpu_seconds},
+            "start_up": {
+                name: asdict(start)
+                for name, start in (("cold", self.cold), ("warm", self.warm))
+                if start is not None
+            },
+            "profiles": [asdict(profile) for profile in self.profiles],
+        }

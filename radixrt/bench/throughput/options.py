@@ -1,0 +1,77 @@
+"""What the throughput benchmark is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from radixrt.bench.scales import SCALES
+from radixrt.bench.shapes import SHAPES
+from radixrt.bench.subject import check_speed, one_of
+from radixrt.bench.throughput.names import ABLATIONS, BASELINES, CONFIGS, LISTS
+from radixrt.bounds import real, whole
+from radixrt.errors import ParameterError
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured, and with what.
+
+    Attributes:
+        scale: one of SCALES.
+        configs: shapes with random weights, of SHAPES; empty: those of CONFIGS.
+        model: folder or hub id, or "built-in", instead of shapes.
+        workloads: names, of LISTS.
+        repeat: repetitions, each with fresh prompts and an empty cache; times are medians.
+        seed: repetition r makes its prompts from the workload's own seed + run.SEED_STEP (seed + r).
+        device: that of Runtime.
+        ablations: names, of ABLATIONS: everything is measured again with each of them.
+        baseline: one of BASELINES, or None.
+        baseline_limit: seconds after which a workload of the baseline is stopped.
+        idle: run each workload once more under the profiler, for the share of time that the device idles.
+        step: measure the CPU's work in a decode step.
+        start_up: measure a fresh process to its first token.
+        trace: folder that gets traces of a prefill pass and of decode steps; None: there are none.
+        bandwidth, flops: of the device, in bytes/s and operations/s; both or, for a device that is known, neither.
+    """
+
+    scale: str = "full"
+    configs: tuple[str, ...] = ()
+    model: str | None = None
+    workloads: tuple[str, ...] = LISTS
+    repeat: int = 2
+    seed: int = 0
+    device: str | None = None
+    ablations: tuple[str, ...] = ()
+    baseline: str | None = None
+    baseline_limit: float = 120.0
+    idle: bool = False
+    step: bool = False
+    start_up: bool = False
+    trace: Path | None = None
+    bandwidth: float | None = None
+    flops: float | None = None
+
+    def __post_init__(self) -> None:
+        one_of("scale", self.scale, SCALES)
+        for name, values, known in (
+            ("config", self.configs, tuple(SHAPES)),
+            ("workload", self.workloads, LISTS),
+            ("ablation", self.ablations, tuple(ABLATIONS)),
+            ("baseline", (self.baseline,) if self.baseline else (), BASELINES),
+        ):
+            for value in values:
+                one_of(name, value, known)
+        if self.model is not None and self.configs:
+            raise ParameterError("model and config are both given; give one")
+        whole("repeat", self.repeat, 1, 1000)
+        whole("seed", self.seed, 0, 2**32)
+        real("baseline_limit", self.baseline_limit, 0.0, 1e6, above=True)
+        check_speed(self.bandwidth, self.flops)
+        if self.trace is not None and not self.trace.is_dir():
+            raise ParameterError(f"{self.trace} is no folder")
+
+    @property
+    def subjects(self) -> tuple[str | None, ...]:
+        """The shapes; (None,) for a model."""
+        return (None,) if self.model is not None else self.configs or CONFIGS[self.scale]

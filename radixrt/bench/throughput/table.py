@@ -1,0 +1,180 @@
+"""The figures as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from radixrt.bench.throughput import goals
+from radixrt.bench.throughput.figures import BaselineRun, Profile, ShapeFigures, StartUp, WorkloadFigures
+
+KERNELS_SHOWN = 16
+_NAME_LEN = 70  # of a kernel
+_CAPTION = (
+    "s: medians of the seconds of one Runtime.generate call over the list. out/s: generated tokens a second; "
+    "all/s: prompt tokens too. best: the best possible hit rate. bound: seconds that no engine can beat on this "
+    "device. idle: share of one more run, under the profiler, in which the device did nothing."
+)
+_MET = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}
+
+
+def print_workloads(figures: ShapeFigures, console: Console) -> None:
+    """A workload a line, beside its bound and, if there are any, goals."""
+    has_goals = any(workload.goal is not None for workload in figures.workloads)
+    table = _table(
+        figures.name,
+        (
+            "requests",
+            "s",
+            "out/s",
+            "all/s",
+            "hit\nrate",
+            "best",
+            "bound\ns",
+            "x bound",
+            "% of\nbound",
+            "idle",
+            *(("goal", "") if has_goals else ()),
+        ),
+    )
+    for workload in figures.workloads:
+        times = workload.times_bound
+        table.add_row(
+            workload.workload,
+            f"{workload.runs[0].requests:,}",
+            f"{workload.seconds:.2f}",
+            f"{workload.output_tokens_per_second:,.0f}",
+            f"{workload.tokens_per_second:,.0f}",
+            f"{workload.hit_rate:.1%}",
+            f"{workload.best_hit_rate:.1%}",
+            _seconds(workload.bound_seconds),
+            "-" if times is None else f"x{times:.2f}",
+            "-" if times is None else f"{100 / times:.0f}",
+            "-" if workload.idle_share is None else f"{workload.idle_share:.1%}",
+            *((_goal(workload), _MET[workload.is_met]) if has_goals else ()),
+        )
+    console.print(table)
+    console.print(_CAPTION, style="dim")
+
+
+def print_comparison(figures: ShapeFigures, console: Console) -> None:
+    """The seconds with parts switched off and those of the baseline, each with how many times ours it is."""
+    ablations = list(figures.workloads[0].ablated)
+    has_baseline = any(workload.baseline is not None for workload in figures.workloads)
+    if not ablations and not has_baseline:
+        return
+    headers = [name.replace("-", " ") for name in ablations] + ["transformers"] * has_baseline
+    table = _table(f"{figures.name}: seconds, and how many times ours", ("s", *headers))
+    notes: dict[str, int] = {}
+    for workload in figures.workloads:
+        cells = [_times(workload.seconds_without(name), workload.seconds) for name in ablations]
+        if has_baseline:
+            cells.append(_baseline(workload.baseline, workload.runs[0].seconds, notes))
+        table.add_row(workload.workload, f"{workload.seconds:.2f}", *cells)
+    console.print(table)
+    for reason, number in notes.items():
+        console.print(f"[{number}] {reason}", markup=False)
+
+
+def print_details(figures: ShapeFigures, console: Console, device_name: str) -> None:
+    """The CPU's work in a step, and what the profiles found."""
+    step = figures.step
+    if step is not None:
+        goal, computed = "", ", the pass itself included" if device_name.startswith("CPU") else ""
+        if goals.holds_for(device_name) and step.requests == goals.STEP_REQUESTS:
+            goal = _limit(step.cpu_seconds, goals.STEP_SECONDS)
+        console.print(
+            f"decode step of {step.requests} requests: CPU {1e3 * step.cpu_seconds:.2f} ms{goal} (planning "
+            f"{1e3 * step.planning:.2f}, launching {1e3 * step.launching:.2f}{computed}), then waiting "
+            f"{1e3 * step.waiting:.2f} ms"
+        )
+    for profile in figures.profiles:
+        _print_profile(profile, console)
+
+
+def print_start_up(figures: ShapeFigures, console: Console, device_name: str) -> None:
+    """The start of a process, with compiled kernels on the disk and without."""
+    has_goals = goals.holds_for(device_name) and figures.config == goals.START_UP_SHAPE
+    if figures.cold is not None:
+        limits = {"total": goals.COLD_SECONDS} if has_goals else {}
+        console.print(f"start-up without compiled kernels: {_start_up(figures.cold, limits)}")
+    if figures.warm is not None:
+        limits = {"total": goals.WARM_SECONDS, "graphs": goals.GRAPH_SECONDS} if has_goals else {}
+        console.print(f"start-up with compiled kernels on the disk: {_start_up(figures.warm, limits)}")
+
+
+def _start_up(start: StartUp, limits: Mapping[str, float]) -> str:
+    """`limits` are seconds, of "total" and of the Runtime's parts."""
+
+    def goal(name: str, seconds: float) -> str:
+        return _limit(seconds, limits[name]) if name in limits else ""
+
+    # The Runtime's own total stands before its parts.
+    parts = [f"{name} {s:.2f}{goal(name, s)}" for name, s in start.parts.items() if name != "total"]
+    return (
+        f"{start.total:.2f} s to the first token{goal('total', start.total)}: imports {start.imports:.2f}, "
+        f"Runtime {start.runtime:.2f} ({', '.join(parts)}), token {start.first_token:.2f}"
+    )
+
+
+def _print_profile(profile: Profile, console: Console) -> None:
+    total = sum(cost.seconds for cost in profile.costs)
+    table = Table(
+        title=f"{profile.name}: {1e6 * total:,.0f} us a step in all ({Path(profile.file).name})",
+        title_justify="left",
+    )
+    for header in ("us/step", "calls/step", "us/call"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("kernel", no_wrap=True)
+    for cost in profile.costs[:KERNELS_SHOWN]:
+        table.add_row(
+            f"{1e6 * cost.seconds:,.1f}",
+            f"{cost.calls:,.1f}",
+            f"{1e6 * cost.seconds / cost.calls:,.2f}",
+            escape(cost.name[:_NAME_LEN]),
+        )
+    console.print(table)
+
+
+def _table(title: str, headers: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("workload", no_wrap=True)
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
+
+
+def _goal(workload: WorkloadFigures) -> str:
+    if workload.goal is None:
+        return ""
+    if workload.goal.times_bound is not None:
+        return f"x{workload.goal.times_bound:g}"
+    return f"{workload.goal.seconds:g} s"
+
+
+def _limit(seconds: float, limit: float) -> str:
+    shown = f"{limit:g} s" if limit >= 1 else f"{1e3 * limit:g} ms"
+    return f" (goal {shown}: {_MET[seconds <= limit]})"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.2f}"
+
+
+def _times(seconds: float | None, ours: float) -> str:
+    return "-" if seconds is None else f"{seconds:.2f} x{seconds / ours:.2f}"
+
+
+def _baseline(run: BaselineRun | None, ours: float, notes: dict[str, int]) -> str:
+    """Beside our own first repetition, which ran the same list."""
+    if run is None:
+        return "-"
+    if run.stopped_after is not None:
+        return f"> {run.stopped_after:g}"
+    if run.reason is not None:
+        return escape(f"- [{notes.setdefault(run.reason, len(notes) + 1)}]")
+    return _times(run.seconds, ours)

@@ -1,0 +1,157 @@
+"""transformers' continuous batching on the same lists. Its model has the same shape, dtype and kind of weights."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from radixrt.bench.report import reason_of
+from radixrt.bench.run import TEMPERATURE
+from radixrt.bench.throughput.figures import BaselineRun
+from radixrt.errors import RadixrtError
+from radixrt.workloads.lists import Ask
+
+BLOCK_SIZE = 256  # tokens of a KV block, its default
+WARM_UP_REQUESTS, WARM_UP_LEN, WARM_UP_TOKENS = 4, 16, 4
+STOP_SECONDS = 60  # for a pass that runs when it is told to stop
+
+
+class TransformersBatching:
+    """A model of transformers, and a manager of its continuous batching for each list.
+
+    Args:
+        model: folder or id. With load_format "dummy" its config alone is read and weights are random.
+        device: where it runs; in float32 on a CPU, elsewhere in the config's dtype.
+        max_total_tokens, max_batch_tokens: of the KV cache and of a pass; None: transformers' choice.
+        seed: of random weights and draws.
+
+    Raises:
+        Exception: of any kind, whatever transformers raises; the caller reports it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        load_format: str,
+        device: torch.device,
+        max_total_tokens: int | None,
+        max_batch_tokens: int | None,
+        seed: int,
+    ) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig
+
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+        config = AutoConfig.from_pretrained(model)
+        dtype = torch.float32 if device.type == "cpu" else config.dtype
+        own = {"dtype": dtype, "attn_implementation": _attention(device)}
+        torch.manual_seed(seed)
+        if load_format == "dummy":
+            with device:
+                self._model = AutoModelForCausalLM.from_config(config, **own)  # type: ignore[no-untyped-call]
+        else:
+            self._model = AutoModelForCausalLM.from_pretrained(model, **own).to(device)  # type: ignore[arg-type]
+        self._config = ContinuousBatchingConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=None if max_total_tokens is None else max_total_tokens // BLOCK_SIZE,
+            max_batch_tokens=max_batch_tokens,
+            seed=seed,
+        )
+        self._stuck: str | None = None  # why nothing can be timed any more
+
+    def run(self, asks: Sequence[Ask], limit: float) -> BaselineRun:
+        """Answer all of a list, after a warm-up, in at most `limit` seconds. What fails becomes the reason."""
+        if self._stuck is not None:
+            return BaselineRun(reason=self._stuck)
+        manager = None
+        try:
+            manager = self._started(asks)
+            warm_up = [Ask(ask.prompt_ids[:WARM_UP_LEN], WARM_UP_TOKENS) for ask in asks[:WARM_UP_REQUESTS]]
+            if self._answer(manager, warm_up, limit):
+                began = time.perf_counter()
+                if self._answer(manager, asks, limit):
+                    return BaselineRun(seconds=time.perf_counter() - began)
+            return BaselineRun(stopped_after=limit, reason=f"stopped after {limit:g} s")
+        except Exception as error:  # whatever it is, ours is not hidden by it
+            return BaselineRun(reason=reason_of(error))
+        finally:
+            if manager is not None:
+                self._stop(manager)
+
+    def _stop(self, manager: Any) -> None:
+        try:
+            manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
+            if manager.is_running():  # beside what it does nothing can be timed
+                self._stuck = f"the list before it still ran {STOP_SECONDS} s after it was told to stop"
+            else:
+                manager.destroy()
+        except Exception as error:  # the device may be lost
+            self._stuck = f"the list before it could not be stopped: {reason_of(error)}"
+
+    def close(self) -> None:
+        """Let go of the model and its memory."""
+        del self._model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _started(self, asks: Sequence[Ask]) -> Any:
+        from transformers import GenerationConfig
+        from transformers.generation.continuous_batching.utils import WorkloadHints
+
+        generation = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0, eos_token_id=-1, max_new_tokens=1
+        )
+        hints = WorkloadHints(
+            max_prompt_length=max(len(ask.prompt_ids) for ask in asks),
+            max_generated_length=max(ask.max_new_tokens for ask in asks),
+            num_requests=len(asks),
+        )
+        gc.collect()  # of a manager that could not be made
+        manager = self._model.init_continuous_batching(
+            generation_config=generation, continuous_batching_config=self._config, workload_hints=hints
+        )
+        manager.warmup()
+        manager.start()
+        return manager
+
+    def _answer(self, manager: Any, asks: Sequence[Ask], limit: float) -> bool:
+        """Whether all were answered within `limit` seconds."""
+        began = time.perf_counter()
+        # In the order in which its own `generate_batch` asks, for the sake of its prefix cache.
+        for ask in sorted(((ask.prompt_ids.tolist(), ask.max_new_tokens) for ask in asks), reverse=True):
+            manager.add_request(ask[0], max_new_tokens=ask[1])
+        wanted = sum(ask.max_new_tokens for ask in asks)
+        answered = tokens = 0
+        while answered < len(asks):
+            left = limit - (time.perf_counter() - began)
+            if left <= 0:
+                return False
+            result = manager.get_result(timeout=min(left, 1.0))
+            if result is None:
+                if not manager.is_running():
+                    raise RadixrtError(f"its thread ended after {answered} of {len(asks)} answers")
+            elif result.error is not None:
+                raise RadixrtError(result.error)
+            elif result.is_finished():
+                answered += 1
+                tokens += len(result.generated_tokens)
+        if tokens != wanted:
+            raise RadixrtError(f"it made {tokens} of {wanted} tokens: nothing can be compared")
+        return True
+
+
+def _attention(device: torch.device) -> str:
+    """The fastest of its paged attention that is installed; it would fetch others from the hub."""
+    from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    if device.type == "cuda":
+        for version, is_available in ((3, is_flash_attn_3_available), (2, is_flash_attn_2_available)):
+            if is_available():
+                return f"paged|flash_attention_{version}"
+    return "paged|sdpa"

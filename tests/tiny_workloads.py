@@ -1,0 +1,26 @@
+"""Workloads of a few requests with a few tokens each, for tests of benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from radixrt.bench.scales import SCALES, Size
+
+SIZES: dict[str, dict[str, Size]] = {
+    "unshared": {"requests": 4, "prompt_len": (4, 20), "new_tokens": (1, 5)},
+    "fewshot": {"subjects": 2, "questions": 3, "head_len": 4, "examples_len": (20, 40), "question_len": (2, 5)},
+    "docqa": {"documents": 2, "document_len": 50, "questions": 3, "question_len": (2, 5), "new_tokens": 3},
+    "system_prompt": {"requests": 6, "system_len": 40, "user_len": (2, 9), "new_tokens": (1, 5)},
+    "samples": {"prompts": 2, "prompt_len": 30, "samples": 4, "new_tokens": 4},
+    "chat": {"conversations": 3, "turns": 3, "system_len": 30, "user_len": (2, 9), "new_tokens": (1, 5)},
+    "choices": {"questions": 3, "choices": 3, "examples_len": 30, "question_len": (2, 9), "choice_len": (1, 4)},
+    "tree_search": {"roots": 2, "root_len": 30, "rounds": 3, "branches": 2, "kept": 2, "new_tokens": 3},
+}
+
+
+def make_tiny(patch: pytest.MonkeyPatch) -> None:
+    """Give the scale `cpu` these sizes; a pass computes less than a prefix still."""
+    tiny = replace(SCALES["cpu"], sizes=SIZES, chunked_prefill_size=16, max_total_tokens=4096)
+    patch.setitem(SCALES, "cpu", tiny)
