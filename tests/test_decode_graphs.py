@@ -505,7 +505,7 @@ def test_no_step_waits_but_for_its_result(
 
 
 def dummy(folder: Path) -> Path:
-    """A config alone, of a model whose KV, logits and activations weigh something: a token's KV has 32 KiB."""
+    """A config alone, of a model whose KV, logits and activations weigh something: a token's KV has 16 KiB."""
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=32_000,
