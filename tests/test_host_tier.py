@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import signal
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -578,6 +579,56 @@ def test_what_is_on_the_host_is_kept_in_files_too(
         outputs = roomy.generate(prompts, GREEDY)
         assert tokens(outputs) == cold
         assert all(output.usage.cached_tokens >= 60 for output in outputs)
+
+
+def test_ctrl_c_does_not_cut_a_flush(
+    folder: Path, device: torch.device, prompts: list[list[int]], cold: list[tuple[int, ...]]
+) -> None:
+    with runtime(folder, device, **HOST) as tiered:
+        tiered.generate(prompts, GREEDY)
+        take_back = tiered._cache._take_back
+
+        def interrupted(slots: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+            take_back(slots)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiered._cache, "_take_back", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                tiered.flush_cache()
+        stats = tiered.cache_stats()
+        assert (stats.free, stats.host_free) == (stats.capacity, stats.host_capacity)
+        assert tiered._cache.tree.total_tokens == 0
+        assert tokens(tiered.generate(prompts, GREEDY)) == cold
+
+
+def test_ctrl_c_does_not_start_a_transfer_twice(
+    folder: Path,
+    device: torch.device,
+    prompts: list[list[int]],
+    cold: list[tuple[int, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes between a transfer and the note that it has been made, when nothing runs and a cache is kept."""
+    with runtime(folder, device, **HOST) as tiered:
+        tiered.generate(prompts, GREEDY)
+        tiered._cache._evict(150)
+        copy, calls = kv_mover.kv_copy, []
+
+        def interrupted(*arguments: Any, **options: Any) -> None:
+            copy(*arguments, **options)
+            calls.append(None)
+            signal.raise_signal(signal.SIGINT)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_mover, "kv_copy", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                tiered.save_cache(tmp_path / "kept")
+        assert len(calls) == 1
+        assert not tiered._cache.transfers.take()
+        assert not (tmp_path / "kept").exists()
+        assert tokens(tiered.generate(prompts, GREEDY)) == cold
 
 
 @pytest.mark.gpu

@@ -24,11 +24,12 @@ from checkpoints import DYNAMIC_ROPE, LLAMA3_ROPE, VOCAB_SIZE, llama, write
 from safetensors import safe_open
 from torch import Tensor
 
-from radixrt import CacheFileError, ParameterError, RequestOutput, Runtime, SamplingParams
+from radixrt import CacheFileError, ParameterError, RadixrtError, RequestOutput, Runtime, SamplingParams
 from radixrt.cache import atomic_file, cache_file
 from radixrt.cache.cache_file import CacheFileReader, CacheFileWriter, KVFormat, differences, kv_pieces
 from radixrt.cache.radix_tree import Namespace
 from radixrt.cache.snapshot import TreeSnapshot
+from radixrt.execution import cache_storage
 from radixrt.execution.cache_storage import NUM_BUFFERS
 from radixrt.execution.weight_fingerprint import weight_fingerprint
 from radixrt.models.loader import load_model
@@ -524,6 +525,52 @@ def test_ctrl_c_while_loading_changes_nothing(
         assert runtime.generate(prompts()[3], GREEDY).finish_reason == "length"
 
 
+@pytest.mark.usefixtures("small_pieces")
+def test_no_buffer_is_used_while_it_is_copied(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads or fills one, or lets go of it, has waited for the copy that was queued before."""
+    copying: set[int] = set()
+    copied, wait, contents_of = (getattr(cache_storage._Buffer, name) for name in ("copied", "wait", "bytes"))
+    uses = []
+
+    def queued(self: Any) -> None:
+        copying.add(id(self))
+        copied(self)
+
+    def waited(self: Any) -> None:
+        copying.discard(id(self))
+        wait(self)
+
+    def used(self: Any, num_tokens: int) -> Any:
+        assert id(self) not in copying
+        uses.append(num_tokens)
+        return contents_of(self, num_tokens)
+
+    for name, watched in (("copied", queued), ("wait", waited), ("bytes", used)):
+        monkeypatch.setattr(cache_storage._Buffer, name, watched)
+    with runtime_of(folder) as runtime:
+        runtime.generate(prompts(), GREEDY)
+        saved = runtime.save_cache(tmp_path / "kept")
+        assert not copying
+        runtime.flush_cache()
+        assert runtime.load_cache(tmp_path / "kept") == saved
+        assert not copying
+    assert sum(uses) == 2 * saved
+
+
+def test_a_runtime_whose_step_was_cut_keeps_nothing(kept: Path, folder: Path) -> None:
+    """Nobody knows what is in memory, though nothing is left to run."""
+    before = kept.read_bytes()
+    with runtime_of(folder) as runtime:
+        runtime.generate(prompts(3), GREEDY)
+        runtime._driver._engine.is_cut = True
+        for keep in (runtime.save_cache, runtime.load_cache):
+            with pytest.raises(RadixrtError, match="an earlier step was cut in two"):
+                keep(kept)
+    assert kept.read_bytes() == before
+
+
 # -- what the disk does ------------------------------------------------------------------------------------------
 
 
@@ -572,6 +619,27 @@ def test_a_disk_that_fails_at_the_end(
 def test_no_folder(folder: Path, tmp_path: Path) -> None:
     with runtime_of(folder) as runtime, pytest.raises(CacheFileError, match="No such file or directory"):
         runtime.save_cache(tmp_path / "none" / "kept")
+
+
+def test_what_is_no_name_of_a_file(folder: Path, tmp_path: Path) -> None:
+    """Refused before anything is written, here or beside it."""
+    (tmp_path / "kept").mkdir()
+    names = {
+        tmp_path / "kept": "it is a folder",
+        tmp_path / "ke\0pt": "is no name of a file",
+        tmp_path / "a\0b" / "kept": "is no name of a file",
+        Path("/"): "is no name of a file",
+        Path(): "is no name of a file",
+    }
+    with runtime_of(folder) as runtime:
+        runtime.generate(prompts()[0], GREEDY)
+        for path, message in names.items():
+            with pytest.raises(CacheFileError, match=message):
+                runtime.save_cache(path)
+        assert os.listdir(tmp_path) == ["kept"]
+        for path in (tmp_path / "ke\0pt", tmp_path / "a\0b" / "kept"):
+            with pytest.raises(CacheFileError, match="cannot be used: a path holds no NUL"):
+                runtime.load_cache(path)
 
 
 def test_two_processes_do_not_write_one_file(kept: Path, folder: Path) -> None:

@@ -15,7 +15,7 @@ from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt import ParameterError, Runtime
 from radixrt.execution import device as device_module
 from radixrt.execution import model_runner, sampler
-from radixrt.execution.device import pool_slots
+from radixrt.execution.device import host_pool_slots, pool_slots
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.pass_memory import PassLimits, largest_pass
 from radixrt.models.loader import load_model
@@ -155,6 +155,27 @@ def test_who_names_a_number_gets_it(million_free: torch.device) -> None:
     assert slots(999) == 1000
     with pytest.raises(ParameterError, match="max_total_tokens is 1000; it must be a whole number from 1 to 999"):
         slots(1000)
+
+
+def test_the_host_s_pool_leaves_what_is_promised(million_free: torch.device) -> None:
+    for nothing in (None, 0.0):
+        assert host_pool_slots(nothing, 1000, promised=10**9) == 0
+    assert host_pool_slots(0.001, 1000, promised=0) == 1000
+    assert host_pool_slots(0.0004, 1000, promised=600_000) == 400
+    with pytest.raises(ParameterError, match=r"host_memory_gb is 0.0005; it must be a number from 0 to 0.0004"):
+        host_pool_slots(0.0005, 1000, promised=600_000)
+    with pytest.raises(ParameterError, match=r"host_memory_gb is 0.0005; it must be a number from 0 to 0"):
+        host_pool_slots(0.0005, 1000, promised=2_000_000)
+
+
+def test_a_pool_on_the_cpu_is_promised_to_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system counts its memory as free until it is written to."""
+    monkeypatch.setattr(device_module.psutil, "virtual_memory", lambda: Memory(40_000_000))
+    options: dict[str, Any] = {"device": "cpu", "memory_fraction": 0.5}
+    with pytest.raises(ParameterError, match=r"host_memory_gb is 0.021; it must be a number from 0 to 0.02"):
+        Runtime(folder, host_memory_gb=0.021, **options)
+    with Runtime(folder, host_memory_gb=0.019, **options) as runtime:
+        assert runtime.cache_stats().host_capacity > 0
 
 
 # --- whether there are graphs ---

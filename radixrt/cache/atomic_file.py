@@ -22,7 +22,7 @@ class AtomicFile:
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.name or "\0" in path.name:
+        if not path.name or "\0" in str(path):
             raise OSError(errno.EINVAL, f"{str(path)!r} is no name of a file")
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder")

@@ -19,6 +19,7 @@ depends on. Nobody trusts what a file says: sizes follow from N, T and the KV's 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -197,6 +198,8 @@ class CacheFileReader:
         self._next = 0  # among the pieces
         try:
             with self._refusals():
+                if "\0" in str(path):
+                    raise OSError(errno.EINVAL, "a path holds no NUL")
                 self._file = open(path, "rb", buffering=0)  # noqa: SIM115
                 self._open()
         except BaseException:
