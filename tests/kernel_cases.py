@@ -32,6 +32,7 @@ from triton_ops.norm_rotary_store import HeadNorm, Rotation, norm_rotary_store
 from triton_ops.partial_linear import partial_linear, partial_linear_config
 from triton_ops.penalties import apply_penalties
 from triton_ops.rms_norm import add_rms_norm, rms_norm
+from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling import finite_rows, greedy, sample
 from triton_ops.silu_and_mul import silu_and_mul
 from triton_ops.soft_cap import soft_cap
@@ -75,6 +76,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _expert_cases()
     yield from _sampling_cases()
     yield from _kv_copy_cases()
+    yield from _row_table_cases()
 
 
 # --- attention ---
@@ -520,3 +522,16 @@ def _kv_copy(
     pool = torch.empty(shape, dtype=dtype)
     tokens = torch.empty(num_slots, num_layers, 2, *head, dtype=dtype).permute(1, 2, 0, 3, 4)
     kv_copy(pool, source_slots, tokens, target_slots, impl="triton")
+
+
+# --- tables with a line a request ---
+
+
+def _row_table_cases() -> Iterator[KernelCase]:
+    """Of 512 requests."""
+    ids = torch.empty(512, dtype=torch.int32)
+    table, last_token = torch.empty(769, 4096, dtype=torch.int32), torch.empty(769, dtype=torch.int32)
+    write, know = partial(write_cells, impl="triton"), partial(known_tokens, impl="triton")
+    yield KernelCase(write_cells, "cells", partial(write, table, ids, ids, ids), few=True)
+    yield KernelCase(write_cells, "one column", partial(write, last_token[:, None], ids, None, ids), few=True)
+    yield KernelCase(known_tokens, "512 ids", partial(know, ids, last_token), few=True)

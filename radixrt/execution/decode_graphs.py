@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -186,9 +186,18 @@ class DecodeGraphs:
     def _captured(self, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
         compute()  # what is made on first use is made now
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        stream = _capture_stream(self._req_to_token.device)
+        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
             compute()
         return graph
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """What all captures on a device run on: cuBLAS keeps a workspace for each stream. torch's own capture stream
+    is on the device that was the current one when the first graph of the process was captured.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _padded(array: NDArray[Any], length: int, filler: int) -> NDArray[Any]:

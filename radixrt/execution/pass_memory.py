@@ -17,8 +17,14 @@ from radixrt.schedule.batch import ScheduleBatch
 from radixrt.schedule.request import Request
 
 # Everything that a request can ask for and that takes memory a row of logits.
-_GREEDY_FOR_MEMORY = SamplingParams(
-    max_new_tokens=2**16, top_k=50, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logprobs=20
+_WANTS_ALL = SamplingParams(
+    max_new_tokens=2**16,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    logprobs=20,
+    prompt_logprobs=20,
 )
 
 
@@ -41,18 +47,23 @@ class PassLimits:
 
 
 def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
-    """A pass at all limits at once, of tokens 0 whose KV goes to slot 0 and whose rows are 0, 1, ..."""
-    length = min(limits.chunked_prefill_size, context_length - 1)
-    chunks = np.full(-(-limits.chunked_prefill_size // length), length, np.int32)[: limits.max_running_requests]
-    count = limits.max_running_requests
+    """A pass at all limits at once, of tokens 0 whose KV goes to slot 0 and whose rows are 0, 1, ...
+
+    Of its requests as many as it takes share the prompt tokens, whose log-probabilities are all wanted; the
+    others decode.
+    """
+    count, longest = limits.max_running_requests, context_length - 1
+    starts = np.arange(0, limits.chunked_prefill_size, longest)[:count]
+    chunks = np.minimum(limits.chunked_prefill_size - starts, longest)
     new = np.ones(count, np.int32)
     new[: len(chunks)] = chunks
+    num_scored = np.zeros(count, np.int32)
+    num_scored[: len(chunks)] = chunks
     num_samples = np.ones(count, np.int32)
     num_samples[0] += limits.max_samples - count
-    requests = tuple(
-        Request(i, np.zeros(1, np.int32), _GREEDY_FOR_MEMORY, max_new_tokens=1, seed=0) for i in range(count)
-    )
+    requests = tuple(Request(i, np.zeros(1, np.int32), _WANTS_ALL, max_new_tokens=1, seed=0) for i in range(count))
     rows, nothing = np.arange(count, dtype=np.int32), np.zeros(0, np.int32)
+    scored = np.arange(num_scored.sum(), dtype=np.int32)
     return ScheduleBatch(
         requests=requests,
         leases=(),
@@ -63,9 +74,9 @@ def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
         input_ids=np.zeros(new.sum(), np.int32),
         out_cache_loc=np.zeros(new.sum(), np.int32),
         num_samples=num_samples,
-        scored=nothing,
-        scored_targets=nothing,
-        num_scored=np.zeros(count, np.int32),
+        scored=scored,
+        scored_targets=np.zeros_like(scored),
+        num_scored=num_scored,
         row_changes=RowChanges(nothing, nothing, nothing),
         admitted=tuple(enumerate(requests)),
     )

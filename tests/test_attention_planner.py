@@ -1,0 +1,216 @@
+"""Plans of decodes: the order of their items, how many there can be, and plans padded for captured graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import Case, dense_attention, make_case
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from radixrt.execution.attention_planner import AttentionPlanner, PassPlans
+from triton_ops.attention_plan import LENGTH_CLASSES, AttentionPlan
+from triton_ops.decode_attention import decode_attention, decode_item_len, most_decode_items
+from triton_ops.implementation import GPU, compiling_for
+
+H200 = GPU(capability=90, num_sms=132)
+
+
+def planner(
+    gpu: GPU, *windows: int | None, num_kv_heads: int = 2, req_to_token: Any = None, num_requests: int = 700
+) -> AttentionPlanner:
+    """A planner for a model whose layers have these windows, on a GPU that is not here."""
+    config: Any = SimpleNamespace(
+        attention=[SimpleNamespace(window=window) for window in windows],
+        num_heads=4 * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=16,
+    )
+    placement: Any = SimpleNamespace(impl="triton", device=torch.device("cpu"), dtype=torch.float32)
+    if req_to_token is None:
+        req_to_token = np.zeros((num_requests, 8), np.int32)
+    with compiling_for(gpu):
+        return AttentionPlanner(config, placement, req_to_token)
+
+
+def int32(values: Any) -> Any:
+    return np.array(values, np.int32)
+
+
+@st.composite
+def lengths(draw: st.DrawFn) -> Any:
+    """Of a batch: some are alike, some are padded decodes, which stand last."""
+    groups = draw(st.lists(st.tuples(st.integers(1, 90), st.integers(1, 40_000)), min_size=1, max_size=5))
+    own = [length for count, length in groups for _ in range(count)]
+    return int32(own + [0] * draw(st.integers(0, 40)))
+
+
+GPUS = st.builds(GPU, capability=st.just(90), num_sms=st.integers(1, 200))
+
+
+def shapes(plans: PassPlans) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in plans.arrays.items()}
+
+
+@given(lengths(), GPUS, st.integers(1, 40), st.sampled_from([None, 1, 300, 5000]))
+@example(int32([3514] * 49 + [0] * 7), H200, 8, None)  # all waves are full but for less than pads the batch
+def test_no_batch_has_more_items_than_there_is_room_for(
+    lens: Any, gpu: GPU, num_kv_heads: int, window: int | None
+) -> None:
+    read = lens if window is None else lens.clip(max=window)
+    arrays = AttentionPlan.flat_arrays(
+        np.zeros_like(lens),
+        lens,
+        max_item_len=decode_item_len(gpu, num_kv_heads, read),
+        sliding_window=window,
+    )
+    most = most_decode_items(gpu, num_kv_heads, len(lens))
+    reads = int((lens > 0).sum())
+    assert reads <= len(arrays["item_lens"]) <= most + 1, "one is of all padded decodes"
+    assert len(arrays["row_partials"]) <= most
+    assert arrays["item_lens"].sum() == read.sum()
+
+
+@given(lengths(), GPUS, st.integers(1, 40), st.booleans(), st.sampled_from([(None,), (None, 300), (64,)]))
+def test_shapes_depend_on_the_batch_and_on_merging_alone(
+    lens: Any, gpu: GPU, num_kv_heads: int, merges: bool, windows: tuple[int | None, ...]
+) -> None:
+    here = planner(gpu, *windows, num_kv_heads=num_kv_heads)
+    rows = np.arange(len(lens), dtype=np.int32)
+    plans = here.plan_padded(rows, lens, merges=merges)
+    assert plans.merges or not merges
+    idle = here.plan_padded(np.zeros_like(rows), np.zeros_like(lens), merges=plans.merges)
+    assert idle.merges == plans.merges
+    assert shapes(idle) == shapes(plans)
+    assert list(idle.arrays) == list(plans.arrays), "they lie in one buffer, one behind the other"
+    for window in windows:  # what is behind the plan of the batch adds nothing
+        items = [plans.arrays[f"decode {window} item_{name}"] for name in ("lens", "query_lens")]
+        read = lens if window is None else lens.clip(max=window)
+        assert (items[0] * items[1]).sum() == read.sum()
+        assert plans.arrays[f"decode {window} row_partial_starts"][-1] <= len(
+            plans.arrays[f"decode {window} row_partials"]
+        )
+        np.testing.assert_array_equal(plans.arrays[f"decode {window} seq_lens"], lens)
+
+
+def test_a_short_batch_does_not_merge_and_a_long_one_does() -> None:
+    rows = np.arange(64, dtype=np.int32)
+    here = planner(H200, None, num_kv_heads=8)
+    short, long = int32([100] * 64), int32([100] * 63 + [30_000])
+    assert not here.plan_padded(rows, short).merges
+    assert here.plan_padded(rows, short, merges=True).merges
+    assert here.plan_padded(rows, long).merges
+
+
+# --- what they compute ---
+
+
+def on(case: Case, device: torch.device) -> Case:
+    """The same case there."""
+    tensors = {name: value for name, value in vars(case).items() if isinstance(value, torch.Tensor)}
+    return replace(case, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(
+    "seq_lens",
+    [
+        [1],
+        [900, 0, 0],  # one request, cut; two that pad
+        [3, 400, 1, 70, 0, 0, 0, 0],
+        [11, 12, 10, 300, 299, 64, 65, 500, 0],
+    ],
+    ids=str,
+)
+def test_padded_plans_compute_the_same(kernel_device: torch.device, impl: Any, seq_lens: list[int]) -> None:
+    windows = (None, 11, 200)
+    case = make_case(seq_lens)
+    q = torch.randn(len(seq_lens), 4, 16, generator=torch.Generator("cpu").manual_seed(3))
+    gpu = GPU(capability=90, num_sms=4)
+    here = planner(gpu, *windows, req_to_token=case.req_to_token.numpy())
+    there = on(case, kernel_device)
+    # A padded decode names any row that the host's table has.
+    rows = np.where(case.seq_lens.numpy() > 0, case.rows.numpy(), 0).astype(np.int32)
+    merged = set()
+    for merges in (False, True):
+        plans = here.plan_padded(rows, case.seq_lens.numpy(), merges=merges)
+        merged.add(plans.merges)
+        arrays = {name: torch.from_numpy(array).to(kernel_device) for name, array in plans.arrays.items()}
+        for window, plan in plans.decode(arrays).items():
+            out = torch.full_like(q, torch.nan).to(kernel_device)
+            lse = torch.full(q.shape[:2], torch.nan, device=kernel_device)
+            decode_attention(
+                q.to(kernel_device),
+                there.k_buffer,
+                there.v_buffer,
+                there.req_to_token,
+                plan,
+                scale=0.3,
+                sliding_window=window,
+                out=out,
+                lse=lse,
+                impl=impl,
+            )
+            for i, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+                if not len(keys):
+                    assert not out[i].any()
+                    continue
+                expected, expected_lse = dense_attention(q[i : i + 1], keys, values, 0.3, sliding_window=window)
+                torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(lse[i : i + 1].cpu().double(), expected_lse, atol=1e-4, rtol=1e-4)
+    assert True in merged
+
+
+# --- the order of items ---
+
+
+def shared_rows(seed: int) -> tuple[Any, Any]:
+    """A table of 24 requests behind three heads of 700 tokens, in any order, and their lengths."""
+    rng = np.random.default_rng(seed)
+    table = rng.permutation(24 * 1000).reshape(24, 1000).astype(np.int32)
+    head = rng.permutation(np.arange(24) % 3)
+    for row, of in enumerate(head):
+        table[row, :700] = table[of, :700]
+    return table, rng.integers(650, 1000, 24).astype(np.int32)
+
+
+@pytest.mark.parametrize("window", [None, 400])
+@pytest.mark.parametrize("max_item_len", [None, 64, 256])
+@pytest.mark.parametrize("seed", range(4))
+def test_items_that_read_the_same_stand_side_by_side(
+    seed: int, max_item_len: int | None, window: int | None
+) -> None:
+    table, lens = shared_rows(seed)
+    rows = np.random.default_rng(seed).permutation(24).astype(np.int32)
+    options: dict[str, Any] = {"max_item_len": max_item_len, "sliding_window": window}
+    plain = AttentionPlan.flat_arrays(rows, lens, **options)
+    ordered = AttentionPlan.flat_arrays(rows, lens, req_to_token=table, **options)
+
+    def items(arrays: Any) -> list[tuple[int, ...]]:
+        names = ("item_rows", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
+        return list(zip(*(arrays[name].tolist() for name in names), strict=True))
+
+    assert sorted(items(ordered)) == sorted(items(plain))
+    longest = max(length for _, _, length, _, _ in items(ordered))
+    seen: list[tuple[int, int]] = []  # length class and first slot
+    for row, start, length, _, _ in items(ordered):
+        kind = (length // max(longest // LENGTH_CLASSES, 1), int(table[row, start]))
+        if not seen or seen[-1] != kind:
+            seen.append(kind)
+    assert len(set(seen)) == len(seen), "each place stands together"
+    assert len(seen) < len(items(ordered)) or window is not None, "some are shared"
+    classes = [kind for kind, _ in seen]
+    assert classes == sorted(classes, reverse=True), "long items first"
+
+
+def test_an_item_that_ends_the_table_is_ordered_too() -> None:
+    """Its request is padding, or fills the context: what it starts at is in the table all the same."""
+    table = np.arange(16, dtype=np.int32).reshape(2, 8)
+    arrays = AttentionPlan.flat_arrays([1, 0], [8, 0], max_item_len=4, req_to_token=table)
+    assert arrays["item_lens"].tolist() == [4, 4, 0]
+    assert arrays["item_query_starts"].tolist() == [0, 0, 1]
