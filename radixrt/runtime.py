@@ -735,7 +735,7 @@ class Runtime:
                         output = self._checked(call.ready.popleft(), on_error)
                         tokens += output.usage.completion_tokens
                         rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
-                        hits = self._cache.stats().hit_rate
+                        hits = self._cache.hit_rate
                         bar.set_postfix_str(f"{rate:,.0f} tokens/s, hit rate {hits:.1%}", refresh=False)
                         bar.update()
                         yield output

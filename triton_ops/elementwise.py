@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triton_ops.implementation import tl, triton
+from triton_ops.implementation import cdiv, next_power_of_2, tl, triton
 
 # Of a row that one program holds in its registers: 32768 elements of two bytes or 16384 of four. Models have up to
 # 18432, and 16384 in what anyone would run in float32.
@@ -60,7 +60,7 @@ def row_blocks(size: int, dtype: torch.dtype, parts: int = 0) -> tuple[int, int,
     """
     if size * dtype.itemsize > MAX_BYTES:
         raise ValueError(f"rows of {size} elements of {dtype} exceed the kernel's limit of {MAX_BYTES} bytes")
-    block = max(16, triton.next_power_of_2(size))
+    block = max(16, next_power_of_2(size))
     if parts:
         return block, 1, min(32, max(1, block * parts // (32 * ROW_ELEMENTS)))
     rows = max(1, ROW_TILE // block)
@@ -84,9 +84,9 @@ def _launch_blocks(kernel: Any, x: Tensor, size: int, **constexprs: Any) -> Tens
     """Run `kernel(x_ptr, out_ptr, x_stride, SIZE, BLOCK, **constexprs)` for each block of the result's rows."""
     rows = as_rows(x)
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
-    block = min(BLOCK, max(16, triton.next_power_of_2(size)))
+    block = min(BLOCK, max(16, next_power_of_2(size)))
     if out.numel():
-        grid = (rows.shape[0] * triton.cdiv(size, block),)
+        grid = (rows.shape[0] * cdiv(size, block),)
         kernel[grid](rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=NUM_WARPS, **constexprs)
     return out
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.elementwise import as_rows
-from triton_ops.implementation import GPU, Impl, runs_triton, tl, triton
+from triton_ops.implementation import GPU, Impl, cdiv, runs_triton, tl, triton
 
 COLUMNS = 64  # of the output a program: the rows of the instruction (wgmma), which a small batch would not fill
 NUM_WARPS = 4
@@ -111,11 +111,11 @@ def partial_linear(x: Tensor, weight: Tensor, config: PartialLinearConfig, *, im
     if not runs_triton(impl, x.device):
         cuts = (torch.split(wide, config.part_depth, 1) for wide in (x.float(), weight.float()))
         return torch.stack([x_part @ weight_part.T for x_part, weight_part in zip(*cuts, strict=True)])
-    num_parts = triton.cdiv(depth, config.part_depth)
+    num_parts = cdiv(depth, config.part_depth)
     out = torch.empty(num_parts, num_rows, num_columns, dtype=torch.float32, device=x.device)
     if num_rows:
         rows = as_rows(x)
-        _partial_linear_kernel[(num_columns // COLUMNS, num_parts, triton.cdiv(num_rows, config.rows))](
+        _partial_linear_kernel[(num_columns // COLUMNS, num_parts, cdiv(num_rows, config.rows))](
             rows,
             weight,
             out,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.elementwise import EARLY_BLOCK, as_rows, check_parts, check_residual, check_vector, row_blocks
-from triton_ops.implementation import Impl, runs_triton, tl, triton
+from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> Tensor:
@@ -72,7 +72,7 @@ def launch_rms_norm(
         others, total = as_rows(residual), torch.empty_like(like, memory_format=torch.contiguous_format)
     if num_rows:
         block, block_rows, num_warps = row_blocks(size, like.dtype, parts)
-        _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+        _rms_norm_kernel[(cdiv(num_rows, block_rows),)](
             rows,
             others,
             before,
