@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layers import linear, radix_attention
 from layers.input_metadata import InputMetadata
+from layers.norm import RMSNorm, WideRMSNorm
 from layers.placement import Placement
-from radixrt.models.decoder import Decoder
+from radixrt.models.decoder import Block, Decoder
 from radixrt.models.loader import load_model
 from triton_ops import rms_norm
 from triton_ops.e4m3 import E4M3
@@ -132,6 +134,23 @@ def test_outputs_in_parts_are_those_that_a_norm_adds_up(
     assert logits.isfinite().all()
     off = (logits.float() - whole.float()).norm() / whole.float().norm()
     assert off < 5e-3, off
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, partial(WideRMSNorm, offset=0.0)])
+def test_a_block_allows_parts_where_its_norms_add_them(norm: Callable[..., RMSNorm]) -> None:
+    allowed = []
+
+    class Part(nn.Module):
+        def forward(self, hidden: Tensor, *_: object, parts_allowed: bool = False) -> Tensor:
+            allowed.append(parts_allowed)
+            return hidden
+
+    norms = [norm(8, 1e-5, placement=Placement(torch.float32, torch.device("cpu"))) for _ in range(2)]
+    part: Any = Part()
+    block = Block(attention_norm=norms[0], attention=part, feed_forward_norm=norms[1], feed_forward=part)
+    nothing: Any = None
+    block(torch.ones(3, 8), torch.ones(3, 8), nothing, nothing)
+    assert allowed == [norm is RMSNorm] * 2
 
 
 def test_biased_and_referenced_outputs_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
