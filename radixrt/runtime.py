@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 import time
@@ -663,6 +664,7 @@ class Runtime:
         self.__dict__.pop("_kv_pool", None)
         self.__dict__.pop("_storage", None)
         if self.device.type == "cuda":
+            gc.collect()  # graphs hold on to their memory
             torch.cuda.empty_cache()
 
     def __enter__(self) -> Runtime:
