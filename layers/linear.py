@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from layers.placement import Placement
+from triton_ops.implementation import gpu_of, runs_triton
+from triton_ops.partial_linear import partial_linear, partial_linear_config
 
 
 class Linear(nn.Module):
@@ -18,9 +20,19 @@ class Linear(nn.Module):
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = placement.parameter(out_features)
+        self.impl = placement.impl
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x [..., in_features]` to `[..., out_features]`."""
+    def forward(self, x: Tensor, *, parts_allowed: bool = False) -> Tensor:
+        """`x [..., in_features]` to `[..., out_features]`.
+
+        Who can do with parts of that, as `RMSNorm.add` can, sets `parts_allowed`: where they are computed faster,
+        on a GPU for small batches, they are what is returned (`partial_linear`), float32
+        `[P, num_tokens, out_features]`.
+        """
+        if parts_allowed and self.bias is None and runs_triton(self.impl, x.device):
+            config = partial_linear_config(gpu_of(x.device), len(x), *self.weight.shape, self.weight.dtype)
+            if config is not None:
+                return partial_linear(x, self.weight, config, impl=self.impl)
         return nn.functional.linear(x, self.weight, self.bias)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -20,9 +21,10 @@ class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension, with a weight and no bias.
 
     `neutral` is the value of the weights that changes nothing. `offset` None: the result is rounded before the
-    weight multiplies it.
+    weight multiplies it. `adds_parts`: whether `add` takes parts of x.
     """
 
+    adds_parts: ClassVar[bool] = True
     neutral = 1.0
     offset: float | None = None
 
@@ -37,7 +39,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, impl=self.impl)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`x + residual` normed, and the sum: the next residual."""
+        """`x + residual` normed, and the sum: the next residual. `x` may be parts, see `Linear.forward`."""
         return add_rms_norm(x, residual, self.weight, self.eps, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -48,6 +50,7 @@ class RMSNorm(nn.Module):
 class WideRMSNorm(RMSNorm):
     """The norm of OLMo 2 (`offset` 0) and Gemma (1): `x * (offset + weight)` is rounded once, at the end."""
 
+    adds_parts = False
     offset: float
 
     def __init__(self, size: int, eps: float, *, offset: float, placement: Placement) -> None:

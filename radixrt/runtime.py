@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 import time
@@ -663,6 +664,7 @@ class Runtime:
         self.__dict__.pop("_kv_pool", None)
         self.__dict__.pop("_storage", None)
         if self.device.type == "cuda":
+            gc.collect()  # graphs hold on to their memory
             torch.cuda.empty_cache()
 
     def __enter__(self) -> Runtime:
@@ -735,7 +737,7 @@ class Runtime:
                         output = self._checked(call.ready.popleft(), on_error)
                         tokens += output.usage.completion_tokens
                         rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
-                        hits = self._cache.stats().hit_rate
+                        hits = self._cache.hit_rate
                         bar.set_postfix_str(f"{rate:,.0f} tokens/s, hit rate {hits:.1%}", refresh=False)
                         bar.update()
                         yield output

@@ -22,13 +22,14 @@ from triton_ops.extend_attention import extend_attention
 from triton_ops.gelu_and_mul import gelu_and_mul
 from triton_ops.gelu_fast import gelu_fast
 from triton_ops.gelu_new import gelu_new
-from triton_ops.implementation import gpu_of
+from triton_ops.implementation import GPU, gpu_of
 from triton_ops.kv_copy import kv_copy
 from triton_ops.layer_norm import add_layer_norm, layer_norm
 from triton_ops.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only
 from triton_ops.logprobs import token_logprobs
 from triton_ops.moe import moe
 from triton_ops.norm_rotary_store import HeadNorm, Rotation, norm_rotary_store
+from triton_ops.partial_linear import partial_linear, partial_linear_config
 from triton_ops.penalties import apply_penalties
 from triton_ops.rms_norm import add_rms_norm, rms_norm
 from triton_ops.row_tables import known_tokens, write_cells
@@ -71,6 +72,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _extend_cases()
     yield from _decode_cases()
     yield from _elementwise_cases()
+    yield from _linear_cases()
     yield from _expert_cases()
     yield from _sampling_cases()
     yield from _kv_copy_cases()
@@ -311,6 +313,30 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
                 few,
                 min_capability=FIRST_CAPABILITY if e4m3 else 80,
             )
+
+
+# --- projections in parts ---
+
+
+def _linear_cases() -> Iterator[KernelCase]:
+    """Every configuration, and the norm that adds up its parts; shapes of Qwen3 0.6B and 1.7B, Llama 3.1 8B."""
+    for num_columns, depth in ((1024, 2048), (1024, 3072), (2048, 6144), (4096, 4096), (4096, 14_336)):
+        for num_rows, dtype in product((16, 32, 64, 128, 256), (torch.bfloat16, torch.float16)):
+            config = partial_linear_config(GPU(90, 132), num_rows, num_columns, depth, dtype)
+            if config is None:
+                continue
+            name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}"
+            few = dtype == torch.bfloat16 and (num_columns, depth) in ((1024, 2048), (4096, 14_336))
+            x, weight = torch.empty(num_rows, depth, dtype=dtype), torch.empty(num_columns, depth, dtype=dtype)
+            call = partial(partial_linear, x, weight, config, impl="triton")
+            yield KernelCase(partial_linear, name, call, few, wgmma=True, min_capability=90)
+            parts = torch.empty(-(-depth // config.part_depth), num_rows, num_columns)
+            residual, norm_weight = (
+                torch.empty(num_rows, num_columns, dtype=dtype),
+                torch.empty(num_columns, dtype=dtype),
+            )
+            call = partial(add_rms_norm, parts, residual, norm_weight, 1e-5, impl="triton")
+            yield KernelCase(add_rms_norm, f"{name}, {len(parts)} parts", call, few)
 
 
 # --- experts ---

@@ -19,8 +19,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+import layers.linear
 import radixrt
-from radixrt.bench.kernels import elementwise, kv_copy, run, sampling
+from radixrt.bench.kernels import elementwise, kv_copy, linear, run, sampling
 from radixrt.bench.kernels.attention import decode_case, extend_case
 from radixrt.bench.kernels.attention_inputs import AttentionShape, attention_inputs
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected, worst_error
@@ -34,6 +35,8 @@ from radixrt.bench.kernels.table import Report
 from radixrt.bench.kernels.timing import copies_beyond_l2
 from radixrt.cli import main
 from radixrt.errors import ParameterError
+from triton_ops.partial_linear import PartialLinearConfig
+from triton_ops.rms_norm import add_rms_norm
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
 CARD = Machine(
@@ -307,6 +310,29 @@ def test_sampling_cases(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.de
     assert case_of("sampling", "temperature 512x151936").work.bytes == 512 * 151_936 * 2
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_linear_cases(parts: int, monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> None:
+    """With the kernels themselves, and where the product is not cut."""
+    config = PartialLinearConfig(16, 16, 2, 32) if parts > 1 else None
+    monkeypatch.setattr(linear, "DTYPE", torch.float16)
+    monkeypatch.setattr(layers.linear, "partial_linear_config", lambda *_: config)
+    added: list[int] = []
+
+    def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:
+        added.append(x.dim() - 1)
+        return add_rms_norm(x, *arguments, **options)
+
+    monkeypatch.setattr(linear, "add_rms_norm", recorded)
+    result = measure(linear.linear_case(5, 96, 64), replace(CARD, l2_bytes=1), PretendedTimer(), kernel_device)
+    for measurement in result.measurements:
+        assert measurement.reason is None, measurement.traceback
+    assert set(added) == ({1, 2} if parts > 1 else {1})
+    assert result.case.work.bytes == 2 * (5 * 96 + 64 * 96 + 64 + 3 * 5 * 64)
+    usual = choose_cases(Options(only=("linear",)))
+    assert len(usual) == 4 * len(linear.BATCHES)
+    assert [case.work.bound(CARD).limit for case in usual[:5]] == ["bytes"] * 4 + ["flops"]
+
+
 def test_kv_copy_cases(kernel_device: torch.device) -> None:
     """With the kernel itself."""
     shape = kv_copy.Shape(20, 2, 2, 16)
@@ -457,7 +483,7 @@ def test_command_errors(
         assert re.fullmatch(r"radixrt: error: .*" + message + r".*\n", shown), shown
 
     fails([], "needs an NVIDIA GPU")
-    fails(["--only", "dekode"], "one of: decode, decode-fp8, extend, short-extend, elementwise, sampling")
+    fails(["--only", "dekode"], "one of: decode, decode-fp8, extend, short-extend, elementwise, sampling, linear")
     fails(["--only", "decode/B=3*"], "none of decode's: 'B=1 L=8192 scattered', ")
     fails(["--json", str(tmp_path)], "cannot be written")
     fails(["--plot", str(tmp_path / "no" / "out.png")], "cannot be written")

@@ -108,6 +108,40 @@ def test_norms_before_an_addition(
     torch.testing.assert_close(normed, expected, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 4096), (5, 896), (1, 100), (0, 64), (2, 3, 128), (1, 16), (2, 5376)])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
+def test_parts_are_added_as_their_rounded_sum(
+    num_parts: int, shape: tuple[int, ...], dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    make = partial(random, device=kernel_device)
+    parts = make(num_parts, *shape, dtype=torch.float32) * 3
+    residual, weight = make(*shape, dtype=dtype, seed=1), make(shape[-1], dtype=dtype, seed=2)
+    whole = parts[0].clone()
+    for part in parts[1:]:
+        whole += part
+    for x in (parts, parts.transpose(0, 1).contiguous().transpose(0, 1)):
+        for impl in ("triton", "torch"):
+            normed, total = add_rms_norm(x, residual, weight, 1e-5, impl=impl)
+            expected, expected_total = add_rms_norm(whole.to(dtype), residual, weight, 1e-5, impl=impl)
+            assert (normed.dtype, normed.shape) == (dtype, shape)
+            assert torch.equal(total, expected_total)
+            assert_same(normed, expected)
+
+
+def test_parts_are_float32_and_of_the_residuals_shape(kernel_device: torch.device) -> None:
+    residual = random(4, 8, dtype=torch.float16, device=kernel_device)
+    weight = torch.ones(8, dtype=torch.float16, device=kernel_device)
+    parts = torch.ones(2, 4, 8, device=kernel_device)
+    for wrong in (parts.half(), parts[:, :3], parts[:0], parts[None]):
+        with pytest.raises(ValueError, match=r"parts must be \[P, 4, 8\] in torch.float32, but are \["):
+            add_rms_norm(wrong, residual, weight, 1e-5, impl="triton")
+    with pytest.raises(ValueError, match=r"weight must be contiguous \[8\] in torch.float16"):
+        add_rms_norm(parts, residual, weight.float(), 1e-5, impl="triton")
+    with pytest.raises(ValueError, match=r"residual must be \[2, 4, 8\]"):
+        add_wide_rms_norm(parts, residual.float(), weight.float(), 1e-5, offset=1.0, impl="triton")
+
+
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_read_strided_rows(name: str, kernel_device: torch.device) -> None:
     """Columns of a packed projection, heads of one, and columns that are not side by side."""

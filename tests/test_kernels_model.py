@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layers import radix_attention
+from layers import linear, radix_attention
 from layers.input_metadata import InputMetadata
-from radixrt.models.decoder import Decoder
+from layers.norm import RMSNorm, WideRMSNorm
+from layers.placement import Placement
+from radixrt.models.decoder import Block, Decoder
 from radixrt.models.loader import load_model
 from triton_ops import rms_norm
 from triton_ops.e4m3 import E4M3
+from triton_ops.partial_linear import PartialLinearConfig, partial_linear
 
 
 class Pool:
@@ -101,6 +105,63 @@ def test_kernels_over_e4m3_compute_what_the_references_do(
     assert on_kernels.isfinite().all()
     off = (on_kernels.float() - on_references.float()).norm() / on_references.float().norm()
     assert off < (2e-3 if dtype == "float32" else 5e-2), off
+
+
+@pytest.mark.parametrize(
+    ("family", "in_parts"),
+    [("llama", 4), ("qwen3", 4), ("qwen3_moe", 3), ("gemma2", 0), ("olmo2", 0)],
+)
+def test_outputs_in_parts_are_those_that_a_norm_adds_up(
+    family: str, in_parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
+) -> None:
+    """Of two layers, with the same kernels without parts beside them. Experts and other blocks have none."""
+    make = getattr(checkpoints, family)
+    checkpoints.write(make(hidden_size=64, intermediate_size=80, head_dim=16), tmp_path)
+    model, _ = load_model(tmp_path, device=kernel_device, dtype="float16", impl="triton")
+    whole = passes(model, kernel_device)
+    shapes: list[tuple[int, ...]] = []
+
+    def recorded(*arguments: Any, **options: Any) -> Tensor:
+        parts = partial_linear(*arguments, **options)
+        shapes.append(tuple(parts.shape))
+        return parts
+
+    monkeypatch.setattr(linear, "partial_linear", recorded)
+    monkeypatch.setattr(linear, "partial_linear_config", lambda *_: PartialLinearConfig(16, 16, 2, 32))
+    logits = passes(model, kernel_device)
+    assert len(shapes) == in_parts * 4
+    assert {shape[0] for shape in shapes} == ({2, 3} if in_parts else set())
+    assert logits.isfinite().all()
+    off = (logits.float() - whole.float()).norm() / whole.float().norm()
+    assert off < 5e-3, off
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, partial(WideRMSNorm, offset=0.0)])
+def test_a_block_allows_parts_where_its_norms_add_them(norm: Callable[..., RMSNorm]) -> None:
+    allowed = []
+
+    class Part(nn.Module):
+        def forward(self, hidden: Tensor, *_: object, parts_allowed: bool = False) -> Tensor:
+            allowed.append(parts_allowed)
+            return hidden
+
+    norms = [norm(8, 1e-5, placement=Placement(torch.float32, torch.device("cpu"))) for _ in range(2)]
+    part: Any = Part()
+    block = Block(attention_norm=norms[0], attention=part, feed_forward_norm=norms[1], feed_forward=part)
+    nothing: Any = None
+    block(torch.ones(3, 8), torch.ones(3, 8), nothing, nothing)
+    assert allowed == [norm is RMSNorm] * 2
+
+
+def test_biased_and_referenced_outputs_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "partial_linear_config", lambda *_: PartialLinearConfig(16, 16, 2, 32))
+    x = torch.ones(3, 64)
+    for bias, impl in ((True, "triton"), (False, "torch"), (False, "auto")):
+        placement = Placement(torch.float32, torch.device("cpu"), impl)
+        projection = linear.Linear(64, 64, bias=bias, placement=placement)
+        for parameter in projection.parameters():
+            parameter.fill_(0.5)
+        assert torch.equal(projection(x, parts_allowed=True), torch.full((3, 64), 32.0 + 0.5 * bias))
 
 
 # --- launches ---

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triton_ops.implementation import tl, triton
+from triton_ops.implementation import cdiv, next_power_of_2, tl, triton
 from triton_ops.logit_bits import key_of, widened
 from triton_ops.logit_threshold import MAX_REGISTERS
 from triton_ops.philox import load_uniform
@@ -77,7 +77,7 @@ def draw_from_candidates(
     """
     num_rows, vocab_size = rows.shape
     device, num_chunks = rows.device, maxima.shape[1]
-    num_blocks = triton.next_power_of_2(triton.cdiv(vocab_size, BLOCK))
+    num_blocks = next_power_of_2(cdiv(vocab_size, BLOCK))
     done = torch.empty(num_rows, dtype=torch.bool, device=device)
     if not num_rows:
         return done
@@ -99,7 +99,7 @@ def draw_from_candidates(
             rows.stride(0),
             VOCAB_SIZE=vocab_size,
             NUM_CHUNKS=num_chunks,
-            MAXIMA=triton.next_power_of_2(num_chunks),
+            MAXIMA=next_power_of_2(num_chunks),
             BLOCK=BLOCK,
             PARTS=PARTS,
             num_warps=TOTALS_WARPS,
@@ -129,7 +129,7 @@ def draw_from_candidates(
             BLOCK=BLOCK,
             BLOCKS=num_blocks,
             SIZE=attempt.size,
-            GUESS=max(1, min(attempt.guess, int(attempt.most_chunks * triton.cdiv(vocab_size, CHUNK)))),
+            GUESS=max(1, min(attempt.guess, int(attempt.most_chunks * cdiv(vocab_size, CHUNK)))),
             PARTS=PARTS,
             CHUNKS_AT_ONCE=attempt.chunks,
             IS_FIRST=attempt is ATTEMPTS[0],

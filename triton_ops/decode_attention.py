@@ -12,7 +12,7 @@ from torch import Tensor
 from triton_ops.attention_inputs import check_attention_inputs
 from triton_ops.attention_plan import AttentionPlan, Int32Array
 from triton_ops.e4m3 import E4M3, slots_of
-from triton_ops.implementation import GPU, Impl, gpu_of, runs_triton, tl, triton
+from triton_ops.implementation import GPU, Impl, gpu_of, next_power_of_2, runs_triton, tl, triton
 from triton_ops.merge_partials import merge_partials
 from triton_ops.online_softmax import attend_pairs, attend_tile, write_rows
 from triton_ops.soft_cap import soft_cap
@@ -378,7 +378,7 @@ def _launch(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_D=max(32 if pairs else 16, triton.next_power_of_2(head_dim)),
+        BLOCK_D=max(32 if pairs else 16, next_power_of_2(head_dim)),
         BLOCK_M=BLOCK_M,
         BLOCK_N=config.block_n,
         NUM_STAGES=config.num_stages,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triton_ops.implementation import tl, triton
+from triton_ops.implementation import cdiv, next_power_of_2, tl, triton
 
 # Of a row that one program holds in its registers: 32768 elements of two bytes or 16384 of four. Models have up to
 # 18432, and 16384 in what anyone would run in float32.
@@ -42,13 +42,27 @@ def check_residual(residual: Tensor, x: Tensor) -> None:
         )
 
 
-def row_blocks(size: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def check_parts(x: Tensor, residual: Tensor) -> None:
+    """Raise ValueError unless `x` is float32 parts of what is added to the residual."""
+    if x.shape[1:] != residual.shape or len(x) == 0 or x.dtype != torch.float32:
+        raise ValueError(
+            f"parts must be [P, {', '.join(map(str, residual.shape))}] in torch.float32, but are {[*x.shape]} in "
+            f"{x.dtype}"
+        )
+
+
+def row_blocks(size: int, dtype: torch.dtype, parts: int = 0) -> tuple[int, int, int]:
     """For kernels that hold whole rows of `size` elements: the block that a row is padded to, the rows of a
     program (several where they are short), its warps. Raises ValueError where a row is too long.
+
+    With `parts`, rows are the sums of so many each. Such batches are small: a program has one row, and threads
+    enough to have all their loads under way at once.
     """
     if size * dtype.itemsize > MAX_BYTES:
         raise ValueError(f"rows of {size} elements of {dtype} exceed the kernel's limit of {MAX_BYTES} bytes")
-    block = max(16, triton.next_power_of_2(size))
+    block = max(16, next_power_of_2(size))
+    if parts:
+        return block, 1, min(32, max(1, block * parts // (32 * ROW_ELEMENTS)))
     rows = max(1, ROW_TILE // block)
     most_warps = 16 if block <= 16384 else 32
     return block, rows, min(most_warps, max(1, block * rows // (32 * ROW_ELEMENTS)))
@@ -70,9 +84,9 @@ def _launch_blocks(kernel: Any, x: Tensor, size: int, **constexprs: Any) -> Tens
     """Run `kernel(x_ptr, out_ptr, x_stride, SIZE, BLOCK, **constexprs)` for each block of the result's rows."""
     rows = as_rows(x)
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
-    block = min(BLOCK, max(16, triton.next_power_of_2(size)))
+    block = min(BLOCK, max(16, next_power_of_2(size)))
     if out.numel():
-        grid = (rows.shape[0] * triton.cdiv(size, block),)
+        grid = (rows.shape[0] * cdiv(size, block),)
         kernel[grid](rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=NUM_WARPS, **constexprs)
     return out
 

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from triton_ops.attention_inputs import check_attention_inputs
 from triton_ops.attention_plan import ExtendPlan, Int32Array
 from triton_ops.e4m3 import E4M3, slots_of
-from triton_ops.implementation import GPU, Impl, gpu_of, runs_triton, tl, triton
+from triton_ops.implementation import GPU, Impl, gpu_of, next_power_of_2, runs_triton, tl, triton
 from triton_ops.merge_partials import merge_partials
 from triton_ops.online_softmax import attend_tile, write_rows
 from triton_ops.soft_cap import soft_cap
@@ -223,7 +223,7 @@ def extend_config(
 
 def _block_m(config: ExtendConfig, group: int) -> int:
     """Rows of a tile: at least one token's."""
-    return max(config.block_m, int(triton.next_power_of_2(group)))
+    return max(config.block_m, next_power_of_2(group))
 
 
 SHORT_ROWS = 64  # extends with no more rows than this take short tiles
@@ -351,7 +351,7 @@ def _launch(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
         BLOCK_M=_block_m(config, group),
         BLOCK_N=config.block_n,
         NUM_STAGES=config.num_stages,

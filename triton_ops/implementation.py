@@ -27,7 +27,18 @@ except ModuleNotFoundError:  # Triton exists for Linux alone; the torch referenc
 
     tl = None
 
-__all__ = ["GPU", "INTERPRETED", "Impl", "compiling_for", "gpu_of", "runs_triton", "tl", "triton"]
+__all__ = [
+    "GPU",
+    "INTERPRETED",
+    "Impl",
+    "cdiv",
+    "compiling_for",
+    "gpu_of",
+    "next_power_of_2",
+    "runs_triton",
+    "tl",
+    "triton",
+]
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # For kernels: whether they run in Triton's interpreter, whose own ways some have to mind.
@@ -72,6 +83,19 @@ def gpu_of(device: torch.device) -> GPU:
     if _compiling_for is not None:
         return _compiling_for
     return _cuda_gpu(device) if device.type == "cuda" else INTERPRETER
+
+
+# Triton's own of the same names take microseconds on the host, as much as some launches.
+
+
+def cdiv(a: int, b: int) -> int:
+    """`a / b`, rounded up; both are positive."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two at or above `n`, which is positive."""
+    return 1 << (n - 1).bit_length()
 
 
 @lru_cache

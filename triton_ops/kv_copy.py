@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from triton_ops.implementation import Impl, gpu_of, runs_triton, tl, triton
+from triton_ops.implementation import Impl, cdiv, gpu_of, runs_triton, tl, triton
 
 # What one program has under way, and how many programs there are. Over a link the two together cover its latency;
 # more programs than that would only take multiprocessors from a pass that runs beside the copy.
@@ -145,7 +145,7 @@ def _launch(
     chunk = min(words & -words, tile)
     tile_units = min(tile // chunk, MAX_UNITS)
     units = 2 * source.shape[0] * words // chunk
-    num_tiles = triton.cdiv(count * units, tile_units)
+    num_tiles = cdiv(count * units, tile_units)
     if count * units + tile_units >= 2**31:
         raise ValueError(f"{count} slots of {units} pieces exceed the kernel's limit of 2**31")
     if crosses_link:

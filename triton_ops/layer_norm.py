@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from triton_ops.elementwise import EARLY_BLOCK, as_rows, check_residual, check_vector, row_blocks
-from triton_ops.implementation import Impl, runs_triton, tl, triton
+from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, impl: Impl = "auto") -> Tensor:
@@ -47,7 +47,7 @@ def _launch(
         others, total = as_rows(residual), torch.empty_like(normed)
     if num_rows:
         block, block_rows, num_warps = row_blocks(size, x.dtype)
-        _layer_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+        _layer_norm_kernel[(cdiv(num_rows, block_rows),)](
             rows,
             others,
             weight,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.elementwise import as_rows
-from triton_ops.implementation import Impl, runs_triton, tl, triton
+from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -43,7 +43,7 @@ def keep_only(
         bitmask = torch.where(is_restricted, 0, -1).int().unsqueeze(1)
         bitmask = bitmask.repeat(1, -(-logits.shape[1] // WORD_BITS))
         if len(rows):
-            _allow_kernel[(triton.cdiv(len(rows), BLOCK),)](
+            _allow_kernel[(cdiv(len(rows), BLOCK),)](
                 bitmask, rows, token_ids, len(rows), bitmask.shape[1], BLOCK=BLOCK, num_warps=NUM_WARPS
             )
         return apply_bitmask(logits, bitmask, impl=impl)
@@ -63,7 +63,7 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor, *, impl: Impl = "auto") -> Te
         source = as_rows(logits)
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         if out.numel():
-            _bitmask_kernel[(out.shape[0] * triton.cdiv(vocab_size, BLOCK),)](
+            _bitmask_kernel[(out.shape[0] * cdiv(vocab_size, BLOCK),)](
                 source,
                 bitmask,
                 out,
@@ -84,7 +84,7 @@ def _add_at(
 ) -> Tensor:
     """Add `values` in place at pairs of a row and a token; -inf where it `applies` if there are none."""
     if len(rows):
-        _add_kernel[(triton.cdiv(len(rows), BLOCK),)](
+        _add_kernel[(cdiv(len(rows), BLOCK),)](
             logits,
             rows,
             token_ids,

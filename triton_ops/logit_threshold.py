@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_ops.implementation import tl, triton
+from triton_ops.implementation import next_power_of_2, tl, triton
 from triton_ops.logit_bits import float_of, key_of
 from triton_ops.row_maxima import greatest
 from triton_ops.token_mass import (
@@ -82,7 +82,7 @@ def logit_thresholds(
             rows.stride(0),
             VOCAB_SIZE=vocab_size,
             NUM_CHUNKS=maxima.shape[1],
-            MAXIMA=triton.next_power_of_2(maxima.shape[1]),
+            MAXIMA=next_power_of_2(maxima.shape[1]),
             TILE=TILE,
             num_warps=NUM_WARPS,
             maxnreg=MAX_REGISTERS,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.elementwise import as_rows
-from triton_ops.implementation import Impl, runs_triton, tl, triton
+from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
 from triton_ops.row_maxima import greatest
 
 BLOCK = 4096  # logits of a program
@@ -45,7 +45,7 @@ def _launch(rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tens
     one's, and its own top; the rows are made of their blocks.
     """
     num_rows, vocab_size = rows.shape
-    num_blocks, found = triton.cdiv(vocab_size, BLOCK), num_top if num_top <= MOST_TOP else 0
+    num_blocks, found = cdiv(vocab_size, BLOCK), num_top if num_top <= MOST_TOP else 0
 
     def each(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=rows.device)
@@ -79,7 +79,7 @@ def _launch(rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tens
             ranks,
             rows.stride(0),
             NUM_BLOCKS=num_blocks,
-            BLOCKS=triton.next_power_of_2(num_blocks),
+            BLOCKS=next_power_of_2(num_blocks),
             num_warps=1,
         )
     if num_top > found:

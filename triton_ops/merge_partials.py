@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from triton_ops.implementation import tl, triton
+from triton_ops.implementation import next_power_of_2, tl, triton
 from triton_ops.online_softmax import LOG2_E, finish_rows
 
 
@@ -38,7 +38,7 @@ def merge_partials(
         lse,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=next_power_of_2(head_dim),
         BLOCK_P=16,
         HAS_SINKS=sinks is not None,
         HAS_LSE=lse is not None,

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from triton_ops.elementwise import row_and_columns
-from triton_ops.implementation import Impl, runs_triton, tl, triton
+from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
 from triton_ops.silu_and_mul import silu_and_mul
 
 
@@ -67,7 +67,7 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
     # An expert's rows, each a token and one of its choices, are cut to tiles.
     # Products in float32 do without tensor cores: larger tiles of them do not fit into the registers.
     largest_tile = 64 if x.dtype == torch.float32 else 128
-    tile_rows = min(largest_tile, max(16, triton.next_power_of_2(triton.cdiv(chosen.shape[0], num_experts))))
+    tile_rows = min(largest_tile, max(16, next_power_of_2(cdiv(chosen.shape[0], num_experts))))
     order = chosen.argsort(stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
     counts.scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -79,9 +79,9 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
         """Each row, in the order of experts, times its expert's matrix; `rows_of_a` times a row of `a` is read."""
         _, size, inner = matrices.shape
         result = torch.empty(chosen.shape[0], size, dtype=a.dtype, device=a.device)
-        columns = min(largest_tile, max(16, triton.next_power_of_2(size)))
-        depth = min(128 // a.element_size(), max(16, triton.next_power_of_2(inner)))
-        _expert_product_kernel[(max_tiles * triton.cdiv(size, columns),)](
+        columns = min(largest_tile, max(16, next_power_of_2(size)))
+        depth = min(128 // a.element_size(), max(16, next_power_of_2(inner)))
+        _expert_product_kernel[(max_tiles * cdiv(size, columns),)](
             a,
             matrices,
             result,
@@ -91,7 +91,7 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
             CHOICES=rows_of_a,
             TO_ORDER=to_order,
             NUM_EXPERTS=num_experts,
-            EXPERT_BLOCK=triton.next_power_of_2(num_experts),
+            EXPERT_BLOCK=next_power_of_2(num_experts),
             SIZE=size,
             INNER=inner,
             ROWS=tile_rows,
@@ -104,8 +104,8 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
 
     activated = silu_and_mul(product(x, gate_up, top_k, to_order=False), impl="triton")
     parts = product(activated, down, 0, to_order=True)
-    block = min(1024, max(16, triton.next_power_of_2(hidden_size)))
-    _weighted_sum_kernel[(num_tokens * triton.cdiv(hidden_size, block),)](
+    block = min(1024, max(16, next_power_of_2(hidden_size)))
+    _weighted_sum_kernel[(num_tokens * cdiv(hidden_size, block),)](
         parts, weights, out, TOP_K=top_k, SIZE=hidden_size, BLOCK=block, num_warps=4
     )
     return out

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from triton_ops.e4m3 import E4M3, check_scales, in_float16, quantise, to_e4m3, to_float16
 from triton_ops.elementwise import check_vector
-from triton_ops.implementation import Impl, runs_triton, tl, triton
+from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
 from triton_ops.kv_store import kv_store
 from triton_ops.rms_norm import rms_norm, weighted
 from triton_ops.rotary import apply_rotary
@@ -159,13 +159,13 @@ def _launch(
     read = q.view(dtype), k.view(dtype), v.view(dtype)
     if num_tokens == 0:
         return read
-    half = triton.next_power_of_2(rotary_dim // 2) if rotary_dim else 0
-    rest = triton.next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0
-    rows = max(1, TILE // triton.next_power_of_2(head_dim))
-    kv_programs = triton.cdiv(num_tokens * num_kv_heads, rows)
+    half = next_power_of_2(rotary_dim // 2) if rotary_dim else 0
+    rest = next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0
+    rows = max(1, TILE // next_power_of_2(head_dim))
+    kv_programs = cdiv(num_tokens * num_kv_heads, rows)
     # Without norm, rotation and another dtype q stays as it is.
     unchanged = norm is None and rotation is None and dtype == q.dtype
-    q_programs = 0 if unchanged else triton.cdiv(num_tokens * num_heads, rows)
+    q_programs = 0 if unchanged else cdiv(num_tokens * num_heads, rows)
     _norm_rotary_store_kernel[(q_programs + 2 * kv_programs,)](
         q,
         k,
@@ -196,7 +196,7 @@ def _launch(
         ROTARY_DIM=rotary_dim,
         HALF=half,
         REST=rest,
-        WHOLE=triton.next_power_of_2(head_dim),
+        WHOLE=next_power_of_2(head_dim),
         ROWS=rows,
         TO_FLOAT16=dtype != q.dtype,
         num_warps=NUM_WARPS,

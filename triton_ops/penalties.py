@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.elementwise import as_rows
-from triton_ops.implementation import Impl, runs_triton, tl, triton
+from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -62,11 +62,11 @@ def _launch(
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
     if len(rows):
-        _count_kernel[(triton.cdiv(len(rows), BLOCK),)](
+        _count_kernel[(cdiv(len(rows), BLOCK),)](
             counts, rows, token_ids, is_output, len(rows), VOCAB_SIZE=vocab_size, BLOCK=BLOCK, num_warps=NUM_WARPS
         )
     if out.numel():
-        _penalties_kernel[(out.shape[0] * triton.cdiv(vocab_size, BLOCK),)](
+        _penalties_kernel[(out.shape[0] * cdiv(vocab_size, BLOCK),)](
             source,
             counts,
             repetition,

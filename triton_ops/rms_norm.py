@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
-from triton_ops.elementwise import EARLY_BLOCK, as_rows, check_residual, check_vector, row_blocks
-from triton_ops.implementation import Impl, runs_triton, tl, triton
+from triton_ops.elementwise import EARLY_BLOCK, as_rows, check_parts, check_residual, check_vector, row_blocks
+from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> Tensor:
@@ -25,10 +27,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> T
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm(x + residual)` and the sum, which is the next residual; both `[..., size]` in x's dtype."""
+    """`rms_norm(x + residual)` and the sum, which is the next residual; both `[..., size]` in residual's dtype.
+
+    `x` is `[..., size]` in that dtype, or the parts of it: float32 `[P, ..., size]`, added up in their order and
+    rounded to that dtype.
+    """
+    in_parts = x.dim() > residual.dim()
     if runs_triton(impl, x.device):
-        return launch_rms_norm(x, residual, weight, eps)
-    residual = x + residual
+        return launch_rms_norm(x, residual, weight, eps, in_parts=in_parts)
+    residual = (reduce(torch.add, x).to(residual.dtype) if in_parts else x) + residual
     return rms_norm(residual, weight, eps, impl="torch"), residual
 
 
@@ -40,27 +47,32 @@ def launch_rms_norm(
     *,
     offset: float | None = None,
     before: Tensor | None = None,
+    in_parts: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The kernel's norm of `x`, or of `x + residual`, and that sum (x itself where there is no residual).
 
     `offset` None is `rms_norm`, else that of `wide_rms_norm`. With a weight `before`, x is normed by it before it
-    is added. Without `weight` there is the sum alone, twice. Rows that do not lie a common stride apart are copied
-    first. Raises ValueError where shapes or dtypes disagree.
+    is added. Without `weight` there is the sum alone, twice. With `in_parts`, x is the parts of `add_rms_norm`.
+    Rows that do not lie a common stride apart are copied first. Raises ValueError where shapes or dtypes disagree.
     """
-    size = x.shape[-1]
+    size, rows, like, parts = x.shape[-1], as_rows(x), x, 0
+    if in_parts:
+        assert residual is not None
+        check_parts(x, residual)
+        like, parts = residual, len(x)
     for name, vector in (("weight", weight), ("before", before)):
         if vector is not None:
-            check_vector(name, vector, x)
-    rows, num_rows = as_rows(x), x.numel() // size
+            check_vector(name, vector, like)
+    num_rows = like.numel() // size
     normed = others = total = None
     if weight is not None:
-        normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+        normed = torch.empty_like(like, memory_format=torch.contiguous_format)
     if residual is not None:
-        check_residual(residual, x)
-        others, total = as_rows(residual), torch.empty_like(x, memory_format=torch.contiguous_format)
+        check_residual(residual, like)
+        others, total = as_rows(residual), torch.empty_like(like, memory_format=torch.contiguous_format)
     if num_rows:
-        block, block_rows, num_warps = row_blocks(size, x.dtype)
-        _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+        block, block_rows, num_warps = row_blocks(size, like.dtype, parts)
+        _rms_norm_kernel[(cdiv(num_rows, block_rows),)](
             rows,
             others,
             before,
@@ -71,6 +83,7 @@ def launch_rms_norm(
             rows.stride(0),
             0 if others is None else others.stride(0),
             eps,
+            PARTS=parts,
             OFFSET=offset,
             SIZE=size,
             BLOCK=block,
@@ -93,6 +106,7 @@ def _rms_norm_kernel(
     x_stride,
     residual_stride,
     eps,
+    PARTS: tl.constexpr,
     OFFSET: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -107,6 +121,10 @@ def _rms_norm_kernel(
     if early and weight_ptr is not None:
         weight = tl.load(weight_ptr + same, mask=mask, other=0.0)
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
+    if PARTS > 0:
+        for part in tl.static_range(1, PARTS):
+            x += tl.load(x_ptr + (row + part * num_rows) * x_stride + col, mask=mask, other=0.0)
+        x = x.to(residual_ptr.dtype.element_ty)  # as a product that was never cut
     dtype = x.dtype
     if early and residual_ptr is not None:
         other = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)

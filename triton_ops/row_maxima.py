@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_ops.implementation import INTERPRETED, tl, triton
+from triton_ops.implementation import INTERPRETED, cdiv, next_power_of_2, tl, triton
 from triton_ops.token_mass import BLOCK
 
 CHUNK = 256  # elements of which a maximum is kept
@@ -18,7 +18,7 @@ def chunk_maxima(rows: Tensor) -> Tensor:
     one is NaN. The chunks fill whole tiles; what lies beyond N counts as -inf. By a kernel.
     """
     num_rows, size = rows.shape
-    num_tiles = triton.cdiv(size, TILE)
+    num_tiles = cdiv(size, TILE)
     maxima = torch.empty(num_rows, num_tiles * (TILE // CHUNK), dtype=torch.float32, device=rows.device)
     if num_rows:
         _chunk_maxima_kernel[(num_rows * num_tiles,)](
@@ -68,7 +68,5 @@ def finite_of(maxima: Tensor) -> Tensor:
     num_rows, count = maxima.shape
     finite = torch.empty(num_rows, dtype=torch.bool, device=maxima.device)
     if num_rows:
-        _finite_kernel[(num_rows,)](
-            maxima, finite, COUNT=count, BLOCK=triton.next_power_of_2(count), num_warps=NUM_WARPS
-        )
+        _finite_kernel[(num_rows,)](maxima, finite, COUNT=count, BLOCK=next_power_of_2(count), num_warps=NUM_WARPS)
     return finite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_ops.implementation import Impl, runs_triton, tl, triton
+from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
 
 BLOCK = 256
 NUM_WARPS = 4
@@ -25,7 +25,7 @@ def write_cells(
         if not table.is_contiguous():
             raise ValueError(f"table must be contiguous, but has strides {[*table.stride()]}")
         if len(rows):
-            _write_cells_kernel[(triton.cdiv(len(rows), BLOCK),)](
+            _write_cells_kernel[(cdiv(len(rows), BLOCK),)](
                 table, rows, columns, values, len(rows), table.stride(0), BLOCK=BLOCK, num_warps=NUM_WARPS
             )
         return
@@ -38,7 +38,7 @@ def known_tokens(ids: Tensor, last_token: Tensor, *, impl: Impl = "auto") -> Ten
     if runs_triton(impl, ids.device):
         out = torch.empty_like(ids)
         if len(ids):
-            _known_tokens_kernel[(triton.cdiv(len(ids), BLOCK),)](
+            _known_tokens_kernel[(cdiv(len(ids), BLOCK),)](
                 ids, last_token, out, len(ids), BLOCK=BLOCK, num_warps=NUM_WARPS
             )
         return out

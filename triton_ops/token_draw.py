@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_ops.implementation import tl, triton
+from triton_ops.implementation import cdiv, next_power_of_2, tl, triton
 from triton_ops.logit_bits import widened
 from triton_ops.philox import load_uniform
 from triton_ops.row_maxima import CHUNK, greatest
@@ -48,7 +48,7 @@ def draw_tokens(
     num_rows, vocab_size = rows.shape
     if not num_rows:
         return
-    num_blocks = triton.cdiv(vocab_size, BLOCK)
+    num_blocks = cdiv(vocab_size, BLOCK)
     temperatures, seeds, sample_indices, positions = draws or (None, None, None, None)
     thresholds, maximum, least_log2, done = filters or (None, None, None, None)
     anchors = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=rows.device)
@@ -94,7 +94,7 @@ def draw_tokens(
         rows.stride(0),
         VOCAB_SIZE=vocab_size,
         NUM_BLOCKS=num_blocks,
-        BLOCKS=triton.next_power_of_2(num_blocks),
+        BLOCKS=next_power_of_2(num_blocks),
         BLOCK=BLOCK,
         num_warps=DRAW_WARPS,
     )

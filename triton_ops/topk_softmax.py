@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.elementwise import as_rows, row_blocks
-from triton_ops.implementation import Impl, runs_triton, tl, triton
+from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
 
 
 def topk_softmax(logits: Tensor, top_k: int, *, renormalize: bool, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def _launch(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tens
     experts = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     if num_tokens:
         block, block_rows, num_warps = row_blocks(num_experts, logits.dtype)
-        _topk_softmax_kernel[(triton.cdiv(num_tokens, block_rows),)](
+        _topk_softmax_kernel[(cdiv(num_tokens, block_rows),)](
             rows,
             weights,
             experts,
@@ -39,7 +39,7 @@ def _launch(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tens
             rows.stride(0),
             RENORMALIZE=renormalize,
             TOP_K=top_k,
-            CHOICES=triton.next_power_of_2(top_k),
+            CHOICES=next_power_of_2(top_k),
             NUM_EXPERTS=num_experts,
             BLOCK=block,
             ROWS=block_rows,

@@ -103,13 +103,17 @@ class Attention(nn.Module):
             impl=placement.impl,
         )
 
-    def forward(self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
+    def forward(
+        self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache, *, parts_allowed: bool = False
+    ) -> Tensor:
+        """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
         q, k, v = self.qkv.split_heads(self.qkv(hidden))
         if self.q_norm is not None and self.k_norm is not None and not self.norms_each_head:
             q = self.q_norm(q.flatten(1)).view(q.shape)
             k = self.k_norm(k.flatten(1)).view(k.shape)
-        attended: Tensor = self.output(self.attention(q, k, v, metadata, kv_pool).flatten(1))
-        return attended
+        attended = self.attention(q, k, v, metadata, kv_pool).flatten(1)
+        out: Tensor = self.output(attended, parts_allowed=parts_allowed)
+        return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
         yield from self.qkv.checkpoint_tensors(name)
@@ -135,8 +139,9 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.activation](placement.impl)
         self.down = Linear(inner, hidden, bias=bias, placement=placement)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.down(self.activation(self.gate_up(hidden)))
+    def forward(self, hidden: Tensor, *, parts_allowed: bool = False) -> Tensor:
+        """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
+        out: Tensor = self.down(self.activation(self.gate_up(hidden)), parts_allowed=parts_allowed)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -178,14 +183,17 @@ class Block(nn.Module):
     def forward(
         self, hidden: Tensor, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's input is `hidden + residual`, or `hidden` alone before the first; so is its output."""
+        """The layer's input is `hidden + residual`, or `hidden` alone before the first; so is its output. Beside a
+        residual, `hidden` may be parts: only the `add` of a norm reads it.
+        """
         if residual is None:
             hidden, residual = self.attention_norm(hidden), hidden
         else:
             hidden, residual = self.attention_norm.add(hidden, residual)
-        hidden = self.attention(hidden, metadata, kv_pool)
+        hidden = self.attention(hidden, metadata, kv_pool, parts_allowed=self.feed_forward_norm.adds_parts)
         hidden, residual = self.feed_forward_norm.add(hidden, residual)
-        return self.feed_forward(hidden), residual
+        # The norm that comes next, of the next layer or the decoder, is of the same kind.
+        return self.feed_forward(hidden, parts_allowed=self.feed_forward_norm.adds_parts), residual
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
         for part, stored in self.checkpoint_names.items():

@@ -9,6 +9,7 @@ GROUPS = {
     "short-extend": "16 new tokens on a prefix of 32,768 (bound by bytes)",
     "elementwise": "norms, gated activations, rotary embedding and KV store (bound by bytes)",
     "sampling": "draws, greedy choices and log-probabilities (bound by bytes: those of the logits, once)",
+    "linear": "output projections of small batches, with the norm that follows (bound by bytes, or by products)",
     "kv_copy": "KV to and from pinned host memory (bound by the link) and within the pool",
 }
 """By name: a line for people, in the order in which they run."""

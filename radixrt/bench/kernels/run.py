@@ -18,6 +18,7 @@ from radixrt.bench.kernels.case import Case
 from radixrt.bench.kernels.elementwise import elementwise_cases, elementwise_sweep
 from radixrt.bench.kernels.groups import GROUPS
 from radixrt.bench.kernels.kv_copy import kv_copy_cases
+from radixrt.bench.kernels.linear import linear_cases, linear_sweep
 from radixrt.bench.kernels.measurement import Result, measure
 from radixrt.bench.kernels.roofline import Machine
 from radixrt.bench.kernels.sampling import sampling_cases, sampling_sweep
@@ -48,9 +49,15 @@ class Options:
 
 def choose_cases(options: Options) -> list[Case[Any]]:
     """The cases, in the groups' order. Raises ParameterError where a pattern matches none."""
-    cases: list[Case[Any]] = [*attention_cases(), *elementwise_cases(), *sampling_cases(), *kv_copy_cases()]
+    cases: list[Case[Any]] = [
+        *attention_cases(),
+        *elementwise_cases(),
+        *sampling_cases(),
+        *linear_cases(),
+        *kv_copy_cases(),
+    ]
     if options.sweep:
-        swept: list[Case[Any]] = [*attention_sweep(), *elementwise_sweep(), *sampling_sweep()]
+        swept: list[Case[Any]] = [*attention_sweep(), *elementwise_sweep(), *sampling_sweep(), *linear_sweep()]
         cases += map(_without_compiled, swept)
     named = {(case.group, case.name): case for case in reversed(cases)}  # a sweep has some of the usual ones
     cases = list(reversed(named.values()))
