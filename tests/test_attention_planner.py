@@ -98,6 +98,15 @@ def test_shapes_depend_on_the_batch_and_on_merging_alone(
         np.testing.assert_array_equal(plans.arrays[f"decode {window} seq_lens"], lens)
 
 
+def test_padded_decodes_have_room_where_all_waves_are_full() -> None:
+    lens = int32([15_407] * 18)
+    assert decode_item_len(H200, 8, lens) == 1472
+    assert 18 * -(-15_407 // 1472) == most_decode_items(H200, 8, 24) == 198
+    rows, here = np.arange(24, dtype=np.int32), planner(H200, None, num_kv_heads=8)
+    arrays = here.plan_padded(rows, np.append(lens, int32([0] * 6)), merges=True).arrays
+    assert arrays["decode None item_query_lens"].sum() == 198 + 6
+
+
 def test_a_short_batch_does_not_merge_and_a_long_one_does() -> None:
     rows = np.arange(64, dtype=np.int32)
     here = planner(H200, None, num_kv_heads=8)

@@ -531,7 +531,8 @@ def test_impl_reaches_every_layer(folder: Path) -> None:
     with small_runtime(folder, impl="torch") as runtime:
         told = [module.impl for module in runtime._model.modules() if hasattr(module, "impl")]
     assert set(told) == {"torch"}
-    assert len(told) == 2 * 4 + 2  # of each block two norms, attention and activation; the last norm and the head
+    # Of each block two norms, attention, activation and four products; the last norm and the head.
+    assert len(told) == 2 * 8 + 2
 
 
 def test_a_wrong_path_is_named(tmp_path: Path) -> None:
