@@ -204,13 +204,10 @@ class Runtime:
         # A request that has ended keeps its row until the passes in flight have ended too: hence some more.
         num_rows = max_running_requests + max_running_requests // 2 + 1
         self._rows = ReqToTokenPool(num_rows, self.context_length)
-        max_captured_batch = max_running_requests if cuda_graphs else 0
         limits = PassLimits(max_running_requests, chunked_prefill_size)
         memory_began, promised = time.perf_counter(), 0
         if self.device.type == "cuda" and max_total_tokens is None:
-            promised = measured_pass_memory(
-                decoder, self._rows, limits, pool_dtype, max_captured_batch=max_captured_batch
-            )
+            promised = measured_pass_memory(decoder, self._rows, limits, pool_dtype, captures=cuda_graphs)
         memory_seconds = time.perf_counter() - memory_began
         slots = pool_slots(
             self.device,
@@ -264,7 +261,8 @@ class Runtime:
             self._kv_pool,
             self.device,
             host_pool,
-            max_captured_batch=max_captured_batch,
+            max_captured_batch=max_running_requests if cuda_graphs else 0,
+            max_captured_tokens=chunked_prefill_size if cuda_graphs else 0,
         )
         graphs_began = time.perf_counter()
         runner.capture_graphs()

@@ -29,6 +29,7 @@ from radixrt.cache.radix_tree import Namespace
 from radixrt.engine import Engine
 from radixrt.execution import attention_planner
 from radixrt.execution.decode_graphs import CAPTURED_DRAWS, MERGES_BELOW, DecodeGraphs, ladder
+from radixrt.execution.extend_graphs import ExtendGraphs, PassShape, pass_shapes
 from radixrt.execution.model_runner import ModelRunner
 from triton_ops.e4m3 import FIRST_CAPABILITY
 from triton_ops.implementation import gpu_of
@@ -55,7 +56,7 @@ def graphs(device: torch.device) -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodeGraphs, "_captured", repeated)
+        patch.setattr(DecodeGraphs, "captured", repeated)
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         patch.setattr(attention_planner, "runs_triton", lambda impl, device: True)  # plans are cut and padded
         yield
@@ -70,8 +71,9 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, **options: Any) -> Run
     else:
         most = options["max_running_requests"] if cuda_graphs else 0
 
-        def runner(*arguments: Any, max_captured_batch: int) -> ModelRunner:
-            return ModelRunner(*arguments, max_captured_batch=most)
+        def runner(*arguments: Any, max_captured_batch: int, max_captured_tokens: int) -> ModelRunner:
+            tokens = 64 if cuda_graphs else 0
+            return ModelRunner(*arguments, max_captured_batch=most, max_captured_tokens=tokens)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(radixrt.runtime, "ModelRunner", runner)
@@ -151,6 +153,62 @@ def test_the_ladder_ends_at_the_most(most: int) -> None:
     for count in range(1, most + 1):
         size = next(size for size in sizes if size >= count)
         assert size - count < min(count, 32)
+
+
+# --- passes with extends ---
+
+
+@pytest.fixture
+def extend_replays(monkeypatch: pytest.MonkeyPatch) -> list[PassShape]:
+    """The shape of each captured pass with extends."""
+    seen: list[PassShape] = []
+    launch = ExtendGraphs.launch
+
+    def watched(self: ExtendGraphs, padded: Any) -> Any:
+        seen.append(padded.shape)
+        return launch(self, padded)
+
+    monkeypatch.setattr(ExtendGraphs, "launch", watched)
+    return seen
+
+
+def test_shapes_of_passes() -> None:
+    """A small model has them up to the longest pass, a large one for short passes alone, a huge one none."""
+    small = pass_shapes(16384, 512, 600_000_000)
+    assert max(shape.num_tokens for shape in small) == 16384
+    assert {shape.num_rows for shape in small} == {128, 512}
+    assert small == sorted(small, key=lambda shape: (shape.num_tokens, shape.num_rows))
+    assert all(shape.num_extends == min(shape.num_tokens // 2, 512) + 1 for shape in small)
+    assert max(shape.num_tokens for shape in pass_shapes(16384, 512, 8_000_000_000)) == 1024
+    assert not pass_shapes(16384, 512, 70_000_000_000)
+    assert [shape.num_tokens for shape in pass_shapes(100, 1, 1000)] == [100]
+
+
+@pytest.mark.parametrize("chunk", [2, 7, 64, 1000])
+def test_passes_with_extends(folder: Path, chunk: int, extend_replays: list[PassShape]) -> None:
+    """Chunks, cached prefixes, decodes beside them; passes that no shape fits among them."""
+    shared = random_prompts(1, least=40, most=40, seed=9)[0]
+    prompts = [*random_prompts(12, most=50), *(shared + own for own in random_prompts(8, most=9, seed=8))]
+    params = [replace(one, seed=i) for i, one in enumerate([*KINDS.values()] * 2)][: len(prompts)]
+    check_both(folder, prompts, params, chunked_prefill_size=chunk)
+    assert extend_replays
+    assert chunk == 1000 or max(shape.num_tokens for shape in extend_replays) <= max(64, chunk)
+
+
+def test_a_pass_beyond_all_shapes_is_launched_kernel_by_kernel(
+    folder: Path, extend_replays: list[PassShape]
+) -> None:
+    check_both(folder, random_prompts(3, least=70, most=90), GREEDY)
+    assert not extend_replays
+
+
+def test_answers_to_one_prompt_and_scored_prompts_are_launched_kernel_by_kernel(
+    folder: Path, extend_replays: list[PassShape]
+) -> None:
+    """The first tokens of several answers have more rows of logits; scores want hidden states."""
+    check_both(folder, random_prompts(3), replace(GREEDY, n=3))
+    check_both(folder, random_prompts(3), replace(GREEDY, prompt_logprobs=2))
+    assert not extend_replays or all(shape.num_tokens for shape in extend_replays)
 
 
 # --- the same outputs ---

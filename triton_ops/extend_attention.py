@@ -248,8 +248,8 @@ def plan_extends(
     """`ExtendPlan.host_arrays` for these requests and `tile_tokens`, as the configuration for `gpu` wants them.
 
     The KV that a tile reads is cut, if it may be, where it is more than a fair share for each of the programs that
-    run side by side, unless the pieces would be too short to be worth a partial result. `short`: whether tiles are;
-    None: as the requests are.
+    run side by side, unless the pieces would be too short to be worth a partial result. `short`: whether tiles
+    are; None: as the requests are.
     """
     group = num_heads // num_kv_heads
     if short is None:

@@ -103,17 +103,16 @@ class AttentionPlanner:
     def plan_padded_extends(
         self, host: Mapping[str, Int32Array], num_extends: int, num_live: int, decode_lens: Int32Array
     ) -> PassPlans | None:
-        """The plans for a pass of `InputMetadata.host_arrays` with `num_extends` extends: `num_live` real ones, then
-        such without tokens, and a last one whose tokens pad the pass and get results of zero; and of decodes `[R]`
-        with `decode_lens`, 0 for padded ones. Shapes depend on the numbers of extends, of their tokens and of
-        decodes alone. None: there is no room for what these extends need.
+        """The plans for a pass of `InputMetadata.host_arrays` with `num_extends` extends: `num_live` real ones,
+        then such without tokens, and a last one whose tokens pad the pass and get results of zero; and of decodes
+        `[R]` with `decode_lens`, 0 for padded ones. Shapes depend on the numbers of extends, of their tokens and
+        of decodes alone. None: there is no room for what these extends need.
         """
         config, gpu = self._config, self._gpu
         assert gpu is not None  # the references need no plan of extends
         arrays = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, merges=True).arrays
-        num_tokens, num_padding = int(host["extend_seq_lens"][:num_extends].sum()), host["extend_seq_lens"][
-            num_extends - 1
-        ]
+        num_new = host["extend_seq_lens"][:num_extends]
+        num_tokens = int(num_new.sum())
         cut = num_tokens <= MOST_CUT_TOKENS
         tile_tokens = 0
         for window in self._windows:
@@ -136,16 +135,23 @@ class AttentionPlanner:
             if cut:
                 extra = most_extra_extend_items(gpu, config.num_kv_heads)
                 most_items, most_partials = most_items + extra, num_tokens + extra * tile_tokens
-            begins = np.arange(0, num_padding, tile_tokens, dtype=np.int32)
+            begins = np.arange(0, num_new[-1], tile_tokens, dtype=np.int32)
             num_items = len(plan["item_lens"]) + len(begins)
             if num_items > most_items or len(plan["row_partials"]) > most_partials:
                 return None
             begins = np.append(begins, np.full(most_items - num_items, num_tokens, np.int32))
-            padding = {"item_requests": num_extends - 1, "item_query_starts": begins, "item_partials": -1}
+            padding: dict[str, ArrayLike] = {
+                "item_requests": num_extends - 1,
+                "item_query_starts": begins,
+                "item_partials": -1,
+            }
             for name in ("item_requests", "item_query_starts", "item_starts", "item_lens", "item_partials"):
                 plan[name] = _padded(plan[name], most_items, padding.get(name, 0))
             if cut:
-                starts, plan["row_partials"] = plan["row_partial_starts"], _padded(plan["row_partials"], most_partials)
+                starts, plan["row_partials"] = (
+                    plan["row_partial_starts"],
+                    _padded(plan["row_partials"], most_partials),
+                )
                 plan["row_partial_starts"] = _padded(starts, num_tokens + 1, starts[-1] if len(starts) else 0)
             arrays = arrays | {f"extend {window} {name}": array for name, array in plan.items()}
         return PassPlans(arrays, self._windows, tile_tokens)

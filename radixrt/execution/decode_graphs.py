@@ -54,6 +54,9 @@ class DecodeGraphs:
         last_token: int32 `[max_requests + 1]`, the token that was sampled last for each row; it is only read.
         planner: plans the decodes.
         max_batch: the top of the ladder.
+
+    Attributes:
+        logits: `[max_batch, vocab_size]`, where those of a pass come out.
     """
 
     def __init__(
@@ -77,9 +80,7 @@ class DecodeGraphs:
         self._memory: Any = torch.cuda.graph_pool_handle()
         self._forwards: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._draws: dict[tuple[int, Features], torch.cuda.CUDAGraph] = {}
-        self._logits = torch.empty(
-            (max_batch, model.config.vocab_size), dtype=model.placement.dtype, device=device
-        )
+        self.logits = torch.empty((max_batch, model.config.vocab_size), dtype=model.placement.dtype, device=device)
         self._token_ids = torch.empty(max_batch, dtype=torch.int32, device=device)
         self._finite = torch.empty(max_batch, dtype=torch.bool, device=device)
         # It must never move: graphs know its address.
@@ -98,9 +99,9 @@ class DecodeGraphs:
                 for merges in (True, False) if size >= MERGES_BELOW else (True,):
                     host, plans = self._plan_idle(size, merges=merges)
                     arrays = self._staging.upload(self._numbers(host, plans))
-                    self._forwards[size, merges] = self._captured(partial(self._forward, host, plans, arrays))
+                    self._forwards[size, merges] = self.captured(partial(self._forward, host, plans, arrays))
                 for features in CAPTURED_DRAWS:
-                    self._draws[size, features] = self._captured(partial(self._draw, arrays, features))
+                    self._draws[size, features] = self.captured(partial(self._draw, arrays, features))
                 yield size
 
     def launch(
@@ -130,7 +131,7 @@ class DecodeGraphs:
         else:  # its kernels are launched one by one
             self._draw(arrays, features)
         rows = arrays["req_pool_indices"][:count]
-        return rows, self._logits[:count], self._token_ids[:count], self._finite[:count]
+        return rows, self.logits[:count], self._token_ids[:count], self._finite[:count]
 
     def _plan_idle(self, size: int, *, merges: bool) -> tuple[dict[str, Int32Array], PassPlans]:
         """A pass of padded decodes alone."""
@@ -174,16 +175,15 @@ class DecodeGraphs:
         )
         ids = known_tokens(arrays["input_ids"], self._last_token, impl=self._impl)
         hidden = self._model(ids, metadata, self._kv_pool)
-        self._model.compute_logits(hidden, None, out=self._logits[: len(rows)])
+        self._model.compute_logits(hidden, None, out=self.logits[: len(rows)])
 
     def _draw(self, arrays: Mapping[str, Tensor], features: Features) -> None:
         """From logits to tokens."""
         rows = slice(len(arrays["req_pool_indices"]))
-        draw_plain(
-            self._logits[rows], arrays, features, self._token_ids[rows], self._finite[rows], impl=self._impl
-        )
+        draw_plain(self.logits[rows], arrays, features, self._token_ids[rows], self._finite[rows], impl=self._impl)
 
-    def _captured(self, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def captured(self, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of what `compute` launches, in the memory of all graphs."""
         compute()  # what is made on first use is made now
         graph = torch.cuda.CUDAGraph()
         stream = _capture_stream(self._req_to_token.device)

@@ -4,7 +4,7 @@ computing it takes the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata, Int32Array
+from memory_pool.req_to_token_pool import NO_CHANGES
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.attention_planner import AttentionPlanner, PassPlans
 from radixrt.execution.staging import Staging, num_words
@@ -24,8 +25,8 @@ from triton_ops.row_tables import known_tokens
 from triton_ops.sampling import finite_rows
 
 TOKEN_STEPS = (256, 512, 1024, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 14336, 16384)
-# Tokens times weights: a pass of more keeps an H200 busy for longer (20 ms) than launching it one by one takes.
-MOST_WORK = 7e12
+# Tokens times weights. A pass of more keeps a GPU busy for longer than launching its kernels one by one takes.
+MOST_WORK = 1e13
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class PassShape:
 
 
 def pass_shapes(max_tokens: int, max_requests: int, num_weights: int) -> list[PassShape]:
-    """The shapes that are captured, the smallest first."""
-    most = min(max_tokens, int(MOST_WORK / max(1, num_weights)))
-    rows = sorted({-(-max_requests // 4), max_requests})
+    """The shapes that are captured, the smallest first; none for a large model."""
+    steps = {*(step for step in TOKEN_STEPS if step < max_tokens), max_tokens}
     return [
-        PassShape(tokens, count, min(tokens // 2, max_requests) + 1)
-        for tokens in sorted({*(step for step in TOKEN_STEPS if step <= most), *([max_tokens] if max_tokens <= most else [])})
-        for count in rows
+        PassShape(num_tokens, num_rows, min(num_tokens // 2, max_requests) + 1)
+        for num_tokens in sorted(steps)
+        if num_tokens * num_weights <= MOST_WORK
+        for num_rows in sorted({-(-max_requests // 4), max_requests})
     ]
 
 
@@ -69,14 +70,14 @@ class PaddedPass:
 class ExtendGraphs:
     """Passes from input ids to logits, with extends among them, padded to one of few shapes.
 
-    Padding tokens are those of an extend of their own, which reads nothing; they and padded decodes write their KV to
-    slot 0.
+    Padding tokens are those of an extend of their own, which reads nothing; they and padded decodes write their KV
+    to slot 0.
 
     Args:
         model, kv_pool, req_to_token, last_token, planner: as in DecodeGraphs.
         shapes: of `pass_shapes`, not empty.
         logits: `[rows, vocab_size]`, where they come out; as many rows as a shape has at most.
-        memory: the graphs' pool, shared with others.
+        captured: makes a graph of what it is given.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class ExtendGraphs:
         planner: AttentionPlanner,
         shapes: list[PassShape],
         logits: Tensor,
-        memory: Any,
+        captured: Callable[[Callable[[], None]], torch.cuda.CUDAGraph],
     ) -> None:
         self._model = model
         self._kv_pool = kv_pool
@@ -97,7 +98,7 @@ class ExtendGraphs:
         self._planner = planner
         self._shapes = shapes
         self._logits = logits
-        self._memory = memory
+        self._captured = captured
         self._impl = model.placement.impl
         self._padding_row = len(last_token) - 1
         self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
@@ -105,45 +106,45 @@ class ExtendGraphs:
         most = max(shape.num_extends + shape.num_rows for shape in shapes)
         self._finite = torch.empty(most, dtype=torch.bool, device=device)
         # It must never move: graphs know its address.
-        self._staging = Staging(device, max(num_words(self.idle(shape).numbers) for shape in shapes))
+        self._staging = Staging(device, max(num_words(self._idle(shape).numbers) for shape in shapes))
 
     def capture(self) -> Iterator[PassShape]:
         """Capture all shapes, the largest first: the others fit into its memory. Yields each."""
         with torch.inference_mode():
             for shape in reversed(self._shapes):
-                idle = self.idle(shape)
-                compute = partial(self.compute, idle, self._staging.upload(idle.numbers))
-                compute()  # what is made on first use is made now
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                    compute()
-                self._graphs[shape] = graph
+                idle = self._idle(shape)
+                self._graphs[shape] = self._captured(
+                    partial(self._compute, idle, self._staging.upload(idle.numbers))
+                )
                 yield shape
 
-    def launch(self, batch: ScheduleBatch) -> tuple[Tensor, Tensor] | None:
-        """Start a pass of B requests, each of which samples at most one token; S sample one.
-
-        The tables on the device are up to date. Returns logits `[S, vocab_size]` and whether the last hidden state
-        of each request is finite, bool `[B]`, which are valid until the next launch; None where no shape fits.
-        """
-        padded = self.padded(batch)
-        if padded is None:
-            return None
-        self._staging.upload(padded.numbers)
-        self._graphs[padded.shape].replay()
-        return self._logits[: int(batch.num_samples.sum())], self._finite[: len(batch.requests)]
-
     def padded(self, batch: ScheduleBatch) -> PaddedPass | None:
-        """The pass in the smallest shape that fits; None where none does."""
-        num_live, num_decodes = batch.num_extends, len(batch.requests) - batch.num_extends
-        num_rows = max(num_decodes, int(batch.num_samples.sum()))
+        """A pass, whose requests sample at most a token each, in the smallest shape that fits; None: none does."""
+        num_decodes = len(batch.requests) - batch.num_extends
         num_tokens = len(batch.input_ids) - num_decodes
+        num_rows = max(num_decodes, int(batch.num_samples.sum()))
         for shape in self._shapes:
-            if shape.num_tokens >= num_tokens and shape.num_rows >= num_rows and shape.num_extends > num_live:
-                return self._padded(batch, shape, num_live, num_tokens)
+            if (
+                shape.num_tokens >= num_tokens
+                and shape.num_rows >= num_rows
+                and shape.num_extends > batch.num_extends
+            ):
+                return self._padded(batch, shape)
         return None
 
-    def idle(self, shape: PassShape) -> PaddedPass:
+    def launch(self, padded: PaddedPass) -> tuple[Tensor, Tensor]:
+        """Start a pass. The tables on the device are up to date.
+
+        Returns logits `[num_rows, vocab_size]`, of those that sample first, and whether the last hidden state of
+        each request is finite, bool `[num_extends + num_rows]`, of the pass's own first. They are valid until the
+        next launch.
+        """
+        shape = padded.shape
+        self._staging.upload(padded.numbers)
+        self._graphs[shape].replay()
+        return self._logits[: shape.num_rows], self._finite[: shape.num_extends + shape.num_rows]
+
+    def _idle(self, shape: PassShape) -> PaddedPass:
         """A pass of nothing but padding."""
         none = np.zeros(0, np.int32)
         batch = ScheduleBatch(
@@ -162,16 +163,20 @@ class ExtendGraphs:
             row_changes=NO_CHANGES,
             admitted=(),
         )
-        padded = self._padded(batch, shape, 0, 0)
+        padded = self._padded(batch, shape)
         assert padded is not None  # it needs no room
         return padded
 
-    def _padded(self, batch: ScheduleBatch, shape: PassShape, num_live: int, num_tokens: int) -> PaddedPass | None:
-        num_decodes = len(batch.requests) - num_live
+    def _padded(self, batch: ScheduleBatch, shape: PassShape) -> PaddedPass | None:
+        num_live, num_decodes = batch.num_extends, len(batch.requests) - batch.num_extends
+        num_tokens = len(batch.input_ids) - num_decodes
         empty, spare = shape.num_extends - num_live, shape.num_tokens - num_tokens
 
         def by_request(array: Int32Array, filler: int, decode_filler: int) -> Int32Array:
-            fillers = np.full(empty, filler, np.int32), np.full(shape.num_rows - num_decodes, decode_filler, np.int32)
+            fillers = (
+                np.full(empty, filler, np.int32),
+                np.full(shape.num_rows - num_decodes, decode_filler, np.int32),
+            )
             return np.concatenate([array[:num_live], fillers[0], array[num_live:], fillers[1]])
 
         def by_token(array: Int32Array) -> Int32Array:
@@ -204,8 +209,8 @@ class ExtendGraphs:
             },
         )
 
-    def compute(self, padded: PaddedPass, arrays: Mapping[str, Tensor]) -> None:
-        """From the numbers of a pass on the device to its logits; of `padded` nothing but the shapes has a meaning."""
+    def _compute(self, padded: PaddedPass, arrays: Mapping[str, Tensor]) -> None:
+        """From the numbers of a pass on the device to its logits; of `padded` only the shapes have a meaning."""
         metadata = InputMetadata.from_host_and_device(
             padded.host,
             arrays,

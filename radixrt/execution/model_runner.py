@@ -20,6 +20,7 @@ from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.attention_planner import AttentionPlanner
 from radixrt.execution.decode_graphs import DecodeGraphs
+from radixrt.execution.extend_graphs import ExtendGraphs, pass_shapes
 from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.sampler import (
     DrawPlan,
@@ -63,8 +64,10 @@ class ModelRunner:
         kv_pool: the KV of all tokens, on the device.
         device: where everything is.
         host_pool: the KV of tokens that have left the device; None: there is no such tier.
-        max_captured_batch: decode passes of up to that many requests run as captured graphs, once
-            `capture_graphs` has been called; 0: none do.
+        max_captured_batch: passes of up to that many requests run as captured graphs, once `capture_graphs` has
+            been called; 0: none do.
+        max_captured_tokens: so do those with up to that many tokens of extends, where a model is small enough to
+            gain by it; 0: those with extends do not.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class ModelRunner:
         host_pool: HostKVPool | None = None,
         *,
         max_captured_batch: int = 0,
+        max_captured_tokens: int = 0,
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
@@ -91,20 +95,26 @@ class ModelRunner:
         self._sampling = SamplingTable(rows.max_requests)
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, model.placement.impl)
         self._graphs: DecodeGraphs | None = None
+        self._extend_graphs: ExtendGraphs | None = None
         if max_captured_batch:
+            tables = self._req_to_token, self._last_token, self._planner
+            num_weights = sum(weight.numel() for weight in model.parameters())
             with self._on_device():
-                self._graphs = DecodeGraphs(
-                    model, kv_pool, self._req_to_token, self._last_token, self._planner, max_captured_batch
-                )
+                self._graphs = DecodeGraphs(model, kv_pool, *tables, max_captured_batch)
+                if shapes := pass_shapes(max_captured_tokens, max_captured_batch, num_weights):
+                    self._extend_graphs = ExtendGraphs(
+                        model, kv_pool, *tables, shapes, self._graphs.logits, self._graphs.captured
+                    )
 
     def capture_graphs(self, most: int | None = None) -> None:
-        """Capture the graphs of decode passes, if there are to be any; with `most` those of the largest batches
+        """Capture the graphs of passes, if there are to be any; with `most` those of so many of the largest ones
         alone, for what is not captured cannot be launched.
         """
-        if self._graphs is not None:
-            with self._on_device():
-                for _ in islice(self._graphs.capture(), most):
-                    pass
+        with self._on_device():
+            for graphs in (self._extend_graphs, self._graphs):  # the largest first: others fit into its memory
+                if graphs is not None:
+                    for _ in islice(graphs.capture(), most):
+                        pass
 
     def transfer(self, transfers: deque[KVTransfer]) -> None:
         """Start transfers between device and host, in order, for the pass that is launched next.
@@ -137,25 +147,55 @@ class ModelRunner:
         if self._graphs is not None and len(sampling) <= self._graphs.max_batch and _is_decode(batch):
             return self._launch_decode(batch, draws, self._graphs)
 
-        host = InputMetadata.host_arrays(
-            batch.req_pool_indices, batch.seq_lens, batch.prefix_lens, batch.out_cache_loc
-        )
-        last_tokens = host["extend_start_loc"] + host["extend_seq_lens"] - 1  # [B]
         first_samples = np.flatnonzero(np.diff(sampling, prepend=-1)).astype(np.int32)
         own: dict[str, NDArray[Any]] = {
-            "input_ids": batch.input_ids,
-            "last_tokens": last_tokens,
-            "logits_indices": last_tokens[sampling],
             "sampling": sampling,
             "first_samples": first_samples,
             "first_rows": batch.req_pool_indices[sampling[first_samples]],
             "scored": batch.scored,
             "scored_targets": batch.scored_targets,
             **_row_changes(batch.row_changes),
+            **draws.arrays,
+        }
+        padded = None
+        if self._extend_graphs is not None and not len(batch.scored) and batch.num_samples.max() <= 1:
+            padded = self._extend_graphs.padded(batch)
+        if padded is not None and self._extend_graphs is not None:
+            arrays = self._staging.upload(own)
+            self._write_rows(arrays)
+            logits, finite = self._extend_graphs.launch(padded)
+            hidden, logits, finite = None, logits[: len(sampling)], finite[: len(batch.requests)]
+        else:
+            hidden, logits, finite, arrays = self._compute(batch, sampling, own)
+        token_ids, logprobs = arrays["sampling"], None
+        if len(sampling):
+            token_ids = torch.empty_like(arrays["sampling"])
+            drawn = torch.empty_like(token_ids, dtype=torch.bool)
+            draw_plain(logits, arrays, draws.features, token_ids, drawn, impl=self._impl)
+            logprobs = self._draw_others(logits, arrays, draws, token_ids, drawn)
+            finite[arrays["sampling"]] &= drawn
+            # The first answer goes on in its own row; the others get theirs when the host has heard of them.
+            self._keep_tokens(arrays["first_rows"], token_ids[arrays["first_samples"]])
+        prompt_logprobs = None if hidden is None or not len(batch.scored) else self._score(hidden, batch, arrays)
+        return self._send_back(token_ids, finite, logprobs, prompt_logprobs)
+
+    def _compute(
+        self, batch: ScheduleBatch, sampling: NDArray[np.int32], own: dict[str, NDArray[Any]]
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Launch a pass kernel by kernel: its hidden states `[T, hidden_size]`, logits `[S, vocab_size]`, whether
+        the last hidden state of each request is finite, bool `[B]`; and its arrays, of `own` too, on the device.
+        """
+        host = InputMetadata.host_arrays(
+            batch.req_pool_indices, batch.seq_lens, batch.prefix_lens, batch.out_cache_loc
+        )
+        last_tokens = host["extend_start_loc"] + host["extend_seq_lens"] - 1  # [B]
+        ids = {
+            "input_ids": batch.input_ids,
+            "last_tokens": last_tokens,
+            "logits_indices": last_tokens[sampling],
         }
         plans = self._planner.plan(host, batch.num_extends)
-        arrays = self._staging.upload({**host, **own, **draws.arrays, **plans.arrays})
-
+        arrays = self._staging.upload({**host, **ids, **own, **plans.arrays})
         self._write_rows(arrays)
         metadata = InputMetadata.from_host_and_device(
             host,
@@ -166,22 +206,10 @@ class ModelRunner:
             decode_plans=plans.decode(arrays),
             extend_plans=plans.extend(arrays),
         )
-        hidden = self.model(
-            known_tokens(arrays["input_ids"], self._last_token, impl=self._impl), metadata, self.kv_pool
-        )
+        input_ids = known_tokens(arrays["input_ids"], self._last_token, impl=self._impl)
+        hidden = self.model(input_ids, metadata, self.kv_pool)
         finite = finite_rows(hidden[arrays["last_tokens"]], impl=self._impl)
-        token_ids, logprobs = arrays["sampling"], None
-        if len(sampling):
-            logits = self.model.compute_logits(hidden, metadata.logits_indices)
-            token_ids = torch.empty_like(arrays["sampling"])
-            drawn = torch.empty_like(token_ids, dtype=torch.bool)
-            draw_plain(logits, arrays, draws.features, token_ids, drawn, impl=self._impl)
-            logprobs = self._draw_others(logits, arrays, draws, token_ids, drawn)
-            finite[arrays["sampling"]] &= drawn
-            # The first answer goes on in its own row; the others get theirs when the host has heard of them.
-            self._keep_tokens(arrays["first_rows"], token_ids[arrays["first_samples"]])
-        prompt_logprobs = self._score(hidden, batch, arrays) if len(batch.scored) else None
-        return self._send_back(token_ids, finite, logprobs, prompt_logprobs)
+        return hidden, self.model.compute_logits(hidden, metadata.logits_indices), finite, arrays
 
     def _launch_decode(self, batch: ScheduleBatch, draws: DrawPlan, graphs: DecodeGraphs) -> PassInFlight:
         """A pass of nothing but decodes: captured graphs, and what they do not do."""

@@ -83,12 +83,11 @@ def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
 
 
 def measured_pass_memory(
-    model: Decoder, rows: ReqToTokenPool, limits: PassLimits, kv_dtype: torch.dtype, *, max_captured_batch: int
+    model: Decoder, rows: ReqToTokenPool, limits: PassLimits, kv_dtype: torch.dtype, *, captures: bool
 ) -> int:
-    """Bytes that passes up to `limits`, the tables on the device and the graphs of decodes up to
-    `max_captured_batch` take of a GPU.
+    """Bytes that passes up to `limits`, the tables on the device and, if there are to be any, graphs take.
 
-    Runs the largest pass, and captures the largest graph, over a pool of two slots.
+    Runs the largest pass, and captures the largest graphs, over a pool of two slots.
     """
     config, device = model.config, model.placement.device
 
@@ -99,7 +98,14 @@ def measured_pass_memory(
     before = free()
     pool = TokenToKVPool(2, config.num_layers, config.num_kv_heads, config.head_dim, dtype=kv_dtype, device=device)
     pool.buffer.zero_()
-    runner = ModelRunner(model, rows, pool, device, max_captured_batch=max_captured_batch)
+    runner = ModelRunner(
+        model,
+        rows,
+        pool,
+        device,
+        max_captured_batch=limits.max_running_requests if captures else 0,
+        max_captured_tokens=limits.chunked_prefill_size if captures else 0,
+    )
     runner.collect(runner.launch(largest_pass(limits, config.context_length)))
     passes = before - free()
     torch.cuda.empty_cache()
