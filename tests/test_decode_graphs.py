@@ -27,7 +27,8 @@ from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine import Engine
 from radixrt.execution import attention_planner
-from radixrt.execution.decode_graphs import CAPTURED_DRAWS, MERGES_BELOW, DecodeGraphs, ladder
+from radixrt.execution.decode_graphs import CAPTURED_DRAWS, DecodeGraphs, ladder
+from radixrt.execution.decode_numbers import MERGES_BELOW
 from radixrt.execution.model_runner import ModelRunner
 from triton_ops.e4m3 import FIRST_CAPABILITY
 from triton_ops.implementation import gpu_of

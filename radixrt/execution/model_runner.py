@@ -21,6 +21,7 @@ from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.attention_planner import AttentionPlanner
 from radixrt.execution.decode_graphs import DecodeGraphs
 from radixrt.execution.kv_mover import KVMover
+from radixrt.execution.result_buffer import SampledTokens
 from radixrt.execution.sampler import (
     DrawPlan,
     LogprobTensors,
@@ -42,13 +43,17 @@ SCORED_AT_ONCE = 512  # rows of logits that are held at a time to score prompt t
 
 @dataclass(frozen=True)
 class PassInFlight:
-    """A launched pass: tensors that are on the host, and hold its result, once `done`."""
+    """A launched pass: tensors that are on the host, and hold its result, once `done`.
+
+    `borrowed`: the memory of `token_ids` and `finite`, which other passes use after this one.
+    """
 
     token_ids: Tensor
     finite: Tensor
     logprobs: LogprobTensors | None
     prompt_logprobs: LogprobTensors | None
     done: torch.cuda.Event | None
+    borrowed: SampledTokens | None = None
 
 
 class ModelRunner:
@@ -176,7 +181,7 @@ class ModelRunner:
             token_ids = torch.empty_like(arrays["sampling"])
             drawn = torch.empty_like(token_ids, dtype=torch.bool)
             draw_plain(logits, arrays, draws.features, token_ids, drawn, impl=self._impl)
-            logprobs = self._draw_others(logits, arrays, draws, token_ids, drawn)
+            logprobs = self._draw_others(logits, arrays, draws, self._last_token, token_ids, drawn)
             finite[arrays["sampling"]] &= drawn
             # The first answer goes on in its own row; the others get theirs when the host has heard of them.
             self._keep_tokens(arrays["first_rows"], token_ids[arrays["first_samples"]])
@@ -192,17 +197,35 @@ class ModelRunner:
         arrays = self._staging.upload(own) if own else {}
         if "changed_rows" in arrays:
             self._write_rows(arrays)
-        rows, logits, token_ids, finite = graphs.launch(batch, draws.features, draws.arrays)
-        logprobs = self._draw_others(logits, arrays, draws, token_ids, finite)
-        self._keep_tokens(rows, token_ids)
-        return self._send_back(token_ids, finite, logprobs, None)
+        # The graph replaces the last tokens by those that it draws; special draws depend on the ones before.
+        last_token = self._last_token if draws.special is None else self._last_token.clone()
+        rows, logits = graphs.launch(batch, draws.features, draws.arrays)
+        token_ids, finite = graphs.results.token_ids[: len(rows)], graphs.results.finite[: len(rows)]
+        logprobs = self._draw_others(logits, arrays, draws, last_token, token_ids, finite)
+        if draws.special is not None:
+            self._keep_tokens(rows, token_ids)
+        sampled = graphs.results.to_host()
+        return PassInFlight(
+            sampled.token_ids[: len(rows)],
+            sampled.finite[: len(rows)],
+            self._all_to_host(logprobs),
+            None,
+            self._mark(),
+            borrowed=sampled,
+        )
 
     def _draw_others(
-        self, logits: Tensor, arrays: dict[str, Tensor], draws: DrawPlan, token_ids: Tensor, finite: Tensor
+        self,
+        logits: Tensor,
+        arrays: dict[str, Tensor],
+        draws: DrawPlan,
+        last_token: Tensor,
+        token_ids: Tensor,
+        finite: Tensor,
     ) -> LogprobTensors | None:
         """What some of the rows of a draw want besides, in place of what is there; the log-probabilities."""
         if draws.special is not None:
-            draw_special(logits, arrays, draws.special, self._last_token, token_ids, finite, impl=self._impl)
+            draw_special(logits, arrays, draws.special, last_token, token_ids, finite, impl=self._impl)
         if draws.num_top is None:
             return None
         return draw_logprobs(logits, token_ids, arrays, draws.num_top, impl=self._impl)
@@ -233,12 +256,12 @@ class ModelRunner:
         assert isinstance(handle, PassInFlight)
         if handle.done is not None:
             handle.done.synchronize()
-        return PassResult(
-            handle.token_ids.numpy(),
-            handle.finite.numpy(),
-            _to_numpy(handle.logprobs),
-            _to_numpy(handle.prompt_logprobs),
-        )
+        token_ids, finite = handle.token_ids.numpy(), handle.finite.numpy()
+        if handle.borrowed is not None:
+            assert self._graphs is not None  # it is theirs
+            token_ids, finite = token_ids.copy(), finite.copy()
+            self._graphs.results.give_back(handle.borrowed)
+        return PassResult(token_ids, finite, _to_numpy(handle.logprobs), _to_numpy(handle.prompt_logprobs))
 
     def _send_back(
         self,
@@ -247,24 +270,33 @@ class ModelRunner:
         logprobs: LogprobTensors | None,
         prompt_logprobs: LogprobTensors | None,
     ) -> PassInFlight:
+        return PassInFlight(
+            self._to_host(token_ids),
+            self._to_host(finite),
+            self._all_to_host(logprobs),
+            self._all_to_host(prompt_logprobs),
+            self._mark(),
+        )
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        """A copy, started; on a CPU, too, where the next passes overwrite what this one has staged."""
+        pinned = self.device.type == "cuda"
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        return host.copy_(tensor, non_blocking=True)
+
+    def _all_to_host(self, tensors: LogprobTensors | None) -> LogprobTensors | None:
+        if tensors is None:
+            return None
+        chosen, ranks, top_ids, top = map(self._to_host, tensors)
+        return chosen, ranks, top_ids, top
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event behind all that has been launched."""
         if self.device.type != "cuda":
-            # A copy: on a CPU the staged arrays are overwritten by the next passes.
-            return PassInFlight(token_ids.clone(), finite, logprobs, prompt_logprobs, None)
-
-        def to_host(tensor: Tensor) -> Tensor:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            return host.copy_(tensor, non_blocking=True)
-
-        def all_to_host(tensors: LogprobTensors | None) -> LogprobTensors | None:
-            if tensors is None:
-                return None
-            chosen, ranks, top_ids, top = map(to_host, tensors)
-            return chosen, ranks, top_ids, top
-
-        flight = (to_host(token_ids), to_host(finite), all_to_host(logprobs), all_to_host(prompt_logprobs))
+            return None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return PassInFlight(*flight, done)
+        return done
 
 
 def _is_decode(batch: ScheduleBatch) -> bool:
