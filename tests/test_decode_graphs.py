@@ -28,8 +28,9 @@ from radixrt.cache.radix_tree import Namespace
 from radixrt.engine import Engine
 from radixrt.execution import attention_planner
 from radixrt.execution.decode_graphs import CAPTURED_DRAWS, DecodeGraphs, ladder
-from radixrt.execution.decode_numbers import MERGES_BELOW
+from radixrt.execution.decode_numbers import MERGES_BELOW, PLAN_STEPS
 from radixrt.execution.model_runner import ModelRunner
+from radixrt.schedule.batch import PassResult
 from triton_ops.e4m3 import FIRST_CAPABILITY
 from triton_ops.implementation import gpu_of
 
@@ -225,6 +226,36 @@ def test_all_kinds_together(folder: Path, options: dict[str, Any], replays: list
     prompts = [head[: 5 + i] + tail for i, tail in enumerate(random_prompts(len(KINDS), seed=3))]
     check_both(folder, prompts, list(KINDS.values()), **options)
     assert len({count for count, _, _ in replays}) > 2
+
+
+@pytest.mark.parametrize(
+    ("family", "overlap"), [("llama", True), ("llama", False), ("mistral", True), ("gemma3", False)]
+)
+def test_many_passes_of_the_same_requests(
+    family: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a plan serves, with windows and without; some leave and others come, of every kind. What a pass
+    found stays what it was while others run.
+    """
+    with torch.device("cpu"):
+        folder = write(MODELS[family](), tmp_path)
+    collect = ModelRunner.collect
+    results: list[tuple[PassResult, PassResult]] = []
+
+    def remembered(self: ModelRunner, handle: object) -> PassResult:
+        result = collect(self, handle)
+        results.append((result, replace(result, token_ids=result.token_ids.copy(), finite=result.finite.copy())))
+        return result
+
+    monkeypatch.setattr(ModelRunner, "collect", remembered)
+    prompts = random_prompts(len(KINDS), most=20, seed=16)
+    lengths = [2 * PLAN_STEPS + 30, PLAN_STEPS + 5, 20, 5]
+    params = [replace(kind, max_new_tokens=lengths[i % 4], n=1) for i, kind in enumerate(KINDS.values())]
+    check_both(folder, prompts, params, overlap=overlap)
+    assert len(results) > 6 * PLAN_STEPS
+    for result, before in results:
+        np.testing.assert_array_equal(result.token_ids, before.token_ids)
+        np.testing.assert_array_equal(result.finite, before.finite)
 
 
 def test_overlap_changes_nothing(folder: Path) -> None:

@@ -40,7 +40,6 @@ class DecodeForm:
     def __init__(self, size: int, padding_row: int, plans: PassPlans) -> None:
         zeros = np.zeros(size, np.int32)
         host = InputMetadata.host_arrays(zeros + np.int32(padding_row), zeros + 1, zeros, zeros)
-        self.size = size
         self.plans = plans
         self.words, self.arrays = packed(
             {
@@ -68,7 +67,7 @@ class DecodeForm:
         self._growing = [_Growing(self.arrays, f"decode {window} ") for window in plans.windows]
 
     def update(self, batch: ScheduleBatch, features: Features, draws: Mapping[str, NDArray[Any]]) -> None:
-        """Fill in what is new in a pass of the requests that it was begun for; of `draws` what the features name."""
+        """Fill in what is new in a pass of the requests that it was begun for; of draws what the features name."""
         arrays, count = self.arrays, len(batch.req_pool_indices)
         seq_lens = arrays["seq_lens"]
         seq_lens[:count] = batch.seq_lens
