@@ -258,6 +258,16 @@ def test_many_passes_of_the_same_requests(
         np.testing.assert_array_equal(result.finite, before.finite)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_results_need_no_more_memory_than_passes_are_in_flight(folder: Path, overlap: bool) -> None:
+    with runtime_of(folder, overlap=overlap) as runtime:
+        for _ in range(2):
+            runtime.generate(random_prompts(5), GREEDY)
+            graphs = runner_of(runtime)._graphs
+            assert graphs is not None
+            assert len(graphs.results._free) == 1 + overlap
+
+
 def test_overlap_changes_nothing(folder: Path) -> None:
     prompts = random_prompts(len(KINDS), seed=4)
     with runtime_of(folder, overlap=False) as one, runtime_of(folder) as other:
