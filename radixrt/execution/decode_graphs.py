@@ -46,6 +46,9 @@ class DecodeGraphs:
         last_token: int32 `[max_requests + 1]`, the token that was sampled last for each row: read, then written.
         planner: plans the decodes.
         max_batch: the top of the ladder.
+
+    Attributes:
+        results: the tokens of the pass that was launched last, in the order of its requests, and their flags.
     """
 
     def __init__(
