@@ -112,7 +112,7 @@ class Runtime:
         force_miss: find nothing in the cache, but run through the same code: for measurements.
         overlap: plan a pass while the one before it is computed. False: one after the other, with the same
             outputs: for measurements.
-        cuda_graphs: replay captured graphs for passes of decodes alone; None: where kernels run on a GPU.
+        cuda_graphs: replay passes as captured graphs; None: where kernels run on a GPU.
             Capturing them takes seconds and some memory.
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
         seed: of the run: requests without a seed of their own derive theirs from it and from their index; also

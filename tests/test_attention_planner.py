@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from layers.input_metadata import InputMetadata
 from radixrt.execution import attention_planner
-from radixrt.execution.attention_planner import AttentionPlanner, PassPlans
+from radixrt.execution.attention_planner import LONG_ITEM, MOST_CUT_TOKENS, AttentionPlanner, PassPlans
 from triton_ops.attention_plan import LENGTH_CLASSES, AttentionPlan, ExtendPlan
 from triton_ops.decode_attention import decode_attention, decode_item_len, most_decode_items
 from triton_ops.extend_attention import extend_attention
@@ -275,7 +275,10 @@ def test_shapes_of_padded_extends(
 ) -> None:
     here = planner(gpu, *windows, num_kv_heads=num_kv_heads)
     plans = one.plans(here)
-    assert plans is not None, "there is room for whatever fits into the pass"
+    if plans is None:
+        assert one.num_tokens > MOST_CUT_TOKENS
+        assert max(p + n for p, n in zip(one.prefix, one.new, strict=True)) > LONG_ITEM
+        return
     idle = replace(one, prefix=(), new=(), decodes=()).plans(here)
     assert idle is not None
     assert shapes(idle) == shapes(plans)
@@ -293,6 +296,18 @@ def test_shapes_of_padded_extends(
         starts = plans.arrays[f"extend {window} row_partial_starts"]
         assert not len(starts) or starts[-1] <= len(plans.arrays[f"extend {window} row_partials"])
         assert (np.diff(starts) >= 0).all()
+
+
+def test_long_prefixes_are_cut_or_left_to_other_plans() -> None:
+    """A program that reads a long prefix alone would make all others wait."""
+    here = planner(H200, None, num_kv_heads=8)
+    one = PaddedExtends((32_000, 0, 0, 0), (40, 700, 700, 700), (), num_tokens=3072, num_extends=8, num_rows=20)
+    assert one.plans(here) is None
+    assert replace(one, prefix=(3000, 0, 0, 0)).plans(here) is not None
+    assert replace(one, prefix=(0,), new=(16_384,), num_tokens=16_384).plans(here) is not None
+    few = replace(one, prefix=(32_000,), new=(40,), num_tokens=256).plans(here)
+    assert few is not None
+    assert few.arrays["extend None item_lens"].max() < 2000
 
 
 @pytest.mark.parametrize("cut", [True, False])

@@ -261,7 +261,7 @@ def plan_extends(
     mean = prefix_lens + (extend_seq_lens + tile_tokens) // 2
     if sliding_window is not None:
         mean = mean.clip(max=sliding_window + tile_tokens)
-    fair = int((num_tiles * mean).sum()) * num_kv_heads // (PROGRAMS_PER_SM * gpu.num_sms)
+    fair = int((num_tiles * mean).sum()) * num_kv_heads // programs_of(gpu)
     max_item_len = -(-max(fair, MIN_ITEM_LEN) // 64) * 64
     arrays = ExtendPlan.host_arrays(
         prefix_lens,
@@ -276,7 +276,12 @@ def plan_extends(
 
 def most_extra_extend_items(gpu: GPU, num_kv_heads: int) -> int:
     """The most items more than tiles that `plan_extends` makes by cutting: about twice the fair shares."""
-    return 2 * -(-PROGRAMS_PER_SM * gpu.num_sms // num_kv_heads)
+    return 2 * -(-programs_of(gpu) // num_kv_heads)
+
+
+def programs_of(gpu: GPU) -> int:
+    """Programs of the kernel that run side by side."""
+    return PROGRAMS_PER_SM * gpu.num_sms
 
 
 def _launch(

@@ -13,10 +13,11 @@ from layers.placement import Placement
 from radixrt.models.config import ModelConfig
 from triton_ops.attention_plan import AttentionPlan, ExtendPlan, Int32Array
 from triton_ops.decode_attention import decode_item_len, most_decode_items
-from triton_ops.extend_attention import most_extra_extend_items, plan_extends
+from triton_ops.extend_attention import most_extra_extend_items, plan_extends, programs_of
 from triton_ops.implementation import gpu_of, runs_triton
 
-MOST_CUT_TOKENS = 2048  # more new tokens than that make tiles enough for a GPU, without cuts of what they read
+MOST_CUT_TOKENS = 2048  # padded extends of more tokens are not cut: merging all their rows would cost more
+LONG_ITEM = 4096  # tokens that a program may read by itself, though a fair share were less
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class AttentionPlanner:
         """The plans for a pass of `InputMetadata.host_arrays` with `num_extends` extends: `num_live` real ones,
         then such without tokens, and a last one whose tokens pad the pass and get results of zero; and of decodes
         `[R]` with `decode_lens`, 0 for padded ones. Shapes depend on the numbers of extends, of their tokens and
-        of decodes alone. None: there is no room for what these extends need.
+        of decodes alone. None: one would read so much by itself that a plan of its own, which cuts it, is better.
         """
         config, gpu = self._config, self._gpu
         assert gpu is not None  # the references need no plan of extends
@@ -129,6 +130,9 @@ class AttentionPlanner:
                 short=False,
                 cut=cut,
             )
+            fair = int(plan["item_lens"].sum()) * config.num_kv_heads // programs_of(gpu)
+            if int(plan["item_lens"].max(initial=0)) > max(fair, LONG_ITEM) and not cut:
+                return None
             # Tiles of zeros for the padding; behind them items of no tokens, whose tiles begin beyond its end.
             most_items = num_tokens // tile_tokens + num_extends
             most_partials = 0
@@ -137,8 +141,6 @@ class AttentionPlanner:
                 most_items, most_partials = most_items + extra, num_tokens + extra * tile_tokens
             begins = np.arange(0, num_new[-1], tile_tokens, dtype=np.int32)
             num_items = len(plan["item_lens"]) + len(begins)
-            if num_items > most_items or len(plan["row_partials"]) > most_partials:
-                return None
             begins = np.append(begins, np.full(most_items - num_items, num_tokens, np.int32))
             padding: dict[str, ArrayLike] = {
                 "item_requests": num_extends - 1,

@@ -4,7 +4,7 @@ computing it takes the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,15 +18,16 @@ from layers.input_metadata import InputMetadata, Int32Array
 from memory_pool.req_to_token_pool import NO_CHANGES
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.attention_planner import AttentionPlanner, PassPlans
-from radixrt.execution.staging import Staging, num_words
+from radixrt.execution.graph_memory import GraphMemory
+from radixrt.execution.staging import Staging, packed
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.batch import ScheduleBatch
 from triton_ops.row_tables import known_tokens
 from triton_ops.sampling import finite_rows
 
 TOKEN_STEPS = (256, 512, 1024, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 14336, 16384)
-# Tokens times weights. A pass of more keeps a GPU busy for longer than launching its kernels one by one takes.
-MOST_WORK = 1e13
+# Tokens times weights. A pass of more keeps an H200 busy for longer than launching its kernels one by one takes.
+MOST_WORK = 1.2e13
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,15 @@ class PassShape:
 
 
 def pass_shapes(max_tokens: int, max_requests: int, num_weights: int) -> list[PassShape]:
-    """The shapes that are captured, the smallest first; none for a large model."""
-    steps = {*(step for step in TOKEN_STEPS if step < max_tokens), max_tokens}
+    """The shapes that are captured, the smallest first: with at most `max_tokens`, which is among them unless it
+    is greater than all steps. There are none for a large model.
+    """
+    steps = {*(step for step in TOKEN_STEPS if step <= max_tokens), min(max_tokens, TOKEN_STEPS[-1])}
     return [
         PassShape(num_tokens, num_rows, min(num_tokens // 2, max_requests) + 1)
         for num_tokens in sorted(steps)
-        if num_tokens * num_weights <= MOST_WORK
         for num_rows in sorted({-(-max_requests // 4), max_requests})
+        if num_tokens and (num_tokens + num_rows) * num_weights <= MOST_WORK
     ]
 
 
@@ -77,7 +80,7 @@ class ExtendGraphs:
         model, kv_pool, req_to_token, last_token, planner: as in DecodeGraphs.
         shapes: of `pass_shapes`, not empty.
         logits: `[rows, vocab_size]`, where they come out; as many rows as a shape has at most.
-        captured: makes a graph of what it is given.
+        memory: of the graphs.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class ExtendGraphs:
         planner: AttentionPlanner,
         shapes: list[PassShape],
         logits: Tensor,
-        captured: Callable[[Callable[[], None]], torch.cuda.CUDAGraph],
+        memory: GraphMemory,
     ) -> None:
         self._model = model
         self._kv_pool = kv_pool
@@ -98,7 +101,7 @@ class ExtendGraphs:
         self._planner = planner
         self._shapes = shapes
         self._logits = logits
-        self._captured = captured
+        self._memory = memory
         self._impl = model.placement.impl
         self._padding_row = len(last_token) - 1
         self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
@@ -106,19 +109,19 @@ class ExtendGraphs:
         most = max(shape.num_extends + shape.num_rows for shape in shapes)
         self._finite = torch.empty(most, dtype=torch.bool, device=device)
         # It must never move: graphs know its address.
-        self._staging = Staging(device, max(num_words(self._idle(shape).numbers) for shape in shapes))
+        self._staging = Staging(device, max(len(packed(self._idle(shape).numbers)[0]) for shape in shapes))
 
     def capture(self) -> Iterator[PassShape]:
         """Capture all shapes, the largest first: the others fit into its memory. Yields each."""
         with torch.inference_mode():
             for shape in reversed(self._shapes):
                 idle = self._idle(shape)
-                self._graphs[shape] = self._captured(
+                self._graphs[shape] = self._memory.captured(
                     partial(self._compute, idle, self._staging.upload(idle.numbers))
                 )
                 yield shape
 
-    def padded(self, batch: ScheduleBatch) -> PaddedPass | None:
+    def fitted(self, batch: ScheduleBatch) -> PaddedPass | None:
         """A pass, whose requests sample at most a token each, in the smallest shape that fits; None: none does."""
         num_decodes = len(batch.requests) - batch.num_extends
         num_tokens = len(batch.input_ids) - num_decodes
@@ -164,7 +167,7 @@ class ExtendGraphs:
             admitted=(),
         )
         padded = self._padded(batch, shape)
-        assert padded is not None  # it needs no room
+        assert padded is not None  # nothing is out of balance
         return padded
 
     def _padded(self, batch: ScheduleBatch, shape: PassShape) -> PaddedPass | None:
