@@ -307,7 +307,7 @@ def test_long_prefixes_are_cut_or_left_to_other_plans() -> None:
     assert replace(one, prefix=(0,), new=(16_384,), num_tokens=16_384).plans(here) is not None
     few = replace(one, prefix=(32_000,), new=(40,), num_tokens=256).plans(here)
     assert few is not None
-    assert few.arrays["extend None item_lens"].max() < 2000
+    assert few.arrays["extend None item_lens"].max() < 5000
 
 
 @pytest.mark.parametrize("cut", [True, False])

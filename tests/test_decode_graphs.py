@@ -195,11 +195,8 @@ def test_passes_with_extends(folder: Path, chunk: int, extend_replays: list[Padd
     prompts = [*random_prompts(12, most=50), *(shared + own for own in random_prompts(8, most=9, seed=8))]
     params = [replace(one, seed=i) for i, one in enumerate([*KINDS.values()] * 2)][: len(prompts)]
     check_both(folder, prompts, params, chunked_prefill_size=chunk)
-    assert {padded.shape.num_tokens for padded in extend_replays} == {
-        min(chunk, 64),
-        *([16] if chunk > 16 else []),
-    }
-    assert len({padded.shape.num_rows for padded in extend_replays}) == 2
+    assert {padded.shape.num_tokens for padded in extend_replays} == ({16, 64} if chunk > 16 else {chunk})
+    assert {9} <= {padded.shape.num_rows for padded in extend_replays} <= {3, 9}
 
 
 def test_a_pass_beyond_all_shapes_is_launched_kernel_by_kernel(

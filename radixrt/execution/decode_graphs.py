@@ -24,6 +24,7 @@ from radixrt.models.decoder import Decoder
 from radixrt.schedule.batch import ScheduleBatch
 from triton_ops.row_tables import known_tokens, write_cells
 
+MOST_CAPTURED = 512  # requests: more have enough to compute in a pass to launch it kernel by kernel
 CAPTURED_DRAWS = (Features(), Features(is_random=True), Features(is_random=True, has_top=True))
 
 

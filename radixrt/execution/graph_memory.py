@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+
+_one_at_a_time = threading.Lock()  # Runtimes of several threads capture on the same stream
 
 
 class GraphMemory:
@@ -24,7 +27,10 @@ class GraphMemory:
         compute()
         graph = torch.cuda.CUDAGraph()
         stream = _capture_stream(self._device)
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        with (
+            _one_at_a_time,
+            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             compute()
         return graph
 
