@@ -23,7 +23,7 @@ class RowChanges:
         return len(self.slots)
 
 
-_NO_CHANGES = RowChanges(*(np.zeros(0, dtype=np.int32) for _ in range(3)))
+NO_CHANGES = RowChanges(*(np.zeros(0, dtype=np.int32) for _ in range(3)))
 
 
 class ReqToTokenPool:
@@ -95,7 +95,7 @@ class ReqToTokenPool:
         """What has changed since the last call."""
         changes, self._changes = self._changes, []
         if not changes:
-            return _NO_CHANGES
+            return NO_CHANGES
         if len(changes) == 1:
             return changes[0]
         return RowChanges(

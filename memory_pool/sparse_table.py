@@ -15,7 +15,11 @@ def sparse_table(num_rows: int, num_columns: int) -> NDArray[np.int32]:
 
     np.zeros asks for huge pages: then the first cells of all rows take, and clear, nearly the whole table.
     """
-    memory = mmap.mmap(-1, 4 * num_rows * num_columns)
+    num_bytes = 4 * num_rows * num_columns
+    if sys.platform == "win32":
+        memory = mmap.mmap(-1, num_bytes)
+    else:  # private: a process that is forked has a table of its own
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         with suppress(OSError):  # a kernel that has no huge pages does not know them
             memory.madvise(mmap.MADV_NOHUGEPAGE)

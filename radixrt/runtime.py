@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -32,10 +33,11 @@ from radixrt.engine import LAG, Engine
 from radixrt.errors import ParameterError, PassError, PromptError
 from radixrt.execution.cache_identity import cache_identity
 from radixrt.execution.cache_storage import CacheStorage, Loaded
+from radixrt.execution.decode_graphs import MOST_CAPTURED
 from radixrt.execution.device import check_impl, check_kv_dtype, choose_device, host_pool_slots, pool_slots
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.model_runner import ModelRunner
-from radixrt.execution.pass_memory import PassLimits, measured_pass_memory
+from radixrt.execution.pass_memory import PassLimits, measured_pass_memory, room_for_passes
 from radixrt.execution.weight_fingerprint import weight_fingerprint
 from radixrt.interrupt import uninterrupted
 from radixrt.models.loader import LoadFormat, load_model, reload_weights
@@ -97,7 +99,7 @@ class Runtime:
         device: such as "cpu", "cuda" or "cuda:1"; None is CUDA where there is a GPU.
         memory_fraction: share of the free memory which the KV pool takes, above 0, at most 1. On a GPU it is the
             memory that neither weights nor the largest pass and its graphs need, and None is 0.95; on a CPU None
-            is 0.25.
+            is 0.25. Several Runtimes on one GPU each want a share of their own here.
         max_total_tokens: tokens that the KV pool holds, whatever is free; None: see memory_fraction.
         host_memory_gb: gigabytes (10^9 bytes) of the host's memory for a second tier of the prefix cache: what
             has to leave the KV pool goes there, and comes back when a prompt begins with it. They are page-locked
@@ -112,7 +114,7 @@ class Runtime:
         force_miss: find nothing in the cache, but run through the same code: for measurements.
         overlap: plan a pass while the one before it is computed. False: one after the other, with the same
             outputs: for measurements.
-        cuda_graphs: replay captured graphs for passes of decodes alone; None: where kernels run on a GPU.
+        cuda_graphs: replay passes as captured graphs; None: where kernels run on a GPU.
             Capturing them takes seconds and some memory.
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
         seed: of the run: requests without a seed of their own derive theirs from it and from their index; also
@@ -154,7 +156,8 @@ class Runtime:
         began = time.perf_counter()
         self.device = choose_device(device)
         check_impl(impl, self.device)
-        can_capture = self.device.type == "cuda" and runs_triton(impl, self.device)
+        runs_kernels = self.device.type == "cuda" and runs_triton(impl, self.device)
+        can_capture = runs_kernels and os.environ.get("TRITON_INTERPRET") != "1"
         if cuda_graphs and not can_capture:
             raise ParameterError(
                 f"cuda_graphs is True, but only kernels on a GPU can be captured; device is {device!r}"
@@ -204,13 +207,11 @@ class Runtime:
         # A request that has ended keeps its row until the passes in flight have ended too: hence some more.
         num_rows = max_running_requests + max_running_requests // 2 + 1
         self._rows = ReqToTokenPool(num_rows, self.context_length)
-        max_captured_batch = max_running_requests if cuda_graphs else 0
         limits = PassLimits(max_running_requests, chunked_prefill_size)
         memory_began, promised = time.perf_counter(), 0
-        if self.device.type == "cuda" and max_total_tokens is None:
-            promised = measured_pass_memory(
-                decoder, self._rows, limits, pool_dtype, max_captured_batch=max_captured_batch
-            )
+        if runs_kernels and max_total_tokens is None:  # references are not for passes of any size
+            with room_for_passes():
+                promised = measured_pass_memory(decoder, self._rows, limits, pool_dtype, captures=cuda_graphs)
         memory_seconds = time.perf_counter() - memory_began
         slots = pool_slots(
             self.device,
@@ -264,10 +265,12 @@ class Runtime:
             self._kv_pool,
             self.device,
             host_pool,
-            max_captured_batch=max_captured_batch,
+            max_captured_batch=min(max_running_requests, MOST_CAPTURED) if cuda_graphs else 0,
+            max_captured_tokens=chunked_prefill_size if cuda_graphs else 0,
         )
         graphs_began = time.perf_counter()
-        runner.capture_graphs()
+        with room_for_passes():
+            runner.capture_graphs()
         self._driver = Driver(Engine(self._scheduler, runner, lag=LAG if overlap else 0), self._output)
         self._loose = Call()  # requests that came through `submit`
         ended = time.perf_counter()

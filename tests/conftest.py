@@ -21,6 +21,8 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
+from radixrt.cache import prefix_cache
+from radixrt.schedule import policy
 from triton_ops.implementation import triton
 
 if triton.__version__ and not torch.cuda.is_available():
@@ -53,6 +55,14 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
         return torch.device("cuda")
     require_interpreter()
     return torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_constants() -> Iterator[None]:
+    """What the simulation makes smaller is as it was in the next test."""
+    before = policy.MAX_OVERTAKEN, prefix_cache.STORED_AT_ONCE
+    yield
+    policy.MAX_OVERTAKEN, prefix_cache.STORED_AT_ONCE = before
 
 
 def require_interpreter() -> None:

@@ -162,6 +162,7 @@ class SimulatedRunner:
         self.weights = 0  # those that passes run with
         self.ends: dict[Lease, int] = {}  # positions launched, or found, of each lease that there was
         self.met: set[Lease] = set()  # those that were in a pass
+        self.last_batch: ScheduleBatch | None = None
         self.violation: Violation | None = None  # kept for `World.check`: the engine takes it for a failed pass
         self.tokens_launched: Counter[int] = Counter()
 
@@ -209,6 +210,10 @@ class SimulatedRunner:
         """A pass that is about to be launched, whether that succeeds or not."""
         if batch is None:
             return
+        before, self.last_batch = self.last_batch, batch
+        if before is not None and batch.req_pool_indices is before.req_pool_indices:
+            require("8: the same array of rows is of the same requests", batch.requests is before.requests)
+            require("8: and of what they hold", batch.leases is before.leases)
         new = []
         for i, (request, lease) in enumerate(zip(batch.requests, batch.leases, strict=True)):
             start, end = int(batch.prefix_lens[i]), int(batch.seq_lens[i])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +13,12 @@ from attention_cases import Case, dense_attention, make_case
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixrt.execution.attention_planner import AttentionPlanner, PassPlans
-from triton_ops.attention_plan import LENGTH_CLASSES, AttentionPlan
+from layers.input_metadata import InputMetadata
+from radixrt.execution import attention_planner
+from radixrt.execution.attention_planner import LONG_ITEM, MOST_CUT_TOKENS, AttentionPlanner, PassPlans
+from triton_ops.attention_plan import LENGTH_CLASSES, AttentionPlan, ExtendPlan
 from triton_ops.decode_attention import decode_attention, decode_item_len, most_decode_items
+from triton_ops.extend_attention import extend_attention
 from triton_ops.implementation import GPU, compiling_for
 
 H200 = GPU(capability=90, num_sms=132)
@@ -223,3 +226,122 @@ def test_an_item_that_ends_the_table_is_ordered_too() -> None:
     arrays = AttentionPlan.flat_arrays([1, 0], [8, 0], max_item_len=4, req_to_token=table)
     assert arrays["item_lens"].tolist() == [4, 4, 0]
     assert arrays["item_query_starts"].tolist() == [0, 0, 1]
+
+
+# --- extends in places that do not change ---
+
+
+@dataclass(frozen=True)
+class PaddedExtends:
+    """Extends of `prefix` + `new` tokens each, then decodes, in a pass with room for more of both."""
+
+    prefix: tuple[int, ...]
+    new: tuple[int, ...]
+    decodes: tuple[int, ...]
+    num_tokens: int
+    num_extends: int
+    num_rows: int
+
+    def host(self) -> dict[str, Any]:
+        empty, spare = self.num_extends - len(self.new), self.num_tokens - sum(self.new)
+        padded = self.num_rows - len(self.decodes)
+        prefix = int32([*self.prefix, *[0] * empty, *(n - 1 for n in self.decodes), *[0] * padded])
+        new = int32([*self.new, *[0] * (empty - 1), spare, *[1] * self.num_rows])
+        slots = np.zeros(self.num_tokens + self.num_rows, np.int32)
+        return InputMetadata.host_arrays(np.arange(len(new)), prefix + new, prefix, slots)
+
+    def plans(self, here: AttentionPlanner) -> PassPlans | None:
+        lens = int32([*self.decodes, *[0] * (self.num_rows - len(self.decodes))])
+        return here.plan_padded_extends(self.host(), self.num_extends, len(self.new), lens)
+
+
+@st.composite
+def padded_extends(draw: st.DrawFn) -> PaddedExtends:
+    own = draw(st.lists(st.tuples(st.integers(0, 30_000), st.integers(2, 900)), max_size=30))
+    new = tuple(n for _, n in own)
+    return PaddedExtends(
+        prefix=tuple(p for p, _ in own),
+        new=new,
+        decodes=tuple(draw(st.lists(st.integers(1, 5000), max_size=20))),
+        num_tokens=sum(new) + draw(st.integers(0, 300)),
+        num_extends=len(new) + draw(st.integers(1, 20)),
+        num_rows=20,
+    )
+
+
+@given(padded_extends(), GPUS, st.integers(1, 16), st.sampled_from([(None,), (None, 300), (64,)]))
+def test_shapes_of_padded_extends(
+    one: PaddedExtends, gpu: GPU, num_kv_heads: int, windows: tuple[int | None, ...]
+) -> None:
+    here = planner(gpu, *windows, num_kv_heads=num_kv_heads)
+    plans = one.plans(here)
+    if plans is None:
+        assert one.num_tokens > MOST_CUT_TOKENS
+        assert max(p + n for p, n in zip(one.prefix, one.new, strict=True)) > LONG_ITEM
+        return
+    idle = replace(one, prefix=(), new=(), decodes=()).plans(here)
+    assert idle is not None
+    assert shapes(idle) == shapes(plans)
+    assert list(idle.arrays) == list(plans.arrays)
+    assert idle.tile_tokens == plans.tile_tokens
+    for window in windows:
+        arrays = {
+            name: plans.arrays[f"extend {window} {name}"] for name in ("item_requests", "item_starts", "item_lens")
+        }
+        lens = int32(one.new)
+        reached = np.zeros(one.num_extends)
+        np.maximum.at(reached, arrays["item_requests"], arrays["item_starts"] + arrays["item_lens"])
+        np.testing.assert_array_equal(reached[: len(lens)], int32(one.prefix) + lens)
+        assert not reached[len(lens) :].any(), "padding reads nothing"
+        starts = plans.arrays[f"extend {window} row_partial_starts"]
+        assert not len(starts) or starts[-1] <= len(plans.arrays[f"extend {window} row_partials"])
+        assert (np.diff(starts) >= 0).all()
+
+
+def test_long_prefixes_are_cut_or_left_to_other_plans() -> None:
+    """A program that reads a long prefix alone would make all others wait."""
+    here = planner(H200, None, num_kv_heads=8)
+    one = PaddedExtends((32_000, 0, 0, 0), (40, 700, 700, 700), (), num_tokens=3072, num_extends=8, num_rows=20)
+    assert one.plans(here) is None
+    assert replace(one, prefix=(3000, 0, 0, 0)).plans(here) is not None
+    assert replace(one, prefix=(0,), new=(16_384,), num_tokens=16_384).plans(here) is not None
+    few = replace(one, prefix=(32_000,), new=(40,), num_tokens=256).plans(here)
+    assert few is not None
+    assert few.arrays["extend None item_lens"].max() < 5000
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("window", [None, 50])
+def test_padded_extends_attend_to_the_same(
+    kernel_device: torch.device, window: int | None, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same tokens the results are the same; those of the padding are zero."""
+    monkeypatch.setattr(attention_planner, "MOST_CUT_TOKENS", 2048 if cut else 0)
+    one = PaddedExtends((1500, 0, 3), (40, 70, 2), (), num_tokens=200, num_extends=6, num_rows=1)
+    torch.manual_seed(0)
+    num_slots = 1700
+    dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
+    kv = torch.randn(2, num_slots, 2, 16).to(kernel_device, dtype)
+    table = torch.randint(1, num_slots, (7, 1600), dtype=torch.int32).to(kernel_device)
+    q = torch.randn(201, 8, 16).to(kernel_device, dtype)
+    k, v = torch.randn(2, 201, 2, 16).to(kernel_device, dtype)
+    host = one.host()
+    here = planner(replace(H200, num_sms=4), window, num_kv_heads=2)
+    here._dtype = dtype
+    plans = one.plans(here)
+    assert plans is not None
+    arrays = {name: torch.tensor(array, device=kernel_device) for name, array in {**host, **plans.arrays}.items()}
+    assert bool(len(arrays[f"extend {window} row_partials"])) == cut
+
+    def attend(num: int, plan: ExtendPlan | None, impl: Any) -> torch.Tensor:
+        fields = ("req_pool_indices", "prefix_lens", "extend_start_loc", "extend_seq_lens")
+        end = int(host["extend_seq_lens"][:num].sum())
+        return extend_attention(
+            q[:end], k[:end], v[:end], *kv, table, *(arrays[name][:num] for name in fields), plan,
+            scale=0.3, sliding_window=window, impl=impl, out=torch.full_like(q[:end], torch.nan),
+        )  # fmt: skip
+
+    expected = attend(3, None, "torch")
+    found = attend(6, plans.extend(arrays)[window], "triton")
+    torch.testing.assert_close(found[:112], expected, atol=1e-2, rtol=1e-2)
+    assert not found[112:].any()

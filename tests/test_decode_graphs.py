@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, llama, write
-from conftest import require_interpreter
 from test_models_parity import MODELS
 from transformers import LlamaConfig
 
@@ -27,9 +26,13 @@ from radixrt import FinishReason, PassError, RequestOutput, Runtime
 from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine import Engine
-from radixrt.execution import attention_planner
-from radixrt.execution.decode_graphs import CAPTURED_DRAWS, MERGES_BELOW, DecodeGraphs, ladder
+from radixrt.execution import attention_planner, extend_graphs
+from radixrt.execution.decode_graphs import CAPTURED_DRAWS, DecodeGraphs, ladder
+from radixrt.execution.decode_numbers import MERGES_BELOW, PLAN_STEPS
+from radixrt.execution.extend_graphs import TOKEN_STEPS, ExtendGraphs, PaddedPass, pass_shapes
+from radixrt.execution.graph_memory import GraphMemory
 from radixrt.execution.model_runner import ModelRunner
+from radixrt.schedule.batch import PassResult
 from triton_ops.e4m3 import FIRST_CAPABILITY
 from triton_ops.implementation import gpu_of
 
@@ -43,21 +46,20 @@ class Repeated:
         self.replay = torch.inference_mode()(compute)
 
 
-def repeated(graphs: DecodeGraphs, compute: Callable[[], None]) -> Repeated:
+def repeated(memory: GraphMemory, compute: Callable[[], None]) -> Repeated:
     compute()
     return Repeated(compute)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def graphs(device: torch.device) -> Iterator[None]:
-    """Lets `runtime_of` make Runtimes with graphs, on a CPU too."""
-    if device.type == "cuda":
-        yield
-        return
+    """Lets `runtime_of` make Runtimes with graphs, on a CPU too: of passes with extends such with few tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodeGraphs, "_captured", repeated)
-        patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        patch.setattr(attention_planner, "runs_triton", lambda impl, device: True)  # plans are cut and padded
+        patch.setattr(extend_graphs, "TOKEN_STEPS", (16, 64))
+        if device.type != "cuda":
+            patch.setattr(GraphMemory, "captured", repeated)
+            patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+            patch.setattr(attention_planner, "runs_triton", lambda impl, device: True)  # plans are cut and padded
         yield
 
 
@@ -69,9 +71,10 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, **options: Any) -> Run
         runtime = Runtime(folder, device=device, cuda_graphs=cuda_graphs, **options)
     else:
         most = options["max_running_requests"] if cuda_graphs else 0
+        most_tokens = options.get("chunked_prefill_size", 2048) if cuda_graphs else 0
 
-        def runner(*arguments: Any, max_captured_batch: int) -> ModelRunner:
-            return ModelRunner(*arguments, max_captured_batch=most)
+        def runner(*arguments: Any, **_: int) -> ModelRunner:
+            return ModelRunner(*arguments, max_captured_batch=most, max_captured_tokens=most_tokens)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(radixrt.runtime, "ModelRunner", runner)
@@ -153,6 +156,78 @@ def test_the_ladder_ends_at_the_most(most: int) -> None:
         assert size - count < min(count, 32)
 
 
+# --- passes with extends ---
+
+
+@pytest.fixture
+def extend_replays(monkeypatch: pytest.MonkeyPatch) -> list[PaddedPass]:
+    """The captured passes with extends."""
+    seen: list[PaddedPass] = []
+    launch = ExtendGraphs.launch
+
+    def watched(self: ExtendGraphs, padded: PaddedPass) -> Any:
+        seen.append(padded)
+        return launch(self, padded)
+
+    monkeypatch.setattr(ExtendGraphs, "launch", watched)
+    return seen
+
+
+def test_shapes_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model has them up to the longest pass, a large one for short passes alone, a huge one none."""
+    monkeypatch.setattr(extend_graphs, "TOKEN_STEPS", TOKEN_STEPS)
+    small = pass_shapes(16384, 512, 600_000_000)
+    assert max(shape.num_tokens for shape in small) == 16384
+    assert {shape.num_rows for shape in small} == {128, 512}
+    assert small == sorted(small, key=lambda shape: (shape.num_tokens, shape.num_rows))
+    assert all(shape.num_extends == min(shape.num_tokens // 2, 512) + 1 for shape in small)
+    assert max(shape.num_tokens for shape in pass_shapes(16384, 512, 8_000_000_000)) == 1024
+    assert not pass_shapes(16384, 512, 70_000_000_000)
+    assert [shape.num_tokens for shape in pass_shapes(100, 1, 1000)] == [100]
+    assert max(shape.num_tokens for shape in pass_shapes(2**20, 1, 1000)) == TOKEN_STEPS[-1]
+    assert not pass_shapes(0, 8, 1000)
+
+
+@pytest.mark.parametrize("chunk", [2, 7, 64, 1000])
+def test_passes_with_extends(folder: Path, chunk: int, extend_replays: list[PaddedPass]) -> None:
+    """Chunks, cached prefixes, decodes beside them; passes that no shape fits among them."""
+    shared = random_prompts(1, least=40, most=40, seed=9)[0]
+    prompts = [*random_prompts(12, most=50), *(shared + own for own in random_prompts(8, most=9, seed=8))]
+    params = [replace(one, seed=i) for i, one in enumerate([*KINDS.values()] * 2)][: len(prompts)]
+    check_both(folder, prompts, params, chunked_prefill_size=chunk)
+    assert {padded.shape.num_tokens for padded in extend_replays} == ({16, 64} if chunk > 16 else {chunk})
+    assert {9} <= {padded.shape.num_rows for padded in extend_replays} <= {3, 9}
+
+
+def test_a_pass_beyond_all_shapes_is_launched_kernel_by_kernel(
+    folder: Path, extend_replays: list[PaddedPass]
+) -> None:
+    check_both(folder, random_prompts(3, least=70, most=90), GREEDY)
+    assert not extend_replays
+
+
+@pytest.mark.parametrize("changes", [{"n": 3}, {"prompt_logprobs": 2}])
+def test_answers_to_one_prompt_and_scores_are_launched_kernel_by_kernel(
+    folder: Path, extend_replays: list[PaddedPass], changes: dict[str, int]
+) -> None:
+    """The first tokens of several answers have more rows of logits; scores want hidden states."""
+    check_both(folder, random_prompts(3), replace(GREEDY, max_new_tokens=1, **changes))
+    assert not extend_replays
+
+
+def test_an_extend_that_is_not_finite_ends_alone(folder: Path, extend_replays: list[PaddedPass]) -> None:
+    """Its flags are those of its own pass, though the next one is launched before they are read."""
+    with runtime_of(folder) as runtime:
+        (bad,) = random_prompts(1, least=9, most=9, seed=5)
+        runtime._model.embedding.weight[bad[4]] = float("nan")
+        good = [[token for token in prompt if token != bad[4]] + [3, 4] for prompt in random_prompts(6, seed=6)]
+        outputs = runtime.generate([bad, *good], GREEDY)
+    assert extend_replays
+    assert outputs[0].finish_reason is FinishReason.ERROR
+    for output in outputs[1:]:
+        assert output.finish_reason is not FinishReason.ERROR or bad[4] in output.token_ids
+
+
 # --- the same outputs ---
 
 
@@ -227,6 +302,46 @@ def test_all_kinds_together(folder: Path, options: dict[str, Any], replays: list
     assert len({count for count, _, _ in replays}) > 2
 
 
+@pytest.mark.parametrize(
+    ("family", "overlap"), [("llama", True), ("llama", False), ("mistral", True), ("gemma3", False)]
+)
+def test_many_passes_of_the_same_requests(
+    family: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a plan serves, with windows and without; some leave and others come, of every kind. What a pass
+    found stays what it was while others run.
+    """
+    with torch.device("cpu"):
+        folder = write(MODELS[family](), tmp_path)
+    collect = ModelRunner.collect
+    results: list[tuple[PassResult, PassResult]] = []
+
+    def remembered(self: ModelRunner, handle: object) -> PassResult:
+        result = collect(self, handle)
+        results.append((result, replace(result, token_ids=result.token_ids.copy(), finite=result.finite.copy())))
+        return result
+
+    monkeypatch.setattr(ModelRunner, "collect", remembered)
+    prompts = random_prompts(len(KINDS), most=20, seed=16)
+    lengths = [2 * PLAN_STEPS + 30, PLAN_STEPS + 5, 20, 5]
+    params = [replace(kind, max_new_tokens=lengths[i % 4], n=1) for i, kind in enumerate(KINDS.values())]
+    check_both(folder, prompts, params, overlap=overlap)
+    assert len(results) > 6 * PLAN_STEPS
+    for result, before in results:
+        np.testing.assert_array_equal(result.token_ids, before.token_ids)
+        np.testing.assert_array_equal(result.finite, before.finite)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_results_need_no_more_memory_than_passes_are_in_flight(folder: Path, overlap: bool) -> None:
+    with runtime_of(folder, overlap=overlap) as runtime:
+        for _ in range(2):
+            runtime.generate(random_prompts(5), GREEDY)
+            graphs = runner_of(runtime)._graphs
+            assert graphs is not None
+            assert len(graphs.results._free) == 1 + overlap
+
+
 def test_overlap_changes_nothing(folder: Path) -> None:
     prompts = random_prompts(len(KINDS), seed=4)
     with runtime_of(folder, overlap=False) as one, runtime_of(folder) as other:
@@ -262,19 +377,6 @@ def test_more_requests_than_run_at_once(folder: Path, most: int, replays: list[t
     params = [replace(GREEDY, max_new_tokens=2 + i % 5) for i in range(len(prompts))]
     check_both(folder, prompts, params, max_running_requests=most, max_total_tokens=20 * most + 100)
     assert max(count for count, _, _ in replays) == most
-
-
-def test_kernels_in_the_interpreter(folder: Path, device: torch.device) -> None:
-    """The kernels themselves read padded plans, from buffers that stay where they are; on a GPU all tests do."""
-    if device.type != "cpu":
-        pytest.skip("kernels are compiled in this process")
-    require_interpreter()
-    prompts, params = random_prompts(3, most=5), [KINDS["everything"], KINDS["greedy"], KINDS["random"]]
-    params = [replace(each, max_new_tokens=5 + i) for i, each in enumerate(params)]
-    with runtime_of(folder, cuda_graphs=False) as eager:
-        expected = eager.generate(prompts, params)
-    with runtime_of(folder, max_running_requests=4, impl="triton") as interpreted:
-        assert_same(interpreted.generate(prompts, params), expected)
 
 
 def test_every_draw_is_captured_for_every_size(folder: Path) -> None:
@@ -607,6 +709,9 @@ def test_close_gives_the_memory_back(tmp_path: Path, little_memory: int, device:
         ) as runtime:
             assert runtime._kv_pool.buffer.nbytes > little_memory // 3
             runtime.generate([[5, 6, 7]] * 30, Params(max_new_tokens=9, ignore_eos=True, n=2))
+        del runtime
+        gc.collect()
+        torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved(device))
         free.append(torch.cuda.mem_get_info(device)[0])
     # The first one left what a process keeps: kernels, and cuBLAS's workspaces.

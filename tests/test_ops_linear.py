@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from triton_ops.implementation import GPU
+from triton_ops.elementwise import row_blocks
+from triton_ops.implementation import GPU, next_power_of_2
 from triton_ops.partial_linear import (
     COLUMNS,
     MOST_PARTS,
@@ -94,7 +95,7 @@ def test_every_configuration_can_be_used() -> None:
     found = 0
     for num_rows in (1, 16, 17, 64, 65, 129, 256, 300):
         for num_columns in range(64, 4500, 32):
-            for depth in (1024, 2048, 2080, 2112, 4864, 8960, 9728, 14_336, 18_944):
+            for depth in (1024, 2048, 2080, 2112, 2176, 2560, 3584, 4864, 8960, 9728, 14_336, 18_944):
                 config = partial_linear_config(H200, num_rows, num_columns, depth, torch.bfloat16)
                 if config is None:
                     continue
@@ -102,6 +103,8 @@ def test_every_configuration_can_be_used() -> None:
                 assert num_columns % COLUMNS == depth % config.depth == config.part_depth % config.depth == 0
                 parts = -(-depth // config.part_depth)
                 assert 2 <= parts <= MOST_PARTS
+                num_warps = row_blocks(num_columns, torch.bfloat16, parts)[2]
+                assert num_warps == next_power_of_2(num_warps), "Triton knows no others"
                 programs = num_columns // COLUMNS * -(-num_rows // config.rows) * parts
                 assert 64 <= programs <= 2 * H200.num_sms
     assert found > 500

@@ -62,7 +62,7 @@ def row_blocks(size: int, dtype: torch.dtype, parts: int = 0) -> tuple[int, int,
         raise ValueError(f"rows of {size} elements of {dtype} exceed the kernel's limit of {MAX_BYTES} bytes")
     block = max(16, next_power_of_2(size))
     if parts:
-        return block, 1, min(32, max(1, block * parts // (32 * ROW_ELEMENTS)))
+        return block, 1, min(32, max(1, block * next_power_of_2(parts) // (32 * ROW_ELEMENTS)))
     rows = max(1, ROW_TILE // block)
     most_warps = 16 if block <= 16384 else 32
     return block, rows, min(most_warps, max(1, block * rows // (32 * ROW_ELEMENTS)))

@@ -242,14 +242,18 @@ def plan_extends(
     head_dim: int,
     dtype: torch.dtype,
     sliding_window: int | None = None,
+    short: bool | None = None,
+    cut: bool = True,
 ) -> tuple[dict[str, Int32Array], int]:
     """`ExtendPlan.host_arrays` for these requests and `tile_tokens`, as the configuration for `gpu` wants them.
 
-    The KV that a tile reads is cut where it is more than a fair share for each of the programs that run side by
-    side, unless the pieces would be too short to be worth a partial result.
+    The KV that a tile reads is cut, if it may be, where it is more than a fair share for each of the programs that
+    run side by side, unless the pieces would be too short to be worth a partial result. `short`: whether tiles
+    are; None: as the requests are.
     """
     group = num_heads // num_kv_heads
-    short = int(extend_seq_lens.max(initial=0)) * group <= SHORT_ROWS
+    if short is None:
+        short = int(extend_seq_lens.max(initial=0)) * group <= SHORT_ROWS
     config = extend_config(gpu, head_dim, dtype, short=short)
     tile_tokens = _block_m(config, group) // group
     num_tiles = -(-extend_seq_lens.astype(np.int64) // tile_tokens)
@@ -257,17 +261,27 @@ def plan_extends(
     mean = prefix_lens + (extend_seq_lens + tile_tokens) // 2
     if sliding_window is not None:
         mean = mean.clip(max=sliding_window + tile_tokens)
-    fair = int((num_tiles * mean).sum()) * num_kv_heads // (PROGRAMS_PER_SM * gpu.num_sms)
+    fair = int((num_tiles * mean).sum()) * num_kv_heads // programs_of(gpu)
     max_item_len = -(-max(fair, MIN_ITEM_LEN) // 64) * 64
     arrays = ExtendPlan.host_arrays(
         prefix_lens,
         extend_start_loc,
         extend_seq_lens,
         tile_tokens=tile_tokens,
-        max_item_len=max_item_len,
+        max_item_len=max_item_len if cut else None,
         sliding_window=sliding_window,
     )
     return arrays, tile_tokens
+
+
+def most_extra_extend_items(gpu: GPU, num_kv_heads: int) -> int:
+    """The most items more than tiles that `plan_extends` makes by cutting: about twice the fair shares."""
+    return 2 * -(-programs_of(gpu) // num_kv_heads)
+
+
+def programs_of(gpu: GPU) -> int:
+    """Programs of the kernel that run side by side."""
+    return PROGRAMS_PER_SM * gpu.num_sms
 
 
 def _launch(

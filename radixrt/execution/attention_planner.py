@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from layers.placement import Placement
 from radixrt.models.config import ModelConfig
 from triton_ops.attention_plan import AttentionPlan, ExtendPlan, Int32Array
 from triton_ops.decode_attention import decode_item_len, most_decode_items
-from triton_ops.extend_attention import plan_extends
+from triton_ops.extend_attention import most_extra_extend_items, plan_extends, programs_of
 from triton_ops.implementation import gpu_of, runs_triton
+
+MOST_CUT_TOKENS = 2048  # padded extends of more tokens are not cut: merging all their rows would cost more
+LONG_ITEM = 4096  # tokens that a program may read by itself, though a fair share were less
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,63 @@ class AttentionPlanner:
         }
         return PassPlans(arrays, self._windows, None)
 
+    def plan_padded_extends(
+        self, host: Mapping[str, Int32Array], num_extends: int, num_live: int, decode_lens: Int32Array
+    ) -> PassPlans | None:
+        """The plans for a pass of `InputMetadata.host_arrays` with `num_extends` extends: `num_live` real ones,
+        then such without tokens, and a last one whose tokens pad the pass and get results of zero; and of decodes
+        `[R]` with `decode_lens`, 0 for padded ones. Shapes depend on the numbers of extends, of their tokens and
+        of decodes alone. None: one would read so much by itself that a plan of its own, which cuts it, is better.
+        """
+        config, gpu = self._config, self._gpu
+        assert gpu is not None  # the references need no plan of extends
+        arrays = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, merges=True).arrays
+        num_new = host["extend_seq_lens"][:num_extends]
+        num_tokens = int(num_new.sum())
+        cut = num_tokens <= MOST_CUT_TOKENS
+        tile_tokens = 0
+        for window in self._windows:
+            plan, tile_tokens = plan_extends(
+                host["prefix_lens"][:num_live],
+                host["extend_start_loc"][:num_live],
+                host["extend_seq_lens"][:num_live],
+                gpu=gpu,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                dtype=self._dtype,
+                sliding_window=window,
+                short=False,
+                cut=cut,
+            )
+            fair = int(plan["item_lens"].sum()) * config.num_kv_heads // programs_of(gpu)
+            if int(plan["item_lens"].max(initial=0)) > max(fair, LONG_ITEM) and not cut:
+                return None
+            # Tiles of zeros for the padding; behind them items of no tokens, whose tiles begin beyond its end.
+            most_items = num_tokens // tile_tokens + num_extends
+            most_partials = 0
+            if cut:
+                extra = most_extra_extend_items(gpu, config.num_kv_heads)
+                most_items, most_partials = most_items + extra, num_tokens + extra * tile_tokens
+            begins = np.arange(0, num_new[-1], tile_tokens, dtype=np.int32)
+            num_items = len(plan["item_lens"]) + len(begins)
+            begins = np.append(begins, np.full(most_items - num_items, num_tokens, np.int32))
+            padding: dict[str, ArrayLike] = {
+                "item_requests": num_extends - 1,
+                "item_query_starts": begins,
+                "item_partials": -1,
+            }
+            for name in ("item_requests", "item_query_starts", "item_starts", "item_lens", "item_partials"):
+                plan[name] = _padded(plan[name], most_items, padding.get(name, 0))
+            if cut:
+                starts, plan["row_partials"] = (
+                    plan["row_partial_starts"],
+                    _padded(plan["row_partials"], most_partials),
+                )
+                plan["row_partial_starts"] = _padded(starts, num_tokens + 1, starts[-1] if len(starts) else 0)
+            arrays = arrays | {f"extend {window} {name}": array for name, array in plan.items()}
+        return PassPlans(arrays, self._windows, tile_tokens)
+
     def _decodes(self, rows: Int32Array, seq_lens: Int32Array) -> dict[str, Int32Array]:
         arrays: dict[str, Int32Array] = {}
         for window in self._windows:
@@ -115,8 +176,9 @@ class AttentionPlanner:
         return arrays
 
 
-def _padded(array: Int32Array, length: int) -> Int32Array:
-    """With zeros behind it: items without rows, and partial results that no row merges."""
-    padded = np.zeros(length, np.int32)
+def _padded(array: Int32Array, length: int, filler: ArrayLike = 0) -> Int32Array:
+    """With fillers behind it: zeros are items without rows, or partial results that no row merges."""
+    padded = np.empty(length, np.int32)
     padded[: len(array)] = array
+    padded[len(array) :] = filler
     return padded

@@ -20,7 +20,10 @@ from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.attention_planner import AttentionPlanner
 from radixrt.execution.decode_graphs import DecodeGraphs
+from radixrt.execution.extend_graphs import ExtendGraphs, pass_shapes
+from radixrt.execution.graph_memory import GraphMemory
 from radixrt.execution.kv_mover import KVMover
+from radixrt.execution.result_buffer import SampledTokens
 from radixrt.execution.sampler import (
     DrawPlan,
     LogprobTensors,
@@ -37,18 +40,26 @@ from triton_ops.logprobs import token_logprobs
 from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling import finite_rows
 
+# Of a pass: its hidden states `[T, hidden_size]` unless a graph made them, logits `[S, vocab_size]`, whether the
+# last hidden state of each request is finite, bool `[B]`, and its arrays on the device.
+_Computed = tuple[Tensor | None, Tensor, Tensor, dict[str, Tensor]]
+
 SCORED_AT_ONCE = 512  # rows of logits that are held at a time to score prompt tokens
 
 
 @dataclass(frozen=True)
 class PassInFlight:
-    """A launched pass: tensors that are on the host, and hold its result, once `done`."""
+    """A launched pass: tensors that are on the host, and hold its result, once `done`.
+
+    `borrowed`: the memory of `token_ids` and `finite`, which other passes use after this one.
+    """
 
     token_ids: Tensor
     finite: Tensor
     logprobs: LogprobTensors | None
     prompt_logprobs: LogprobTensors | None
     done: torch.cuda.Event | None
+    borrowed: SampledTokens | None = None
 
 
 class ModelRunner:
@@ -63,8 +74,10 @@ class ModelRunner:
         kv_pool: the KV of all tokens, on the device.
         device: where everything is.
         host_pool: the KV of tokens that have left the device; None: there is no such tier.
-        max_captured_batch: decode passes of up to that many requests run as captured graphs, once
-            `capture_graphs` has been called; 0: none do.
+        max_captured_batch: passes of up to that many requests run as captured graphs, once `capture_graphs` has
+            been called; 0: none do.
+        max_captured_tokens: so do those with up to that many tokens of extends, where a model is small enough to
+            gain by it; 0: those with extends do not.
     """
 
     def __init__(
@@ -76,6 +89,7 @@ class ModelRunner:
         host_pool: HostKVPool | None = None,
         *,
         max_captured_batch: int = 0,
+        max_captured_tokens: int = 0,
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
@@ -91,20 +105,26 @@ class ModelRunner:
         self._sampling = SamplingTable(rows.max_requests)
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, model.placement.impl)
         self._graphs: DecodeGraphs | None = None
+        self._extend_graphs: ExtendGraphs | None = None
         if max_captured_batch:
+            tables = self._req_to_token, self._last_token, self._planner
+            shape = max_captured_batch, model.config.vocab_size
+            num_weights = sum(weight.numel() for weight in model.parameters())
             with self._on_device():
-                self._graphs = DecodeGraphs(
-                    model, kv_pool, self._req_to_token, self._last_token, self._planner, max_captured_batch
-                )
+                places = torch.empty(shape, dtype=model.placement.dtype, device=device), GraphMemory(device)
+                self._graphs = DecodeGraphs(model, kv_pool, *tables, *places)
+                if shapes := pass_shapes(max_captured_tokens, max_captured_batch, num_weights):
+                    self._extend_graphs = ExtendGraphs(model, kv_pool, *tables, shapes, *places)
 
     def capture_graphs(self, most: int | None = None) -> None:
-        """Capture the graphs of decode passes, if there are to be any; with `most` those of the largest batches
+        """Capture the graphs of passes, if there are to be any; with `most` those of so many of the largest ones
         alone, for what is not captured cannot be launched.
         """
-        if self._graphs is not None:
-            with self._on_device():
-                for _ in islice(self._graphs.capture(), most):
-                    pass
+        with self._on_device():
+            for graphs in (self._extend_graphs, self._graphs):  # the largest first: others fit into its memory
+                if graphs is not None:
+                    for _ in islice(graphs.capture(), most):
+                        pass
 
     def transfer(self, transfers: deque[KVTransfer]) -> None:
         """Start transfers between device and host, in order, for the pass that is launched next.
@@ -137,25 +157,60 @@ class ModelRunner:
         if self._graphs is not None and len(sampling) <= self._graphs.max_batch and _is_decode(batch):
             return self._launch_decode(batch, draws, self._graphs)
 
-        host = InputMetadata.host_arrays(
-            batch.req_pool_indices, batch.seq_lens, batch.prefix_lens, batch.out_cache_loc
-        )
-        last_tokens = host["extend_start_loc"] + host["extend_seq_lens"] - 1  # [B]
         first_samples = np.flatnonzero(np.diff(sampling, prepend=-1)).astype(np.int32)
         own: dict[str, NDArray[Any]] = {
-            "input_ids": batch.input_ids,
-            "last_tokens": last_tokens,
-            "logits_indices": last_tokens[sampling],
             "sampling": sampling,
             "first_samples": first_samples,
             "first_rows": batch.req_pool_indices[sampling[first_samples]],
             "scored": batch.scored,
             "scored_targets": batch.scored_targets,
             **_row_changes(batch.row_changes),
+            **draws.arrays,
+        }
+        hidden, logits, finite, arrays = self._replay(batch, own) or self._compute(batch, sampling, own)
+        token_ids, logprobs = arrays["sampling"], None
+        if len(sampling):
+            token_ids = torch.empty_like(arrays["sampling"])
+            drawn = torch.empty_like(token_ids, dtype=torch.bool)
+            draw_plain(logits, arrays, draws.features, token_ids, drawn, impl=self._impl)
+            logprobs = self._draw_others(logits, arrays, draws, self._last_token, token_ids, drawn)
+            finite[arrays["sampling"]] &= drawn
+            # The first answer goes on in its own row; the others get theirs when the host has heard of them.
+            self._keep_tokens(arrays["first_rows"], token_ids[arrays["first_samples"]])
+        prompt_logprobs = None
+        if len(batch.scored):
+            assert hidden is not None  # no graph scores
+            prompt_logprobs = self._score(hidden, batch, arrays)
+        return self._send_back(token_ids, finite, logprobs, prompt_logprobs)
+
+    def _replay(self, batch: ScheduleBatch, own: dict[str, NDArray[Any]]) -> _Computed | None:
+        """Start a pass as a captured graph; None where none fits."""
+        graphs = self._extend_graphs
+        if graphs is None or len(batch.scored) or batch.num_samples.max() > 1:
+            return None
+        padded = graphs.fitted(batch)
+        if padded is None:
+            return None
+        arrays = self._staging.upload(own)
+        self._write_rows(arrays)
+        logits, finite = graphs.launch(padded)
+        return None, logits[: len(arrays["sampling"])], finite[: len(batch.requests)], arrays
+
+    def _compute(
+        self, batch: ScheduleBatch, sampling: NDArray[np.int32], own: dict[str, NDArray[Any]]
+    ) -> _Computed:
+        """Launch a pass kernel by kernel."""
+        host = InputMetadata.host_arrays(
+            batch.req_pool_indices, batch.seq_lens, batch.prefix_lens, batch.out_cache_loc
+        )
+        last_tokens = host["extend_start_loc"] + host["extend_seq_lens"] - 1  # [B]
+        ids = {
+            "input_ids": batch.input_ids,
+            "last_tokens": last_tokens,
+            "logits_indices": last_tokens[sampling],
         }
         plans = self._planner.plan(host, batch.num_extends)
-        arrays = self._staging.upload({**host, **own, **draws.arrays, **plans.arrays})
-
+        arrays = self._staging.upload({**host, **ids, **own, **plans.arrays})
         self._write_rows(arrays)
         metadata = InputMetadata.from_host_and_device(
             host,
@@ -166,22 +221,10 @@ class ModelRunner:
             decode_plans=plans.decode(arrays),
             extend_plans=plans.extend(arrays),
         )
-        hidden = self.model(
-            known_tokens(arrays["input_ids"], self._last_token, impl=self._impl), metadata, self.kv_pool
-        )
+        input_ids = known_tokens(arrays["input_ids"], self._last_token, impl=self._impl)
+        hidden = self.model(input_ids, metadata, self.kv_pool)
         finite = finite_rows(hidden[arrays["last_tokens"]], impl=self._impl)
-        token_ids, logprobs = arrays["sampling"], None
-        if len(sampling):
-            logits = self.model.compute_logits(hidden, metadata.logits_indices)
-            token_ids = torch.empty_like(arrays["sampling"])
-            drawn = torch.empty_like(token_ids, dtype=torch.bool)
-            draw_plain(logits, arrays, draws.features, token_ids, drawn, impl=self._impl)
-            logprobs = self._draw_others(logits, arrays, draws, token_ids, drawn)
-            finite[arrays["sampling"]] &= drawn
-            # The first answer goes on in its own row; the others get theirs when the host has heard of them.
-            self._keep_tokens(arrays["first_rows"], token_ids[arrays["first_samples"]])
-        prompt_logprobs = self._score(hidden, batch, arrays) if len(batch.scored) else None
-        return self._send_back(token_ids, finite, logprobs, prompt_logprobs)
+        return hidden, self.model.compute_logits(hidden, metadata.logits_indices), finite, arrays
 
     def _launch_decode(self, batch: ScheduleBatch, draws: DrawPlan, graphs: DecodeGraphs) -> PassInFlight:
         """A pass of nothing but decodes: captured graphs, and what they do not do."""
@@ -192,17 +235,35 @@ class ModelRunner:
         arrays = self._staging.upload(own) if own else {}
         if "changed_rows" in arrays:
             self._write_rows(arrays)
-        rows, logits, token_ids, finite = graphs.launch(batch, draws.features, draws.arrays)
-        logprobs = self._draw_others(logits, arrays, draws, token_ids, finite)
-        self._keep_tokens(rows, token_ids)
-        return self._send_back(token_ids, finite, logprobs, None)
+        # The graph replaces the last tokens by those that it draws; special draws depend on the ones before.
+        last_token = self._last_token if draws.special is None else self._last_token.clone()
+        rows, logits = graphs.launch(batch, draws.features, draws.arrays)
+        token_ids, finite = graphs.results.token_ids[: len(rows)], graphs.results.finite[: len(rows)]
+        logprobs = self._draw_others(logits, arrays, draws, last_token, token_ids, finite)
+        if draws.special is not None:
+            self._keep_tokens(rows, token_ids)
+        sampled = graphs.results.to_host()
+        return PassInFlight(
+            sampled.token_ids[: len(rows)],
+            sampled.finite[: len(rows)],
+            self._all_to_host(logprobs),
+            None,
+            self._mark(),
+            borrowed=sampled,
+        )
 
     def _draw_others(
-        self, logits: Tensor, arrays: dict[str, Tensor], draws: DrawPlan, token_ids: Tensor, finite: Tensor
+        self,
+        logits: Tensor,
+        arrays: dict[str, Tensor],
+        draws: DrawPlan,
+        last_token: Tensor,
+        token_ids: Tensor,
+        finite: Tensor,
     ) -> LogprobTensors | None:
         """What some of the rows of a draw want besides, in place of what is there; the log-probabilities."""
         if draws.special is not None:
-            draw_special(logits, arrays, draws.special, self._last_token, token_ids, finite, impl=self._impl)
+            draw_special(logits, arrays, draws.special, last_token, token_ids, finite, impl=self._impl)
         if draws.num_top is None:
             return None
         return draw_logprobs(logits, token_ids, arrays, draws.num_top, impl=self._impl)
@@ -233,12 +294,12 @@ class ModelRunner:
         assert isinstance(handle, PassInFlight)
         if handle.done is not None:
             handle.done.synchronize()
-        return PassResult(
-            handle.token_ids.numpy(),
-            handle.finite.numpy(),
-            _to_numpy(handle.logprobs),
-            _to_numpy(handle.prompt_logprobs),
-        )
+        token_ids, finite = handle.token_ids.numpy(), handle.finite.numpy()
+        if handle.borrowed is not None:
+            assert self._graphs is not None  # it is theirs
+            token_ids, finite = token_ids.copy(), finite.copy()
+            self._graphs.results.give_back(handle.borrowed)
+        return PassResult(token_ids, finite, _to_numpy(handle.logprobs), _to_numpy(handle.prompt_logprobs))
 
     def _send_back(
         self,
@@ -247,24 +308,33 @@ class ModelRunner:
         logprobs: LogprobTensors | None,
         prompt_logprobs: LogprobTensors | None,
     ) -> PassInFlight:
+        return PassInFlight(
+            self._to_host(token_ids),
+            self._to_host(finite),
+            self._all_to_host(logprobs),
+            self._all_to_host(prompt_logprobs),
+            self._mark(),
+        )
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        """A copy, started; on a CPU, too, where the next passes overwrite what this one has staged."""
+        pinned = self.device.type == "cuda"
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        return host.copy_(tensor, non_blocking=True)
+
+    def _all_to_host(self, tensors: LogprobTensors | None) -> LogprobTensors | None:
+        if tensors is None:
+            return None
+        chosen, ranks, top_ids, top = map(self._to_host, tensors)
+        return chosen, ranks, top_ids, top
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event behind all that has been launched."""
         if self.device.type != "cuda":
-            # A copy: on a CPU the staged arrays are overwritten by the next passes.
-            return PassInFlight(token_ids.clone(), finite, logprobs, prompt_logprobs, None)
-
-        def to_host(tensor: Tensor) -> Tensor:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            return host.copy_(tensor, non_blocking=True)
-
-        def all_to_host(tensors: LogprobTensors | None) -> LogprobTensors | None:
-            if tensors is None:
-                return None
-            chosen, ranks, top_ids, top = map(to_host, tensors)
-            return chosen, ranks, top_ids, top
-
-        flight = (to_host(token_ids), to_host(finite), all_to_host(logprobs), all_to_host(prompt_logprobs))
+            return None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return PassInFlight(*flight, done)
+        return done
 
 
 def _is_decode(batch: ScheduleBatch) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +12,8 @@ import torch
 
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.errors import ParameterError
+from radixrt.execution.decode_graphs import MOST_CAPTURED
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.models.decoder import Decoder
 from radixrt.sampling_params import SamplingParams
@@ -83,12 +87,11 @@ def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
 
 
 def measured_pass_memory(
-    model: Decoder, rows: ReqToTokenPool, limits: PassLimits, kv_dtype: torch.dtype, *, max_captured_batch: int
+    model: Decoder, rows: ReqToTokenPool, limits: PassLimits, kv_dtype: torch.dtype, *, captures: bool
 ) -> int:
-    """Bytes that passes up to `limits`, the tables on the device and the graphs of decodes up to
-    `max_captured_batch` take of a GPU.
+    """Bytes that passes up to `limits`, the tables on the device and, if there are to be any, graphs take.
 
-    Runs the largest pass, and captures the largest graph, over a pool of two slots.
+    Runs the largest pass, and captures the largest graphs, over a pool of two slots.
     """
     config, device = model.config, model.placement.device
 
@@ -99,7 +102,14 @@ def measured_pass_memory(
     before = free()
     pool = TokenToKVPool(2, config.num_layers, config.num_kv_heads, config.head_dim, dtype=kv_dtype, device=device)
     pool.buffer.zero_()
-    runner = ModelRunner(model, rows, pool, device, max_captured_batch=max_captured_batch)
+    runner = ModelRunner(
+        model,
+        rows,
+        pool,
+        device,
+        max_captured_batch=min(limits.max_running_requests, MOST_CAPTURED) if captures else 0,
+        max_captured_tokens=limits.chunked_prefill_size if captures else 0,
+    )
     runner.collect(runner.launch(largest_pass(limits, config.context_length)))
     passes = before - free()
     torch.cuda.empty_cache()
@@ -110,3 +120,16 @@ def measured_pass_memory(
     gc.collect()
     torch.cuda.empty_cache()
     return max(0, passes) + max(0, graphs)
+
+
+@contextmanager
+def room_for_passes() -> Iterator[None]:
+    """Raises ParameterError with the remedies where there is no memory for a pass or its graphs."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ParameterError(
+            f"there is no memory for the largest pass or its captured graphs beside the weights and the KV pool: "
+            "lower max_running_requests, chunked_prefill_size or max_total_tokens, or leave the graphs out with "
+            f"cuda_graphs=False ({str(error).splitlines()[0]})"
+        ) from error

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Int32Array = NDArray[np.int32]
+
 ALIGNMENT = 4  # words: every array starts at a multiple of 16 bytes
 _TORCH_DTYPES = {
     np.dtype(np.int32): torch.int32,
@@ -42,35 +44,51 @@ class Staging:
 
     def upload(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
         """Return device views of 1-d int32, int64 and float32 `arrays`, by the same names."""
-        ends, end = _places(arrays)
+        places, end = _places(arrays)
         if end > len(self._buffer):
             self._reserve(2 * end)  # what is in flight holds on to the old buffers
+        words = self._next_words()
+        for name, array in arrays.items():
+            words[places[name]] = np.ascontiguousarray(array).view(np.int32)
+        self._copy(end)
+        return {
+            name: self._buffer[place].view(_TORCH_DTYPES[arrays[name].dtype]) for name, place in places.items()
+        }
+
+    def send(self, words: Int32Array) -> None:
+        """Copy arrays that are `packed`, no longer than what was uploaded before, to where an upload puts them."""
+        self._next_words()[: len(words)] = words
+        self._copy(len(words))
+
+    def _next_words(self) -> Int32Array:
+        """The buffer on the host whose turn it is."""
         self._turn ^= 1
         if self._copied is not None:
             self._copied[self._turn].synchronize()
-        words = self._words[self._turn]
-        for name, array in arrays.items():
-            start, stop = ends[name]
-            words[start:stop] = np.ascontiguousarray(array).view(np.int32)
-        self._buffer[:end].copy_(self._host[self._turn][:end], non_blocking=True)
+        return self._words[self._turn]
+
+    def _copy(self, num_words: int) -> None:
+        self._buffer[:num_words].copy_(self._host[self._turn][:num_words], non_blocking=True)
         if self._copied is not None:
             self._copied[self._turn].record()
-        return {
-            name: self._buffer[start:stop].view(_TORCH_DTYPES[arrays[name].dtype])
-            for name, (start, stop) in ends.items()
-        }
 
 
-def num_words(arrays: Mapping[str, NDArray[Any]]) -> int:
-    """Words that an upload of `arrays` takes."""
-    return _places(arrays)[1]
+def packed(arrays: Mapping[str, NDArray[Any]]) -> tuple[Int32Array, dict[str, NDArray[Any]]]:
+    """Copies of arrays as an upload packs them: the words int32, and each array's part of these."""
+    places, end = _places(arrays)
+    words = np.zeros(end, np.int32)
+    parts: dict[str, NDArray[Any]] = {}
+    for name, array in arrays.items():
+        parts[name] = words[places[name]].view(array.dtype)
+        parts[name][:] = array
+    return words, parts
 
 
-def _places(arrays: Mapping[str, NDArray[Any]]) -> tuple[dict[str, tuple[int, int]], int]:
-    """Where each array begins and ends, in words, and where the last one ends: their order and sizes decide."""
-    ends, end = {}, 0
+def _places(arrays: Mapping[str, NDArray[Any]]) -> tuple[dict[str, slice], int]:
+    """The words of each array, and where the last one ends: their order and sizes decide."""
+    places, end = {}, 0
     for name, array in arrays.items():
         start = -(-end // ALIGNMENT) * ALIGNMENT
         end = start + array.nbytes // 4
-        ends[name] = (start, end)
-    return ends, end
+        places[name] = slice(start, end)
+    return places, end

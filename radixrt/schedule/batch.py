@@ -40,7 +40,8 @@ class ScheduleBatch:
         admitted: (row, request) of each request that is in a pass for the first time under its lease.
 
     While the same requests decode pass after pass, and nothing else is computed, `requests` and `leases` are the
-    same tuples. Arrays may be shared between passes: nobody changes them.
+    same tuples, and `req_pool_indices` is the same array. Arrays may be shared between passes: nobody changes
+    them.
     """
 
     requests: tuple[Request, ...]

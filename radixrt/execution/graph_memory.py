@@ -1,0 +1,43 @@
+"""The memory of captured CUDA graphs, and the stream that they are captured on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+_one_at_a_time = threading.Lock()  # Runtimes of several threads capture on the same stream
+
+
+class GraphMemory:
+    """One pool for all graphs of a runner, which never run side by side: what one needs in between serves others.
+
+    The largest one is best captured first: the others fit into what it has taken.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def captured(self, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of what `compute` launches. It runs once before: what is made on first use is made then."""
+        compute()
+        graph = torch.cuda.CUDAGraph()
+        stream = _capture_stream(self._device)
+        with (
+            _one_at_a_time,
+            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            compute()
+        return graph
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """What all captures on a device run on: cuBLAS keeps a workspace for each stream. torch's own capture stream
+    is on the device that was the current one when the first graph of the process was captured.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
