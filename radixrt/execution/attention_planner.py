@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from layers.placement import Placement
+from radixrt.execution.staging import padded
 from radixrt.models.config import ModelConfig
 from triton_ops.attention_plan import AttentionPlan, ExtendPlan, Int32Array
 from triton_ops.decode_attention import decode_item_len, most_decode_items
@@ -94,9 +95,9 @@ class AttentionPlanner:
         most, merging = len(rows), merges or plans.merges
         if merging:
             most = most_decode_items(self._gpu, self._config.num_kv_heads, len(rows)) + 1  # the padded decodes'
-        padded = (" item_", " row_partials") if merging else (" item_",)
+        short = (" item_", " row_partials") if merging else (" item_",)
         arrays = {
-            name: _padded(array, most) if any(part in name for part in padded) else array
+            name: padded(array, most) if any(part in name for part in short) else array
             for name, array in plans.arrays.items()
         }
         return PassPlans(arrays, self._windows, None)
@@ -148,13 +149,13 @@ class AttentionPlanner:
                 "item_partials": -1,
             }
             for name in ("item_requests", "item_query_starts", "item_starts", "item_lens", "item_partials"):
-                plan[name] = _padded(plan[name], most_items, padding.get(name, 0))
+                plan[name] = padded(plan[name], most_items, padding.get(name, 0))
             if cut:
                 starts, plan["row_partials"] = (
                     plan["row_partial_starts"],
-                    _padded(plan["row_partials"], most_partials),
+                    padded(plan["row_partials"], most_partials),
                 )
-                plan["row_partial_starts"] = _padded(starts, num_tokens + 1, starts[-1] if len(starts) else 0)
+                plan["row_partial_starts"] = padded(starts, num_tokens + 1, starts[-1] if len(starts) else 0)
             arrays = arrays | {f"extend {window} {name}": array for name, array in plan.items()}
         return PassPlans(arrays, self._windows, tile_tokens)
 
@@ -174,11 +175,3 @@ class AttentionPlanner:
             )
             arrays |= {f"decode {window} {name}": array for name, array in decode.items()}
         return arrays
-
-
-def _padded(array: Int32Array, length: int, filler: ArrayLike = 0) -> Int32Array:
-    """With fillers behind it: zeros are items without rows, or partial results that no row merges."""
-    padded = np.empty(length, np.int32)
-    padded[: len(array)] = array
-    padded[len(array) :] = filler
-    return padded

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from layers.input_metadata import InputMetadata, Int32Array
 from radixrt.execution.attention_planner import AttentionPlanner, PassPlans
 from radixrt.execution.sampling_table import Features
-from radixrt.execution.staging import packed
+from radixrt.execution.staging import packed, padded
 from radixrt.schedule.batch import ScheduleBatch
 
 DRAW_DTYPES: Mapping[str, type[np.generic]] = {
@@ -136,7 +136,7 @@ class DecodeNumbers:
         rows = batch.req_pool_indices
         if self._form is None or rows is not self._rows or not self._steps_left:
             plans = self._planner.plan_padded(
-                _padded(rows, size), _padded(batch.seq_lens, size), merges=size < MERGES_BELOW
+                padded(rows, size), padded(batch.seq_lens, size), merges=size < MERGES_BELOW
             )
             form = self._forms[size, plans.merges]
             form.begin(rows, plans)
@@ -144,9 +144,3 @@ class DecodeNumbers:
         self._form.update(batch, features, draws)
         self._steps_left -= 1
         return self._form
-
-
-def _padded(array: Int32Array, length: int) -> Int32Array:
-    padded = np.zeros(length, np.int32)
-    padded[: len(array)] = array
-    return padded

@@ -19,7 +19,7 @@ from memory_pool.req_to_token_pool import NO_CHANGES
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.attention_planner import AttentionPlanner, PassPlans
 from radixrt.execution.graph_memory import GraphMemory
-from radixrt.execution.staging import Staging, packed
+from radixrt.execution.staging import Staging, packed, padded
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.batch import ScheduleBatch
 from triton_ops.row_tables import known_tokens
@@ -166,9 +166,9 @@ class ExtendGraphs:
             row_changes=NO_CHANGES,
             admitted=(),
         )
-        padded = self._padded(batch, shape)
-        assert padded is not None  # nothing is out of balance
-        return padded
+        idle = self._padded(batch, shape)
+        assert idle is not None  # nothing is out of balance
+        return idle
 
     def _padded(self, batch: ScheduleBatch, shape: PassShape) -> PaddedPass | None:
         num_live, num_decodes = batch.num_extends, len(batch.requests) - batch.num_extends
@@ -195,7 +195,7 @@ class ExtendGraphs:
             by_token(batch.out_cache_loc),
         )
         host["positions"][num_tokens : shape.num_tokens] = 0  # there may be none so great
-        lens = _padded(batch.seq_lens[num_live:], shape.num_rows)
+        lens = padded(batch.seq_lens[num_live:], shape.num_rows)
         plans = self._planner.plan_padded_extends(host, shape.num_extends, num_live, lens)
         if plans is None:
             return None
@@ -207,8 +207,8 @@ class ExtendGraphs:
             plans,
             {
                 "input_ids": by_token(batch.input_ids),
-                "last_tokens": _padded(last, shape.num_extends + shape.num_rows),
-                "logits_indices": _padded(last[batch.num_samples > 0], shape.num_rows),
+                "last_tokens": padded(last, shape.num_extends + shape.num_rows),
+                "logits_indices": padded(last[batch.num_samples > 0], shape.num_rows),
             },
         )
 
@@ -229,9 +229,3 @@ class ExtendGraphs:
         self._finite[: len(last)].copy_(finite_rows(hidden.index_select(0, last), impl=self._impl))
         rows = padded.shape.num_rows
         self._model.compute_logits(hidden, metadata.logits_indices, out=self._logits[:rows])
-
-
-def _padded(array: Int32Array, length: int) -> Int32Array:
-    padded = np.zeros(length, np.int32)
-    padded[: len(array)] = array
-    return padded

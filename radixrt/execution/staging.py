@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 Int32Array = NDArray[np.int32]
@@ -71,6 +71,14 @@ class Staging:
         self._buffer[:num_words].copy_(self._host[self._turn][:num_words], non_blocking=True)
         if self._copied is not None:
             self._copied[self._turn].record()
+
+
+def padded(array: NDArray[np.int32], length: int, filler: ArrayLike = 0) -> NDArray[np.int32]:
+    """`array` `[n <= length]` int32 with fillers behind it."""
+    filled = np.empty(length, np.int32)
+    filled[: len(array)] = array
+    filled[len(array) :] = filler
+    return filled
 
 
 def packed(arrays: Mapping[str, NDArray[Any]]) -> tuple[Int32Array, dict[str, NDArray[Any]]]:
