@@ -17,7 +17,7 @@ from radixrt.execution import device as device_module
 from radixrt.execution import model_runner, sampler
 from radixrt.execution.device import host_pool_slots, pool_slots
 from radixrt.execution.model_runner import ModelRunner
-from radixrt.execution.pass_memory import PassLimits, largest_pass
+from radixrt.execution.pass_memory import PassLimits, largest_pass, room_for_passes
 from radixrt.models.loader import load_model
 
 LIMITS = [  # requests, prompt tokens of a pass, context
@@ -188,3 +188,11 @@ def test_graphs_capture_kernels_on_a_gpu(folder: Path, options: dict[str, Any]) 
     for nothing in (None, False):
         with Runtime(folder, max_total_tokens=100, cuda_graphs=nothing, **options) as runtime:
             assert len(runtime.generate([5], {"max_new_tokens": 3, "ignore_eos": True}).token_ids) == 3
+
+
+def test_too_little_memory_names_the_remedies() -> None:
+    with pytest.raises(ParameterError, match=r"chunked_prefill_size.*cuda_graphs=False.*Tried to allocate 2 GiB"):
+        with room_for_passes():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
+    with pytest.raises(RuntimeError, match="something else"), room_for_passes():
+        raise RuntimeError("something else")
