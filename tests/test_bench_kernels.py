@@ -330,7 +330,7 @@ def test_linear_cases(parts: int, monkeypatch: pytest.MonkeyPatch, kernel_device
     assert result.case.work.bytes == 2 * (5 * 96 + 64 * 96 + 64 + 3 * 5 * 64)
     usual = choose_cases(Options(only=("linear",)))
     assert len(usual) == 4 * len(linear.BATCHES)
-    assert [case.work.bound(CARD).limit for case in usual[:5]] == ["bytes"] * 4 + ["flops"]
+    assert [case.work.bound(CARD).limit for case in (usual[0], usual[-1])] == ["bytes", "flops"]
 
 
 def test_kv_copy_cases(kernel_device: torch.device) -> None:
