@@ -199,6 +199,14 @@ def test_passes_with_extends(folder: Path, chunk: int, extend_replays: list[Padd
     assert {9} <= {padded.shape.num_rows for padded in extend_replays} <= {3, 9}
 
 
+def test_padding_has_no_positions_beyond_the_context(tmp_path: Path, extend_replays: list[PaddedPass]) -> None:
+    """A shape may have more tokens than a context has positions, and so than there are rotations."""
+    with torch.device("cpu"):
+        folder = write(llama(seed=3, max_position_embeddings=24), tmp_path)
+    check_both(folder, random_prompts(4, least=9, most=11), replace(GREEDY, max_new_tokens=4))
+    assert {padded.shape.num_tokens for padded in extend_replays} == {64}
+
+
 def test_a_pass_beyond_all_shapes_is_launched_kernel_by_kernel(
     folder: Path, extend_replays: list[PaddedPass]
 ) -> None:

@@ -15,7 +15,7 @@ from radixrt.models.config import ModelConfig
 from triton_ops.attention_plan import AttentionPlan, ExtendPlan, Int32Array
 from triton_ops.decode_attention import decode_item_len, most_decode_items
 from triton_ops.extend_attention import most_extra_extend_items, plan_extends, programs_of
-from triton_ops.implementation import gpu_of, runs_triton
+from triton_ops.implementation import GPU, gpu_of, runs_triton
 
 MOST_CUT_TOKENS = 2048  # padded extends of more tokens are not cut: merging all their rows would cost more
 LONG_ITEM = 4096  # tokens that a program may read by itself, though a fair share were less
@@ -67,22 +67,11 @@ class AttentionPlanner:
 
     def plan(self, host: Mapping[str, Int32Array], num_extends: int) -> PassPlans:
         """The plans for a pass of `InputMetadata.host_arrays` whose first `num_extends` requests are extends."""
-        config, gpu = self._config, self._gpu
         arrays = self._decodes(host["req_pool_indices"][num_extends:], host["seq_lens"][num_extends:])
         tile_tokens = None
-        if gpu is not None and num_extends:
+        if self._gpu is not None and num_extends:
             for window in self._windows:
-                extend, tile_tokens = plan_extends(
-                    host["prefix_lens"][:num_extends],
-                    host["extend_start_loc"][:num_extends],
-                    host["extend_seq_lens"][:num_extends],
-                    gpu=gpu,
-                    num_heads=config.num_heads,
-                    num_kv_heads=config.num_kv_heads,
-                    head_dim=config.head_dim,
-                    dtype=self._dtype,
-                    sliding_window=window,
-                )
+                extend, tile_tokens = self._extends(self._gpu, host, num_extends, window)
                 arrays |= {f"extend {window} {name}": array for name, array in extend.items()}
         return PassPlans(arrays, self._windows, tile_tokens)
 
@@ -110,7 +99,7 @@ class AttentionPlanner:
         `[R]` with `decode_lens`, 0 for padded ones. Shapes depend on the numbers of extends, of their tokens and
         of decodes alone. None: one would read so much by itself that a plan of its own, which cuts it, is better.
         """
-        config, gpu = self._config, self._gpu
+        gpu, num_kv_heads = self._gpu, self._config.num_kv_heads
         assert gpu is not None  # the references need no plan of extends
         arrays = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, merges=True).arrays
         num_new = host["extend_seq_lens"][:num_extends]
@@ -118,27 +107,15 @@ class AttentionPlanner:
         cut = num_tokens <= MOST_CUT_TOKENS
         tile_tokens = 0
         for window in self._windows:
-            plan, tile_tokens = plan_extends(
-                host["prefix_lens"][:num_live],
-                host["extend_start_loc"][:num_live],
-                host["extend_seq_lens"][:num_live],
-                gpu=gpu,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                dtype=self._dtype,
-                sliding_window=window,
-                short=False,
-                cut=cut,
-            )
-            fair = int(plan["item_lens"].sum()) * config.num_kv_heads // programs_of(gpu)
+            plan, tile_tokens = self._extends(gpu, host, num_live, window, short=False, cut=cut)
+            fair = int(plan["item_lens"].sum()) * num_kv_heads // programs_of(gpu)
             if int(plan["item_lens"].max(initial=0)) > max(fair, LONG_ITEM) and not cut:
                 return None
             # Tiles of zeros for the padding; behind them items of no tokens, whose tiles begin beyond its end.
             most_items = num_tokens // tile_tokens + num_extends
             most_partials = 0
             if cut:
-                extra = most_extra_extend_items(gpu, config.num_kv_heads)
+                extra = most_extra_extend_items(gpu, num_kv_heads)
                 most_items, most_partials = most_items + extra, num_tokens + extra * tile_tokens
             begins = np.arange(0, num_new[-1], tile_tokens, dtype=np.int32)
             num_items = len(plan["item_lens"]) + len(begins)
@@ -151,13 +128,29 @@ class AttentionPlanner:
             for name in ("item_requests", "item_query_starts", "item_starts", "item_lens", "item_partials"):
                 plan[name] = padded(plan[name], most_items, padding.get(name, 0))
             if cut:
-                starts, plan["row_partials"] = (
-                    plan["row_partial_starts"],
-                    padded(plan["row_partials"], most_partials),
-                )
+                starts = plan["row_partial_starts"]
+                plan["row_partials"] = padded(plan["row_partials"], most_partials)
                 plan["row_partial_starts"] = padded(starts, num_tokens + 1, starts[-1] if len(starts) else 0)
             arrays = arrays | {f"extend {window} {name}": array for name, array in plan.items()}
         return PassPlans(arrays, self._windows, tile_tokens)
+
+    def _extends(
+        self, gpu: GPU, host: Mapping[str, Int32Array], count: int, window: int | None, **options: bool
+    ) -> tuple[dict[str, Int32Array], int]:
+        """`plan_extends` of the first `count` requests."""
+        config = self._config
+        return plan_extends(
+            host["prefix_lens"][:count],
+            host["extend_start_loc"][:count],
+            host["extend_seq_lens"][:count],
+            gpu=gpu,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self._dtype,
+            sliding_window=window,
+            **options,
+        )
 
     def _decodes(self, rows: Int32Array, seq_lens: Int32Array) -> dict[str, Int32Array]:
         arrays: dict[str, Int32Array] = {}

@@ -117,8 +117,8 @@ class ModelRunner:
                     self._extend_graphs = ExtendGraphs(model, kv_pool, *tables, shapes, *places)
 
     def capture_graphs(self, most: int | None = None) -> None:
-        """Capture the graphs of passes, if there are to be any; with `most` those of so many of the largest ones
-        alone, for what is not captured cannot be launched.
+        """Capture the graphs of passes, if there are to be any. With `most`, only so many of each kind, the
+        largest: to see what memory they take. Passes whose graphs were left out cannot be launched then.
         """
         with self._on_device():
             for graphs in (self._extend_graphs, self._graphs):  # the largest first: others fit into its memory
@@ -339,7 +339,8 @@ class ModelRunner:
 
 def _is_decode(batch: ScheduleBatch) -> bool:
     """Whether each request computes one token and samples one."""
-    return not batch.num_extends and not len(batch.scored) and bool((batch.num_samples == 1).all())
+    # Who samples computes the last token of its prompt or of its answer: none that is scored.
+    return not batch.num_extends and bool((batch.num_samples == 1).all())
 
 
 def _row_changes(changes: RowChanges) -> dict[str, NDArray[np.int32]]:
