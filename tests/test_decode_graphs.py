@@ -27,12 +27,12 @@ from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine import Engine
 from radixrt.execution import attention_planner, extend_graphs
-from radixrt.execution.decode_graphs import CAPTURED_DRAWS, DecodeGraphs, ladder
+from radixrt.execution.decode_graphs import CAPTURED_DRAWS, MOST_CAPTURED, DecodeGraphs, ladder
 from radixrt.execution.decode_numbers import MERGES_BELOW, PLAN_STEPS
 from radixrt.execution.extend_graphs import TOKEN_STEPS, ExtendGraphs, PaddedPass, pass_shapes
 from radixrt.execution.graph_memory import GraphMemory
 from radixrt.execution.model_runner import ModelRunner
-from radixrt.schedule.batch import PassResult
+from radixrt.schedule.batch import PassResult, ScheduleBatch
 from triton_ops.e4m3 import FIRST_CAPABILITY
 from triton_ops.implementation import gpu_of
 
@@ -70,7 +70,7 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, **options: Any) -> Run
     if device.type == "cuda":
         runtime = Runtime(folder, device=device, cuda_graphs=cuda_graphs, **options)
     else:
-        most = options["max_running_requests"] if cuda_graphs else 0
+        most = min(options["max_running_requests"], MOST_CAPTURED) if cuda_graphs else 0
         most_tokens = options.get("chunked_prefill_size", 2048) if cuda_graphs else 0
 
         def runner(*arguments: Any, **_: int) -> ModelRunner:
@@ -379,12 +379,25 @@ def test_each_family(family: str, tmp_path: Path, replays: list[tuple[int, int, 
     assert {size for _, size, _ in replays} == {1, 2, 4, 7}
 
 
-@pytest.mark.parametrize("most", [1, 3, 65, 513])
-def test_more_requests_than_run_at_once(folder: Path, most: int, replays: list[tuple[int, int, bool]]) -> None:
+@pytest.mark.parametrize("most", [1, 3, 65, MOST_CAPTURED + 1])
+def test_more_requests_than_run_at_once(
+    folder: Path, most: int, monkeypatch: pytest.MonkeyPatch, replays: list[tuple[int, int, bool]]
+) -> None:
+    """All that may decode together do; passes of more than are captured are launched kernel by kernel."""
+    launch = ModelRunner._launch
+    decodes: list[int] = []
+
+    def watched(self: ModelRunner, batch: ScheduleBatch) -> Any:
+        if self._graphs is not None and not batch.num_extends:
+            decodes.append(len(batch.requests))
+        return launch(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "_launch", watched)
     prompts = random_prompts(2 * most + 3, most=6)
     params = [replace(GREEDY, max_new_tokens=2 + i % 5) for i in range(len(prompts))]
     check_both(folder, prompts, params, max_running_requests=most, max_total_tokens=20 * most + 100)
-    assert max(count for count, _, _ in replays) == most
+    assert max(decodes) == most
+    assert [count for count, _, _ in replays] == [count for count in decodes if count <= MOST_CAPTURED]
 
 
 def test_every_draw_is_captured_for_every_size(folder: Path) -> None:
@@ -488,15 +501,17 @@ def test_a_request_that_is_not_finite_ends_alone(folder: Path) -> None:
         assert_same([outputs[i] for i in others], [good[i] for i in others])
 
 
+@pytest.mark.parametrize("graphs_of", [DecodeGraphs, ExtendGraphs])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_captured_pass_that_fails_leaves_the_runtime_usable(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, when: str, graphs_of: type[DecodeGraphs | ExtendGraphs]
 ) -> None:
     """Nothing of it has been started, or all: the cells that have changed are sent again."""
-    prompts = random_prompts(5, seed=8)
-    with runtime_of(folder) as runtime:
+    prompts = random_prompts(5, least=12, seed=8)
+    with runtime_of(folder, chunked_prefill_size=16) as runtime:
         expected = runtime.generate(prompts, GREEDY)
-        launch, calls = DecodeGraphs.launch, [0]
+        runtime.flush_cache()
+        launch, calls = graphs_of.launch, [0]
 
         def failing(*arguments: Any) -> Any:
             calls[0] += 1
@@ -505,7 +520,7 @@ def test_a_captured_pass_that_fails_leaves_the_runtime_usable(
                 raise MemoryError("no memory left")
             return done
 
-        monkeypatch.setattr(DecodeGraphs, "launch", failing)
+        monkeypatch.setattr(graphs_of, "launch", failing)
         with pytest.raises(PassError, match="no memory left"):
             runtime.generate(prompts, GREEDY)
         assert_same(runtime.generate(prompts, GREEDY), expected)
@@ -662,6 +677,7 @@ def little_memory(device: torch.device) -> Iterator[int]:
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 @on_gpu
 @pytest.mark.parametrize("limits", [(64, 4096), (1, 4096), (200, 512)], ids=str)
 def test_all_free_memory_is_not_too_much(tmp_path: Path, little_memory: int, limits: tuple[int, int]) -> None:
@@ -700,6 +716,7 @@ def test_all_free_memory_is_not_too_much(tmp_path: Path, little_memory: int, lim
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 @on_gpu
 def test_close_gives_the_memory_back(tmp_path: Path, little_memory: int, device: torch.device) -> None:
     """Each of these takes most of what is free."""

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.whole_gpu  # a Runtime with all defaults takes what is free
+
 HOME = Path(__file__).resolve().parent.parent
 
 

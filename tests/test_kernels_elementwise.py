@@ -516,6 +516,7 @@ def test_heads_that_cannot_be_read_are_refused(kernel_device: torch.device) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_rows_beyond_two_to_the_31_elements() -> None:
     device = torch.device("cuda")
     size = 8192
@@ -529,6 +530,7 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize("stacked", [False, True])
 def test_slots_beyond_two_to_the_31_elements(stacked: bool) -> None:
     device, num_kv_heads, head_dim = torch.device("cuda"), 8, 128

@@ -190,6 +190,7 @@ def test_it_runs_on_the_current_stream() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_offsets_beyond_2_to_the_31() -> None:
     """Rows of 65 bytes, which are copied byte by byte: the offsets count bytes."""
     shape = (2, 2, 2**24 + 100, 1, 65)  # 4.4e9

@@ -106,6 +106,7 @@ def test_configurations(num_rows: int, num_columns: int, depth: int, dtype: torc
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_weights_beyond_two_to_the_31_elements() -> None:
     depth = 2**31 // 64 // 64 * 64
     make = partial(torch.zeros, dtype=torch.bfloat16, device="cuda")

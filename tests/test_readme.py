@@ -11,10 +11,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from radixrt.cli import main
 
@@ -74,6 +76,7 @@ def test_a_snippet_that_nothing_would_run_is_found(shown: str) -> None:
         snippets(shown)
 
 
+@pytest.mark.whole_gpu
 def test_python_prints_what_the_readme_says(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +88,7 @@ def test_python_prints_what_the_readme_says(
         assert capsys.readouterr().out == (snippet.printed or "")
 
 
+@pytest.mark.whole_gpu
 def test_commands_run_and_print_what_the_readme_says(tmp_path: Path) -> None:
     tools = {"radixrt": f'"{sys.executable}" -m radixrt', "python": f'"{sys.executable}"'}
     for name, command in tools.items():
@@ -110,21 +114,17 @@ def test_commands_run_and_print_what_the_readme_says(tmp_path: Path) -> None:
         assert "".join(f"$ {command}\n{printed}" for command, printed in found) == snippet.text
         expected += found
     assert not_run == set(NOT_RUN), "NOT_RUN lists what the README does not show"
-    running = [
-        subprocess.Popen(
-            ["bash", "-c", command],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+
+    def run(command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
         )
-        for command, _ in expected
-    ]
-    for (command, printed), process in zip(expected, running, strict=True):
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, f"{command}: {err}"
-        assert printed is None or out == printed, command
+
+    at_once = 1 if torch.cuda.is_available() else len(expected)  # each takes what is free on a GPU
+    with ThreadPoolExecutor(at_once) as pool:
+        for (command, printed), done in zip(expected, pool.map(run, [c for c, _ in expected]), strict=True):
+            assert done.returncode == 0, f"{command}: {done.stderr}"
+            assert printed is None or done.stdout == printed, command
 
 
 def check_installation(command: str) -> None:
@@ -153,7 +153,8 @@ def test_batch_lines_give_the_records_that_the_readme_shows(tmp_path: Path) -> N
     for snippet in of_kind("json"):
         (tmp_path / "in.jsonl").write_text(snippet.text)
         files = ("--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--overwrite")
-        assert main(["batch", *files, "--temperature", "0", "--no-progress"]) == 0
+        options = ("--temperature", "0", "--max-total-tokens", "2000", "--no-progress")
+        assert main(["batch", *files, *options]) == 0
         assert snippet.printed is not None
         pattern = re.escape(snippet.printed).replace(re.escape("..."), ".*")
         assert re.fullmatch(pattern, (tmp_path / "out.jsonl").read_text())

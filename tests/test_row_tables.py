@@ -79,6 +79,7 @@ def test_a_table_that_is_not_contiguous_is_refused(kernel_device: torch.device) 
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_a_table_of_more_than_2_31_cells() -> None:
     table = torch.zeros(40_000, 60_000, dtype=torch.int32, device="cuda")  # 9.6 GB
     rows, columns, values = (int32(each, table.device) for each in ([39_999, 36_000], [59_999, 5], [7, 8]))
