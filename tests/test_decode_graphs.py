@@ -506,7 +506,7 @@ def test_a_request_that_is_not_finite_ends_alone(folder: Path) -> None:
 def test_a_captured_pass_that_fails_leaves_the_runtime_usable(
     folder: Path, monkeypatch: pytest.MonkeyPatch, when: str, graphs_of: type[DecodeGraphs | ExtendGraphs]
 ) -> None:
-    """Nothing of it has been started, or all: the cells that have changed are sent again."""
+    """Nothing of it has been started, or all: what it was to compute is not taken for computed."""
     prompts = random_prompts(5, least=12, seed=8)
     with runtime_of(folder, chunked_prefill_size=16) as runtime:
         expected = runtime.generate(prompts, GREEDY)
