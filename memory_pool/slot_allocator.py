@@ -11,7 +11,8 @@ Slots = NDArray[np.int32]
 class SlotAllocator:
     """Hands out slot numbers 1 .. num_slots - 1. Slot 0 is reserved: padding is written there, nothing reads it.
 
-    A fresh allocator gives ascending runs of slots, which lie side by side in the pool.
+    While nothing is in use it is as good as new, and gives ascending runs of slots: they lie side by side in the
+    pool, where they are read faster.
 
     Raises:
         ValueError: fewer than two slots.
@@ -22,7 +23,7 @@ class SlotAllocator:
             raise ValueError(f"num_slots is {num_slots}; slot 0 is reserved, so at least 2 are needed")
         self.num_slots = num_slots
         # A stack: its top is the end of the live part, [0, _num_free).
-        self._stack = np.arange(num_slots - 1, 0, -1, dtype=np.int32)
+        self._stack = self._all_slots()
         self._num_free = num_slots - 1
         self._in_use = np.zeros(num_slots, dtype=bool)
         self._mark = np.zeros(num_slots, dtype=np.int32)
@@ -67,6 +68,11 @@ class SlotAllocator:
         self._in_use[slots] = False
         self._stack[self._num_free : self._num_free + n] = slots[::-1]
         self._num_free += n
+        if self._num_free == self.capacity:
+            self._stack = self._all_slots()
+
+    def _all_slots(self) -> Slots:
+        return np.arange(self.num_slots - 1, 0, -1, dtype=np.int32)
 
     def free_slots(self) -> Slots:
         """A copy of the free list `[num_free]` int32, in no particular order (for checks)."""

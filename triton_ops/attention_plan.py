@@ -139,12 +139,13 @@ class AttentionPlan(_Plan):
         begin = np.zeros_like(seq) if sliding_window is None else _clipped(seq, sliding_window)
         query, start, length = _cut(begin, seq, max_item_len)
         query, start, length = query[length > 0], start[length > 0], length[length > 0]
-        if req_to_token is None:
-            order = np.argsort(-length, kind="stable")
-        else:
-            alike = -(length // max(int(length.max(initial=0)) // LENGTH_CLASSES, 1)).astype(np.int64)
+        order = np.argsort(-length, kind="stable")
+        if req_to_token is not None and length.size:
+            alike = length // max(int(length.max()) // LENGTH_CLASSES, 1)
             first = req_to_token[rows[query], np.minimum(start, req_to_token.shape[1] - 1)]
-            order = np.argsort((alike << 32) + first, kind="stable")
+            key = (alike.astype(np.int64) << 32) + first
+            _, begins, group = np.unique(key[order], return_index=True, return_inverse=True)
+            order = order[np.argsort(begins[group], kind="stable")]  # each group where its longest item stands
         query = query[order]
         return cls.host_arrays(rows[query], start[order], length[order], query, np.ones_like(query), seq)
 

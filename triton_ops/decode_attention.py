@@ -263,7 +263,9 @@ def decode_config(
             return DecodeConfig(32, num_warps=4, num_stages=2)
         return DecodeConfig(32, num_warps=8, num_stages=2, max_registers=255)
     few_warps = gpu.capability == 90 and not (alibi and head_dim > 64)
-    return DecodeConfig(64, num_warps=2 if few_warps else 4, num_stages=2)
+    if few_warps:
+        return DecodeConfig(64, num_warps=2, num_stages=3, max_registers=168)
+    return DecodeConfig(64, num_warps=4, num_stages=2, max_registers=168 if alibi else None)
 
 
 def decode_item_len(gpu: GPU, num_kv_heads: int, lens: Int32Array) -> int:
@@ -421,6 +423,7 @@ def _decode_kernel(
         slot_stride //= 2
         slot_head_stride //= 2
     c = tl.arange(0, BLOCK_D // 2) if PAIRS else d
+    WHOLE: tl.constexpr = HEAD_DIM == BLOCK_D
     in_head = (c < (HEAD_DIM // 2 if PAIRS else HEAD_DIM))[None, :]
     k_head = k_buffer + kv_head.to(tl.int64) * slot_head_stride + c[None, :]
     v_head = v_buffer + kv_head.to(tl.int64) * slot_head_stride + c[None, :]
@@ -430,11 +433,12 @@ def _decode_kernel(
     for tile in range(tl.cdiv(query_len * GROUP, BLOCK_M)):
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         in_tile = m < query_len * GROUP
-        row = (query_start + m // GROUP).to(tl.int64)
+        # The last row stands in beyond the end: a mask that the compiler does not know takes many registers.
+        row = (query_start + tl.minimum(m // GROUP, query_len - 1)).to(tl.int64)
         head = kv_head * GROUP + m % GROUP
         queries = tl.load(
             q + row[:, None] * q_row_stride + head[:, None] * q_head_stride + d[None, :],
-            mask=in_tile[:, None] & (d < HEAD_DIM)[None, :],
+            mask=(d < HEAD_DIM)[None, :],
             other=0.0,
         )
         if PAIRS:
@@ -447,51 +451,30 @@ def _decode_kernel(
         position = tl.zeros([BLOCK_M], tl.int32)
         slopes = tl.zeros([BLOCK_M], tl.float32)
         if HAS_WINDOW or HAS_ALIBI:
-            position = tl.load(seq_lens + row, mask=in_tile, other=2147483647) - 1
+            position = tl.load(seq_lens + row) - 1
         if HAS_WINDOW:
             start = tl.maximum(start, tl.min(position) - window + 1)
         if HAS_ALIBI:
-            slopes = tl.load(alibi_slopes + head, mask=in_tile, other=0.0)
+            slopes = tl.load(alibi_slopes + head)
 
-        length = tl.maximum(end - start, 0)
-        peeled = start + length // BLOCK_N * BLOCK_N
-        # A window masks every tile. So does float32, whose products leave no registers for another loop of them.
-        if HAS_WINDOW or q.dtype.element_ty == tl.float32:
-            peeled = start
-        for first in tl.range(start, peeled, BLOCK_N, num_stages=NUM_STAGES):
+        for first in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
             key_position = first + tl.arange(0, BLOCK_N)
-            offset = tl.load(slots + key_position).to(tl.int64)[:, None] * slot_stride
-            k = tl.load(k_head + offset, mask=in_head, other=0.0)
-            v = tl.load(v_head + offset, mask=in_head, other=0.0)
-            if PAIRS:
-                acc, acc_odd, row_max, row_sum = attend_pairs(
-                    queries, odd, k, v, acc, acc_odd, row_max, row_sum, key_position, position, slopes,
-                    in_tile[:, None], scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
-                )  # fmt: skip
-            else:
-                acc, row_max, row_sum = attend_tile(
-                    queries, k, v, acc, row_max, row_sum, key_position, position, slopes, in_tile[:, None],
-                    scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
-                )  # fmt: skip
-        for first in tl.range(peeled, end, BLOCK_N, num_stages=NUM_STAGES if HAS_WINDOW else 1):
-            key_position = first + tl.arange(0, BLOCK_N)
-            live = key_position < end
-            offset = tl.load(slots + key_position, mask=live, other=0).to(tl.int64)[:, None] * slot_stride
-            # What no item names may be NaN, and 0 * NaN is NaN: neither K nor V is read there.
-            k = tl.load(k_head + offset, mask=live[:, None] & in_head, other=0.0)
-            v = tl.load(v_head + offset, mask=live[:, None] & in_head, other=0.0)
-            visible = in_tile[:, None] & live[None, :]
+            # The last position stands in beyond the end: what no item names may be NaN, and 0 * NaN is NaN.
+            offset = tl.load(slots + tl.minimum(key_position, end - 1)).to(tl.int64)[:, None] * slot_stride
+            k = _load_heads(k_head + offset, in_head, WHOLE)
+            v = _load_heads(v_head + offset, in_head, WHOLE)
+            visible = (key_position < end)[None, :]
             if HAS_WINDOW:
                 visible = visible & (key_position[None, :] > position[:, None] - window)
             if PAIRS:
                 acc, acc_odd, row_max, row_sum = attend_pairs(
-                    queries, odd, k, v, acc, acc_odd, row_max, row_sum, key_position, position, slopes,
-                    visible, scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
+                    queries, odd, k, v, acc, acc_odd, row_max, row_sum, key_position, position, slopes, visible,
+                    scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI, not HAS_WINDOW,
                 )  # fmt: skip
             else:
                 acc, row_max, row_sum = attend_tile(
                     queries, k, v, acc, row_max, row_sum, key_position, position, slopes, visible,
-                    scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
+                    scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI, not HAS_WINDOW,
                 )  # fmt: skip
 
         if PAIRS:
@@ -503,3 +486,9 @@ def _decode_kernel(
             sinks, out, lse, partial_out, partial_lse,
             NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, HAS_SINKS, HAS_LSE,
         )  # fmt: skip
+
+
+@triton.jit
+def _load_heads(pointers, in_head, WHOLE: tl.constexpr):
+    """What `pointers [BLOCK_N, BLOCK_D]` point to, zero behind a head's end; WHOLE: there is nothing behind it."""
+    return tl.load(pointers) if WHOLE else tl.load(pointers, mask=in_head, other=0.0)

@@ -14,18 +14,19 @@ LOG2_E: tl.constexpr = 1.4426950408889634 if tl is None else tl.constexpr(1.4426
 def attend_tile(
     q, k, v, acc, row_max, row_sum, key_positions, positions, slopes, visible,
     scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    ALL_SEE: tl.constexpr = False,
 ):  # fmt: skip
     """Take the keys `k [BLOCK_N, BLOCK_D]` and their values into the softmax of the rows `q [BLOCK_M, BLOCK_D]`.
 
     `acc [BLOCK_M, BLOCK_D]` holds the weighted sum of values, `row_max` the greatest score so far, in base 2, and
     `row_sum` the sum of exponentials less it. `scale` includes log2(e) unless there is a softcap. Where MASKED,
-    only `visible [BLOCK_M, BLOCK_N]` scores count.
+    only `visible [BLOCK_M, BLOCK_N]` scores count; ALL_SEE says that each row sees some key of the first tile.
     """
     v = v.to(q.dtype)  # before the products: between them it would take more registers
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     weights, keep, row_max, row_sum = _weigh(
         scores, row_max, row_sum, key_positions, positions, slopes, visible,
-        scale, softcap, MASKED, HAS_SOFTCAP, HAS_ALIBI,
+        scale, softcap, MASKED, HAS_SOFTCAP, HAS_ALIBI, ALL_SEE,
     )  # fmt: skip
     acc = acc * keep[:, None]
     acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
@@ -36,6 +37,7 @@ def attend_tile(
 def attend_pairs(
     q, q_odd, k, v, acc, acc_odd, row_max, row_sum, key_positions, positions, slopes, visible,
     scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    ALL_SEE: tl.constexpr = False,
 ):  # fmt: skip
     """`attend_tile` where k and v are pairs of e4m3 elements of a head, int16 `[BLOCK_N, BLOCK_D // 2]` (see
     `from_pairs`): q and `acc`, `[BLOCK_M, BLOCK_D // 2]`, are those of the even elements, `q_odd` and `acc_odd` of
@@ -46,7 +48,7 @@ def attend_pairs(
     scores = tl.dot(q_odd, tl.trans(k_odd), scores)
     weights, keep, row_max, row_sum = _weigh(
         scores, row_max, row_sum, key_positions, positions, slopes, visible,
-        scale, softcap, MASKED, HAS_SOFTCAP, HAS_ALIBI,
+        scale, softcap, MASKED, HAS_SOFTCAP, HAS_ALIBI, ALL_SEE,
     )  # fmt: skip
     weights = weights.to(q.dtype)
     v, v_odd = from_pairs(v)
@@ -59,12 +61,13 @@ def attend_pairs(
 def _weigh(
     scores, row_max, row_sum, key_positions, positions, slopes, visible,
     scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    ALL_SEE: tl.constexpr,
 ):  # fmt: skip
     """The exponentials of a tile's scores, the factor on what was summed before, and both sums' new state."""
     if HAS_SOFTCAP:
         # tanh without overflow: its exponential may be infinite.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap) * LOG2_E) + 1.0)) * LOG2_E
-    elif HAS_ALIBI or MASKED:
+    elif HAS_ALIBI:
         scores = scores * scale
     if HAS_ALIBI:
         # Exact, as positions are below 2^24, and subtracting floats takes fewer registers than converting each.
@@ -72,14 +75,15 @@ def _weigh(
         scores += (slopes * LOG2_E)[:, None] * distance
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
-    if HAS_SOFTCAP or HAS_ALIBI or MASKED:
-        greatest = tl.maximum(row_max, tl.max(scores, 1))
-        # A row that has seen nothing yet subtracts 0: -inf less -inf would be NaN.
-        base = tl.where(greatest == float("-inf"), 0.0, greatest) if MASKED else greatest
+    greatest = tl.max(scores, 1)
+    if not (HAS_SOFTCAP or HAS_ALIBI):
+        greatest *= scale
+    greatest = tl.maximum(row_max, greatest)
+    # A row that has seen nothing yet subtracts 0: -inf less -inf would be NaN.
+    base = tl.where(greatest == float("-inf"), 0.0, greatest) if MASKED and not ALL_SEE else greatest
+    if HAS_SOFTCAP or HAS_ALIBI:
         weights = tl.exp2(scores - base[:, None])
     else:
-        greatest = tl.maximum(row_max, tl.max(scores, 1) * scale)
-        base = greatest
         weights = tl.exp2(scores * scale - base[:, None])  # one multiply-add an element
     keep = tl.exp2(row_max - base)
     row_sum = row_sum * keep + tl.sum(weights, 1)
