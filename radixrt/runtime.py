@@ -803,7 +803,7 @@ class Runtime:
             outputs=tuple(answers),
             usage=first.usage(),
             timings=first.timings(),
-            prompt_token_ids=tuple(first.prompt_ids.tolist()),
+            prompt_ids=first.prompt_ids,
             prompt_logprobs=None if first.params.prompt_logprobs is None else tuple(first.prompt_logprobs),
             cause=next((answer.cause for answer in first.family if answer.cause is not None), None),
         )
