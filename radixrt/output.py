@@ -133,7 +133,7 @@ class RequestOutput:
 
     @cached_property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """The prompt, made when it is asked for: of a long list of prompts, its integers would cost every pass time."""
+        """The prompt. Made when it is asked for: the integers of long prompts would hold up the passes."""
         return tuple(self.prompt_ids.tolist())
 
     @property

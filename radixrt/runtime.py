@@ -738,11 +738,12 @@ class Runtime:
                     self._driver.advance(call)
                     while call.ready:
                         output = self._checked(call.ready.popleft(), on_error)
-                        tokens += output.usage.completion_tokens
-                        rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
-                        hits = self._cache.hit_rate
-                        bar.set_postfix_str(f"{rate:,.0f} tokens/s, hit rate {hits:.1%}", refresh=False)
-                        bar.update()
+                        if progress:
+                            tokens += output.usage.completion_tokens
+                            rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
+                            hits = self._cache.hit_rate
+                            bar.set_postfix_str(f"{rate:,.0f} tokens/s, hit rate {hits:.1%}", refresh=False)
+                            bar.update()
                         yield output
             finally:
                 self._driver.abandon(call)
