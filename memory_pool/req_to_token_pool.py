@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +45,9 @@ class ReqToTokenPool:
         self.req_to_token = sparse_table(max_requests, max_context_len)
         self._free = list(range(max_requests - 1, -1, -1))
         self._in_use = [False] * max_requests
+        # What nobody has taken: cells of any rows, older than all else where they were given back, and stretches.
         self._changes: list[RowChanges] = []
+        self._stretches: dict[int, list[tuple[int, Slots]]] = {}  # by row: first position, slots
 
     @property
     def num_free(self) -> int:
@@ -68,6 +71,7 @@ class ReqToTokenPool:
             raise ValueError(f"freeing row {row}, which is not in use")
         self._in_use[row] = False
         self._free.append(row)
+        self._stretches.pop(row, None)
         if self._changes:
             kept = []
             for change in self._changes:
@@ -80,11 +84,9 @@ class ReqToTokenPool:
             self._changes = kept
 
     def write(self, row: int, start: int, slots: Slots) -> None:
-        """Map positions start .. start + len(slots) - 1 of a row to `slots` `[n]` int32."""
-        n = len(slots)
-        positions = np.arange(start, start + n, dtype=np.int32)
-        self.req_to_token[row, start : start + n] = slots
-        self._changes.append(RowChanges(np.full(n, row, dtype=np.int32), positions, slots))
+        """Map positions start .. start + len(slots) - 1 of a row to `slots` `[n]` int32, which must not change."""
+        self.req_to_token[row, start : start + len(slots)] = slots
+        self._stretches.setdefault(row, []).append((start, slots))
 
     def write_each(self, rows: NDArray[np.int32], positions: NDArray[np.int32], slots: Slots) -> None:
         """Map one position of each of `rows` `[n]` to one slot. The arrays are kept, and must not change."""
@@ -94,6 +96,9 @@ class ReqToTokenPool:
     def take_changes(self) -> RowChanges:
         """What has changed since the last call."""
         changes, self._changes = self._changes, []
+        if self._stretches:
+            changes.append(_cells(self._stretches))
+            self._stretches = {}
         if not changes:
             return NO_CHANGES
         if len(changes) == 1:
@@ -107,3 +112,14 @@ class ReqToTokenPool:
     def give_back(self, changes: RowChanges) -> None:
         """Put changes that never reached the device before all newer ones."""
         self._changes.insert(0, changes)
+
+
+def _cells(stretches: Mapping[int, Sequence[tuple[int, Slots]]]) -> RowChanges:
+    """Stretches of rows as cells; those of a row in the order in which they were written."""
+    slots = [own for row in stretches.values() for _, own in row]
+    lengths = np.fromiter(map(len, slots), np.int32, len(slots))
+    rows = np.fromiter((row for row, own in stretches.items() for _ in own), np.int32, len(slots))
+    starts = np.fromiter((start for row in stretches.values() for start, _ in row), np.int32, len(slots))
+    positions = np.arange(lengths.sum(), dtype=np.int32)
+    positions += np.repeat(starts - (np.cumsum(lengths, dtype=np.int32) - lengths), lengths)
+    return RowChanges(np.repeat(rows, lengths), positions, np.concatenate(slots))

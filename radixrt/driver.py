@@ -184,7 +184,8 @@ class Driver:
                     request_id = call.id_of(first)
                     if isinstance(request_id, str):
                         del self._named[request_id]
-                    call.ready.append(replace(self._output(first), id=request_id))
+                    output = self._output(first)
+                    call.ready.append(output if output.id == request_id else replace(output, id=request_id))
 
     def _output(self, first: Request) -> RequestOutput:
         try:

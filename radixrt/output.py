@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
 class FinishReason(str, Enum):
@@ -104,7 +110,7 @@ class RequestOutput:
         outputs: the n answers.
         usage: token counts.
         timings: seconds.
-        prompt_token_ids: the prompt.
+        prompt_ids: the prompt, `[n]` int32. Outputs are compared without it.
         prompt_logprobs: of the prompt's tokens from prompt_logprobs_start on (from the second token at the
             earliest: nothing comes before the first), if asked for.
         cause: the exception that its pass raised, if one did.
@@ -115,7 +121,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     usage: Usage
     timings: Timings
-    prompt_token_ids: tuple[int, ...]
+    prompt_ids: NDArray[np.int32] = field(compare=False)
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     cause: BaseException | None = None
 
@@ -123,7 +129,12 @@ class RequestOutput:
     def refused(cls, index: int, error: str, request_id: int | str = -1) -> RequestOutput:
         """The output of a prompt that could not be run: it has no tokens and no time, and mostly no id."""
         answer = CompletionOutput(0, "", (), FinishReason.ERROR, error=error)
-        return cls(index, request_id, (answer,), Usage(0, 0, 0, 0), Timings(0.0, None, 0.0), ())
+        return cls(index, request_id, (answer,), Usage(0, 0, 0, 0), Timings(0.0, None, 0.0), NO_TOKENS)
+
+    @cached_property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt. Made when it is asked for: the integers of long prompts would hold up the passes."""
+        return tuple(self.prompt_ids.tolist())
 
     @property
     def text(self) -> str:
@@ -181,7 +192,7 @@ class RequestOutput:
                 (answer,),
                 self.usage,
                 self.timings,
-                self.prompt_token_ids,
+                self.prompt_ids,
                 self.prompt_logprobs,
                 self.cause,
             )

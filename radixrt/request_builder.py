@@ -138,7 +138,10 @@ class RequestBuilder:
         elif isinstance(prompt, np.ndarray) and is_token_ids(prompt):
             ids = prompt
         elif is_token_ids(prompt):
-            ids = np.array([int(i) for i in cast("Sequence[int]", prompt)], dtype=np.object_)  # of any size
+            try:
+                ids = np.fromiter(map(int, cast("Sequence[int]", prompt)), np.int64, len(prompt))
+            except OverflowError:  # the first that is outside is named below, whatever its size
+                ids = np.array([int(i) for i in cast("Sequence[int]", prompt)], dtype=np.object_)
         else:
             raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
         if len(ids) == 0:
@@ -207,7 +210,7 @@ def is_token_ids(prompt: object) -> bool:
         isinstance(prompt, Sequence)
         and not isinstance(prompt, (str, bytes, bytearray))
         and len(prompt) > 0
-        and all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in prompt)
+        and all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, prompt)))
     )
 
 

@@ -34,7 +34,14 @@ from radixrt.errors import ParameterError, PassError, PromptError
 from radixrt.execution.cache_identity import cache_identity
 from radixrt.execution.cache_storage import CacheStorage, Loaded
 from radixrt.execution.decode_graphs import MOST_CAPTURED
-from radixrt.execution.device import check_impl, check_kv_dtype, choose_device, host_pool_slots, pool_slots
+from radixrt.execution.device import (
+    check_impl,
+    check_kv_dtype,
+    choose_device,
+    host_pool_slots,
+    pool_slots,
+    started_meanwhile,
+)
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.pass_memory import PassLimits, measured_pass_memory, room_for_passes
@@ -183,15 +190,16 @@ class Runtime:
             raise ParameterError(f"schedule_policy is {schedule_policy!r}; it must be one of: {known}") from None
 
         source = MODEL_PATH if model is None else model
-        decoder, self.config = load_model(
-            source,
-            dtype=dtype,
-            device=self.device,
-            context_length=context_length,
-            load_format=load_format,
-            seed=self.seed,
-            impl=impl,
-        )
+        with started_meanwhile(self.device):
+            decoder, self.config = load_model(
+                source,
+                dtype=dtype,
+                device=self.device,
+                context_length=context_length,
+                load_format=load_format,
+                seed=self.seed,
+                impl=impl,
+            )
         weights_seconds = time.perf_counter() - began
         self.tokenizer = _tokenizer(source)
         self.context_length = self.config.context_length
@@ -738,11 +746,12 @@ class Runtime:
                     self._driver.advance(call)
                     while call.ready:
                         output = self._checked(call.ready.popleft(), on_error)
-                        tokens += output.usage.completion_tokens
-                        rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
-                        hits = self._cache.hit_rate
-                        bar.set_postfix_str(f"{rate:,.0f} tokens/s, hit rate {hits:.1%}", refresh=False)
-                        bar.update()
+                        if progress:
+                            tokens += output.usage.completion_tokens
+                            rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
+                            hits = self._cache.hit_rate
+                            bar.set_postfix_str(f"{rate:,.0f} tokens/s, hit rate {hits:.1%}", refresh=False)
+                            bar.update()
                         yield output
             finally:
                 self._driver.abandon(call)
@@ -803,7 +812,7 @@ class Runtime:
             outputs=tuple(answers),
             usage=first.usage(),
             timings=first.timings(),
-            prompt_token_ids=tuple(first.prompt_ids.tolist()),
+            prompt_ids=first.prompt_ids,
             prompt_logprobs=None if first.params.prompt_logprobs is None else tuple(first.prompt_logprobs),
             cause=next((answer.cause for answer in first.family if answer.cause is not None), None),
         )

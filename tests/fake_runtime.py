@@ -94,6 +94,6 @@ class FakeRuntime:
                 ),
                 usage=Usage(len(request.prompt_ids), cached, len(request.prompt_ids) - cached, len(ids)),
                 timings=Timings(queue=0.25, first_token=None if failed else 0.5, total=1.0),
-                prompt_token_ids=tuple(request.prompt_ids.tolist()),
+                prompt_ids=request.prompt_ids,
             )
         ]

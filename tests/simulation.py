@@ -21,7 +21,7 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache import prefix_cache
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.cache.radix_tree import Namespace, Node
+from radixrt.cache.radix_tree import Match, Namespace, Node
 from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.driver import Driver
 from radixrt.engine import LAG, Engine
@@ -476,13 +476,16 @@ class World:
                 return None
             return alloc(count)
 
-        def watched_acquire(namespace: Namespace, tokens: np.ndarray, limit: int, reserve: int) -> Lease | None:
-            lease = acquire(namespace, tokens, limit, reserve)
+        def watched_acquire(namespace: Namespace, tokens: np.ndarray, match: Match, reserve: int) -> Lease | None:
+            request = next(r for r in self.scheduler.waiting if address(tokens) == address(r.tokens()))
+            limit = request.match_limit
+            found = self.cache.match(namespace, tokens, limit)
+            require("6: what a request takes is what it would find", match == found, (request.index, match, found))
+            lease = acquire(namespace, tokens, match, reserve)
             if lease is not None:
                 require("13: what is scored is computed", lease.matched <= limit)
                 self._check_computed_once(namespace, tokens, limit, lease)
                 self.runner.ends[lease] = self.computed[lease] = lease.matched
-                request = next(r for r in self.scheduler.waiting if address(tokens) == address(r.tokens()))
                 if request.cached_tokens is not None:  # back from a retraction, others may have gone further
                     self._skips[id(request)] = max(0, lease.matched - request.launched_ever)
                 self.events["load"] += lease.loaded > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timing
 from radixrt.sampling_params import SamplingParams
 
 DEFAULTS = SamplingParams(temperature=0.5, max_new_tokens=7)
+PROMPT = np.array([5], dtype=np.int32)
 
 # Any character, lone surrogates included: JSON can spell them.
 ANY_TEXT = st.text(st.characters(codec=None), max_size=8)
@@ -55,7 +57,7 @@ def test_round_trip(prompt: str | list[int], custom_id: str | None, metadata: An
         outputs=(CompletionOutput(0, "\ud800\u2028\u2029\x85\x0b\n\0", (3, 4), FinishReason.STOP),),
         usage=Usage(5, 2, 3, 2, 1),
         timings=Timings(0.1234567, None, 2.0),
-        prompt_token_ids=(1, 2),
+        prompt_ids=PROMPT,
     )
     written = output_line(9, record.custom_id, record.metadata, output)
     assert len(written.decode().splitlines()) == 1
@@ -95,7 +97,7 @@ def test_parameters_go_on_top_of_the_defaults() -> None:
 
 def test_a_failed_run_has_an_error_and_no_answer() -> None:
     answer = CompletionOutput(0, "half", (1,), FinishReason.ERROR, error="not finite")
-    output = RequestOutput(0, 0, (answer,), Usage(1, 0, 1, 1), Timings(0, None, 1), (5,))
+    output = RequestOutput(0, 0, (answer,), Usage(1, 0, 1, 1), Timings(0, None, 1), PROMPT)
     record = json.loads(output_line(0, "a", [1], output))
     assert record["error"] == {"type": "failed", "message": "not finite"}
     assert (record["text"], record["token_ids"], record["finish_reason"]) == (None, None, "error")
@@ -105,7 +107,7 @@ def test_a_failed_run_has_an_error_and_no_answer() -> None:
 def test_several_answers_and_their_log_probabilities() -> None:
     token = TokenLogprob(7, -0.5, 1, ((7, -0.5), (8, -1.5)))
     answers = [CompletionOutput(i, f"a{i}", (7,), FinishReason.LENGTH, logprobs=(token,)) for i in range(2)]
-    output = RequestOutput(0, 0, tuple(answers), Usage(1, 0, 1, 2), Timings(0, 0, 1), (5,), (token,))
+    output = RequestOutput(0, 0, tuple(answers), Usage(1, 0, 1, 2), Timings(0, 0, 1), PROMPT, (token,))
     record = json.loads(output_line(0, None, None, output))
     shown = {"token_id": 7, "logprob": -0.5, "rank": 1, "top": [[7, -0.5], [8, -1.5]]}
     assert record["outputs"] == [

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import radixrt
@@ -101,7 +102,8 @@ def test_turns_of_a_base_model(runtime: Runtime, typed: Typist, monkeypatch: pyt
 
 def output(prompt: list[int], reason: FinishReason, error: str | None = None) -> RequestOutput:
     answer = CompletionOutput(0, "", (), reason, error=error)
-    return RequestOutput(0, 0, (answer,), Usage(len(prompt), 0, len(prompt), 0), Timings(0, 0, 0), tuple(prompt))
+    usage, ids = Usage(len(prompt), 0, len(prompt), 0), np.array(prompt, dtype=np.int32)
+    return RequestOutput(0, 0, (answer,), usage, Timings(0, 0, 0), ids)
 
 
 def test_a_chat_template_writes_the_turns(typed: Typist, tmp_path: Path) -> None:

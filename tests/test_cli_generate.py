@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 
 import radixrt
@@ -101,7 +102,7 @@ def test_a_prompt_that_cannot_run(runtime: Runtime, capsys: pytest.CaptureFixtur
 
 def test_failures(runtime: Runtime, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     answer = CompletionOutput(0, "a", (5,), FinishReason.ERROR, error="its numbers are not finite")
-    failed = RequestOutput(0, 0, (answer,), Usage(1, 0, 1, 1), Timings(0, 0, 0), (1,))
+    failed = RequestOutput(0, 0, (answer,), Usage(1, 0, 1, 1), Timings(0, 0, 0), np.ones(1, dtype=np.int32))
     monkeypatch.setattr(runtime, "generate", lambda *_: [failed])
     monkeypatch.setattr(runtime, "stream", lambda *_: [StreamChunk("a", (5,), failed)])
     for options in ([], ["--json"], ["--stream"]):

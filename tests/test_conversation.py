@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +55,7 @@ class FakeRuntime:
         count = len(prompts)
         usage = Usage(count, 0, count, len(ids))
         answer = CompletionOutput(0, builder.finish(), tuple(ids), reason)
-        return RequestOutput(0, 0, (answer,), usage, Timings(0.0, 0.0, 0.0), tuple(prompts))
+        return RequestOutput(0, 0, (answer,), usage, Timings(0.0, 0.0, 0.0), np.array(prompts, dtype=np.int32))
 
     def stream(self, prompt: list[int], sampling_params: SamplingParams, /) -> Iterator[FakeChunk]:
         output = self.generate(prompt, sampling_params)

@@ -97,9 +97,11 @@ def test_changes_of_a_freed_row_are_dropped_and_those_of_others_are_not() -> Non
     first, second = rows.alloc(), rows.alloc()
     rows.write(first, 0, ids(1, 2))
     rows.write_each(ids(first, second), ids(2, 0), ids(3, 4))
+    rows.write(second, 1, ids(5, 6))
     rows.free(first)
     changes = rows.take_changes()
-    assert (changes.rows.tolist(), changes.slots.tolist()) == ([second], [4])
+    assert (changes.rows.tolist(), changes.positions.tolist()) == ([second] * 3, [0, 1, 2])
+    assert changes.slots.tolist() == [4, 5, 6]
     for row in (first, -1, 2):
         with pytest.raises(ValueError, match=f"freeing row {row}, which is not in use"):
             rows.free(row)

@@ -244,8 +244,9 @@ def keep_a_freed_row_s_changes(patch: pytest.MonkeyPatch) -> None:
 
     def hoarding(self: ReqToTokenPool, row: int) -> None:
         changes, self._changes = self._changes, []
+        stretches, self._stretches = self._stretches, {}
         free(self, row)
-        self._changes = changes
+        self._changes, self._stretches = changes, stretches
 
     patch.setattr(ReqToTokenPool, "free", hoarding)
 
@@ -476,12 +477,12 @@ def tell_of_nobody_who_comes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_batch", lambda *arguments: replace(batch(*arguments), admitted=()))
 
 
-@mutant("6: what a request expects")
+@mutant("6: what a request")
 def expect_what_was_there(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Prospect, "_stands", lambda self: True)
 
 
-@mutant("6: what a request expects")
+@mutant("6: what a request")
 def keep_the_edge_of_what_left_the_tree(patch: pytest.MonkeyPatch) -> None:
     evict = RadixTree.evict
 
@@ -496,7 +497,7 @@ def keep_the_edge_of_what_left_the_tree(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "evict", silent)
 
 
-@mutant("6: what a request expects", "10:")
+@mutant("6: what a request", "10:")
 def wait_for_who_has_gone_on(patch: pytest.MonkeyPatch) -> None:
     """That a leader has come further is not noticed."""
     is_awaited = Prospect.is_awaited

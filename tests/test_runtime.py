@@ -288,6 +288,20 @@ def test_a_rope_that_reaches_farther_gives_a_longer_context(tmp_path: Path) -> N
         assert list(runtime.generate(prompt, GREEDY).token_ids) == continuation(model, prompt, 32)[0]
 
 
+def test_ids_of_a_prompt_may_be_of_any_kind_of_integer(runtime: Runtime) -> None:
+    plain = [5, 6, 7]
+    kinds: list[Any] = [plain, (5, np.int64(6), np.uint8(7)), np.array(plain, dtype=np.uint16)]
+    outputs = runtime.generate(kinds, GREEDY)
+    assert {output.token_ids for output in outputs} == {outputs[0].token_ids}
+    for output in outputs:
+        assert output.prompt_token_ids == (5, 6, 7)
+        assert {type(token) for token in output.prompt_token_ids} == {int}
+        assert output.split()[0].prompt_token_ids == (5, 6, 7)
+    for wrong in ([5, True], [5, np.True_], [5, 6.0]):
+        with pytest.raises(PromptError, match="prompt 0 is neither a string"):
+            runtime.generate([wrong], GREEDY)  # type: ignore[list-item]
+
+
 def test_bad_prompts_are_named_together_and_nothing_runs(runtime: Runtime) -> None:
     prompts: list[Any] = [[5], [], [-1], [VOCAB_SIZE], "text", [1.5], [3] * 300, None, [10**30]]
     with pytest.raises(PromptError) as error:

@@ -225,14 +225,13 @@ class PrefixCache:
 
     # -- a lease, from acquire to release ------------------------------------------------------------------
 
-    def acquire(self, namespace: Namespace, tokens: Tokens, limit: int, reserve: int) -> Lease | None:
-        """Match at most `limit` tokens, lock them, and take a row for a request that will compute the rest.
+    def acquire(self, namespace: Namespace, tokens: Tokens, match: Match, reserve: int) -> Lease | None:
+        """Lock what `match` has found of `tokens`, and take a row for a request that will compute the rest.
 
-        What only the host has of the match is loaded. Returns None, having at most split an edge, if there is no
-        row, or if after locking the match fewer slots are available than what is to be loaded, the rest of
-        `tokens` and `reserve` need.
+        The tree has not changed since that match. What only the host has of it is loaded. Returns None, having at
+        most split an edge, if there is no row, or if after locking the match fewer slots are available than what
+        is to be loaded, the rest of `tokens` and `reserve` need.
         """
-        match = self.match(namespace, tokens, limit)
         if match.node is None or match.node.slots is not None:
             node, matched = self.tree.node_at(namespace, match), match.length
         else:

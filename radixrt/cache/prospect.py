@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from radixrt.cache.prefix_cache import Frontier, Lease, PrefixCache
-from radixrt.cache.radix_tree import Namespace, Tokens
+from radixrt.cache.radix_tree import Match, Namespace, Tokens
 
 
 class Prospect:
@@ -50,15 +50,20 @@ class Prospect:
         self._version = version
         return self._match.length
 
+    def match(self) -> Match:
+        """What is in the cache now, until the tree next changes."""
+        if not self._stands():
+            self._look_up()
+        return self._match
+
     def is_awaited(self) -> bool:
         """Whether a live request is computing the token that follows the match."""
         self.length()  # forgets the leader where the match has changed
         leader = self._leader
         if leader is not None and leader.frontier is self._frontier:
             return True  # it has not come further
-        if not self._stands():  # an edge may have been split where the match is as long as before
-            self._look_up()
-        leader = self._leader = self._cache.leader(self._match, self._tokens, self._limit)
+        # An edge may have been split where the match is as long as before.
+        leader = self._leader = self._cache.leader(self.match(), self._tokens, self._limit)
         self._frontier = None if leader is None else leader.frontier
         return leader is not None
 

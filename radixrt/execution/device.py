@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
 import psutil
 import torch
 
@@ -24,6 +28,21 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ParameterError(f"device is {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
     return chosen
+
+
+@contextmanager
+def started_meanwhile(device: torch.device) -> Iterator[None]:
+    """Have a GPU make its context beside what stands inside, in a thread that holds Python up little.
+
+    Reading a config imports much of transformers, which keeps the host as busy as the context keeps the driver.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with ThreadPoolExecutor(max_workers=1) as starter:
+        started = starter.submit(lambda: torch.empty(1, device=device))
+        yield
+        started.result()
 
 
 def check_impl(impl: Impl, device: torch.device) -> None:

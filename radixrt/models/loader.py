@@ -205,7 +205,7 @@ def _fill_randomly(model: Decoder, std: float, seed: int) -> None:
             module.weight.fill_(module.neutral)
     noise = torch.empty(DUMMY_PERIOD, device="cpu")
     noise.normal_(std=std, generator=torch.Generator(device="cpu").manual_seed(seed))
-    noise = noise.to(model.norm.weight.device)
+    noise = noise.to(model.norm.weight)  # its device and dtype: rounded once, then copied
     offset = 0
     for name, place in model.checkpoint_tensors():
         if name.endswith("norm.weight"):

@@ -347,15 +347,16 @@ class Scheduler:
                 break
             if request.let_go_at > self.cache.passes_ended:
                 continue  # just retracted: what it has in flight is still to come
-            if self._prospect(request).is_awaited():
+            prospect = self._prospect(request)
+            if prospect.is_awaited():
                 # A follower: its leader is computing what it needs next. Room is kept for it, or leaders of other
                 # prefixes would evict this one before it comes.
                 promised += self._estimate.expected(request)
                 continue
-            tokens, limit = request.tokens(), request.match_limit
+            tokens = request.tokens()
             # Whoever runs alone runs to its end: submit has checked that it fits.
             reserve = promised + self._demand(request) - len(tokens) if self.running else 0
-            lease = self.cache.acquire(request.namespace, tokens, limit, reserve)
+            lease = self.cache.acquire(request.namespace, tokens, prospect.match(), reserve)
             if lease is None:
                 break
             loads -= lease.loaded
@@ -464,12 +465,22 @@ class Scheduler:
             out_cache_loc=tokens([p.slots for p in pieces], slots),
             num_samples=column((p.num_samples for p in pieces), decodes.num_samples),
             scored=np.concatenate(
-                [at - p.start + first for p, at, first in zip(pieces, positions, firsts, strict=True)],
+                [
+                    _NO_TOKENS,
+                    *(
+                        at - p.start + first
+                        for p, at, first in zip(pieces, positions, firsts, strict=True)
+                        if len(at)
+                    ),
+                ],
                 dtype=np.int32,
                 casting="same_kind",
             ),
             scored_targets=np.concatenate(
-                [p.request.tokens()[at + 1] for p, at in zip(pieces, positions, strict=True)]
+                [
+                    _NO_TOKENS,
+                    *(p.request.tokens()[at + 1] for p, at in zip(pieces, positions, strict=True) if len(at)),
+                ]
             ),
             num_scored=column(map(len, positions), decodes.num_scored),
             row_changes=self.cache.rows.take_changes(),
@@ -580,10 +591,10 @@ class Scheduler:
 
 
 def _scored_positions(piece: _Piece) -> np.ndarray:
-    """Positions of a piece's tokens after which the prompt's next token is to be scored: int64, ascending."""
+    """Positions of a piece's tokens after which the prompt's next token is to be scored, ascending."""
     scored = piece.request.next_scored
     if scored is None:
-        return np.zeros(0, dtype=np.int64)
+        return _NO_TOKENS
     # A pass before this one, still in flight, may score some of them: positions are launched once, in order.
     return np.arange(max(piece.start, scored - 1), min(piece.end, piece.request.prompt_len - 1))
 
