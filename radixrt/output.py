@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
-NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
 class FinishReason(str, Enum):
@@ -110,7 +106,7 @@ class RequestOutput:
         outputs: the n answers.
         usage: token counts.
         timings: seconds.
-        prompt_ids: the prompt, `[n]` int32. Outputs are compared without it.
+        prompt_ids: the prompt, an array of int32 or a tuple. Outputs are compared without it.
         prompt_logprobs: of the prompt's tokens from prompt_logprobs_start on (from the second token at the
             earliest: nothing comes before the first), if asked for.
         cause: the exception that its pass raised, if one did.
@@ -121,7 +117,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     usage: Usage
     timings: Timings
-    prompt_ids: NDArray[np.int32] = field(compare=False)
+    prompt_ids: Iterable[int] = field(compare=False)
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     cause: BaseException | None = None
 
@@ -129,12 +125,12 @@ class RequestOutput:
     def refused(cls, index: int, error: str, request_id: int | str = -1) -> RequestOutput:
         """The output of a prompt that could not be run: it has no tokens and no time, and mostly no id."""
         answer = CompletionOutput(0, "", (), FinishReason.ERROR, error=error)
-        return cls(index, request_id, (answer,), Usage(0, 0, 0, 0), Timings(0.0, None, 0.0), NO_TOKENS)
+        return cls(index, request_id, (answer,), Usage(0, 0, 0, 0), Timings(0.0, None, 0.0), ())
 
     @cached_property
     def prompt_token_ids(self) -> tuple[int, ...]:
         """The prompt. Made when it is asked for: the integers of long prompts would hold up the passes."""
-        return tuple(self.prompt_ids.tolist())
+        return tuple(map(int, self.prompt_ids))
 
     @property
     def text(self) -> str:
