@@ -9,7 +9,7 @@ import attention_cases
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, dense_attention, packed_qkv
+from attention_cases import Case, Edges, dense_attention, packed_qkv, path_of, shared_plan, tree_arrays
 from conftest import require_interpreter
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from triton_ops.e4m3 import FIRST_CAPABILITY, quantise
 from triton_ops.extend_attention import extend_attention, plan_extends
 from triton_ops.implementation import GPU, Impl, gpu_of
 from triton_ops.kv_store import kv_store
-from triton_ops.shared_attention import shared_rows
 
 
 @pytest.fixture(scope="module", params=["torch", "triton"])
@@ -184,34 +183,8 @@ def test_decode_rows_do_not_disturb_one_another() -> None:
     assert torch.equal(out[[0, 2]], clean[[0, 2]])
 
 
-Edges = list[tuple[int, int]]
-
-
-def path_of(edges: Edges, node: int) -> list[int]:
-    """From the root down to the node."""
-    return [] if node < 0 else [*path_of(edges, edges[node][0]), node]
-
-
 def share(edges: Edges, leaves: list[int], **options: Any) -> Case:
-    """A tree of segments: node n has parent and length `edges[n]` (-1: the root's parent), parents first.
-
-    One request a leaf, a node without children, in the order given; its history is its path. Leaves may repeat:
-    duplicate prompts.
-    """
-    case = make_case([sum(edges[n][1] for n in path_of(edges, leaf)) for leaf in leaves], **options)
-    first_row: dict[int, int] = {}
-    for b, leaf in enumerate(leaves):
-        start = 0
-        for node in path_of(edges, leaf):
-            length = edges[node][1]
-            owner = first_row.setdefault(node, b)
-            # The followers' slots of a shared segment become the owner's.
-            slots = case.req_to_token[case.rows[owner], start : start + length]
-            case.req_to_token[case.rows[b], start : start + length] = slots
-            case.keys[b][start : start + length] = case.keys[owner][start : start + length]
-            case.values[b][start : start + length] = case.values[owner][start : start + length]
-            start += length
-    return case
+    return attention_cases.share(edges, leaves, **(POOL | options))
 
 
 def tree_case(edges: Edges, leaves: list[int]) -> tuple[Case, AttentionPlan]:
@@ -226,64 +199,6 @@ def tree_case(edges: Edges, leaves: list[int]) -> tuple[Case, AttentionPlan]:
             fields.setdefault(node, [int(case.rows[b]), start, edges[node][1], b, 0])[4] += 1
             start += edges[node][1]
     return case, case.plan(*map(list, zip(*fields.values(), strict=True)))
-
-
-def tree_arrays(
-    case: Case,
-    edges: Edges,
-    leaves: list[int],
-    *,
-    group: int,
-    piece: int,
-    max_item_len: int | None = None,
-    padding: int = 0,
-    seed: int = 0,
-) -> dict[str, np.ndarray[Any, np.dtype[np.int32]]]:
-    """The arrays of the plan in which each node but the leaves is shared, in items of at most `piece` tokens and
-    of the rows that fill a tile of the kernel, with `padding` items of nothing. A leaf that several requests have
-    is shared but for its last token. Lists of rows are in random order, each segment named by any of them.
-    """
-    rng = np.random.default_rng(seed)
-    holders: dict[int, list[int]] = {}
-    for b, leaf in enumerate(leaves):
-        for node in path_of(edges, leaf):
-            holders.setdefault(node, []).append(b)
-    tail_starts = case.seq_lens.numpy(force=True).copy()
-    gpu = gpu_of(case.rows.device)
-    most = shared_rows(gpu, case.k_buffer.shape[2], group, case.dtype)
-    items: list[tuple[int, int, int, list[int]]] = []
-    for node, requests in holders.items():
-        start = sum(edges[n][1] for n in path_of(edges, node)[:-1])
-        end = start + edges[node][1]
-        if node in leaves:
-            end = max(end - 1, start) if len(requests) > 1 else start
-            tail_starts[[b for b in requests if leaves[b] == node]] = end
-        rng.shuffle(requests)
-        for first in range(0, len(requests), most):
-            rows = requests[first : first + most]
-            items += [
-                (int(case.rows[rng.choice(rows)]), at, min(piece, end - at), rows)
-                for at in range(start, end, piece)
-            ]
-    lines, starts, lens, lists = zip(*items, strict=True) if items else ((), (), (), ())
-    query_lens = np.array([len(rows) for rows in lists], np.int32)
-    shared = SharedItems(
-        np.array(lines, np.int32),
-        np.array(starts, np.int32),
-        np.array(lens, np.int32),
-        np.cumsum(query_lens, dtype=np.int32) - query_lens,
-        query_lens,
-        np.array([b for rows in lists for b in rows], np.int32),
-    )
-    rows, seq_lens = case.rows.numpy(force=True), case.seq_lens.numpy(force=True)
-    arrays = AttentionPlan.tree_arrays(rows, seq_lens, tail_starts, shared, max_item_len=max_item_len)
-    sizes = [name for name in arrays if name.startswith("shared_") and name != "shared_queries"]
-    return arrays | {name: np.pad(arrays[name], (0, padding)) for name in sizes}
-
-
-def shared_plan(case: Case, *tree: Any, **options: Any) -> AttentionPlan:
-    """The plan of `tree_arrays`."""
-    return AttentionPlan.build(tree_arrays(case, *tree, **options), case.rows.device)
 
 
 def fan(width: int) -> tuple[list[tuple[int, int]], list[int]]:

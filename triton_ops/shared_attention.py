@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from triton_ops.attention_plan import AttentionPlan
-from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import GPU, gpu_of, next_power_of_2, tl, triton
 from triton_ops.online_softmax import attend_tile, load_heads, write_rows
 
@@ -28,27 +27,23 @@ class SharedConfig:
     max_registers: int | None = None
 
 
-def shared_config(
-    gpu: GPU, head_dim: int, dtype: torch.dtype, *, alibi: bool = False, e4m3: bool = False
-) -> SharedConfig:
-    """The kernel's configuration for queries of `dtype`; `e4m3`: the pool is. With `alibi` or `e4m3` tiles are of
-    the same size as without.
+def shared_config(gpu: GPU, head_dim: int, dtype: torch.dtype) -> SharedConfig:
+    """The kernel's configuration for queries of `dtype`.
 
     None is measured yet: they are what compiles without spills, for Hopper after those of `extend_attention`.
     """
     if dtype == torch.float32:
         tile = 32 if head_dim <= 64 else 16
         return SharedConfig(tile, tile, 8, 1, max_registers=128)
-    if gpu.capability != 90:
-        if head_dim <= 64:
-            return SharedConfig(64, 64, 8, 2, max_registers=255)
-        return SharedConfig(64, 64 if head_dim <= 128 else 32, 8, 2)
     if head_dim > 128:
+        if gpu.capability != 90:
+            return SharedConfig(32, 32, 8, 2)
         return SharedConfig(128, 16 if head_dim < 256 else 32, 8, 2)
+    if gpu.capability != 90:
+        return SharedConfig(128, 64 if head_dim <= 64 else 32, 8, 2)
     if head_dim <= 64:
         return SharedConfig(128, 64, 4, 3)
-    # Heads that are padded need registers for their masks, as distances do.
-    return SharedConfig(128, 32, 8, 3, max_registers=128 if head_dim == 128 and not alibi else None)
+    return SharedConfig(128, 32, 8, 3, max_registers=128)
 
 
 def shared_rows(gpu: GPU, head_dim: int, group: int, dtype: torch.dtype) -> int:
@@ -93,9 +88,7 @@ def shared_attention(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_buffer.shape[1]
     group = num_heads // num_kv_heads
-    config = shared_config(
-        gpu_of(q.device), head_dim, q.dtype, alibi=alibi_slopes is not None, e4m3=k_buffer.dtype == E4M3
-    )
+    config = shared_config(gpu_of(q.device), head_dim, q.dtype)
     block_m = _block_m(config, group)
     # On a GPU that would be waiting for it.
     longest = int(plan.shared_query_lens.max()) if q.device.type == "cpu" else 0
@@ -161,7 +154,6 @@ def _shared_kernel(
     rows = item_queries + tl.load(item_query_starts + item)
     start = tl.load(item_starts + item)
     end = start + tl.load(item_lens + item)
-    first_partial = tl.load(item_partials + item)
     slots = req_to_token + tl.load(item_lines + item).to(tl.int64) * line_stride
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
@@ -215,6 +207,12 @@ def _shared_kernel(
             (first + n < end)[None, :], scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI, True,
         )  # fmt: skip
 
+    # Where the results go is computed anew, from what the compiler cannot know to be the same: kept through the
+    # loops, it would spill.
+    query_len = tl.load(item_query_lens + item, volatile=True)
+    first_partial = tl.load(item_partials + item, volatile=True)
+    m += tl.minimum(query_len, 0)
+    head = kv_head * GROUP + m % GROUP
     if v_scale is not None:
         acc *= tl.load(v_scale + kv_head)
     write_rows(
