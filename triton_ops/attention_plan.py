@@ -43,6 +43,25 @@ class _Plan:
 
 
 @dataclass(frozen=True)
+class SharedItems:
+    """Segments of KV that several query rows read, in numpy, int32. Of S items with Q rows in all:
+
+    - `lines` [S]: the line of `req_to_token` that names the segment's slots (any member's),
+    - `starts`, `lens` [S]: KV positions and tokens,
+    - `query_starts`, `query_lens` [S]: item i is read by the query rows
+      `queries[query_starts[i] : query_starts[i] + query_lens[i]]`,
+    - `queries` [Q]: query rows, in any order.
+    """
+
+    lines: Int32Array
+    starts: Int32Array
+    lens: Int32Array
+    query_starts: Int32Array
+    query_lens: Int32Array
+    queries: Int32Array
+
+
+@dataclass(frozen=True)
 class AttentionPlan(_Plan):
     """The work items of a pass's decode attention.
 
