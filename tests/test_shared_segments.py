@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radixrt.execution.shared_segments import MOST_LEVELS, SharedSegments, TreeCosts
@@ -183,6 +183,9 @@ def test_where_nothing_else_costs_each_token_is_read_once(tree: Tree, seed: int)
 
 
 @given(trees(max_nodes=6), COSTS, st.integers(1, 5))
+@example(  # a second partial result, of its tail, makes the short node too dear
+    Tree([600, 25], [[0], [0], [1], [1]], [5] * 4), replace(FREE, partial_crossings=2.0), 3
+)
 def test_no_other_choice_of_nodes_is_cheaper(tree: Tree, costs: TreeCosts, rows_at_once: int) -> None:
     table, lines, seq_lens = tree.table()
     of = {"rows_at_once": rows_at_once}
@@ -215,9 +218,12 @@ def test_no_other_choice_of_nodes_is_cheaper(tree: Tree, costs: TreeCosts, rows_
 
 
 @given(trees(), st.integers(0, 3), st.integers(0, 8), st.integers(0, 20))
+@example(Tree([6400], [[0]] * 6, [9] * 6), 0, 7, 100)
+@example(Tree([6400], [[0]] * 6, [9] * 6), 0, 100, 19)
 def test_limits_are_kept(tree: Tree, seed: int, most_items: int, most_partials: int) -> None:
     table, lines, seq_lens = tree.table(seed)
-    found = segments(FREE).find(table, lines, seq_lens, most_items=most_items, most_partials=most_partials)
+    wide = segments(FREE, num_programs=40)
+    found = wide.find(table, lines, seq_lens, most_items=most_items, most_partials=most_partials)
     check(table, lines, seq_lens, *found)
     assert len(found[1].lens) <= most_items
     assert found[1].query_lens.sum() <= most_partials
@@ -229,6 +235,12 @@ def test_the_least_saving_is_given_up_first() -> None:
     assert tail_starts.tolist() == [0, 300, 0, 0, 300, 0]
     tail_starts, items = segments().find(table, lines, seq_lens, most_partials=5)
     assert tail_starts.tolist() == [0, 300, 200, 200, 300, 0]
+    check(table, lines, seq_lens, tail_starts, items)
+
+    # Its rows but one read most of the node above together anyway.
+    table, lines, seq_lens = Tree([100, 90], [[0]] + [[0, 1]] * 5, [5] * 6).table()
+    tail_starts, items = segments(rows_at_once=9).find(table, lines, seq_lens, most_items=1)
+    assert tail_starts.tolist() == [0] + [190] * 5
     check(table, lines, seq_lens, tail_starts, items)
 
 
@@ -301,6 +313,22 @@ def test_nothing_is_shared_where_that_is_dearer() -> None:
         Tree([], [[]] * 3, [1] * 3),
     ):
         assert not len(segments(FREE).find(*empty.table())[1].lens)
+
+
+def test_the_last_token_is_not_shared_even_by_rows_of_one_line() -> None:
+    table, lines, seq_lens = Tree([200], [[0]] * 2, [9] * 2).table()
+    twice = np.repeat(lines, [3, 0])
+    tail_starts, items = segments(FREE).find(table, twice, np.array([205, 205, 150], np.int32))
+    assert tail_starts.tolist() == [204, 204, 149]
+    check(table, twice, np.array([205, 205, 150], np.int32), tail_starts, items)
+
+
+def test_a_slot_may_stand_at_two_positions() -> None:
+    table = np.array([[1, 2, 7, 7], [1, 3, 4, 7], [1, 3, 2, 7]], np.int32)
+    rows, seq_lens = np.arange(3, dtype=np.int32), np.full(3, 4, np.int32)
+    tail_starts, items = segments(FREE).find(table, rows, seq_lens)
+    assert tail_starts.tolist() == [1, 2, 2]
+    check(table, rows, seq_lens, tail_starts, items)
 
 
 def test_slots_that_contradict_one_another_are_refused() -> None:

@@ -254,8 +254,8 @@ class _Nodes:
 
     A node has the rows from `firsts` on, `sizes` of them, and the positions up to `stops` that they all have in
     common; of its rows, `own_rows` are in no child. `parents`: -1 where there is none; `is_first` (bool): of its
-    parent's children. `ancestors` `[N, num_levels]`: column 1 + j is the node of level j above the node, or -1, as is
-    column 0. `levels` `[num_levels + 1]`: where each begins, and the end.
+    parent's children. `ancestors` `[N, num_levels]`: column 1 + j is the node of level j above the node, or -1,
+    as is column 0. `levels` `[num_levels + 1]`: where each begins, and the end.
     """
 
     firsts: Int64Array
