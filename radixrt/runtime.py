@@ -123,6 +123,8 @@ class Runtime:
             outputs: for measurements.
         cuda_graphs: replay passes as captured graphs; None: where kernels run on a GPU.
             Capturing them takes seconds and some memory.
+        attention: how decodes read the KV that they share: "flat", each request by itself; "tree", once for all,
+            where kernels run and that is cheaper (not yet measured on a GPU).
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
         seed: of the run: requests without a seed of their own derive theirs from it and from their index; also
             of dummy weights.
@@ -156,6 +158,7 @@ class Runtime:
         force_miss: bool = False,
         overlap: bool = True,
         cuda_graphs: bool | None = None,
+        attention: Literal["flat", "tree"] = "flat",
         load_format: LoadFormat = "auto",
         seed: int = 0,
         impl: Impl = "auto",
@@ -171,6 +174,9 @@ class Runtime:
             )
         if cuda_graphs is None:
             cuda_graphs = can_capture
+        if attention not in ("flat", "tree"):
+            raise ParameterError(f"attention is {attention!r}; it must be 'flat' or 'tree'")
+        tree = attention == "tree"
         check_kv_dtype(kv_dtype, impl, self.device)
         default = GPU_DEFAULTS if self.device.type == "cuda" else CPU_DEFAULTS
         if memory_fraction is None:
@@ -219,7 +225,9 @@ class Runtime:
         memory_began, promised = time.perf_counter(), 0
         if runs_kernels and max_total_tokens is None:  # references are not for passes of any size
             with room_for_passes():
-                promised = measured_pass_memory(decoder, self._rows, limits, pool_dtype, captures=cuda_graphs)
+                promised = measured_pass_memory(
+                    decoder, self._rows, limits, pool_dtype, captures=cuda_graphs, tree=tree
+                )
         memory_seconds = time.perf_counter() - memory_began
         slots = pool_slots(
             self.device,
@@ -275,6 +283,7 @@ class Runtime:
             host_pool,
             max_captured_batch=min(max_running_requests, MOST_CAPTURED) if cuda_graphs else 0,
             max_captured_tokens=chunked_prefill_size if cuda_graphs else 0,
+            tree=tree,
         )
         graphs_began = time.perf_counter()
         with room_for_passes():

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from layers.input_metadata import InputMetadata
 from radixrt.execution import attention_planner
-from radixrt.execution.attention_planner import LONG_ITEM, MOST_CUT_TOKENS, AttentionPlanner, PassPlans
+from radixrt.execution.attention_planner import (
+    LONG_ITEM,
+    MOST_CUT_TOKENS,
+    AttentionPlanner,
+    PassPlans,
+    PlanKind,
+)
 from triton_ops.attention_plan import LENGTH_CLASSES, AttentionPlan, ExtendPlan
 from triton_ops.decode_attention import decode_attention, decode_item_len, most_decode_items
 from triton_ops.extend_attention import extend_attention
@@ -25,7 +31,12 @@ H200 = GPU(capability=90, num_sms=132)
 
 
 def planner(
-    gpu: GPU, *windows: int | None, num_kv_heads: int = 2, req_to_token: Any = None, num_requests: int = 700
+    gpu: GPU,
+    *windows: int | None,
+    num_kv_heads: int = 2,
+    req_to_token: Any = None,
+    num_requests: int = 700,
+    tree: bool = False,
 ) -> AttentionPlanner:
     """A planner for a model whose layers have these windows, on a GPU that is not here."""
     config: Any = SimpleNamespace(
@@ -38,7 +49,7 @@ def planner(
     if req_to_token is None:
         req_to_token = np.zeros((num_requests, 8), np.int32)
     with compiling_for(gpu):
-        return AttentionPlanner(config, placement, req_to_token)
+        return AttentionPlanner(config, placement, req_to_token, tree=tree)
 
 
 def int32(values: Any) -> Any:
@@ -79,22 +90,47 @@ def test_no_batch_has_more_items_than_there_is_room_for(
     assert arrays["item_lens"].sum() == read.sum()
 
 
-@given(lengths(), GPUS, st.integers(1, 40), st.booleans(), st.sampled_from([(None,), (None, 300), (64,)]))
-def test_shapes_depend_on_the_batch_and_on_merging_alone(
-    lens: Any, gpu: GPU, num_kv_heads: int, merges: bool, windows: tuple[int | None, ...]
+def families(num_rows: int, longest: int, head: int) -> Any:
+    """A table whose rows have, but for three of them, the first `head` slots of one of these."""
+    table = np.arange(num_rows * longest, dtype=np.int32).reshape(num_rows, longest)
+    for row in range(num_rows):
+        table[row, :head] = table[row % 3, :head]
+    return table
+
+
+@given(
+    lengths(),
+    GPUS,
+    st.integers(1, 40),
+    st.sampled_from(PlanKind),
+    st.sampled_from([(None,), (None, 300), (64,)]),
+    st.sampled_from([None, 0, 50, 2000]),
+)
+def test_shapes_depend_on_the_batch_and_on_the_kind_alone(
+    lens: Any, gpu: GPU, num_kv_heads: int, least: PlanKind, windows: tuple[int | None, ...], head: int | None
 ) -> None:
-    here = planner(gpu, *windows, num_kv_heads=num_kv_heads)
+    """With `head`, as many tokens may be shared."""
+    table = None if head is None else families(len(lens), int(lens.max(initial=head)), head)
+    here = planner(gpu, *windows, num_kv_heads=num_kv_heads, req_to_token=table, tree=head is not None)
+    least = min(least, here.kinds[-1])
     rows = np.arange(len(lens), dtype=np.int32)
-    plans = here.plan_padded(rows, lens, merges=merges)
-    assert plans.merges or not merges
-    idle = here.plan_padded(np.zeros_like(rows), np.zeros_like(lens), merges=plans.merges)
-    assert idle.merges == plans.merges
+    plans = here.plan_padded(rows, lens, least=least)
+    assert plans.kind >= least
+    idle = here.plan_padded(np.zeros_like(rows), np.zeros_like(lens), least=plans.kind)
+    assert idle.kind == plans.kind
     assert shapes(idle) == shapes(plans)
     assert list(idle.arrays) == list(plans.arrays), "they lie in one buffer, one behind the other"
     for window in windows:  # what is behind the plan of the batch adds nothing
-        items = [plans.arrays[f"decode {window} item_{name}"] for name in ("lens", "query_lens")]
         read = lens if window is None else lens.clip(max=window)
-        assert (items[0] * items[1]).sum() == read.sum()
+        covered = sum(
+            int(
+                (
+                    plans.arrays[f"decode {window} {of}_lens"] * plans.arrays[f"decode {window} {of}_query_lens"]
+                ).sum()
+            )
+            for of in ("item", "shared")
+        )
+        assert covered == read.sum()
         assert plans.arrays[f"decode {window} row_partial_starts"][-1] <= len(
             plans.arrays[f"decode {window} row_partials"]
         )
@@ -106,7 +142,7 @@ def test_padded_decodes_have_room_where_all_waves_are_full() -> None:
     assert decode_item_len(H200, 8, lens) == 1472
     assert 18 * -(-15_407 // 1472) == most_decode_items(H200, 8, 24) == 198
     rows, here = np.arange(24, dtype=np.int32), planner(H200, None, num_kv_heads=8)
-    arrays = here.plan_padded(rows, np.append(lens, int32([0] * 6)), merges=True).arrays
+    arrays = here.plan_padded(rows, np.append(lens, int32([0] * 6)), least=PlanKind.CUT).arrays
     assert arrays["decode None item_query_lens"].sum() == 198 + 6
 
 
@@ -114,9 +150,12 @@ def test_a_short_batch_does_not_merge_and_a_long_one_does() -> None:
     rows = np.arange(64, dtype=np.int32)
     here = planner(H200, None, num_kv_heads=8)
     short, long = int32([100] * 64), int32([100] * 63 + [30_000])
-    assert not here.plan_padded(rows, short).merges
-    assert here.plan_padded(rows, short, merges=True).merges
-    assert here.plan_padded(rows, long).merges
+    assert here.plan_padded(rows, short).kind == PlanKind.WHOLE
+    assert here.plan_padded(rows, short, least=PlanKind.CUT).kind == PlanKind.CUT
+    assert here.plan_padded(rows, long).kind == PlanKind.CUT
+    shared = planner(H200, None, num_kv_heads=8, req_to_token=families(64, 3001, 3000), tree=True)
+    assert shared.plan_padded(rows, int32([3001] * 64)).kind == PlanKind.TREE
+    assert shared.plan_padded(rows, int32([40] * 64)).kind == PlanKind.WHOLE, "not worth its launches"
 
 
 # --- what they compute ---
@@ -148,10 +187,10 @@ def test_padded_plans_compute_the_same(kernel_device: torch.device, impl: Any, s
     there = on(case, kernel_device)
     # A padded decode names any row that the host's table has.
     rows = np.where(case.seq_lens.numpy() > 0, case.rows.numpy(), 0).astype(np.int32)
-    merged = set()
-    for merges in (False, True):
-        plans = here.plan_padded(rows, case.seq_lens.numpy(), merges=merges)
-        merged.add(plans.merges)
+    kinds = set()
+    for least in (PlanKind.WHOLE, PlanKind.CUT):
+        plans = here.plan_padded(rows, case.seq_lens.numpy(), least=least)
+        kinds.add(plans.kind)
         arrays = {name: torch.from_numpy(array).to(kernel_device) for name, array in plans.arrays.items()}
         for window, plan in plans.decode(arrays).items():
             out = torch.full_like(q, torch.nan).to(kernel_device)
@@ -175,7 +214,7 @@ def test_padded_plans_compute_the_same(kernel_device: torch.device, impl: Any, s
                 expected, expected_lse = dense_attention(q[i : i + 1], keys, values, 0.3, sliding_window=window)
                 torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, atol=1e-5, rtol=1e-5)
                 torch.testing.assert_close(lse[i : i + 1].cpu().double(), expected_lse, atol=1e-4, rtol=1e-4)
-    assert True in merged
+    assert PlanKind.CUT in kinds
 
 
 # --- the order of items ---

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_attention_planner import H200, int32, planner
 
 from layers.input_metadata import InputMetadata
-from radixrt.execution.attention_planner import AttentionPlanner
+from radixrt.execution.attention_planner import AttentionPlanner, PlanKind
 from radixrt.execution.decode_numbers import DRAW_DTYPES, MERGES_BELOW, PLAN_STEPS, DecodeForm, DecodeNumbers
 from radixrt.execution.sampling_table import Features
 from radixrt.execution.staging import packed
@@ -24,21 +24,25 @@ FEATURES = [Features(), Features(True), Features(True, has_top=True), Features(T
 
 
 class World:
-    """Requests that decode, and the numbers of their passes; `rows` is the same array until they change."""
+    """Requests that decode, and the numbers of their passes; `rows` is the same array until they change. With
+    `tree` they are of three families with a prefix each, which may be read once for all.
+    """
 
-    def __init__(self, seed: int, gpu: GPU, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, seed: int, gpu: GPU, windows: tuple[int | None, ...], *, tree: bool = False) -> None:
         self.rng = np.random.default_rng(seed)
-        table = self.rng.integers(1, 1 << 20, (MAX_REQUESTS, 6000)).astype(np.int32)
+        table = np.arange(MAX_REQUESTS * 6000, dtype=np.int32).reshape(MAX_REQUESTS, 6000)
+        self.head = int(self.rng.choice([40, 900, 4000])) if tree else 0
+        for row in range(MAX_REQUESTS):  # families behind a prefix each
+            table[row, : self.head] = table[row % 3, : self.head]
         self.windows = windows
-        self.planner = planner(gpu, *windows, num_kv_heads=4, req_to_token=table)
+        self.planner = planner(gpu, *windows, num_kv_heads=4, req_to_token=table, tree=tree)
         self.numbers = DecodeNumbers(self.planner, MAX_REQUESTS)
         self.forms = {
-            (size, merges): self.numbers.idle(size, merges=merges)
-            for size in SIZES
-            for merges in {True, size < MERGES_BELOW}
+            (size, kind): self.numbers.idle(size, kind) for size in SIZES for kind in self.numbers.kinds(size)
         }
         self.rows, self.seq_lens = int32([]), int32([])
         self.planned: Any = None  # lengths that the plan in use was made of
+        self.kinds: set[PlanKind] = set()  # of the passes so far
         self.age = 0
 
     def change(self) -> None:
@@ -46,7 +50,8 @@ class World:
         count = int(self.rng.integers(1, self.rng.choice([3, 30, MAX_REQUESTS + 1])))
         self.rows = self.rng.permutation(MAX_REQUESTS).astype(np.int32)[:count]
         longest = self.rng.choice([300, 5000])
-        self.seq_lens = self.rng.integers(1, longest, count).astype(np.int32)
+        self.seq_lens = self.head + self.rng.integers(1, longest, count).astype(np.int32)
+        self.seq_lens = self.seq_lens.clip(max=5500).astype(np.int32)
         self.planned = None
 
     def step(self, features: Features) -> tuple[DecodeForm, dict[str, Any]]:
@@ -73,8 +78,10 @@ class World:
         def padded(array: Any, filler: int) -> Any:
             return np.append(array, np.full(size - count, filler, array.dtype))
 
-        plans = self.planner.plan_padded(padded(self.rows, 0), padded(self.planned, 0), merges=size < MERGES_BELOW)
-        assert form is self.forms[size, plans.merges]
+        least = PlanKind.CUT if size < MERGES_BELOW else PlanKind.WHOLE
+        plans = self.planner.plan_padded(padded(self.rows, 0), padded(self.planned, 0), least=least)
+        assert form is self.forms[size, plans.kind]
+        self.kinds.add(form.kind)
         expected = {
             "input_ids": padded(ids, 0),
             **InputMetadata.host_arrays(
@@ -115,11 +122,14 @@ def assert_equal(form: DecodeForm, expected: dict[str, Any]) -> None:
     st.integers(0, 1 << 30),
     st.sampled_from([H200, GPU(capability=90, num_sms=7)]),
     st.sampled_from([(None,), (None, 300), (64,), (1, 40, 5000)]),
+    st.booleans(),
 )
-@settings(max_examples=30)
-def test_updated_words_are_those_made_from_scratch(seed: int, gpu: GPU, windows: tuple[int | None, ...]) -> None:
+@settings(max_examples=40)
+def test_updated_words_are_those_made_from_scratch(
+    seed: int, gpu: GPU, windows: tuple[int | None, ...], tree: bool
+) -> None:
     """Requests change, features do; some passes are computed elsewhere, of all requests or of some."""
-    world = World(seed, gpu, windows)
+    world = World(seed, gpu, windows, tree=tree)
     rng = world.rng
     world.change()
     features = FEATURES[0]
@@ -190,12 +200,12 @@ def test_a_plan_serves_as_long_as_its_requests_decode(monkeypatch: pytest.Monkey
 
 def test_idle_numbers_touch_nothing_that_is_owned() -> None:
     """Graphs are captured with them, also after others have been filled in."""
-    world = World(2, H200, (None, 300))
+    world = World(2, H200, (None, 300), tree=True)
     world.change()
     world.step(Features())
-    for size, merges in world.forms:
-        form = world.numbers.idle(size, merges=merges)
-        assert form.merges == merges
+    for size, kind in world.forms:
+        form = world.numbers.idle(size, kind)
+        assert form.kind == kind
         assert (form.arrays["req_pool_indices"] == MAX_REQUESTS).all()
         assert not form.arrays["out_cache_loc"].any()
         assert not form.arrays["input_ids"].any()

@@ -135,6 +135,7 @@ SCHEDULE = (
         flag="--no-overlap",
     ),
     Option("cuda_graphs", "replay no captured graphs", value=False, flag="--no-graphs"),
+    Option("attention", "tree: read what decodes share once for all of them (flat)", choices=("flat", "tree")),
 )
 
 KEPT_CACHE = (

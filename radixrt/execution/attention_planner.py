@@ -4,28 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
 from layers.placement import Placement
+from radixrt.execution.shared_segments import MOST_WAVES, SharedSegments, TreeCosts
 from radixrt.execution.staging import padded
 from radixrt.models.config import ModelConfig
 from triton_ops.attention_plan import AttentionPlan, ExtendPlan, Int32Array
 from triton_ops.decode_attention import decode_item_len, most_decode_items
 from triton_ops.extend_attention import most_extra_extend_items, plan_extends, programs_of
 from triton_ops.implementation import GPU, gpu_of, runs_triton
+from triton_ops.shared_attention import shared_rows
 
 MOST_CUT_TOKENS = 2048  # padded extends of more tokens are not cut: merging all their rows would cost more
 LONG_ITEM = 4096  # tokens that a program may read by itself, though a fair share were less
+SHARED_PROGRAMS_PER_SM = 2  # of shared items, that run side by side
+SHARED_PARTIALS = 4  # of shared items, that a decode of a padded pass has on average at most
+
+
+class PlanKind(IntEnum):
+    """What the plans of a pass's decodes are made of: in padded passes that decides their shapes.
+
+    WHOLE: an item for each decode. CUT: long contexts are several, whose results are merged. TREE: besides, what
+    decodes share is read once for all of them.
+    """
+
+    WHOLE = 0
+    CUT = 1
+    TREE = 2
 
 
 @dataclass(frozen=True)
 class PassPlans:
     """The plans of a pass: `arrays` to be copied to the device, and what becomes of the copies.
 
-    `merges`: whether results of the decodes are merged from partial ones.
+    `tile_tokens` is that of the extends' plans; None: there are none.
     """
 
     arrays: dict[str, Int32Array]
@@ -33,9 +51,12 @@ class PassPlans:
     tile_tokens: int | None
 
     @property
-    def merges(self) -> bool:
-        """Whether a decode's result is made of several."""
-        return any(len(self.arrays[f"decode {window} row_partials"]) for window in self.windows)
+    def kind(self) -> PlanKind:
+        """That of the decodes' plans."""
+        if any(len(self.arrays[f"decode {window} shared_lines"]) for window in self.windows):
+            return PlanKind.TREE
+        merges = any(len(self.arrays[f"decode {window} row_partials"]) for window in self.windows)
+        return PlanKind.CUT if merges else PlanKind.WHOLE
 
     def decode(self, arrays: Mapping[str, Tensor]) -> dict[int | None, AttentionPlan]:
         """The decodes' plans, of the copies."""
@@ -52,18 +73,51 @@ class PassPlans:
 
 
 class AttentionPlanner:
-    """Plans each pass of a model: flat, one plan for each window among its layers.
+    """Plans each pass of a model, one plan for each window among its layers.
 
     Where the kernels run, long contexts are cut so that all multiprocessors have work; the references need no
-    cuts, and no plan of the extends. `req_to_token`, the host's table, tells who reads the same.
+    cuts, and no plan of the extends.
+
+    Args:
+        config, placement: the model's.
+        req_to_token: the host's table, which tells who reads the same.
+        kv_dtype: of the pool.
+        tree: where the kernels run, layers without a window read what decodes share once for all of them,
+            wherever that is cheaper.
     """
 
-    def __init__(self, config: ModelConfig, placement: Placement, req_to_token: Int32Array | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: Placement,
+        req_to_token: Int32Array | None = None,
+        kv_dtype: torch.dtype | None = None,
+        *,
+        tree: bool = False,
+    ) -> None:
         self._config = config
         self._req_to_token = req_to_token
         self._dtype = placement.dtype
         self._gpu = gpu_of(placement.device) if runs_triton(placement.impl, placement.device) else None
         self._windows = tuple({kind.window for kind in config.attention})
+        self._shared: SharedSegments | None = None
+        if tree and self._gpu is not None and None in self._windows:
+            self._shared = SharedSegments(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                kv_bytes=(kv_dtype or placement.dtype).itemsize,
+                num_programs=SHARED_PROGRAMS_PER_SM * self._gpu.num_sms,
+                rows_at_once=shared_rows(
+                    self._gpu, config.head_dim, config.num_heads // config.num_kv_heads, placement.dtype
+                ),
+                costs=TreeCosts(),
+            )
+
+    @property
+    def kinds(self) -> tuple[PlanKind, ...]:
+        """Those that plans may be of."""
+        return tuple(kind for kind in PlanKind if kind is not PlanKind.TREE or self._shared is not None)
 
     def plan(self, host: Mapping[str, Int32Array], num_extends: int) -> PassPlans:
         """The plans for a pass of `InputMetadata.host_arrays` whose first `num_extends` requests are extends."""
@@ -75,21 +129,42 @@ class AttentionPlanner:
                 arrays |= {f"extend {window} {name}": array for name, array in extend.items()}
         return PassPlans(arrays, self._windows, tile_tokens)
 
-    def plan_padded(self, rows: Int32Array, seq_lens: Int32Array, *, merges: bool = False) -> PassPlans:
-        """The plans for decodes `[R]`, of shapes that depend on R and on whether they merge alone; `merges`: they
-        are to be of those that do, whatever they need. Padded decodes are the last ones, with a `seq_len` of 0.
+    def plan_padded(
+        self, rows: Int32Array, seq_lens: Int32Array, *, least: PlanKind = PlanKind.WHOLE
+    ) -> PassPlans:
+        """The plans for decodes `[R]`, of shapes that depend on R and on their kind alone, which is `least` or a
+        later one: what they need. Padded decodes are the last ones, with a `seq_len` of 0.
         """
         assert self._gpu is not None  # the references take any shape
-        plans = PassPlans(self._decodes(rows, seq_lens), self._windows, None)
-        most, merging = len(rows), merges or plans.merges
-        if merging:
-            most = most_decode_items(self._gpu, self._config.num_kv_heads, len(rows)) + 1  # the padded decodes'
-        short = (" item_", " row_partials") if merging else (" item_",)
-        arrays = {
-            name: padded(array, most) if any(part in name for part in short) else array
-            for name, array in plans.arrays.items()
+        count = len(rows)
+        plans = PassPlans(self._decodes(rows, seq_lens, padded=True), self._windows, None)
+        kind, items, shared, partials = max(least, plans.kind), count, 0, 0
+        if kind is not PlanKind.WHOLE:
+            items = most_decode_items(self._gpu, self._config.num_kv_heads, count) + 1  # the padded decodes'
+            partials = items
+        if kind is PlanKind.TREE:
+            shared, partials = self._most_shared_items(), items + SHARED_PARTIALS * count
+        lens = {
+            "item": items,
+            "shared": shared,
+            "shared_queries": count if shared else 0,
+            "row_partials": partials,
         }
+
+        def in_place(name: str, array: Int32Array) -> Int32Array:
+            _, window, field = name.split(" ")
+            place = field if field in lens else field.partition("_")[0]
+            if place not in lens or (place.startswith("shared") and window != "None"):
+                return array
+            return padded(array, lens[place])
+
+        arrays = {name: in_place(name, array) for name, array in plans.arrays.items()}
         return PassPlans(arrays, self._windows, None)
+
+    def _most_shared_items(self) -> int:
+        """That the plans of a padded pass have: as many as fill the waves that they are cut for."""
+        assert self._gpu is not None
+        return -(-MOST_WAVES * SHARED_PROGRAMS_PER_SM * self._gpu.num_sms // self._config.num_kv_heads)
 
     def plan_padded_extends(
         self, host: Mapping[str, Int32Array], num_extends: int, num_live: int, decode_lens: Int32Array
@@ -101,7 +176,7 @@ class AttentionPlanner:
         """
         gpu, num_kv_heads = self._gpu, self._config.num_kv_heads
         assert gpu is not None  # the references need no plan of extends
-        arrays = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, merges=True).arrays
+        arrays = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, least=self.kinds[-1]).arrays
         num_new = host["extend_seq_lens"][:num_extends]
         num_tokens = int(num_new.sum())
         cut = num_tokens <= MOST_CUT_TOKENS
@@ -152,19 +227,36 @@ class AttentionPlanner:
             **options,
         )
 
-    def _decodes(self, rows: Int32Array, seq_lens: Int32Array) -> dict[str, Int32Array]:
+    def _decodes(self, rows: Int32Array, seq_lens: Int32Array, *, padded: bool = False) -> dict[str, Int32Array]:
         arrays: dict[str, Int32Array] = {}
         for window in self._windows:
-            max_item_len = None
-            if self._gpu is not None:
-                read = seq_lens if window is None else seq_lens.clip(max=window)
-                max_item_len = decode_item_len(self._gpu, self._config.num_kv_heads, read)
-            decode = AttentionPlan.flat_arrays(
-                rows,
-                seq_lens,
-                max_item_len=max_item_len,
-                sliding_window=window,
-                req_to_token=self._req_to_token,
-            )
+            decode = self._tree(rows, seq_lens, padded) if window is None else None
+            decode = self._flat(rows, seq_lens, window) if decode is None else decode
             arrays |= {f"decode {window} {name}": array for name, array in decode.items()}
         return arrays
+
+    def _flat(self, rows: Int32Array, seq_lens: Int32Array, window: int | None) -> dict[str, Int32Array]:
+        read = seq_lens if window is None else seq_lens.clip(max=window)
+        return AttentionPlan.flat_arrays(
+            rows,
+            seq_lens,
+            max_item_len=self._item_len(read),
+            sliding_window=window,
+            req_to_token=self._req_to_token,
+        )
+
+    def _tree(self, rows: Int32Array, seq_lens: Int32Array, padded: bool) -> dict[str, Int32Array] | None:
+        """None: a flat plan is as cheap. `padded`: there is room for no more than padded plans have."""
+        if self._shared is None or self._req_to_token is None:
+            return None
+        limits: dict[str, int] = {}
+        if padded:
+            limits = {"most_items": self._most_shared_items(), "most_partials": SHARED_PARTIALS * len(rows)}
+        tail_starts, shared = self._shared.find(self._req_to_token, rows, seq_lens, **limits)
+        if not len(shared.lines):
+            return None
+        tails = np.maximum(seq_lens - tail_starts, 0)
+        return AttentionPlan.tree_arrays(rows, seq_lens, tail_starts, shared, max_item_len=self._item_len(tails))
+
+    def _item_len(self, lens: Int32Array) -> int | None:
+        return None if self._gpu is None else decode_item_len(self._gpu, self._config.num_kv_heads, lens)

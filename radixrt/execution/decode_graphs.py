@@ -13,8 +13,8 @@ from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.execution.attention_planner import AttentionPlanner
-from radixrt.execution.decode_numbers import MERGES_BELOW, DecodeForm, DecodeNumbers
+from radixrt.execution.attention_planner import AttentionPlanner, PlanKind
+from radixrt.execution.decode_numbers import DecodeForm, DecodeNumbers
 from radixrt.execution.graph_memory import GraphMemory
 from radixrt.execution.result_buffer import ResultBuffer
 from radixrt.execution.sampler import draw_plain
@@ -73,13 +73,14 @@ class DecodeGraphs:
         self._sizes = ladder(max_batch)
         self._logits = logits
         self._memory = memory
-        self._forwards: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._forwards: dict[tuple[int, PlanKind], torch.cuda.CUDAGraph] = {}
         self._draws: dict[tuple[int, Features], torch.cuda.CUDAGraph] = {}
         self._arrays: dict[int, dict[str, Tensor]] = {}  # on the device, of each size; plans are not asked for
         self.results = ResultBuffer(max_batch, device)
         self._numbers = DecodeNumbers(planner, padding_row=len(last_token) - 1)
+        most = self._numbers.idle(max_batch, self._numbers.kinds(max_batch)[-1])
         # It must never move: graphs know its address.
-        self._staging = Staging(device, len(self._numbers.idle(max_batch, merges=True).words))
+        self._staging = Staging(device, len(most.words))
 
     @property
     def max_batch(self) -> int:
@@ -90,10 +91,10 @@ class DecodeGraphs:
         """Capture the whole ladder, the largest size first: the others fit into its memory. Yields each size."""
         with torch.inference_mode():
             for size in reversed(self._sizes):
-                for merges in (True, False) if size >= MERGES_BELOW else (True,):
-                    form = self._numbers.idle(size, merges=merges)
+                for kind in reversed(self._numbers.kinds(size)):
+                    form = self._numbers.idle(size, kind)
                     arrays = self._staging.upload(form.arrays)
-                    self._forwards[size, merges] = self._memory.captured(partial(self._forward, form, arrays))
+                    self._forwards[size, kind] = self._memory.captured(partial(self._forward, form, arrays))
                 self._arrays[size] = arrays
                 for features in CAPTURED_DRAWS:
                     self._draws[size, features] = self._memory.captured(partial(self._draw, arrays, features))
@@ -112,7 +113,7 @@ class DecodeGraphs:
         size = self._sizes[bisect_left(self._sizes, count)]
         form = self._numbers.of(batch, size, features, draws)
         self._staging.send(form.words)
-        self._forwards[size, form.merges].replay()
+        self._forwards[size, form.kind].replay()
         if features in CAPTURED_DRAWS:
             self._draws[size, features].replay()
         else:  # its kernels are launched one by one

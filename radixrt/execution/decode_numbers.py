@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layers.input_metadata import InputMetadata, Int32Array
-from radixrt.execution.attention_planner import AttentionPlanner, PassPlans
+from radixrt.execution.attention_planner import AttentionPlanner, PassPlans, PlanKind
 from radixrt.execution.sampling_table import Features
 from radixrt.execution.staging import packed, padded
 from radixrt.schedule.batch import ScheduleBatch
@@ -23,23 +23,25 @@ DRAW_DTYPES: Mapping[str, type[np.generic]] = {
     "top_ps": np.float32,
     "min_ps": np.float32,
 }
-MERGES_BELOW = 64  # smaller batches are captured only with the launch that merges partial results
+MERGES_BELOW = 64  # smaller batches always merge partial results: their contexts are mostly cut
 PLAN_STEPS = 64  # passes that a plan serves at most: it stays exact as contexts grow, but its balance ages
 
 
 class DecodeForm:
-    """Numbers of passes of `size` decodes, the last of which pad, that merge partial results or not.
+    """Numbers of passes of `size` decodes, the last of which pad, with plans of one kind.
 
     Attributes:
         host: what `InputMetadata` is made of, `[size]` each, by field name; parts of `words`.
         arrays: all arrays by name, parts of `words`; those of the plans come last.
         words: int32, what is sent.
+        kind: of the plans.
         plans: those of a pass of padded decodes alone; of their arrays nothing but the shapes has a meaning.
     """
 
-    def __init__(self, size: int, padding_row: int, plans: PassPlans) -> None:
+    def __init__(self, size: int, padding_row: int, kind: PlanKind, plans: PassPlans) -> None:
         zeros = np.zeros(size, np.int32)
         host = InputMetadata.host_arrays(zeros + np.int32(padding_row), zeros + 1, zeros, zeros)
+        self.kind = kind
         self.plans = plans
         self.words, self.arrays = packed(
             {
@@ -52,11 +54,6 @@ class DecodeForm:
         self.host: dict[str, Int32Array] = {name: self.arrays[name] for name in host}
         self._idle = self.words.copy()
         self._growing: list[_Growing] = []
-
-    @property
-    def merges(self) -> bool:
-        """Whether a decode's result is made of several."""
-        return self.plans.merges
 
     def begin(self, rows: Int32Array, plans: PassPlans) -> None:
         """Fill in what does not change while the requests `rows` `[B]` decode by these plans."""
@@ -113,16 +110,20 @@ class DecodeNumbers:
     def __init__(self, planner: AttentionPlanner, padding_row: int) -> None:
         self._planner = planner
         self._padding_row = padding_row
-        self._forms: dict[tuple[int, bool], DecodeForm] = {}
+        self._forms: dict[tuple[int, PlanKind], DecodeForm] = {}
         self._form: DecodeForm | None = None
         self._rows: Int32Array | None = None  # the very array of the pass before
         self._steps_left = 0  # that the plan serves
 
-    def idle(self, size: int, *, merges: bool) -> DecodeForm:
-        """The form of passes of `size` decodes that merge partial results or not, filled in for padded ones."""
+    def kinds(self, size: int) -> tuple[PlanKind, ...]:
+        """Those of the plans of passes of `size` decodes; later ones take more memory."""
+        return tuple(kind for kind in self._planner.kinds if kind >= _least(size))
+
+    def idle(self, size: int, kind: PlanKind) -> DecodeForm:
+        """The form of passes of `size` decodes with plans of that kind, filled in for padded ones."""
         zeros = np.zeros(size, np.int32)
-        form = DecodeForm(size, self._padding_row, self._planner.plan_padded(zeros, zeros, merges=merges))
-        self._forms[size, merges] = form
+        form = DecodeForm(size, self._padding_row, kind, self._planner.plan_padded(zeros, zeros, least=kind))
+        self._forms[size, kind] = form
         return form
 
     def of(
@@ -135,12 +136,15 @@ class DecodeNumbers:
         """
         rows = batch.req_pool_indices
         if self._form is None or rows is not self._rows or not self._steps_left:
-            plans = self._planner.plan_padded(
-                padded(rows, size), padded(batch.seq_lens, size), merges=size < MERGES_BELOW
-            )
-            form = self._forms[size, plans.merges]
+            plans = self._planner.plan_padded(padded(rows, size), padded(batch.seq_lens, size), least=_least(size))
+            form = self._forms[size, plans.kind]
             form.begin(rows, plans)
             self._form, self._rows, self._steps_left = form, rows, PLAN_STEPS
         self._form.update(batch, features, draws)
         self._steps_left -= 1
         return self._form
+
+
+def _least(size: int) -> PlanKind:
+    """The first kind that plans of `size` decodes have."""
+    return PlanKind.CUT if size < MERGES_BELOW else PlanKind.WHOLE

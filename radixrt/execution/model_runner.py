@@ -78,6 +78,7 @@ class ModelRunner:
             been called; 0: none do.
         max_captured_tokens: so do those with up to that many tokens of extends, where a model is small enough to
             gain by it; 0: those with extends do not.
+        tree: decodes read what they share once for all of them, where that is cheaper.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class ModelRunner:
         *,
         max_captured_batch: int = 0,
         max_captured_tokens: int = 0,
+        tree: bool = False,
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
@@ -101,7 +103,9 @@ class ModelRunner:
         )
         self._last_token = torch.zeros(rows.max_requests + 1, dtype=torch.int32, device=device)
         self._staging = Staging(device)
-        self._planner = AttentionPlanner(model.config, model.placement, rows.req_to_token)
+        self._planner = AttentionPlanner(
+            model.config, model.placement, rows.req_to_token, kv_pool.buffer.dtype, tree=tree
+        )
         self._sampling = SamplingTable(rows.max_requests)
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, model.placement.impl)
         self._graphs: DecodeGraphs | None = None

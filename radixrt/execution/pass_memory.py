@@ -87,7 +87,13 @@ def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
 
 
 def measured_pass_memory(
-    model: Decoder, rows: ReqToTokenPool, limits: PassLimits, kv_dtype: torch.dtype, *, captures: bool
+    model: Decoder,
+    rows: ReqToTokenPool,
+    limits: PassLimits,
+    kv_dtype: torch.dtype,
+    *,
+    captures: bool,
+    tree: bool = False,
 ) -> int:
     """Bytes that passes up to `limits`, the tables on the device and, if there are to be any, graphs take.
 
@@ -109,6 +115,7 @@ def measured_pass_memory(
         device,
         max_captured_batch=min(limits.max_running_requests, MOST_CAPTURED) if captures else 0,
         max_captured_tokens=limits.chunked_prefill_size if captures else 0,
+        tree=tree,
     )
     runner.collect(runner.launch(largest_pass(limits, config.context_length)))
     passes = before - free()

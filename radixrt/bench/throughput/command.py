@@ -61,6 +61,7 @@ def add_throughput(benchmarks: Any) -> None:
     option("--no-prefix-cache", action="store_true", help="again without the prefix cache")
     option("--no-overlap", action="store_true", help="again with passes that wait for one another's results")
     option("--no-graphs", action="store_true", help="again without captured graphs")
+    option("--tree", action="store_true", help="again with tree attention")
     option("--baseline", choices=BASELINES, help="again with this engine, each list once")
     option(
         "--baseline-limit", type=float, metavar="SECONDS", help="after which it is stopped, for each list (120)"

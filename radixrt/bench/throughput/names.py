@@ -11,6 +11,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "no-prefix-cache": {"enable_prefix_cache": False},
     "no-overlap": {"overlap": False},
     "no-graphs": {"cuda_graphs": False},
+    "tree": {"attention": "tree"},
 }
 """By name: what the Runtime is made with."""
 BASELINES = ("transformers",)
