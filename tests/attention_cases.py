@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from triton_ops.attention_plan import AttentionPlan
+from triton_ops.attention_plan import AttentionPlan, Int32Array, SharedItems
 from triton_ops.e4m3 import E4M3, quantise
+from triton_ops.implementation import gpu_of
+from triton_ops.shared_attention import shared_rows
 
 
 def dense_attention(
@@ -144,3 +148,93 @@ def packed_qkv(
     q, k, v = packed.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     assert num_tokens < 2 or not q.is_contiguous()
     return q, k, v
+
+
+# --- requests that share prefixes ---
+
+Edges = list[tuple[int, int]]
+
+
+def path_of(edges: Edges, node: int) -> list[int]:
+    """From the root down to the node."""
+    return [] if node < 0 else [*path_of(edges, edges[node][0]), node]
+
+
+def share(edges: Edges, leaves: list[int], **options: Any) -> Case:
+    """A tree of segments: node n has parent and length `edges[n]` (-1: the root's parent), parents first.
+
+    One request a leaf, a node without children, in the order given; its history is its path. Leaves may repeat:
+    duplicate prompts.
+    """
+    case = make_case([sum(edges[n][1] for n in path_of(edges, leaf)) for leaf in leaves], **options)
+    first_row: dict[int, int] = {}
+    for b, leaf in enumerate(leaves):
+        start = 0
+        for node in path_of(edges, leaf):
+            length = edges[node][1]
+            owner = first_row.setdefault(node, b)
+            # The followers' slots of a shared segment become the owner's.
+            slots = case.req_to_token[case.rows[owner], start : start + length]
+            case.req_to_token[case.rows[b], start : start + length] = slots
+            case.keys[b][start : start + length] = case.keys[owner][start : start + length]
+            case.values[b][start : start + length] = case.values[owner][start : start + length]
+            start += length
+    return case
+
+
+def tree_arrays(
+    case: Case,
+    edges: Edges,
+    leaves: list[int],
+    *,
+    group: int,
+    piece: int,
+    max_item_len: int | None = None,
+    padding: int = 0,
+    seed: int = 0,
+) -> dict[str, Int32Array]:
+    """The arrays of the plan in which each node but the leaves is shared, in items of at most `piece` tokens and
+    of the rows that fill a tile of the kernel, with `padding` items of nothing. A leaf that several requests have
+    is shared but for its last token. Lists of rows are in random order, each segment named by any of them.
+    """
+    rng = np.random.default_rng(seed)
+    holders: dict[int, list[int]] = {}
+    for b, leaf in enumerate(leaves):
+        for node in path_of(edges, leaf):
+            holders.setdefault(node, []).append(b)
+    tail_starts = case.seq_lens.numpy(force=True).copy()
+    gpu = gpu_of(case.rows.device)
+    most = shared_rows(gpu, case.k_buffer.shape[2], group, case.dtype)
+    items: list[tuple[int, int, int, list[int]]] = []
+    for node, requests in holders.items():
+        start = sum(edges[n][1] for n in path_of(edges, node)[:-1])
+        end = start + edges[node][1]
+        if node in leaves:
+            end = max(end - 1, start) if len(requests) > 1 else start
+            tail_starts[[b for b in requests if leaves[b] == node]] = end
+        rng.shuffle(requests)
+        for first in range(0, len(requests), most):
+            rows = requests[first : first + most]
+            items += [
+                (int(case.rows[rng.choice(rows)]), at, min(piece, end - at), rows)
+                for at in range(start, end, piece)
+            ]
+    lines, starts, lens, lists = zip(*items, strict=True) if items else ((), (), (), ())
+    query_lens = np.array([len(rows) for rows in lists], np.int32)
+    shared = SharedItems(
+        np.array(lines, np.int32),
+        np.array(starts, np.int32),
+        np.array(lens, np.int32),
+        np.cumsum(query_lens, dtype=np.int32) - query_lens,
+        query_lens,
+        np.array([b for rows in lists for b in rows], np.int32),
+    )
+    rows, seq_lens = case.rows.numpy(force=True), case.seq_lens.numpy(force=True)
+    arrays = AttentionPlan.tree_arrays(rows, seq_lens, tail_starts, shared, max_item_len=max_item_len)
+    sizes = [name for name in arrays if name.startswith("shared_") and name != "shared_queries"]
+    return arrays | {name: np.pad(arrays[name], (0, padding)) for name in sizes}
+
+
+def shared_plan(case: Case, *tree: Any, **options: Any) -> AttentionPlan:
+    """The plan of `tree_arrays`."""
+    return AttentionPlan.build(tree_arrays(case, *tree, **options), case.rows.device)

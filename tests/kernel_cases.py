@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triton_ops.attention_plan import AttentionPlan
+from triton_ops.attention_plan import AttentionPlan, SharedItems
 from triton_ops.decode_attention import decode_attention, decode_item_len
 from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.elementwise import MAX_BYTES
@@ -34,6 +34,7 @@ from triton_ops.penalties import apply_penalties
 from triton_ops.rms_norm import add_rms_norm, rms_norm
 from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling import finite_rows, greedy, sample
+from triton_ops.shared_attention import shared_rows
 from triton_ops.silu_and_mul import silu_and_mul
 from triton_ops.soft_cap import soft_cap
 from triton_ops.topk_softmax import topk_softmax
@@ -71,6 +72,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     """All cases of the operations that have a kernel."""
     yield from _extend_cases()
     yield from _decode_cases()
+    yield from _tree_cases()
     yield from _elementwise_cases()
     yield from _linear_cases()
     yield from _expert_cases()
@@ -201,6 +203,31 @@ def _decode(shape: AttentionShape) -> None:
         sliding_window=keywords.get("sliding_window"),
     )
     decode_attention(q, **shape.pool(), plan=AttentionPlan.build(arrays, q.device), **keywords)
+
+
+def _tree_cases() -> Iterator[KernelCase]:
+    """Requests that share a prefix."""
+    seen: set[AttentionShape] = set()
+    for windowed, few in _shapes(64, 1024, 128):
+        # There are no shared items in layers with windows.
+        options = tuple(name for name in windowed.options if name != "sliding_window")
+        shape = replace(windowed, options=options)
+        if shape not in seen:
+            seen.add(shape)
+            wgmma, least = shape.dtype != torch.float32, shape.min_capability
+            yield KernelCase(decode_attention, f"tree {shape}", partial(_tree, shape), few, wgmma, least)
+
+
+def _tree(shape: AttentionShape) -> None:
+    q = torch.empty(shape.batch, 8 * shape.group, shape.head_dim, dtype=shape.dtype)
+    rows = np.arange(shape.batch, dtype=np.int32)
+    most = shared_rows(gpu_of(q.device), shape.head_dim, shape.group, shape.dtype)
+    first = rows[::most]
+    lens = np.minimum(shape.batch - first, most)
+    shared = SharedItems(first, 0 * first, np.full_like(first, shape.prefix), first, lens, rows)
+    tails = np.full_like(rows, shape.prefix)
+    arrays = AttentionPlan.tree_arrays(rows, tails + shape.extend, tails, shared)
+    decode_attention(q, **shape.pool(), plan=AttentionPlan.build(arrays, q.device), **shape.keywords())
 
 
 # --- elementwise ---

@@ -33,8 +33,10 @@ from radixrt.bench.kernels.roofline import Machine, Work, decode_work, extend_wo
 from radixrt.bench.kernels.run import Options, choose_cases, describe, run_benchmark
 from radixrt.bench.kernels.table import Report
 from radixrt.bench.kernels.timing import copies_beyond_l2
+from radixrt.bench.kernels.tree import shared_items, tree_case, tree_shape
 from radixrt.cli import main
 from radixrt.errors import ParameterError
+from triton_ops.implementation import GPU
 from triton_ops.partial_linear import PartialLinearConfig
 from triton_ops.rms_norm import add_rms_norm
 
@@ -244,6 +246,9 @@ SMALL = AttentionShape(2, 0, 1, num_heads=4, num_kv_heads=2, head_dim=16, dtype=
         decode_case(replace(SMALL, prefix=37, scattered=False)),
         extend_case(replace(SMALL, extend=33)),
         extend_case(replace(SMALL, prefix=20, extend=150)),
+        tree_case(tree_shape((1, 90), (3, 7), attention=SMALL)),
+        tree_case(tree_shape((1, 1), (2, 70), (4, 9), (20, 3), attention=SMALL)),
+        tree_case(tree_shape((3, 40), attention=SMALL)),
     ],
 )
 def test_attention_cases(case: Case[Any], kernel_device: torch.device) -> None:
@@ -261,7 +266,8 @@ def test_attention_cases(case: Case[Any], kernel_device: torch.device) -> None:
     assert set(timer.sets) == {2}
     for measurement in flash:
         assert measurement.reason is not None or (measurement.error or 0) < 1e-5, measurement
-    assert len(flash) == ("scattered" not in case.name)
+    assert len(flash) == (case.group != "tree" and "scattered" not in case.name)
+    assert case.group != "tree" or (result.measurements[1].error or 1) < 1e-5, result.measurements[1]
     assert all(m.reason for m in result.measurements if m.name.startswith("FlashInfer"))
     assert "FlexAttention" not in [m.name for m in result.measurements]
 
@@ -380,6 +386,34 @@ def test_input_sets_share_no_slots() -> None:
     assert (consecutive.req_to_token.diff(dim=1) == 1).all()
 
 
+def test_trees() -> None:
+    shape = tree_shape((1, 2), (2, 3), (4, 1), attention=SMALL)
+    assert shape.words == "B=4 2+3+1 nodes 1/2/4 H=4/2 D=16"
+    assert shape.tokens().tolist() == [
+        [0, 1, 2, 3, 4, 8],
+        [0, 1, 2, 3, 4, 9],
+        [0, 1, 5, 6, 7, 10],
+        [0, 1, 5, 6, 7, 11],
+    ]
+    # Keys and values of the twelve tokens, queries and results.
+    assert shape.work().bytes == 12 * 2 * 2 * 16 * 4 + 4 * 2 * 4 * 16 * 4
+    assert shape.work().flops == decode_work([6] * 4, *SMALL.heads).flops
+    (inputs,) = attention_inputs(shape.attention, CPU, 1, shape.tokens())
+    assert sorted(inputs.req_to_token.unique().tolist()) == list(range(1, 13))
+    assert (inputs.req_to_token[0, :5] == inputs.req_to_token[1, :5]).all()
+
+
+def test_shared_items_of_a_tree_fill_the_card() -> None:
+    items = shared_items(tree_shape((1, 8192), (256, 128)), GPU(90, 132))
+    assert 1.5 * 132 <= 8 * len(items.lens) <= 2 * 132
+    assert (items.query_lens == 32).all()
+    # Tiles of one piece stand together, and each row reads every piece.
+    assert (items.starts[:8] == 0).all()
+    read = sorted(zip(items.query_starts.tolist(), items.starts.tolist(), strict=True))
+    assert read == [(row, start) for row in range(0, 256, 32) for start in range(0, 8192, 2048)]
+    assert (items.lens == 2048).all()
+
+
 def contender(name: str, result: Callable[[], Tensor], **options: Any) -> Contender[Tensor]:
     return Contender(name, lambda _: Call(result, lambda out: (out,)), **options)
 
@@ -483,7 +517,10 @@ def test_command_errors(
         assert re.fullmatch(r"radixrt: error: .*" + message + r".*\n", shown), shown
 
     fails([], "needs an NVIDIA GPU")
-    fails(["--only", "dekode"], "one of: decode, decode-fp8, extend, short-extend, elementwise, sampling, linear")
+    fails(
+        ["--only", "dekode"],
+        "one of: decode, decode-fp8, tree, extend, short-extend, elementwise, sampling, linear",
+    )
     fails(["--only", "decode/B=3*"], "none of decode's: 'B=1 L=8192 scattered', ")
     fails(["--json", str(tmp_path)], "cannot be written")
     fails(["--plot", str(tmp_path / "no" / "out.png")], "cannot be written")

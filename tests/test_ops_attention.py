@@ -9,11 +9,11 @@ import attention_cases
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, dense_attention, packed_qkv
+from attention_cases import Case, Edges, dense_attention, packed_qkv, path_of, shared_plan, tree_arrays
 from conftest import require_interpreter
 from torch import Tensor
 
-from triton_ops.attention_plan import AttentionPlan, ExtendPlan
+from triton_ops.attention_plan import AttentionPlan, ExtendPlan, SharedItems
 from triton_ops.decode_attention import SHORT_ITEM, decode_attention
 from triton_ops.e4m3 import FIRST_CAPABILITY, quantise
 from triton_ops.extend_attention import extend_attention, plan_extends
@@ -183,31 +183,21 @@ def test_decode_rows_do_not_disturb_one_another() -> None:
     assert torch.equal(out[[0, 2]], clean[[0, 2]])
 
 
-def tree_case(edges: list[tuple[int, int]], leaves: list[int]) -> tuple[Case, AttentionPlan]:
-    """A tree of segments: node n has parent and length `edges[n]` (-1: the root's parent), parents first.
+def share(edges: Edges, leaves: list[int], **options: Any) -> Case:
+    return attention_cases.share(edges, leaves, **(POOL | options))
 
-    One request a leaf, in the order given, which must be depth first; its history is its path. Leaves may repeat:
-    duplicate prompts. Every node is one item, named through the first of the rows that hold it.
+
+def tree_case(edges: Edges, leaves: list[int]) -> tuple[Case, AttentionPlan]:
+    """`share` of leaves that are depth first. Every node is one narrow item, named through the first of the rows
+    that hold it.
     """
-
-    def path(node: int) -> list[int]:
-        return [] if node < 0 else [*path(edges[node][0]), node]
-
-    case = make_case([sum(edges[n][1] for n in path(leaf)) for leaf in leaves])
-    first_row: dict[int, int] = {}
+    case = share(edges, leaves)
     fields: dict[int, list[int]] = {}
     for b, leaf in enumerate(leaves):
         start = 0
-        for node in path(leaf):
-            length = edges[node][1]
-            owner = first_row.setdefault(node, b)
-            # The followers' slots of a shared segment become the owner's.
-            slots = case.req_to_token[case.rows[owner], start : start + length]
-            case.req_to_token[case.rows[b], start : start + length] = slots
-            case.keys[b][start : start + length] = case.keys[owner][start : start + length]
-            case.values[b][start : start + length] = case.values[owner][start : start + length]
-            fields.setdefault(node, [int(case.rows[owner]), start, length, b, 0])[4] += 1
-            start += length
+        for node in path_of(edges, leaf):
+            fields.setdefault(node, [int(case.rows[b]), start, edges[node][1], b, 0])[4] += 1
+            start += edges[node][1]
     return case, case.plan(*map(list, zip(*fields.values(), strict=True)))
 
 
@@ -235,6 +225,79 @@ def test_decode_computes_shared_items(name: str) -> None:
     q = random_q(len(case.keys), 4, 16)
     out = check_decode(case, q, plan)
     torch.testing.assert_close(out, decode(case, q), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_decode_of_trees(name: str) -> None:
+    """The leaves in no order, segments cut and whole, padded items."""
+    edges, leaves = TREES[name]
+    leaves = leaves[::2] + leaves[1::2]
+    case = share(edges, leaves)
+    q = random_q(len(leaves), 4, 16)
+    out = check_decode(case, q, shared_plan(case, edges, leaves, group=2, piece=1000))
+    torch.testing.assert_close(out, decode(case, q), atol=1e-5, rtol=1e-5)
+    check_decode(case, q, shared_plan(case, edges, leaves, group=2, piece=37, max_item_len=30, padding=3, seed=1))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_decode_of_random_trees(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    edges: Edges = []
+    for n in range(rng.integers(1, 12)):
+        # Chains, wide trees and forests; nodes of one token.
+        parent = int(rng.choice([n - 1, rng.integers(-1, n), min(n, 1) - 1]))
+        edges.append((parent, int(rng.choice([1, rng.integers(1, 9), rng.integers(1, 150)]))))
+    parents = {parent for parent, _ in edges}
+    leaves = [n for n in range(len(edges)) if n not in parents]
+    leaves = [int(n) for n in rng.permutation(leaves * int(rng.choice([1, 1, 3])))]
+    dtype = (torch.float32, torch.float16)[rng.integers(2)]
+    num_kv_heads, group = int(rng.integers(1, 3)), int(rng.choice([1, 3, 4, 8]))
+    case = share(edges, leaves, dtype=dtype, num_kv_heads=num_kv_heads, head_dim=int(rng.choice([16, 24, 32])))
+    q = random_q(len(leaves), group * num_kv_heads, case.k_buffer.shape[2], dtype)
+    plan = shared_plan(
+        case,
+        edges,
+        leaves,
+        group=group,
+        piece=int(rng.choice([1000, 64, 17])),
+        max_item_len=int(rng.choice([1000, 20])),
+        padding=int(rng.integers(3)),
+        seed=seed,
+    )
+    names = ("softcap 0.5", "sinks", "ALiBi")
+    heads = q.shape[1]
+    options = options_of(names[seed % 4], heads) if seed % 4 < 3 and heads <= 8 else {}
+    check_decode(case, q, plan, **options)
+
+
+# The last two: a query row has more heads than a tile of the kernel has rows.
+@pytest.mark.parametrize(("head_dim", "group"), [*SHAPES, (16, 40), (80, 24)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_decode_of_trees_of_any_shape(head_dim: int, group: int, dtype: torch.dtype) -> None:
+    edges, leaves = [(-1, 70), (0, 33), (0, 3), (1, 2), (1, 40)], [2, 3, 4, 3]
+    case = share(edges, leaves, head_dim=head_dim, dtype=dtype)
+    plan = shared_plan(case, edges, leaves, group=group, piece=64)
+    check_decode(case, random_q(len(leaves), 2 * group, head_dim, dtype), plan)
+
+
+def test_decode_of_trees_with_padded_rows_and_empty_items() -> None:
+    """Rows without tokens, a row whose tail is empty, and a shared item of no token."""
+    case = make_case([0, 40, 0, 9])
+    row, other = case.rows[[1, 3]].tolist()
+    whole, none = np.array([40, 0], np.int32), np.zeros(2, np.int32)
+    shared = SharedItems(
+        lines=np.array([row, other], np.int32),
+        starts=none,
+        lens=whole,
+        query_starts=np.array([0, 1], np.int32),
+        query_lens=np.array([1, 2], np.int32),
+        queries=np.array([1, 3, 1], np.int32),
+    )
+    arrays = AttentionPlan.tree_arrays(
+        case.rows.numpy(force=True), case.seq_lens.numpy(force=True), [0, 40, 0, 0], shared
+    )
+    out = check_decode(case, random_q(4, 4, 16), AttentionPlan.build(arrays, case.rows.device))
+    assert (out[[0, 2]] == 0).all()
 
 
 def test_decode_of_a_thousand_rows_that_share_an_item(device: torch.device) -> None:
@@ -422,7 +485,59 @@ def test_kernels_refuse_large_heads_and_foreign_plans(device: torch.device) -> N
         extend(case, [0], *q, plan=plan)
 
 
+def test_plans_with_shared_items_that_no_kernel_takes() -> None:
+    edges, leaves = fan(70)
+    case, q = share(edges, leaves), random_q(70, 4, 16)
+    plan = shared_plan(case, edges, leaves, group=2, piece=64)
+    with pytest.raises(ValueError, match=r"sliding_window is 7, but the plan has \d+ shared items"):
+        decode(case, q, plan, sliding_window=7)
+    if RUNS["impl"] == "triton" and q.device.type == "cpu":
+        plan = shared_plan(case, edges, leaves, group=1, piece=64)
+        with pytest.raises(ValueError, match="a shared item has 32 query rows, but a tile of the kernel 16"):
+            decode(case, q, plan)
+
+
 # --- plans ---
+
+
+def test_a_flat_plan_has_no_shared_items() -> None:
+    arrays = AttentionPlan.flat_arrays([0, 1], [5, 900], max_item_len=64)
+    assert {len(array) for name, array in arrays.items() if name.startswith("shared_")} == {0}
+    none = np.zeros(0, np.int32)
+    tree = AttentionPlan.tree_arrays(
+        [0, 1], [5, 900], [0, 0], SharedItems(none, none, none, none, none, none), max_item_len=64
+    )
+    assert arrays.keys() == tree.keys()
+    for name, array in arrays.items():
+        assert array.dtype == tree[name].dtype == np.int32, name
+        np.testing.assert_array_equal(array, tree[name])
+
+
+def test_partial_results_of_trees_are_numbered_once() -> None:
+    edges, leaves = TREES["two roots, two levels"]
+    case = share(edges, leaves)
+    arrays = tree_arrays(case, edges, leaves, group=2, piece=30)
+    assert all(array.dtype == np.int32 for array in arrays.values())
+    assert sorted(arrays["row_partials"]) == list(range(len(arrays["row_partials"])))
+    row_of = np.repeat(np.arange(len(leaves)), np.diff(arrays["row_partial_starts"]))
+    rows = dict(zip(arrays["row_partials"].tolist(), row_of.tolist(), strict=True))
+    shared = ("shared_query_starts", "shared_query_lens", "shared_partials")
+    for start, length, first in zip(*(arrays[name].tolist() for name in shared), strict=True):
+        queries = arrays["shared_queries"][start : start + length].tolist()
+        assert [rows.pop(first + n) for n in range(length)] == queries
+    narrow = ("item_query_starts", "item_query_lens", "item_partials")
+    for start, length, first in zip(*(arrays[name].tolist() for name in narrow), strict=True):
+        if first >= 0:
+            assert [rows.pop(first + n) for n in range(length)] == list(range(start, start + length))
+    assert not rows
+
+
+@pytest.mark.parametrize("query", [-1, 2])
+def test_shared_items_of_rows_that_are_not_there(query: int) -> None:
+    one = np.ones(1, np.int32)
+    shared = SharedItems(0 * one, 0 * one, one, 0 * one, one, query * one)
+    with pytest.raises(ValueError, match="query rows must be among the 2"):
+        AttentionPlan.tree_arrays([0, 1], [5, 5], [1, 1], shared)
 
 
 def test_a_long_prefix_among_many_short_prompts_is_cut() -> None:
@@ -508,6 +623,15 @@ def test_decode_of_shared_items_with_options(tree: str, name: str) -> None:
     case, plan = tree_case(*TREES[tree])
     q = random_q(len(case.keys), 4, 16)
     check_decode(case, q, plan, **options_of(name, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if "sliding_window" not in options])
+def test_decode_of_trees_with_options(name: str, dtype: torch.dtype) -> None:
+    edges, leaves = TREES["two roots, two levels"]
+    case = share(edges, leaves, dtype=dtype)
+    plan = shared_plan(case, edges, leaves, group=2, piece=64)
+    check_decode(case, random_q(len(leaves), 4, 16, dtype), plan, **options_of(name, 4))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

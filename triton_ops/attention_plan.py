@@ -61,15 +61,22 @@ class SharedItems:
     queries: Int32Array
 
 
+_NONE = np.zeros(0, np.int32)
+_NOTHING_SHARED = SharedItems(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+
+
 @dataclass(frozen=True)
 class AttentionPlan(_Plan):
     """The work items of a pass's decode attention.
 
-    An item is a segment of KV read by a contiguous range of query rows. A query row is a decode request of
-    the pass, in batch order (row 0 is the first decode). The result of a row is the merge, by log-sum-exp,
-    of the partial results of all items whose range covers it; the order of the items means nothing.
+    An item is a segment of KV and the query rows that read it. A query row is a decode request of the pass, in
+    batch order (row 0 is the first decode). The result of a row is the merge, by log-sum-exp, of the partial
+    results of all items that cover it; the order of the items means nothing. There are two groups, for a kernel
+    each: narrow items, each of a contiguous range of rows (usually one: its own context, or the tail of it), and
+    shared ones, each of a list of rows; a flat plan has none of these.
 
-    All fields are int32 tensors on the device of the pass. Of N items, R query rows, P partial results:
+    All fields are int32 tensors on the device of the pass. Of N narrow items, S shared items with Q rows in all, R
+    query rows, P partial results:
 
     - `item_rows` [N]: the line of `req_to_token` that names the segment's slots (any request that has it),
     - `item_starts` [N]: the first KV position of the segment,
@@ -77,6 +84,10 @@ class AttentionPlan(_Plan):
     - `item_query_starts`, `item_query_lens` [N]: the query rows that read it,
     - `item_partials` [N]: the number of its first row's partial result, the others' follow; -1 where no other
       item covers its rows: what it computes is their result,
+    - `shared_lines`, `shared_starts`, `shared_lens`, `shared_query_starts`, `shared_query_lens` [S] and
+      `shared_queries` [Q]: as in `SharedItems`; an item without rows costs next to nothing,
+    - `shared_partials` [S]: the number of its first row's partial result, the others' follow: what shared items
+      compute is always partial,
     - `row_partial_starts` [R + 1], `row_partials` [P]: row r merges the partial results
       `row_partials[row_partial_starts[r] : row_partial_starts[r + 1]]`,
     - `seq_lens` [R]: the tokens of each row's request; the row's own position is the last of them.
@@ -88,6 +99,13 @@ class AttentionPlan(_Plan):
     item_query_starts: Tensor
     item_query_lens: Tensor
     item_partials: Tensor
+    shared_lines: Tensor
+    shared_starts: Tensor
+    shared_lens: Tensor
+    shared_query_starts: Tensor
+    shared_query_lens: Tensor
+    shared_queries: Tensor
+    shared_partials: Tensor
     row_partial_starts: Tensor
     row_partials: Tensor
     seq_lens: Tensor
@@ -100,9 +118,10 @@ class AttentionPlan(_Plan):
         item_query_starts: ArrayLike,
         item_query_lens: ArrayLike,
         seq_lens: ArrayLike,
+        shared: SharedItems = _NOTHING_SHARED,
     ) -> dict[str, Int32Array]:
-        """All arrays of the plan of these items, by field name. Each run of rows that no item covers gets an empty
-        one.
+        """All arrays of the plan of these narrow items and the shared ones, by field name. Each run of rows that
+        no item covers gets an empty narrow one.
 
         Raises ValueError where the items' arrays differ in length, or an item's rows are not of the batch.
         """
@@ -113,6 +132,12 @@ class AttentionPlan(_Plan):
             raise ValueError(f"an item's query rows must be among the {seq.size} of the batch")
         item, row = _pairs(first, count)
         covered = np.bincount(row, minlength=seq.size)
+        shared_rows = _NONE
+        if shared.lines.size:
+            shared_rows = shared.queries[_pairs(shared.query_starts, shared.query_lens)[1]]
+            if shared_rows.size and not 0 <= shared_rows.min() <= shared_rows.max() < seq.size:
+                raise ValueError(f"a shared item's query rows must be among the {seq.size} of the batch")
+            covered += np.bincount(shared_rows, minlength=seq.size)
         bare = np.flatnonzero(covered == 0)
         if bare.size:
             begins = np.flatnonzero(np.diff(bare, prepend=-2) > 1)  # of runs of them
@@ -125,13 +150,18 @@ class AttentionPlan(_Plan):
         partial_counts = np.where(alone, 0, items[4])
         partials = np.cumsum(partial_counts, dtype=np.int32) - partial_counts
         # Pairs are in the order of the items, so the partial results of a pair are numbered in the order of pairs.
-        order = np.argsort(row[merged], kind="stable").astype(np.int32)
+        # Those of the shared items follow.
+        partial_rows = np.concatenate([row[merged], shared_rows])
+        num_narrow = partial_rows.size - shared_rows.size
+        order = np.argsort(partial_rows, kind="stable").astype(np.int32)
         starts = np.zeros(seq.size + 1, np.int32)
-        np.cumsum(np.bincount(row[merged], minlength=seq.size), out=starts[1:])
+        np.cumsum(np.bincount(partial_rows, minlength=seq.size), out=starts[1:])
         names = ("item_rows", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
         return {
             **dict(zip(names, items, strict=True)),
             "item_partials": np.where(alone, -1, partials).astype(np.int32),
+            **{f"shared_{field.name}": getattr(shared, field.name) for field in fields(SharedItems)},
+            "shared_partials": num_narrow + np.cumsum(shared.query_lens, dtype=np.int32) - shared.query_lens,
             "row_partial_starts": starts,
             "row_partials": order,
             "seq_lens": seq,
@@ -167,6 +197,30 @@ class AttentionPlan(_Plan):
             order = order[np.argsort(begins[group], kind="stable")]  # each group where its longest item stands
         query = query[order]
         return cls.host_arrays(rows[query], start[order], length[order], query, np.ones_like(query), seq)
+
+    @classmethod
+    def tree_arrays(
+        cls,
+        req_pool_indices: ArrayLike,
+        seq_lens: ArrayLike,
+        tail_starts: ArrayLike,
+        shared: SharedItems,
+        *,
+        max_item_len: int | None = None,
+    ) -> dict[str, Int32Array]:
+        """`host_arrays` of the plan in which each request reads its own positions from `tail_starts` `[R]` on by
+        itself, and what is before them in the `shared` items that have its row.
+
+        Tails longer than `max_item_len` are cut as in `flat_arrays`, the longest items first. A `seq_len` of 0
+        marks a padded row. That the shared items hold each position before a row's tail once is the caller's
+        care.
+        """
+        rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
+        query, start, length = _cut(np.asarray(tail_starts, np.int32), seq, max_item_len)
+        order = np.argsort(-length, kind="stable")
+        order = order[: np.count_nonzero(length)]
+        query = query[order]
+        return cls.host_arrays(rows[query], start[order], length[order], query, np.ones_like(query), seq, shared)
 
 
 @dataclass(frozen=True)

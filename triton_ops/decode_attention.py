@@ -14,7 +14,8 @@ from triton_ops.attention_plan import AttentionPlan, Int32Array
 from triton_ops.e4m3 import E4M3, slots_of
 from triton_ops.implementation import GPU, Impl, gpu_of, next_power_of_2, runs_triton, tl, triton
 from triton_ops.merge_partials import merge_partials
-from triton_ops.online_softmax import attend_pairs, attend_tile, write_rows
+from triton_ops.online_softmax import attend_pairs, attend_tile, load_heads, write_rows
+from triton_ops.shared_attention import shared_attention
 from triton_ops.soft_cap import soft_cap
 
 # Items up to this many tokens are padded to one another: a separate block for them would cost more.
@@ -60,7 +61,7 @@ def decode_attention(
         scale: factor on the scores, positive.
         softcap: the scaled scores become `softcap * tanh(score / softcap)`; None: they stay.
         sliding_window: a row sees the last `sliding_window` positions of its request, of those that its items
-            hold; None: all.
+            hold; None: all, as it must be where the plan has shared items.
         k_scale, v_scale: float32 `[num_kv_heads]`, positive: keys and values are what the buffers hold times the
             head's; None: they are what the buffers hold.
         sinks: float32 `[num_heads]`: a logit that joins the softmax of each row of the head, without a value
@@ -76,13 +77,18 @@ def decode_attention(
         `out`. The reference computes in float32; the kernel multiplies in q's dtype and adds in float32. A row
         without an item, or whose items are all empty, is zero.
 
-    Raises ValueError where the kernel cannot read its arguments.
+    Raises ValueError where the kernel cannot read its arguments, or with a window and shared items.
 
     The reference waits for the device, to read the lengths: items of about the same length are padded to one
     another and computed together, a block at a time. The kernel does not, and its grid depends on the plan's
-    shapes alone, so that a captured graph serves any plan of the same shapes. Partial results are merged as in
-    FlashDecoding (Dao et al., 2023).
+    shapes alone, so that a captured graph serves any plan of the same shapes. Shared items have a kernel of their
+    own (`shared_attention`). Partial results are merged as in FlashDecoding (Dao et al., 2023).
     """
+    if sliding_window is not None and plan.shared_lines.shape[0]:
+        raise ValueError(
+            f"sliding_window is {sliding_window}, but the plan has {plan.shared_lines.shape[0]} shared items, "
+            "which all their rows read whole: make a flat plan"
+        )
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if runs_triton(impl, q.device):
@@ -96,9 +102,19 @@ def decode_attention(
     queries[:-1].copy_(q).mul_(scale)
     positions = torch.zeros(num_decodes + 1, dtype=torch.int64, device=q.device)
     positions[:-1] = plan.seq_lens - 1
-    fields = torch.stack(
-        [plan.item_rows, plan.item_starts, plan.item_lens, plan.item_query_starts, plan.item_query_lens]
-    ).long()
+    narrow = (plan.item_rows, plan.item_starts, plan.item_lens, plan.item_query_starts, plan.item_query_lens)
+    shared = (
+        plan.shared_lines,
+        plan.shared_starts,
+        plan.shared_lens,
+        plan.shared_query_starts + num_decodes,
+        plan.shared_query_lens,
+    )
+    fields = torch.cat([torch.stack(narrow), torch.stack(shared)], 1).long()
+    # What the items' query rows are counted in: all rows for the narrow ones, the lists of the shared ones, and
+    # the row for padding.
+    every_row = torch.arange(num_decodes + 1, device=q.device)
+    row_list = torch.cat([every_row[:-1], plan.shared_queries.long(), every_row[-1:]])
     if sliding_window is not None:
         _cut(fields, positions - sliding_window + 1)
     rows, parts, lses = [], [], []
@@ -110,7 +126,7 @@ def decode_attention(
         key_positions = starts + offsets * is_token
         slots = req_to_token[item_rows, key_positions]
         offsets = torch.arange(int(query_lens.max()), device=q.device)
-        query_rows = torch.where(offsets < query_lens, query_starts + offsets, num_decodes)
+        query_rows = row_list[torch.where(offsets < query_lens, query_starts + offsets, len(row_list) - 1)]
         distances = key_positions.unsqueeze(1) - positions[query_rows].unsqueeze(2)  # [n, rows, length]
         visible = is_token.unsqueeze(1)
         if sliding_window is not None:
@@ -125,7 +141,7 @@ def decode_attention(
         parts.append(part.flatten(0, 1))
         lses.append(part_lse.flatten(0, 1))
     if sinks is not None:
-        rows.append(torch.arange(num_decodes, device=q.device))
+        rows.append(every_row[:-1])
         parts.append(torch.zeros_like(queries[:-1]))
         lses.append(sinks.expand(num_decodes, num_heads))
     if not rows:
@@ -336,6 +352,11 @@ def _launch(
     num_partials = plan.row_partials.shape[0]
     partial_out = torch.empty((num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=q.device)
+    if plan.shared_lines.shape[0]:
+        shared_attention(
+            q, k_buffer, v_buffer, req_to_token, plan,
+            scale, softcap, k_scale, v_scale, alibi_slopes, partial_out, partial_lse,
+        )  # fmt: skip
     e4m3 = k_buffer.dtype == E4M3
     # float32 products, which are not for speed, take e4m3 as it is.
     pairs = e4m3 and q.dtype == torch.float16
@@ -461,8 +482,8 @@ def _decode_kernel(
             key_position = first + tl.arange(0, BLOCK_N)
             # The last position stands in beyond the end: what no item names may be NaN, and 0 * NaN is NaN.
             offset = tl.load(slots + tl.minimum(key_position, end - 1)).to(tl.int64)[:, None] * slot_stride
-            k = _load_heads(k_head + offset, in_head, WHOLE)
-            v = _load_heads(v_head + offset, in_head, WHOLE)
+            k = load_heads(k_head + offset, in_head, WHOLE)
+            v = load_heads(v_head + offset, in_head, WHOLE)
             visible = (key_position < end)[None, :]
             if HAS_WINDOW:
                 visible = visible & (key_position[None, :] > position[:, None] - window)
@@ -486,9 +507,3 @@ def _decode_kernel(
             sinks, out, lse, partial_out, partial_lse,
             NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, HAS_SINKS, HAS_LSE,
         )  # fmt: skip
-
-
-@triton.jit
-def _load_heads(pointers, in_head, WHOLE: tl.constexpr):
-    """What `pointers [BLOCK_N, BLOCK_D]` point to, zero behind a head's end; WHOLE: there is nothing behind it."""
-    return tl.load(pointers) if WHOLE else tl.load(pointers, mask=in_head, other=0.0)

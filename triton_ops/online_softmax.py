@@ -11,6 +11,12 @@ LOG2_E: tl.constexpr = 1.4426950408889634 if tl is None else tl.constexpr(1.4426
 
 
 @triton.jit
+def load_heads(pointers, in_head, WHOLE: tl.constexpr):
+    """What `pointers [BLOCK_N, BLOCK_D]` point to, zero behind a head's end; WHOLE: there is nothing behind it."""
+    return tl.load(pointers) if WHOLE else tl.load(pointers, mask=in_head, other=0.0)
+
+
+@triton.jit
 def attend_tile(
     q, k, v, acc, row_max, row_sum, key_positions, positions, slopes, visible,
     scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,

@@ -85,22 +85,29 @@ class AttentionInputs:
         return gathered.view(self.shape.batch, self.shape.length, *buffer.shape[1:])
 
 
-def attention_inputs(shape: AttentionShape, device: torch.device, copies: int) -> list[AttentionInputs]:
-    """`copies` sets in one pool; slot 0, which is nobody's, holds NaN."""
+def attention_inputs(
+    shape: AttentionShape, device: torch.device, copies: int, tokens: Tensor | None = None
+) -> list[AttentionInputs]:
+    """`copies` sets in one pool; slot 0, which is nobody's, holds NaN. `tokens` int64 `[batch, length]` on the
+    device: which of a set's tokens, counted from 0, a request has at a position; None: no two have the same.
+    """
+    if tokens is None:
+        tokens = torch.arange(shape.batch * shape.length, device=device).view(shape.batch, shape.length)
     make = partial(torch.randn, dtype=shape.dtype, device=device)
     int32 = partial(torch.full, (shape.batch,), dtype=torch.int32, device=device)
-    num_slots = copies * shape.batch * shape.length + 1
+    num_tokens = int(tokens.max()) + 1
+    num_slots = copies * num_tokens + 1
     generator = torch.Generator(device).manual_seed(0)
     slots = torch.arange(1, num_slots, device=device)
     if shape.scattered:
         slots = slots[torch.randperm(num_slots - 1, device=device, generator=generator)]
-    tables = slots.int().view(copies, shape.batch, shape.length)
+    tables = slots.int().view(copies, num_tokens)[:, tokens]
     pool = (num_slots, shape.num_kv_heads, shape.head_dim)
     k_buffer, v_buffer = make(pool, generator=generator), make(pool, generator=generator)
     k_buffer[0] = v_buffer[0] = torch.nan
     rows = torch.arange(shape.batch, dtype=torch.int32, device=device)
     sets = []
-    for table in tables.contiguous():
+    for table in tables:
         new = table[:, shape.prefix :].flatten()
         q = make(len(new), shape.num_heads, shape.head_dim, generator=generator)
         sets.append(

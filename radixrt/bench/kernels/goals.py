@@ -76,6 +76,10 @@ GOALS = {
     ("decode", "B=64 L=2048"): _decode(144e-6),
     ("decode", "B=256 L=1024"): _decode(283e-6),
     ("decode", "B=256 L=8192"): _decode(1975e-6),
+    ("tree", "B=256 8192+128"): Goal(seconds=125e-6, floor_seconds=432e-6),
+    ("tree", "B=256 2048+128"): Goal(seconds=75e-6, floor_seconds=310e-6),
+    ("tree", "B=256 32768+256"): Goal(seconds=380e-6, floor_seconds=869e-6),
+    ("tree", "B=64 8192+128"): Goal(seconds=40e-6, floor_seconds=214e-6),
     ("extend", "B=1 0+8192"): _extend(1.81e-3, 1.08e-3),
     ("extend", "B=8 0+2048"): _extend(0.96e-3, 0.67e-3),
     ("extend", "B=32 1024+128"): _extend(0.266e-3, 0.184e-3),
@@ -96,7 +100,8 @@ GROUP_GOALS = {
 
 
 def _flashinfer(**seconds: float) -> tuple[Published, ...]:
-    return tuple(Published(f"FlashInfer 0.6.18 {name.upper()}".strip(), s) for name, s in seconds.items())
+    names = {"fa2": "FA2", "fa3": "FA3"}
+    return tuple(Published(f"FlashInfer 0.6.18 {names.get(name, name)}", s) for name, s in seconds.items())
 
 
 def _sdpa(fa2: float, cudnn: float) -> tuple[Published, ...]:
@@ -108,6 +113,10 @@ PUBLISHED = {
     ("decode", "B=64 L=2048"): (Published("FlashInfer 0.6.18", 144e-6),),
     ("decode", "B=256 L=1024"): (Published("FlashInfer 0.6.18", 283e-6),),
     ("decode", "B=256 L=8192"): (Published("FlashInfer 0.6.18", 1975e-6),),
+    ("tree", "B=256 8192+128"): _flashinfer(flat=1083e-6, cascade=432e-6),
+    ("tree", "B=256 2048+128"): _flashinfer(flat=310e-6, cascade=347e-6),
+    ("tree", "B=256 32768+256"): _flashinfer(flat=4396e-6, cascade=869e-6),
+    ("tree", "B=64 8192+128"): _flashinfer(flat=277e-6, cascade=214e-6),
     ("extend", "B=1 0+8192"): _flashinfer(fa2=1.81e-3, fa3=1.08e-3),
     ("extend", "B=8 0+2048"): _flashinfer(fa2=0.96e-3, fa3=0.67e-3),
     ("extend", "B=32 1024+128"): _flashinfer(fa2=0.266e-3, fa3=0.184e-3),

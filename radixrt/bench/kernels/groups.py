@@ -5,6 +5,7 @@ from __future__ import annotations
 GROUPS = {
     "decode": "one new token a request over its KV, slots scattered and consecutive (bound by bytes)",
     "decode-fp8": "the same over KV in e4m3, beside bf16 (bound by bytes)",
+    "tree": "decode over shared prefixes, read once, beside the flat plan (bound by bytes, or by products)",
     "extend": "causal attention of new tokens over a prefix and themselves (bound by products, or by exp)",
     "short-extend": "16 new tokens on a prefix of 32,768 (bound by bytes)",
     "elementwise": "norms, gated activations, rotary embedding and KV store (bound by bytes)",

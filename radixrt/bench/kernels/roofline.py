@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Limit = Literal["bytes", "flops", "exp", "link"]
@@ -91,6 +91,18 @@ def decode_work(
         flops=4 * head_dim * num_heads * tokens,
         exps=num_heads * tokens,
     )
+
+
+def tree_work(
+    lens: Iterable[int], distinct: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+) -> Work:
+    """`decode_work` of requests that have `distinct` tokens in all, each of which is read once for all that share
+    it. What partial results take is left out, as it depends on the plan.
+    """
+    lens = list(lens)
+    work = decode_work(lens, num_heads, num_kv_heads, head_dim, itemsize)
+    repeated = 2 * head_dim * itemsize * num_kv_heads * (sum(lens) - distinct)
+    return replace(work, bytes=work.bytes - repeated)
 
 
 def extend_work(

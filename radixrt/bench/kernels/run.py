@@ -24,6 +24,7 @@ from radixrt.bench.kernels.roofline import Machine
 from radixrt.bench.kernels.sampling import sampling_cases, sampling_sweep
 from radixrt.bench.kernels.table import Report
 from radixrt.bench.kernels.timing import CudaTimer, measure_machine
+from radixrt.bench.kernels.tree import tree_cases, tree_sweep
 from radixrt.bench.report import check_files, wide_console, write_json
 from radixrt.errors import ParameterError, RadixrtError
 from triton_ops.implementation import triton
@@ -51,13 +52,20 @@ def choose_cases(options: Options) -> list[Case[Any]]:
     """The cases, in the groups' order. Raises ParameterError where a pattern matches none."""
     cases: list[Case[Any]] = [
         *attention_cases(),
+        *tree_cases(),
         *elementwise_cases(),
         *sampling_cases(),
         *linear_cases(),
         *kv_copy_cases(),
     ]
     if options.sweep:
-        swept: list[Case[Any]] = [*attention_sweep(), *elementwise_sweep(), *sampling_sweep(), *linear_sweep()]
+        swept: list[Case[Any]] = [
+            *attention_sweep(),
+            *tree_sweep(),
+            *elementwise_sweep(),
+            *sampling_sweep(),
+            *linear_sweep(),
+        ]
         cases += map(_without_compiled, swept)
     named = {(case.group, case.name): case for case in reversed(cases)}  # a sweep has some of the usual ones
     cases = list(reversed(named.values()))
