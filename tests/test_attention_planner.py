@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, dense_attention, make_case
+from attention_cases import Case, dense_attention, make_case, share
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layers.input_metadata import InputMetadata
 from radixrt.execution import attention_planner
 from radixrt.execution.attention_planner import LONG_ITEM, MOST_CUT_TOKENS, AttentionPlanner, PassPlans
+from radixrt.execution.shared_segments import TreeCosts
 from triton_ops.attention_plan import LENGTH_CLASSES, AttentionPlan, ExtendPlan
 from triton_ops.decode_attention import decode_attention, decode_item_len, most_decode_items
 from triton_ops.extend_attention import extend_attention
@@ -25,7 +26,13 @@ H200 = GPU(capability=90, num_sms=132)
 
 
 def planner(
-    gpu: GPU, *windows: int | None, num_kv_heads: int = 2, req_to_token: Any = None, num_requests: int = 700
+    gpu: GPU,
+    *windows: int | None,
+    num_kv_heads: int = 2,
+    req_to_token: Any = None,
+    num_requests: int = 700,
+    impl: Any = "triton",
+    tree: bool = False,
 ) -> AttentionPlanner:
     """A planner for a model whose layers have these windows, on a GPU that is not here."""
     config: Any = SimpleNamespace(
@@ -34,11 +41,11 @@ def planner(
         num_kv_heads=num_kv_heads,
         head_dim=16,
     )
-    placement: Any = SimpleNamespace(impl="triton", device=torch.device("cpu"), dtype=torch.float32)
+    placement: Any = SimpleNamespace(impl=impl, device=torch.device("cpu"), dtype=torch.float32)
     if req_to_token is None:
         req_to_token = np.zeros((num_requests, 8), np.int32)
     with compiling_for(gpu):
-        return AttentionPlanner(config, placement, req_to_token)
+        return AttentionPlanner(config, placement, req_to_token, tree=tree)
 
 
 def int32(values: Any) -> Any:
@@ -176,6 +183,43 @@ def test_padded_plans_compute_the_same(kernel_device: torch.device, impl: Any, s
                 torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, atol=1e-5, rtol=1e-5)
                 torch.testing.assert_close(lse[i : i + 1].cpu().double(), expected_lse, atol=1e-4, rtol=1e-4)
     assert True in merged
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_what_decodes_share_is_read_once_but_behind_windows(
+    kernel_device: torch.device, impl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cheap = TreeCosts(item=1e-12, partial_crossings=0.1, launches=1e-12)
+    monkeypatch.setattr(attention_planner, "TreeCosts", lambda: cheap)
+    case = share([(-1, 300), (0, 200), (0, 100), (1, 30), (1, 1), (2, 40), (2, 9)], [3, 5, 4, 6, 3, 5])
+    rows, seq_lens = case.rows.numpy(), case.seq_lens.numpy()
+    q = torch.randn(6, 4, 16, generator=torch.Generator("cpu").manual_seed(3))
+    table = case.req_to_token.numpy()
+    here = planner(GPU(capability=90, num_sms=4), None, 11, req_to_token=table, impl=impl, tree=True)
+    there = on(case, kernel_device)
+    ones = np.ones_like(rows)
+    plans = here.plan(InputMetadata.host_arrays(rows, seq_lens, seq_lens - ones, ones), 0)
+    read = {window: int(plans.arrays[f"decode {window} item_lens"].sum()) for window in (None, 11)}
+    # The last token of each of two twins, and what two leaves have for themselves.
+    assert read == {None: 2 * (1 + 1) + 1 + 9, 11: 6 * 11}
+    assert not len(plans.arrays["decode 11 shared_lens"])
+    if impl == "triton":
+        assert not len(here.plan_padded(rows, seq_lens).arrays["decode None shared_lens"])
+    arrays = {name: torch.from_numpy(array).to(kernel_device) for name, array in plans.arrays.items()}
+    for window, plan in plans.decode(arrays).items():
+        out = decode_attention(
+            q.to(kernel_device),
+            there.k_buffer,
+            there.v_buffer,
+            there.req_to_token,
+            plan,
+            scale=0.3,
+            sliding_window=window,
+            impl=impl,
+        )
+        for i, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+            expected, _ = dense_attention(q[i : i + 1], keys, values, 0.3, sliding_window=window)
+            torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, atol=1e-5, rtol=1e-5)
 
 
 # --- the order of items ---

@@ -10,14 +10,17 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from layers.placement import Placement
+from radixrt.execution.shared_segments import SharedSegments, TreeCosts
 from radixrt.execution.staging import padded
 from radixrt.models.config import ModelConfig
 from triton_ops.attention_plan import AttentionPlan, ExtendPlan, Int32Array
 from triton_ops.decode_attention import decode_item_len, most_decode_items
 from triton_ops.extend_attention import most_extra_extend_items, plan_extends, programs_of
 from triton_ops.implementation import GPU, gpu_of, runs_triton
+from triton_ops.shared_attention import shared_rows
 
 MOST_CUT_TOKENS = 2048  # padded extends of more tokens are not cut: merging all their rows would cost more
+MANY_ROWS = 1 << 20
 LONG_ITEM = 4096  # tokens that a program may read by itself, though a fair share were less
 
 
@@ -52,22 +55,48 @@ class PassPlans:
 
 
 class AttentionPlanner:
-    """Plans each pass of a model: flat, one plan for each window among its layers.
+    """Plans each pass of a model, one plan for each window among its layers.
 
     Where the kernels run, long contexts are cut so that all multiprocessors have work; the references need no
-    cuts, and no plan of the extends. `req_to_token`, the host's table, tells who reads the same.
+    cuts, and no plan of the extends. `req_to_token`, the host's table, tells who reads the same; with `tree`,
+    decodes without a window read it once for all of them, but not in padded plans.
     """
 
-    def __init__(self, config: ModelConfig, placement: Placement, req_to_token: Int32Array | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        placement: Placement,
+        req_to_token: Int32Array | None = None,
+        *,
+        tree: bool = False,
+    ) -> None:
         self._config = config
         self._req_to_token = req_to_token
         self._dtype = placement.dtype
         self._gpu = gpu_of(placement.device) if runs_triton(placement.impl, placement.device) else None
         self._windows = tuple({kind.window for kind in config.attention})
+        self._segments: SharedSegments | None = None
+        if tree:
+            heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+            # For references: one item after the other, of any number of rows.
+            num_programs, rows_at_once = kv_heads, MANY_ROWS
+            if self._gpu is not None:
+                num_programs = self._gpu.num_sms
+                rows_at_once = shared_rows(self._gpu, head_dim, heads // kv_heads, self._dtype)
+            self._segments = SharedSegments(
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                kv_bytes=self._dtype.itemsize,
+                num_programs=num_programs,
+                rows_at_once=rows_at_once,
+                costs=TreeCosts(),
+            )
 
     def plan(self, host: Mapping[str, Int32Array], num_extends: int) -> PassPlans:
         """The plans for a pass of `InputMetadata.host_arrays` whose first `num_extends` requests are extends."""
-        arrays = self._decodes(host["req_pool_indices"][num_extends:], host["seq_lens"][num_extends:])
+        rows, seq_lens = host["req_pool_indices"][num_extends:], host["seq_lens"][num_extends:]
+        arrays = self._decodes(rows, seq_lens, self._segments)
         tile_tokens = None
         if self._gpu is not None and num_extends:
             for window in self._windows:
@@ -152,19 +181,29 @@ class AttentionPlanner:
             **options,
         )
 
-    def _decodes(self, rows: Int32Array, seq_lens: Int32Array) -> dict[str, Int32Array]:
+    def _decodes(
+        self, rows: Int32Array, seq_lens: Int32Array, segments: SharedSegments | None = None
+    ) -> dict[str, Int32Array]:
+        """With `segments`, what they find is shared where there is no window."""
         arrays: dict[str, Int32Array] = {}
         for window in self._windows:
+            shared = None
+            read = seq_lens if window is None else seq_lens.clip(max=window)
+            if segments is not None and window is None and self._req_to_token is not None:
+                tail_starts, shared = segments.find(self._req_to_token, rows, seq_lens)
+                read = seq_lens - tail_starts
             max_item_len = None
             if self._gpu is not None:
-                read = seq_lens if window is None else seq_lens.clip(max=window)
                 max_item_len = decode_item_len(self._gpu, self._config.num_kv_heads, read)
-            decode = AttentionPlan.flat_arrays(
-                rows,
-                seq_lens,
-                max_item_len=max_item_len,
-                sliding_window=window,
-                req_to_token=self._req_to_token,
-            )
+            if shared is not None and len(shared.lens):
+                decode = AttentionPlan.tree_arrays(rows, seq_lens, tail_starts, shared, max_item_len=max_item_len)
+            else:
+                decode = AttentionPlan.flat_arrays(
+                    rows,
+                    seq_lens,
+                    max_item_len=max_item_len,
+                    sliding_window=window,
+                    req_to_token=self._req_to_token,
+                )
             arrays |= {f"decode {window} {name}": array for name, array in decode.items()}
         return arrays
