@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, dense_attention, make_case
+from attention_cases import Case, dense_attention, make_case, share
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -22,6 +22,7 @@ from radixrt.execution.attention_planner import (
     PassPlans,
     PlanKind,
 )
+from radixrt.execution.shared_segments import TreeCosts
 from triton_ops.attention_plan import LENGTH_CLASSES, AttentionPlan, ExtendPlan
 from triton_ops.decode_attention import decode_attention, decode_item_len, most_decode_items
 from triton_ops.extend_attention import extend_attention
@@ -215,6 +216,51 @@ def test_padded_plans_compute_the_same(kernel_device: torch.device, impl: Any, s
                 torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, atol=1e-5, rtol=1e-5)
                 torch.testing.assert_close(lse[i : i + 1].cpu().double(), expected_lse, atol=1e-4, rtol=1e-4)
     assert PlanKind.CUT in kinds
+
+
+CHEAP = TreeCosts(item=1e-12, partial_crossings=0.1, launches=1e-12)
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_what_decodes_share_is_read_once_but_behind_windows(
+    kernel_device: torch.device, impl: Any, pads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_planner, "TreeCosts", lambda: CHEAP)
+    case = share([(-1, 300), (0, 200), (0, 100), (1, 30), (1, 1), (2, 40), (2, 9)], [3, 5, 4, 6, 3, 5])
+    rows, seq_lens = case.rows.numpy(), case.seq_lens.numpy()
+    if pads:
+        rows, seq_lens = np.append(rows, int32([0] * 3)), np.append(seq_lens, int32([0] * 3))
+    q = torch.randn(len(rows), 4, 16, generator=torch.Generator("cpu").manual_seed(3))
+    here = planner(GPU(capability=90, num_sms=4), None, 11, req_to_token=case.req_to_token.numpy(), tree=True)
+    there = on(case, kernel_device)
+    if pads:
+        plans = here.plan_padded(rows, seq_lens)
+        assert plans.kind == PlanKind.TREE
+    else:
+        ones = np.ones_like(rows)
+        plans = here.plan(InputMetadata.host_arrays(rows, seq_lens, seq_lens - ones, ones), 0)
+    read = {window: int(plans.arrays[f"decode {window} item_lens"].sum()) for window in (None, 11)}
+    # The last token of each of two twins, and what two leaves have for themselves.
+    assert read == {None: 2 * (1 + 1) + 1 + 9, 11: 6 * 11}
+    assert not len(plans.arrays["decode 11 shared_lens"])
+    arrays = {name: torch.from_numpy(array).to(kernel_device) for name, array in plans.arrays.items()}
+    for window, plan in plans.decode(arrays).items():
+        out = decode_attention(
+            q.to(kernel_device),
+            there.k_buffer,
+            there.v_buffer,
+            there.req_to_token,
+            plan,
+            scale=0.3,
+            sliding_window=window,
+            out=torch.full_like(q, torch.nan).to(kernel_device),
+            impl=impl,
+        )
+        for i, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+            expected, _ = dense_attention(q[i : i + 1], keys, values, 0.3, sliding_window=window)
+            torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, atol=1e-5, rtol=1e-5)
+        assert not out[6:].any()
 
 
 # --- the order of items ---

@@ -316,15 +316,15 @@ def test_nothing_is_shared_where_that_is_dearer() -> None:
 
 
 def test_the_last_token_is_not_shared_even_by_rows_of_one_line() -> None:
-    table, lines, seq_lens = Tree([200], [[0]] * 2, [9] * 2).table()
-    twice = np.repeat(lines, [3, 0])
+    table, lines, _ = Tree([200], [[0]], [9]).table()
+    twice = np.repeat(lines, 3)
     tail_starts, items = segments(FREE).find(table, twice, np.array([205, 205, 150], np.int32))
     assert tail_starts.tolist() == [204, 204, 149]
     check(table, twice, np.array([205, 205, 150], np.int32), tail_starts, items)
 
 
 def test_a_slot_may_stand_at_two_positions() -> None:
-    table = np.array([[1, 2, 7, 7], [1, 3, 4, 7], [1, 3, 2, 7]], np.int32)
+    table = np.array([[1, 2, 0, 7], [1, 3, 1, 7], [1, 3, 2, 7]], np.int32)
     rows, seq_lens = np.arange(3, dtype=np.int32), np.full(3, 4, np.int32)
     tail_starts, items = segments(FREE).find(table, rows, seq_lens)
     assert tail_starts.tolist() == [1, 2, 2]

@@ -194,6 +194,8 @@ class SharedSegments:
         self, nodes: _Nodes, kept: NDArray[np.bool_], most_items: int | None, most_partials: int | None
     ) -> NDArray[np.bool_]:
         """Those of the nodes, `[N]`, that save most and keep the limits."""
+        if most_items is None and most_partials is None:
+            return kept
         tiles, share = self._tiles(nodes.sizes)
         items = np.inf if most_items is None else most_items
         partials = np.inf if most_partials is None else most_partials
