@@ -37,7 +37,7 @@ def shared_config(gpu: GPU, head_dim: int, dtype: torch.dtype) -> SharedConfig:
         return SharedConfig(tile, tile, 8, 1, max_registers=128)
     if head_dim > 128:
         if gpu.capability != 90:
-            return SharedConfig(32, 16, 8, 2)
+            return SharedConfig(32, 16, 8, 2, max_registers=255)
         return SharedConfig(128, 16 if head_dim < 256 else 32, 8, 2)
     if gpu.capability != 90:
         return SharedConfig(128, 64 if head_dim <= 64 else 32, 8, 2, max_registers=255)
