@@ -27,11 +27,13 @@ from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine import Engine
 from radixrt.execution import attention_planner, extend_graphs
+from radixrt.execution.attention_planner import PlanKind
 from radixrt.execution.decode_graphs import CAPTURED_DRAWS, MOST_CAPTURED, DecodeGraphs, ladder
 from radixrt.execution.decode_numbers import MERGES_BELOW, PLAN_STEPS
 from radixrt.execution.extend_graphs import TOKEN_STEPS, ExtendGraphs, PaddedPass, pass_shapes
 from radixrt.execution.graph_memory import GraphMemory
 from radixrt.execution.model_runner import ModelRunner
+from radixrt.execution.shared_segments import TreeCosts
 from radixrt.schedule.batch import PassResult, ScheduleBatch
 from triton_ops.e4m3 import FIRST_CAPABILITY
 from triton_ops.implementation import gpu_of
@@ -73,8 +75,8 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, **options: Any) -> Run
         most = min(options["max_running_requests"], MOST_CAPTURED) if cuda_graphs else 0
         most_tokens = options.get("chunked_prefill_size", 2048) if cuda_graphs else 0
 
-        def runner(*arguments: Any, **_: int) -> ModelRunner:
-            return ModelRunner(*arguments, max_captured_batch=most, max_captured_tokens=most_tokens)
+        def runner(*arguments: Any, tree: bool, **_: int) -> ModelRunner:
+            return ModelRunner(*arguments, max_captured_batch=most, max_captured_tokens=most_tokens, tree=tree)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(radixrt.runtime, "ModelRunner", runner)
@@ -406,8 +408,73 @@ def test_every_draw_is_captured_for_every_size(folder: Path) -> None:
         assert graphs is not None
         sizes = ladder(MERGES_BELOW)
         assert graphs.max_batch == MERGES_BELOW
-        assert set(graphs._forwards) == {*((size, True) for size in sizes), (MERGES_BELOW, False)}
+        assert set(graphs._forwards) == {*((size, PlanKind.CUT) for size in sizes), (MERGES_BELOW, PlanKind.WHOLE)}
         assert set(graphs._draws) == {(size, features) for size in sizes for features in CAPTURED_DRAWS}
+
+
+# --- what decodes share, read once ---
+
+
+@pytest.fixture
+def trees(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Lets decodes share wherever they can. Of each pass with shared items: what planned it, and how many."""
+    cheap = TreeCosts(item=1e-12, partial_crossings=0.1, launches=1e-12)
+    monkeypatch.setattr(attention_planner, "TreeCosts", lambda: cheap)
+    seen: list[tuple[str, int]] = []
+
+    def watch(name: str) -> None:
+        make = getattr(attention_planner.AttentionPlanner, name)
+
+        def watched(self: Any, *arguments: Any, **options: Any) -> Any:
+            plans = make(self, *arguments, **options)
+            if plans is not None and (shared := sum(map(np.count_nonzero, shared_lens(plans)))):
+                seen.append((name, int(shared)))
+            return plans
+
+        monkeypatch.setattr(attention_planner.AttentionPlanner, name, watched)
+
+    for name in ("plan", "plan_padded", "plan_padded_extends"):
+        watch(name)
+    return seen
+
+
+def shared_lens(plans: Any) -> list[Any]:
+    return [array for name, array in plans.arrays.items() if name.endswith(" shared_lens")]
+
+
+def families(seed: int) -> list[list[int]]:
+    """Prompts behind three documents, of which two have a beginning in common; some are the same."""
+    rng = np.random.default_rng(seed)
+    head = rng.integers(3, VOCAB_SIZE, 150).tolist()
+    documents = [[*head, *rng.integers(3, VOCAB_SIZE, 200)], [*head, *rng.integers(3, VOCAB_SIZE, 90)]]
+    documents.append(rng.integers(3, VOCAB_SIZE, 300).tolist())
+    prompts = [[*map(int, documents[i % 3]), *own] for i, own in enumerate(random_prompts(24, most=20, seed=seed))]
+    return prompts + prompts[:3]
+
+
+@pytest.mark.parametrize("most", [9, 27, MERGES_BELOW + 2])
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_is_read_once_is_read_by_all(
+    folder: Path, captured: bool, most: int, trees: list[tuple[str, int]]
+) -> None:
+    """Requests join and leave, chunks and decodes are mixed, answers differ in length; so do their plans."""
+    prompts = families(1) * (3 if most > 27 else 1)
+    kinds = [one for one in KINDS.values() if one.n == 1]
+    params = [replace(kinds[i % len(kinds)], seed=i, max_new_tokens=8 + i % 17) for i in range(len(prompts))]
+    options: dict[str, Any] = {
+        "max_running_requests": most,
+        "chunked_prefill_size": 64,  # the longest captured pass
+        "max_total_tokens": 9000,
+    }
+    with runtime_of(folder, cuda_graphs=False, **options) as flat:
+        expected = flat.generate(prompts, params)
+    assert not trees
+    with runtime_of(folder, cuda_graphs=captured, attention="tree", **options) as runtime:
+        assert_same(runtime.generate(prompts, params), expected)
+        assert_same(runtime.generate(prompts, params), expected)
+    names = {name for name, _ in trees}
+    assert names >= ({"plan_padded", "plan_padded_extends"} if captured else {"plan"})
+    assert len({count for _, count in trees}) > 2, "plans change"
 
 
 # --- what must not be harmed ---
