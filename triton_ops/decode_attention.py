@@ -281,7 +281,8 @@ def decode_config(
     few_warps = gpu.capability == 90 and not (alibi and head_dim > 64)
     if few_warps:
         return DecodeConfig(64, num_warps=2, num_stages=3, max_registers=168)
-    return DecodeConfig(64, num_warps=4, num_stages=2, max_registers=168 if alibi else None)
+    wants_more = alibi or head_dim != next_power_of_2(head_dim)
+    return DecodeConfig(64, num_warps=4, num_stages=2, max_registers=168 if wants_more else None)
 
 
 def decode_item_len(gpu: GPU, num_kv_heads: int, lens: Int32Array) -> int:
