@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from simulation import SimulatedPass, SimulatedRunner, Walk, World, random_sizes
 
 from radixrt.execution.shared_segments import MOST_LEVELS, SharedSegments, TreeCosts
+from radixrt.schedule.batch import ScheduleBatch
 from triton_ops.attention_plan import SharedItems
 
 SHAPE: dict[str, Any] = {
@@ -348,3 +350,30 @@ def test_slots_that_contradict_one_another_are_refused() -> None:
     table = np.array([[1, 2, 9, 3], [1, 4, 5, 6], [1, 2, 9, 3], [7, 4, 5, 8], [1, 4, 6, 9]], np.int32)
     with pytest.raises(ValueError, match="must be the same wherever it stands"):
         find(segments(), table, np.arange(5, dtype=np.int32), np.full(5, 4, np.int32))
+
+
+def test_what_is_shared_stays_so_while_the_same_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else ends, is retracted, evicted, or turned to other slots; no table contradicts itself."""
+    plans: list[Any] = [None]
+    old_plans = 0  # that share something
+    launch = SimulatedRunner.launch
+
+    def checked(runner: SimulatedRunner, batch: ScheduleBatch) -> SimulatedPass:
+        nonlocal old_plans
+        rows, seq_lens = batch.req_pool_indices, batch.seq_lens.astype(np.int32)
+        table = runner.host_rows.req_to_token
+        if plans[0] is None or plans[0][0] is not rows:
+            plans[0] = rows, *find(segments(FREE), table, rows, seq_lens)
+        else:
+            old_plans += bool(len(plans[0][2].lens))
+        check(table, rows, seq_lens, *plans[0][1:])
+        return launch(runner, batch)
+
+    monkeypatch.setattr(SimulatedRunner, "launch", checked)
+    for seed in (3, 6, 7, 9, 10):  # with a cache
+        world = World(random_sizes(seed))
+        walk = Walk(world, seed)
+        for _ in range(100):
+            walk.act()
+        world.drain()
+    assert old_plans > 20
