@@ -159,6 +159,15 @@ def test_a_short_batch_does_not_merge_and_a_long_one_does() -> None:
     assert shared.plan_padded(rows, int32([40] * 64)).kind == PlanKind.WHOLE, "not worth its launches"
 
 
+@pytest.mark.parametrize("count", [4, 16, 64])
+def test_a_long_prefix_of_a_few_decodes_is_cut_to_fill_a_wave(count: int) -> None:
+    here = planner(H200, None, num_kv_heads=8, req_to_token=families(3 * count, 32_769, 32_768)[::3], tree=True)
+    plans = here.plan_padded(np.arange(count, dtype=np.int32), int32([32_769] * count))
+    assert plans.kind == PlanKind.TREE
+    tiles = -(-count // plans.arrays["decode None shared_query_lens"].max())
+    assert plans.arrays["decode None shared_lens"].max() <= 1024 * tiles
+
+
 # --- what they compute ---
 
 

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from simulation import SimulatedPass, SimulatedRunner, Walk, World, random_sizes
 
 from radixrt.execution.shared_segments import MOST_LEVELS, SharedSegments, TreeCosts
+from radixrt.schedule.batch import ScheduleBatch
 from triton_ops.attention_plan import SharedItems
 
 SHAPE: dict[str, Any] = {
@@ -78,6 +80,19 @@ def trees(draw: st.DrawFn, max_nodes: int = 12, max_rows: int = 14) -> Tree:
 
 def segments(costs: TreeCosts = CHEAP, **changed: Any) -> SharedSegments:
     return SharedSegments(costs=costs, **(SHAPE | changed))
+
+
+def find(
+    of: SharedSegments,
+    table: Any,
+    lines: Any,
+    seq_lens: Any,
+    *,
+    most_items: int = 1 << 20,
+    most_partials: int = 1 << 20,
+) -> tuple[Any, SharedItems]:
+    """What is found, without limits where none are told."""
+    return of.find(table, lines, seq_lens, most_items=most_items, most_partials=most_partials)
 
 
 def check(table: Any, lines: Any, seq_lens: Any, tail_starts: Any, items: SharedItems) -> None:
@@ -162,7 +177,7 @@ def test_every_position_is_read_once_and_no_plan_is_dearer_than_flat(
 ) -> None:
     table, lines, seq_lens = tree.table(seed)
     of = {"rows_at_once": rows_at_once, "num_programs": num_programs}
-    tail_starts, items = segments(costs, **of).find(table, lines, seq_lens)
+    tail_starts, items = find(segments(costs, **of), table, lines, seq_lens)
     check(table, lines, seq_lens, tail_starts, items)
     assert (items.query_lens <= rows_at_once).all()
     flat = model_cost(costs, int(seq_lens.sum()), 0, [])
@@ -172,7 +187,7 @@ def test_every_position_is_read_once_and_no_plan_is_dearer_than_flat(
 @given(trees(), st.integers(0, 3))
 def test_where_nothing_else_costs_each_token_is_read_once(tree: Tree, seed: int) -> None:
     table, lines, seq_lens = tree.table(seed)
-    tail_starts, items = segments(FREE).find(table, lines, seq_lens)
+    tail_starts, items = find(segments(FREE), table, lines, seq_lens)
     expected = defaultdict(set)
     for line, length in zip(lines.tolist(), seq_lens.tolist(), strict=True):
         for slot in table[line, : max(length - 1, 0)].tolist():
@@ -189,7 +204,7 @@ def test_where_nothing_else_costs_each_token_is_read_once(tree: Tree, seed: int)
 def test_no_other_choice_of_nodes_is_cheaper(tree: Tree, costs: TreeCosts, rows_at_once: int) -> None:
     table, lines, seq_lens = tree.table()
     of = {"rows_at_once": rows_at_once}
-    tail_starts, items = segments(costs, **of).find(table, lines, seq_lens)
+    tail_starts, items = find(segments(costs, **of), table, lines, seq_lens)
     found = cost_of(table, seq_lens, tail_starts, items, costs, **of)
 
     rows = [row for row in range(len(lines)) if seq_lens[row]]
@@ -223,7 +238,7 @@ def test_no_other_choice_of_nodes_is_cheaper(tree: Tree, costs: TreeCosts, rows_
 def test_limits_are_kept(tree: Tree, seed: int, most_items: int, most_partials: int) -> None:
     table, lines, seq_lens = tree.table(seed)
     wide = segments(FREE, num_programs=40)
-    found = wide.find(table, lines, seq_lens, most_items=most_items, most_partials=most_partials)
+    found = find(wide, table, lines, seq_lens, most_items=most_items, most_partials=most_partials)
     check(table, lines, seq_lens, *found)
     assert len(found[1].lens) <= most_items
     assert found[1].query_lens.sum() <= most_partials
@@ -231,15 +246,15 @@ def test_limits_are_kept(tree: Tree, seed: int, most_items: int, most_partials: 
 
 def test_the_least_saving_is_given_up_first() -> None:
     table, lines, seq_lens = Tree([100, 300, 200], [[node] for node in (0, 1, 2, 2, 1, 0)], [5] * 6).table()
-    tail_starts, items = segments().find(table, lines, seq_lens, most_items=1)
+    tail_starts, items = find(segments(), table, lines, seq_lens, most_items=1)
     assert tail_starts.tolist() == [0, 300, 0, 0, 300, 0]
-    tail_starts, items = segments().find(table, lines, seq_lens, most_partials=5)
+    tail_starts, items = find(segments(), table, lines, seq_lens, most_partials=5)
     assert tail_starts.tolist() == [0, 300, 200, 200, 300, 0]
     check(table, lines, seq_lens, tail_starts, items)
 
     # Its rows but one read most of the node above together anyway.
     table, lines, seq_lens = Tree([100, 90], [[0]] + [[0, 1]] * 5, [5] * 6).table()
-    tail_starts, items = segments(rows_at_once=9).find(table, lines, seq_lens, most_items=1)
+    tail_starts, items = find(segments(rows_at_once=9), table, lines, seq_lens, most_items=1)
     assert tail_starts.tolist() == [0] + [190] * 5
     check(table, lines, seq_lens, tail_starts, items)
 
@@ -247,13 +262,13 @@ def test_the_least_saving_is_given_up_first() -> None:
 @given(trees(), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_the_order_of_rows_does_not_change_what_is_shared(tree: Tree, seed: int, random: Any) -> None:
     table, lines, seq_lens = tree.table(seed)
-    tail_starts, items = segments().find(table, lines, seq_lens)
-    again, same = segments().find(table, lines, seq_lens)
+    tail_starts, items = find(segments(), table, lines, seq_lens)
+    again, same = find(segments(), table, lines, seq_lens)
     assert (again == tail_starts).all()
     assert all((array == vars(same)[name]).all() for name, array in vars(items).items())
     order = list(range(len(lines)))
     random.shuffle(order)
-    other_starts, other = segments().find(table, lines[order], seq_lens[order])
+    other_starts, other = find(segments(), table, lines[order], seq_lens[order])
     assert (other_starts == tail_starts[order]).all()
     assert readers(table, lines[order], other) == readers(table, lines, items)
 
@@ -263,7 +278,7 @@ def test_a_prefix_of_all_is_one_segment(num_rows: int, prefix: int, seed: int) -
     random = np.random.default_rng(seed)
     tree = Tree([prefix], [[0]] * num_rows, random.integers(1, 90, num_rows).tolist())
     table, lines, seq_lens = tree.table(seed)
-    tail_starts, items = segments(rows_at_once=32).find(table, lines, seq_lens)
+    tail_starts, items = find(segments(rows_at_once=32), table, lines, seq_lens)
     check(table, lines, seq_lens, tail_starts, items)
     assert (tail_starts == prefix).all()
     assert set(map(len, readers(table, lines, items).values())) == {num_rows}
@@ -274,7 +289,7 @@ def test_levels_of_a_large_batch_are_all_found_in_any_order() -> None:
     tree = Tree([1024] + [256] * 4 + [128] * 16, paths, [32] * 512)
     table, lines, seq_lens = tree.table()
     for order in (np.arange(512), np.random.default_rng(1).permutation(512)):
-        tail_starts, items = segments(FREE, rows_at_once=512).find(table, lines[order], seq_lens[order])
+        tail_starts, items = find(segments(FREE, rows_at_once=512), table, lines[order], seq_lens[order])
         check(table, lines[order], seq_lens[order], tail_starts, items)
         assert int(items.lens.sum()) == 1024 + 4 * 256 + 16 * 128
         assert (tail_starts == 1408).all()
@@ -283,7 +298,7 @@ def test_levels_of_a_large_batch_are_all_found_in_any_order() -> None:
 def test_deep_trees_are_shared_but_for_a_little() -> None:
     depth = 20 * MOST_LEVELS
     table, lines, seq_lens = Tree([1] * depth, [list(range(row)) for row in range(depth)], [9] * depth).table()
-    tail_starts, items = segments(FREE).find(table, lines, seq_lens)
+    tail_starts, items = find(segments(FREE), table, lines, seq_lens)
     check(table, lines, seq_lens, tail_starts, items)
     assert (seq_lens - tail_starts).sum() < seq_lens.sum() / 5
 
@@ -291,7 +306,7 @@ def test_deep_trees_are_shared_but_for_a_little() -> None:
 def test_pieces_fill_a_wave_and_the_dearest_come_first() -> None:
     table, lines, seq_lens = Tree([640, 6400], [[0]] * 2 + [[1]] * 64, [30] * 66).table()
     costs = replace(CHEAP, item=1e-7)
-    tail_starts, items = segments(costs, num_programs=40, rows_at_once=32).find(table, lines, seq_lens)
+    tail_starts, items = find(segments(costs, num_programs=40, rows_at_once=32), table, lines, seq_lens)
     check(table, lines, seq_lens, tail_starts, items)
     assert 18 <= len(items.lens) <= 20, "items of two heads each on 40 programs"
     assert items.query_lens.tolist() == [32] * (len(items.lens) - 1) + [2]
@@ -304,7 +319,7 @@ def test_pieces_fill_a_wave_and_the_dearest_come_first() -> None:
 def test_nothing_is_shared_where_that_is_dearer() -> None:
     table, lines, seq_lens = Tree([200], [[0]] * 9, [30] * 9).table()
     for costs, sharing in ((CHEAP, True), (replace(CHEAP, launches=1e-3), False)):
-        tail_starts, items = segments(costs).find(table, lines, seq_lens)
+        tail_starts, items = find(segments(costs), table, lines, seq_lens)
         assert bool(len(items.lens)) == bool(len(items.queries)) == bool(tail_starts.any()) == sharing
     for empty in (
         Tree([], [], []),
@@ -312,13 +327,13 @@ def test_nothing_is_shared_where_that_is_dearer() -> None:
         Tree([7], [[0]] * 2, [0, 0]),
         Tree([], [[]] * 3, [1] * 3),
     ):
-        assert not len(segments(FREE).find(*empty.table())[1].lens)
+        assert not len(find(segments(FREE), *empty.table())[1].lens)
 
 
 def test_the_last_token_is_not_shared_even_by_rows_of_one_line() -> None:
     table, lines, _ = Tree([200], [[0]], [9]).table()
     twice = np.repeat(lines, 3)
-    tail_starts, items = segments(FREE).find(table, twice, np.array([205, 205, 150], np.int32))
+    tail_starts, items = find(segments(FREE), table, twice, np.array([205, 205, 150], np.int32))
     assert tail_starts.tolist() == [204, 204, 149]
     check(table, twice, np.array([205, 205, 150], np.int32), tail_starts, items)
 
@@ -326,7 +341,7 @@ def test_the_last_token_is_not_shared_even_by_rows_of_one_line() -> None:
 def test_a_slot_may_stand_at_two_positions() -> None:
     table = np.array([[1, 2, 0, 7], [1, 3, 1, 7], [1, 3, 2, 7]], np.int32)
     rows, seq_lens = np.arange(3, dtype=np.int32), np.full(3, 4, np.int32)
-    tail_starts, items = segments(FREE).find(table, rows, seq_lens)
+    tail_starts, items = find(segments(FREE), table, rows, seq_lens)
     assert tail_starts.tolist() == [1, 2, 2]
     check(table, rows, seq_lens, tail_starts, items)
 
@@ -334,4 +349,31 @@ def test_a_slot_may_stand_at_two_positions() -> None:
 def test_slots_that_contradict_one_another_are_refused() -> None:
     table = np.array([[1, 2, 9, 3], [1, 4, 5, 6], [1, 2, 9, 3], [7, 4, 5, 8], [1, 4, 6, 9]], np.int32)
     with pytest.raises(ValueError, match="must be the same wherever it stands"):
-        segments().find(table, np.arange(5, dtype=np.int32), np.full(5, 4, np.int32))
+        find(segments(), table, np.arange(5, dtype=np.int32), np.full(5, 4, np.int32))
+
+
+def test_what_is_shared_stays_so_while_the_same_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else ends, is retracted, evicted, or turned to other slots; no table contradicts itself."""
+    plans: list[Any] = [None]
+    old_plans = 0  # that share something
+    launch = SimulatedRunner.launch
+
+    def checked(runner: SimulatedRunner, batch: ScheduleBatch) -> SimulatedPass:
+        nonlocal old_plans
+        rows, seq_lens = batch.req_pool_indices, batch.seq_lens.astype(np.int32)
+        table = runner.host_rows.req_to_token
+        if plans[0] is None or plans[0][0] is not rows:
+            plans[0] = rows, *find(segments(FREE), table, rows, seq_lens)
+        else:
+            old_plans += bool(len(plans[0][2].lens))
+        check(table, rows, seq_lens, *plans[0][1:])
+        return launch(runner, batch)
+
+    monkeypatch.setattr(SimulatedRunner, "launch", checked)
+    for seed in (3, 6, 7, 9, 10):  # with a cache
+        world = World(random_sizes(seed))
+        walk = Walk(world, seed)
+        for _ in range(100):
+            walk.act()
+        world.drain()
+    assert old_plans > 20

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from layers.placement import Placement
-from radixrt.execution.shared_segments import MOST_WAVES, SharedSegments, TreeCosts
+from radixrt.execution.shared_segments import SharedSegments, TreeCosts
 from radixrt.execution.staging import padded
 from radixrt.models.config import ModelConfig
 from triton_ops.attention_plan import AttentionPlan, ExtendPlan, Int32Array
@@ -24,7 +24,6 @@ from triton_ops.shared_attention import shared_rows
 MOST_CUT_TOKENS = 2048  # padded extends of more tokens are not cut: merging all their rows would cost more
 LONG_ITEM = 4096  # tokens that a program may read by itself, though a fair share were less
 SHARED_PROGRAMS_PER_SM = 2  # of shared items, that run side by side
-SHARED_PARTIALS = 4  # of shared items, that a decode of a padded pass has on average at most
 
 
 class PlanKind(IntEnum):
@@ -137,34 +136,30 @@ class AttentionPlanner:
         """
         assert self._gpu is not None  # the references take any shape
         count = len(rows)
-        plans = PassPlans(self._decodes(rows, seq_lens, padded=True), self._windows, None)
-        kind, items, shared, partials = max(least, plans.kind), count, 0, 0
+        plans = PassPlans(self._decodes(rows, seq_lens), self._windows, None)
+        kind, items, partials = max(least, plans.kind), count, 0
         if kind is not PlanKind.WHOLE:
             items = most_decode_items(self._gpu, self._config.num_kv_heads, count) + 1  # the padded decodes'
             partials = items
+        flat = tree = {"item": items, "row_partials": partials}
         if kind is PlanKind.TREE:
-            shared, partials = self._most_shared_items(), items + SHARED_PARTIALS * count
-        lens = {
-            "item": items,
-            "shared": shared,
-            "shared_queries": count if shared else 0,
-            "row_partials": partials,
-        }
+            assert self._shared is not None  # such plans are its
+            most_items, most_partials = self._shared.room(count)
+            tree = {
+                "item": items,
+                "row_partials": partials + most_partials,
+                "shared": most_items,
+                "shared_queries": count,
+            }
 
         def in_place(name: str, array: Int32Array) -> Int32Array:
             _, window, field = name.split(" ")
+            lens = tree if window == "None" else flat
             place = field if field in lens else field.partition("_")[0]
-            if place not in lens or (place.startswith("shared") and window != "None"):
-                return array
-            return padded(array, lens[place])
+            return padded(array, lens[place]) if place in lens else array
 
         arrays = {name: in_place(name, array) for name, array in plans.arrays.items()}
         return PassPlans(arrays, self._windows, None)
-
-    def _most_shared_items(self) -> int:
-        """That the plans of a padded pass have: as many as fill the waves that they are cut for."""
-        assert self._gpu is not None
-        return -(-MOST_WAVES * SHARED_PROGRAMS_PER_SM * self._gpu.num_sms // self._config.num_kv_heads)
 
     def plan_padded_extends(
         self, host: Mapping[str, Int32Array], num_extends: int, num_live: int, decode_lens: Int32Array
@@ -227,10 +222,10 @@ class AttentionPlanner:
             **options,
         )
 
-    def _decodes(self, rows: Int32Array, seq_lens: Int32Array, *, padded: bool = False) -> dict[str, Int32Array]:
+    def _decodes(self, rows: Int32Array, seq_lens: Int32Array) -> dict[str, Int32Array]:
         arrays: dict[str, Int32Array] = {}
         for window in self._windows:
-            decode = self._tree(rows, seq_lens, padded) if window is None else None
+            decode = self._tree(rows, seq_lens) if window is None else None
             decode = self._flat(rows, seq_lens, window) if decode is None else decode
             arrays |= {f"decode {window} {name}": array for name, array in decode.items()}
         return arrays
@@ -245,14 +240,14 @@ class AttentionPlanner:
             req_to_token=self._req_to_token,
         )
 
-    def _tree(self, rows: Int32Array, seq_lens: Int32Array, padded: bool) -> dict[str, Int32Array] | None:
-        """None: a flat plan is as cheap. `padded`: there is room for no more than padded plans have."""
+    def _tree(self, rows: Int32Array, seq_lens: Int32Array) -> dict[str, Int32Array] | None:
+        """None: a flat plan is as cheap."""
         if self._shared is None or self._req_to_token is None:
             return None
-        limits: dict[str, int] = {}
-        if padded:
-            limits = {"most_items": self._most_shared_items(), "most_partials": SHARED_PARTIALS * len(rows)}
-        tail_starts, shared = self._shared.find(self._req_to_token, rows, seq_lens, **limits)
+        most_items, most_partials = self._shared.room(len(rows))
+        tail_starts, shared = self._shared.find(
+            self._req_to_token, rows, seq_lens, most_items=most_items, most_partials=most_partials
+        )
         if not len(shared.lines):
             return None
         tails = np.maximum(seq_lens - tail_starts, 0)

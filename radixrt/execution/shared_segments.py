@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ PIECE_TOKENS = 64  # tokens of a segment's pieces are multiples of it
 MIN_PIECE = 128  # tokens; shorter pieces are not worth their partial results
 MOST_PIECES = 64  # of a segment
 MOST_WAVES = 4  # of items, that segments are cut for
+MEAN_PARTIALS = 4  # a decode's, of items, at most; where a wave of items has more in all, as many
 
 Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -73,14 +75,19 @@ class SharedSegments:
         self._item = costs.item * num_kv_heads / num_programs
         self._launches = costs.launches
 
+    def room(self, count: int) -> tuple[int, int]:
+        """The items, and the results of rows in all, that plans of `count` decodes are to have room for."""
+        wave = self._num_programs / self._num_kv_heads
+        return ceil(MOST_WAVES * wave), max(MEAN_PARTIALS * count, ceil(wave) * min(count, self._rows_at_once))
+
     def find(
         self,
         req_to_token: Int32Array,
         rows: Int32Array,
         seq_lens: Int32Array,
         *,
-        most_items: int | None = None,
-        most_partials: int | None = None,
+        most_items: int,
+        most_partials: int,
     ) -> tuple[Int32Array, SharedItems]:
         """What decodes share, in any order.
 
@@ -89,7 +96,7 @@ class SharedSegments:
                 the same slot at a position, they have the same slots before it.
             rows: `[R]`, the line of each decode.
             seq_lens: `[R]`, its tokens, the last of which nobody shares; 0: a padded decode.
-            most_items: that there may be.
+            most_items: that there may be; see `room`.
             most_partials: results of rows that items may have in all, those of tails not counted.
 
         Returns:
@@ -191,15 +198,11 @@ class SharedSegments:
         return kept[:-1]
 
     def _within(
-        self, nodes: _Nodes, kept: NDArray[np.bool_], most_items: int | None, most_partials: int | None
+        self, nodes: _Nodes, kept: NDArray[np.bool_], most_items: int, most_partials: int
     ) -> NDArray[np.bool_]:
         """Those of the nodes, `[N]`, that save most and keep the limits."""
-        if most_items is None and most_partials is None:
-            return kept
         tiles, share = self._tiles(nodes.sizes)
-        items = np.inf if most_items is None else most_items
-        partials = np.inf if most_partials is None else most_partials
-        if tiles[kept].sum() <= items and nodes.sizes[kept].sum() <= partials:
+        if tiles[kept].sum() <= most_items and nodes.sizes[kept].sum() <= most_partials:
             return kept
         chosen = kept.nonzero()[0]
         size, per_token = nodes.sizes[chosen], (tiles * share)[chosen]
@@ -210,18 +213,18 @@ class SharedSegments:
         tokens = nodes.stops[chosen] - nodes.begins(kept)[chosen]
         saving = tokens * (apiece[chosen] - per_token) - size * self._partial - tiles[chosen] * self._item
         ranks = np.argsort(-saving, kind="stable")
-        fits = (np.cumsum(tiles[chosen][ranks]) <= items) & (np.cumsum(size[ranks]) <= partials)
+        fits = (np.cumsum(tiles[chosen][ranks]) <= most_items) & (np.cumsum(size[ranks]) <= most_partials)
         within = np.zeros_like(kept)
         within[chosen[ranks[fits]]] = True
         return within
 
     def _cut(
-        self, lens: Int64Array, sizes: Int64Array, most_items: int | None, most_partials: int | None
+        self, lens: Int64Array, sizes: Int64Array, most_items: int, most_partials: int
     ) -> tuple[Int64Array, float]:
         """Into pieces of how many tokens segments are cut `[S]`, and the seconds that all items take.
 
         Of cuts of the dearest segment into one piece, two, ..., and of the others into pieces about as dear, it is
-        the one whose waves end first.
+        the one whose waves end first, of those that keep the limits, as uncut segments do.
         """
         tiles, share = self._tiles(sizes)
         dear = lens * share
@@ -237,10 +240,7 @@ class SharedSegments:
         seconds = (
             np.maximum(np.ceil(items / wave) * wave * work / items, wave * longest) + self._partial * partials
         )
-        if most_items is not None:
-            seconds[items > most_items] = np.inf
-        if most_partials is not None:
-            seconds[partials > most_partials] = np.inf
+        seconds[(items > most_items) | (partials > most_partials)] = np.inf
         best = int(seconds.argmin())
         return step[best].astype(np.int64), float(seconds[best])
 
@@ -369,8 +369,10 @@ def _depth_first(slots: Int32Array, lines: Int64Array, lens: Int64Array) -> tupl
                 f"rows have the same slot at one of the positions {torn[:9].tolist()}, but others before it: all "
                 "that is before a slot must be the same wherever it stands in req_to_token"
             )
-        keys = slots.take(lines + np.minimum(positions[:, None], lens - 1))
-        order = np.lexsort(np.where(positions[:, None] < lens, keys, -1)[::-1])
+        keys = slots.take(lines[:, None] + np.minimum(positions, lens[:, None] - 1))
+        keys = np.where(positions < lens[:, None], keys, -1)
+        # As bytes: equal prefixes stand together, and unlike np.lexsort it does not sort by each position in turn.
+        order = keys.view(f"V{keys.itemsize * len(positions)}")[:, 0].argsort(kind="stable")
 
 
 def _torn(slots: Int32Array, lines: Int64Array, lens: Int64Array, common: Int64Array) -> Int64Array:
