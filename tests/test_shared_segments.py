@@ -13,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from simulation import SimulatedPass, SimulatedRunner, Walk, World, random_sizes
 
-from radixrt.execution.shared_segments import MOST_LEVELS, SharedSegments, TreeCosts
+from radixrt.execution.shared_segments import SharedSegments, TreeCosts
+from radixrt.execution.slot_tree import MOST_LEVELS
 from radixrt.schedule.batch import ScheduleBatch
 from triton_ops.attention_plan import SharedItems
 
