@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 from hypothesis import settings
 
 from radixrt.cache import prefix_cache
+from radixrt.execution import shared_segments
 from radixrt.schedule import policy
 from triton_ops.implementation import triton
 
@@ -61,8 +62,10 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
 def own_constants() -> Iterator[None]:
     """What the simulation makes smaller is as it was in the next test."""
     before = policy.MAX_OVERTAKEN, prefix_cache.STORED_AT_ONCE
+    pieces = shared_segments.PIECE_TOKENS, shared_segments.MIN_PIECE
     yield
     policy.MAX_OVERTAKEN, prefix_cache.STORED_AT_ONCE = before
+    shared_segments.PIECE_TOKENS, shared_segments.MIN_PIECE = pieces
 
 
 def require_interpreter() -> None:

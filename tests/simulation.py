@@ -122,11 +122,17 @@ def continuation(
 class SimulatedPass:
     batch: ScheduleBatch
     snapshots: list[np.ndarray]  # the slots that each request's row names when the pass is launched
+    lines: list[np.ndarray]  # of `req_to_token`, that name the slots of each request's positions
     transfers: int  # that had been started before it, and come before it
     fails: bool = False
     poisoned: frozenset[int] = frozenset()
     result: PassResult | None = None
     error: Exception | None = None
+
+
+def own_lines(batch: ScheduleBatch) -> list[np.ndarray]:
+    """Each request reads all by its own row."""
+    return [np.full(end, row) for row, end in zip(batch.req_pool_indices, batch.seq_lens, strict=True)]
 
 
 class SimulatedRunner:
@@ -163,6 +169,7 @@ class SimulatedRunner:
         self.ends: dict[Lease, int] = {}  # positions launched, or found, of each lease that there was
         self.met: set[Lease] = set()  # those that were in a pass
         self.last_batch: ScheduleBatch | None = None
+        self.lines_of = own_lines  # how a pass reads: `SimulatedPass.lines`
         self.violation: Violation | None = None  # kept for `World.check`: the engine takes it for a failed pass
         self.tokens_launched: Counter[int] = Counter()
 
@@ -240,13 +247,14 @@ class SimulatedRunner:
         self._require("10: a pass keeps to its prefill budget", sum(extended) <= self.prefill_budget)
         samples = int(batch.num_samples.sum())
         self._require("10: a pass keeps to its limit of samples", samples <= self.max_samples, samples)
+        lines = self._planned(batch)
         if self.fail_launch:
             self.fail_launch = False
             raise SimulatedFailure("launch")
         rows = self.host_rows.req_to_token
         snapshots = [rows[r, :n].copy() for r, n in zip(batch.req_pool_indices, batch.seq_lens, strict=True)]
         poisoned = frozenset([len(batch.requests) // 2]) if self.poison_next else frozenset()
-        flight = SimulatedPass(batch, snapshots, self.transfers_started, self.fail_run, poisoned)
+        flight = SimulatedPass(batch, snapshots, lines, self.transfers_started, self.fail_run, poisoned)
         self.fail_run = self.poison_next = False
         self.queue.append(flight)
         self.in_flight.append(flight)
@@ -261,6 +269,16 @@ class SimulatedRunner:
             raise handle.error
         assert handle.result is not None
         return handle.result
+
+    def _planned(self, batch: ScheduleBatch) -> list[np.ndarray]:
+        try:
+            return self.lines_of(batch)
+        except Violation as violation:
+            self.violation = self.violation or violation
+            raise
+        except Exception as error:
+            self.violation = self.violation or Violation("17: a plan is made", repr(error))
+            raise
 
     def _require(self, name: str, holds: bool, detail: object = "") -> None:
         try:
@@ -291,8 +309,10 @@ class SimulatedRunner:
             row = int(batch.req_pool_indices[i])
             read = _start(request.namespace, self.weights)
             history = []
-            for position in range(end):
-                slot = int(self.req_to_token[row, position])
+            slots = self.req_to_token[flight.lines[i], np.arange(end)]
+            name = "17: what is read for several is what each has on the device"
+            self._require(name, np.array_equal(slots, self.req_to_token[row, :end]), request.index)
+            for position, slot in enumerate(slots.tolist()):
                 if position >= start:
                     token = int(batch.input_ids[at])
                     token = int(self.last_token[-token - 1]) if token < 0 else token

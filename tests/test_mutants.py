@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planned_reads import PlannedWorld
 from simulation import SimulatedPass, SimulatedRunner, Sizes, Violation, Walk, World
 
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
@@ -25,13 +26,17 @@ from radixrt.cache.radix_tree import Insertion, Match, Namespace, Node, RadixTre
 from radixrt.driver import Driver
 from radixrt.engine import Engine
 from radixrt.errors import SchedulerError
+from radixrt.execution import shared_segments
+from radixrt.execution.decode_numbers import DecodeForm, DecodeNumbers, _Growing
+from radixrt.execution.shared_segments import SharedSegments
 from radixrt.output import FinishReason
 from radixrt.schedule import scheduler as scheduling
-from radixrt.schedule.batch import PassResult
+from radixrt.schedule.batch import PassResult, ScheduleBatch
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.progress import Progress
 from radixrt.schedule.request import Request, RequestState
 from radixrt.schedule.scheduler import Scheduler
+from triton_ops.attention_plan import AttentionPlan, SharedItems
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -57,14 +62,15 @@ class Mutant:
     breaks: tuple[str, ...]  # the number of the invariant, or the beginning of its name
     apply: Patch
     sizes: list[Sizes]
+    world: type[World]
 
 
 MUTANTS: list[Mutant] = []
 
 
-def mutant(*breaks: str, sizes: list[Sizes] = ALL_SIZES) -> Callable[[Patch], Patch]:
+def mutant(*breaks: str, sizes: list[Sizes] = ALL_SIZES, world: type[World] = World) -> Callable[[Patch], Patch]:
     def register(apply: Patch) -> Patch:
-        MUTANTS.append(Mutant(apply.__name__, breaks, apply, sizes))
+        MUTANTS.append(Mutant(apply.__name__, breaks, apply, sizes, world))
         return apply
 
     return register
@@ -729,10 +735,91 @@ def count_as_computed_what_was_loaded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_admit", ignorant)
 
 
-def walk_until_it_breaks(sizes: list[Sizes], seeds: int, actions: int) -> str:
+# -- what plans read for several ---------------------------------------------------------------------------
+
+
+@mutant("17: each position", world=PlannedWorld)
+def end_shared_segments_a_token_late(patch: pytest.MonkeyPatch) -> None:
+    find = SharedSegments.find
+
+    def late(*arguments: Any, **limits: Any) -> tuple[np.ndarray, SharedItems]:
+        tail_starts, shared = find(*arguments, **limits)
+        return tail_starts, replace(shared, lens=shared.lens + 1)
+
+    patch.setattr(SharedSegments, "find", late)
+
+
+@mutant("17: what is read for several is what each has", world=PlannedWorld)
+def share_a_token_that_is_each_one_s_own(patch: pytest.MonkeyPatch) -> None:
+    """Segments end a token late, and so tails begin a token late."""
+    common = shared_segments._common
+
+    def generous(slots: np.ndarray, lines: np.ndarray, lens: np.ndarray) -> np.ndarray:
+        found = common(slots, lines, lens)
+        return np.minimum(found + (found > 0), np.minimum(lens[:-1], lens[1:]))
+
+    patch.setattr(shared_segments, "_common", generous)
+
+
+@mutant("7:", "17: what is read for several is what each has on the device", world=PlannedWorld)
+def send_no_remap(patch: pytest.MonkeyPatch) -> None:
+    """The device's row still names a duplicate's own slots."""
+    commit, write = PrefixCache.commit, ReqToTokenPool.write
+
+    def on_the_host(self: ReqToTokenPool, row: int, start: int, slots: np.ndarray) -> None:
+        self.req_to_token[row, start : start + len(slots)] = slots
+
+    def silent(self: PrefixCache, lease: Lease, tokens: np.ndarray, computed: int) -> None:
+        patch.setattr(ReqToTokenPool, "write", on_the_host)
+        commit(self, lease, tokens, computed)
+        patch.setattr(ReqToTokenPool, "write", write)
+
+    patch.setattr(PrefixCache, "commit", silent)
+
+
+@mutant("17: each position", "17: what is read", "17: a plan is made", world=PlannedWorld)
+def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
+    """That other requests decode is not noticed."""
+    of = DecodeNumbers.of
+
+    def unnoticed(self: DecodeNumbers, batch: ScheduleBatch, *arguments: Any) -> DecodeForm:
+        if self._rows is not None and len(self._rows) == len(batch.req_pool_indices):
+            self._rows = batch.req_pool_indices
+        return of(self, batch, *arguments)
+
+    patch.setattr(DecodeNumbers, "of", unnoticed)
+
+
+@mutant("17: each position", "17: a plan is of", world=PlannedWorld)
+def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
+    def stunted(self: _Growing, seq_lens: np.ndarray) -> None:
+        self._seq_lens[: len(seq_lens)] = seq_lens
+
+    patch.setattr(_Growing, "update", stunted)
+
+
+@mutant("17: a plan is made", world=PlannedWorld)
+def share_more_than_padded_plans_have_room_for(patch: pytest.MonkeyPatch) -> None:
+    find = SharedSegments.find
+    patch.setattr(SharedSegments, "find", lambda *arguments, **limits: find(*arguments))
+
+
+@mutant("17: a result is one item's", world=PlannedWorld)
+def merge_tails_with_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A row that has one narrow item writes its result, whatever is shared."""
+    arrays = AttentionPlan.host_arrays
+
+    def direct(*arguments: Any) -> dict[str, np.ndarray]:
+        plan = arrays(*arguments)
+        return plan | {"item_partials": np.full_like(plan["item_partials"], -1)}
+
+    patch.setattr(AttentionPlan, "host_arrays", direct)
+
+
+def walk_until_it_breaks(sizes: list[Sizes], seeds: int, actions: int, kind: type[World] = World) -> str:
     """The first violation of the walks, or of the code's own checks; "" if there is none."""
     for seed in range(seeds):
-        world = World(sizes[seed % len(sizes)])
+        world = kind(sizes[seed % len(sizes)])
         walk = Walk(world, seed, faults=4)
         try:
             for _ in range(actions):
@@ -755,11 +842,12 @@ def quiet() -> None:
 @pytest.mark.parametrize("fault", MUTANTS, ids=lambda m: m.name)
 def test_the_fault_is_found(fault: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.apply(monkeypatch)
-    found = walk_until_it_breaks(fault.sizes, seeds=36, actions=120)
+    found = walk_until_it_breaks(fault.sizes, seeds=36, actions=120, kind=fault.world)
     assert found, "no invariant saw the fault"
     assert found.startswith(fault.breaks), found
 
 
+@pytest.mark.parametrize("world", [World, PlannedWorld])
 @pytest.mark.parametrize("sizes", [ALL_SIZES, TIERED_SIZES], ids=["device", "device and host"])
-def test_without_a_fault_nothing_is_found(sizes: list[Sizes]) -> None:
-    assert walk_until_it_breaks(sizes, seeds=4, actions=150) == ""
+def test_without_a_fault_nothing_is_found(sizes: list[Sizes], world: type[World]) -> None:
+    assert walk_until_it_breaks(sizes, seeds=4, actions=150, kind=world) == ""

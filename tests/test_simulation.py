@@ -24,7 +24,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from simulation import VOCAB, SimulatedPass, Sizes, Violation, Walk, World, continuation, random_sizes
+from planned_reads import MOVES
+from planned_reads import PlannedWorld as World
+from simulation import VOCAB, SimulatedPass, Sizes, Violation, Walk, continuation, random_sizes
 
 from radixrt.cache.radix_tree import Namespace
 from radixrt.errors import SchedulerError
@@ -279,6 +281,10 @@ def test_state_machine_long() -> None:
     assert EVENTS["abort of a running answer"] >= 25, EVENTS
     for event in ("load of a file", "save from the host", "store", "host eviction", "computed what the host has"):
         assert EVENTS[event] >= 100, (event, EVENTS)
+    for event in ("shared read", "shared read of several segments", "shared read by an older plan"):
+        assert EVENTS[event] >= 200, (event, EVENTS)
+    for event in MOVES:
+        assert EVENTS[f"{event} under a plan"] >= 25, (event, EVENTS)
     for event, least in (("load in part", 50), ("load", 25), ("eviction of what the host has", 100)):
         assert EVENTS[event] >= least, (event, EVENTS)
 
@@ -325,6 +331,55 @@ def test_duplicates_of_one_prompt_share_all_but_the_last_token() -> None:
     world.drain()
     assert [r.usage().cached_tokens for r in requests] == [0, 5, 5, 5]
     assert len({tuple(r.output_ids().tolist()) for r in requests}) == 1
+
+
+def sharing(sizes: Sizes, *tails: list[int]) -> tuple[World, list[Request]]:
+    """Requests that decode behind a prefix of theirs, each with a tail; something else is cached."""
+    world = World(sizes)
+    world.submit([4, 3, 2, 1] * 3, 2)
+    world.drain_requests()
+    requests = [world.submit([1, 2, 3, 4, 0, 1, *tail], 20) for tail in tails]
+    while not all(request.num_output for request in requests):
+        world.step()
+        world.check()
+    return world, requests
+
+
+def test_what_is_shared_is_read_once_while_requests_end_come_and_go() -> None:
+    world, requests = sharing(Sizes(num_slots=140, num_rows=8, max_running=6, chunk=16), [], [2], [2, 3], [3])
+    before = world.events["shared read"]
+    world.step()
+    joins = [world.submit([1, 2, 3, *tail], 3) for tail in ([], [4, 0], [0, 0])]  # the second ends at a border
+    for leaves in (requests[1], requests[0]):
+        for _ in range(3):
+            world.step()
+            world.check()
+        world.abort(leaves)
+    world.retract(requests[2])
+    world.drain()
+    assert all(request.finish_reason is FinishReason.LENGTH for request in (*joins, *requests[2:]))
+    assert world.events["split"] > 0
+    assert world.events["shared read"] - before >= 10
+
+
+@pytest.mark.parametrize(("host_slots", "event"), [(0, "eviction"), (60, "store")])
+def test_a_plan_outlives_what_leaves_the_device_meanwhile(host_slots: int, event: str) -> None:
+    world, _ = sharing(Sizes(num_slots=50, host_slots=host_slots, chunk=16), [2], [3])
+    world.drain()
+    assert world.events[f"{event} under a plan"] >= 3
+
+
+def test_a_row_that_names_other_slots_on_the_device_is_found() -> None:
+    """Though they hold the same KV."""
+    world, requests = sharing(Sizes(num_slots=140, chunk=16), [2], [3])
+    runner, copy = world.runner, int(world.slots.free_slots()[-1])
+    while runner.queue:
+        runner.run_next()
+    cell = requests[1].lease.row, 2
+    runner.kv[copy] = runner.kv[runner.req_to_token[cell]]
+    runner.req_to_token[cell] = copy
+    with pytest.raises(Violation, match=r"17: .* on the device"):
+        world.drain()
 
 
 def test_generated_tokens_are_cached_too() -> None:
