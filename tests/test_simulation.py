@@ -271,7 +271,7 @@ def test_state_machine_short() -> None:
 @pytest.mark.long
 def test_state_machine_long() -> None:
     EVENTS.clear()
-    run_machine(examples=700, steps=60)
+    run_machine(examples=850, steps=60)
     print(dict(EVENTS))
     assert EVENTS["steps"] >= 20_000
     for event in ("retraction", "eviction", "split", "remap", "abort in flight", "n answers", "scored prompt"):
@@ -284,7 +284,7 @@ def test_state_machine_long() -> None:
     for event in ("shared read", "shared read of several segments", "shared read by an older plan"):
         assert EVENTS[event] >= 200, (event, EVENTS)
     for event in MOVES:
-        assert EVENTS[f"{event} under a plan"] >= 25, (event, EVENTS)
+        assert EVENTS[f"{event} under a plan"] >= 10, (event, EVENTS)
     for event, least in (("load in part", 50), ("load", 25), ("eviction of what the host has", 100)):
         assert EVENTS[event] >= least, (event, EVENTS)
 
