@@ -113,13 +113,14 @@ def test_everything_at_once(
     report = tmp_path / "out.json"
     assert main(["bench", "throughput", *options, "--json", str(report), "--trace", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert f"{5 * (2 * 4 + 1) + 3}/{5 * (2 * 4 + 1) + 3}" in shown.err
+    assert f"{5 * (2 * 5 + 1) + 3}/{5 * (2 * 5 + 1) + 3}" in shown.err
     for words in ("decode step of 5 requests", "start-up with compiled kernels", "no prefix cache", "aten::mm"):
         assert words in shown.out
     assert re.search(r"docqa +│ +6 │", shown.out), shown.out
 
     own = [
-        {name: options.get(name) for name in ("enable_prefix_cache", "overlap", "cuda_graphs")} for options in made
+        {name: options.get(name) for name in ("enable_prefix_cache", "overlap", "cuda_graphs", "attention")}
+        for options in made
     ]
     nothing = dict.fromkeys(own[0])
     assert own == [
@@ -127,6 +128,7 @@ def test_everything_at_once(
         nothing | {"enable_prefix_cache": False},
         nothing | {"overlap": False},
         nothing | {"cuda_graphs": False},
+        nothing | {"attention": "tree"},
     ]
 
     written = json.loads(report.read_text())
