@@ -314,6 +314,14 @@ def test_items_that_read_the_same_stand_side_by_side(
     assert classes == sorted(classes, reverse=True), "long items first"
 
 
+def test_items_that_share_nothing_stand_by_length_alone() -> None:
+    """The longest first, also of those that are about as long."""
+    lens = np.random.default_rng(0).permutation(np.arange(100, 160)).astype(np.int32)
+    table = np.arange(60 * 200, dtype=np.int32).reshape(60, 200)
+    arrays = AttentionPlan.flat_arrays(np.arange(60, dtype=np.int32), lens, req_to_token=table)
+    assert arrays["item_lens"].tolist() == list(range(159, 99, -1))
+
+
 def test_an_item_that_ends_the_table_is_ordered_too() -> None:
     """Its request is padding, or fills the context: what it starts at is in the table all the same."""
     table = np.arange(16, dtype=np.int32).reshape(2, 8)

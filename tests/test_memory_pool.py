@@ -31,6 +31,21 @@ def test_slots_are_handed_out_in_ascending_runs_and_never_slot_0() -> None:
     assert slots.alloc(4).tolist() == [4, 5, 6, 7]
 
 
+def test_with_nothing_in_use_slots_are_handed_out_in_ascending_runs_again() -> None:
+    """Whatever the order in which they came back."""
+    slots = SlotAllocator(8)
+    first, second = slots.alloc(4), slots.alloc(3)
+    slots.free(first[::-2])
+    slots.free(second)
+    scattered = slots.alloc(5)
+    assert scattered.tolist() != sorted(scattered.tolist()), "while some are in use, the last to come goes first"
+    slots.free(scattered)
+    slots.free(first[[0, 2]])
+    assert slots.num_free == slots.capacity
+    again = slots.alloc(7)
+    assert again.tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

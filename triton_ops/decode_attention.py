@@ -23,7 +23,7 @@ SHORT_ITEM = 64
 # Elements of K that are gathered at a time: with as much of V they stay in a CPU's cache.
 BLOCK_SIZE = 2**17
 BLOCK_M = 16  # query rows of a tile, the fewest that tl.dot takes; an item with more has several tiles
-PROGRAMS_PER_SM = 4  # that many of the kernel's run side by side
+PROGRAMS_PER_SM = 4  # that contexts are cut for: of the kernel's, four or five run side by side
 MIN_ITEM_LEN = 192  # shorter pieces of a context are not worth a partial result
 MORE_WAVES = 3  # than fewest, less one, that contexts are cut for
 ITEM_COST = 200  # of an item, in tokens that it could read instead
