@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triton_ops.attention_plan import AttentionPlan, Int32Array, SharedItems
+from triton_ops.attention_plan import AttentionPlan, ExtendPlan, Int32Array, SharedItems
 from triton_ops.e4m3 import E4M3, quantise
+from triton_ops.extend_attention import plan_extends
 from triton_ops.implementation import gpu_of
 from triton_ops.shared_attention import shared_rows
 
@@ -182,6 +183,57 @@ def share(edges: Edges, leaves: list[int], **options: Any) -> Case:
     return case
 
 
+def shared_items(
+    case: Case,
+    edges: Edges,
+    leaves: list[int],
+    lens: Int32Array,
+    counts: Int32Array,
+    *,
+    group: int,
+    piece: int,
+    seed: int = 0,
+) -> tuple[Int32Array, SharedItems]:
+    """Where tails begin, and the items in which each node but the leaves is shared, of at most `piece` tokens and
+    of the query rows that fill a tile of the kernel. A leaf that several requests have is shared, too, as far as
+    their `lens` allow, which reach to the leaves at least. Request b has `counts[b]` query rows. Lists of rows are
+    in random order, each segment named by any request that has it.
+    """
+    rng = np.random.default_rng(seed)
+    first_rows = np.cumsum(counts) - counts
+    holders: dict[int, list[int]] = {}
+    for b, leaf in enumerate(leaves):
+        for node in path_of(edges, leaf):
+            holders.setdefault(node, []).append(b)
+    tail_starts = np.zeros(len(leaves), np.int32)
+    most = shared_rows(gpu_of(case.rows.device), case.k_buffer.shape[2], group, case.dtype)
+    items: list[tuple[int, int, int, list[int]]] = []
+    for node, requests in holders.items():
+        start = sum(edges[n][1] for n in path_of(edges, node)[:-1])
+        end = start + edges[node][1]
+        if node in leaves:
+            end = min(end, *lens[requests]) if len(requests) > 1 else start
+            tail_starts[[b for b in requests if leaves[b] == node]] = end
+        queries = [first_rows[b] + n for b in requests for n in range(counts[b])]
+        rng.shuffle(queries)
+        for first in range(0, len(queries), most):
+            rows = queries[first : first + most]
+            items += [
+                (int(case.rows[rng.choice(requests)]), at, min(piece, end - at), rows)
+                for at in range(start, end, piece)
+            ]
+    lines, starts, item_lens, lists = zip(*items, strict=True) if items else ((), (), (), ())
+    query_lens = np.array([len(rows) for rows in lists], np.int32)
+    return tail_starts, SharedItems(
+        np.array(lines, np.int32),
+        np.array(starts, np.int32),
+        np.array(item_lens, np.int32),
+        np.cumsum(query_lens, dtype=np.int32) - query_lens,
+        query_lens,
+        np.array([b for rows in lists for b in rows], np.int32),
+    )
+
+
 def tree_arrays(
     case: Case,
     edges: Edges,
@@ -193,48 +245,56 @@ def tree_arrays(
     padding: int = 0,
     seed: int = 0,
 ) -> dict[str, Int32Array]:
-    """The arrays of the plan in which each node but the leaves is shared, in items of at most `piece` tokens and
-    of the rows that fill a tile of the kernel, with `padding` items of nothing. A leaf that several requests have
-    is shared but for its last token. Lists of rows are in random order, each segment named by any of them.
+    """The arrays of the plan of decodes with these `shared_items` of all but their last tokens, and with `padding`
+    items of nothing.
     """
-    rng = np.random.default_rng(seed)
-    holders: dict[int, list[int]] = {}
-    for b, leaf in enumerate(leaves):
-        for node in path_of(edges, leaf):
-            holders.setdefault(node, []).append(b)
-    tail_starts = case.seq_lens.numpy(force=True).copy()
-    gpu = gpu_of(case.rows.device)
-    most = shared_rows(gpu, case.k_buffer.shape[2], group, case.dtype)
-    items: list[tuple[int, int, int, list[int]]] = []
-    for node, requests in holders.items():
-        start = sum(edges[n][1] for n in path_of(edges, node)[:-1])
-        end = start + edges[node][1]
-        if node in leaves:
-            end = max(end - 1, start) if len(requests) > 1 else start
-            tail_starts[[b for b in requests if leaves[b] == node]] = end
-        rng.shuffle(requests)
-        for first in range(0, len(requests), most):
-            rows = requests[first : first + most]
-            items += [
-                (int(case.rows[rng.choice(rows)]), at, min(piece, end - at), rows)
-                for at in range(start, end, piece)
-            ]
-    lines, starts, lens, lists = zip(*items, strict=True) if items else ((), (), (), ())
-    query_lens = np.array([len(rows) for rows in lists], np.int32)
-    shared = SharedItems(
-        np.array(lines, np.int32),
-        np.array(starts, np.int32),
-        np.array(lens, np.int32),
-        np.cumsum(query_lens, dtype=np.int32) - query_lens,
-        query_lens,
-        np.array([b for rows in lists for b in rows], np.int32),
-    )
     rows, seq_lens = case.rows.numpy(force=True), case.seq_lens.numpy(force=True)
+    tail_starts, shared = shared_items(
+        case, edges, leaves, seq_lens - 1, np.ones_like(rows), group=group, piece=piece, seed=seed
+    )
     arrays = AttentionPlan.tree_arrays(rows, seq_lens, tail_starts, shared, max_item_len=max_item_len)
+    return with_empty_items(arrays, padding)
+
+
+def with_empty_items(arrays: dict[str, Int32Array], count: int) -> dict[str, Int32Array]:
+    """A plan's with so many shared items of nothing."""
     sizes = [name for name in arrays if name.startswith("shared_") and name != "shared_queries"]
-    return arrays | {name: np.pad(arrays[name], (0, padding)) for name in sizes}
+    return arrays | {name: np.pad(arrays[name], (0, count)) for name in sizes}
 
 
 def shared_plan(case: Case, *tree: Any, **options: Any) -> AttentionPlan:
     """The plan of `tree_arrays`."""
     return AttentionPlan.build(tree_arrays(case, *tree, **options), case.rows.device)
+
+
+def shared_extends(
+    case: Case,
+    edges: Edges,
+    leaves: list[int],
+    prefix_lens: list[int],
+    *,
+    group: int,
+    piece: int,
+    padding: int = 0,
+    cut: bool = True,
+    seed: int = 0,
+) -> ExtendPlan:
+    """The plan of extends, each of what is behind its prefix, with `shared_items` of the prefixes."""
+    prefix = np.array(prefix_lens, np.int32)
+    counts = case.seq_lens.numpy(force=True) - prefix
+    tail_starts, shared = shared_items(case, edges, leaves, prefix, counts, group=group, piece=piece, seed=seed)
+    num_kv_heads, head_dim = case.k_buffer.shape[1:]
+    arrays, tile_tokens = plan_extends(
+        prefix,
+        np.cumsum(counts, dtype=np.int32) - counts,
+        counts,
+        gpu=gpu_of(case.rows.device),
+        num_heads=group * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=case.dtype,
+        tail_starts=tail_starts,
+        shared=shared,
+        cut=cut,
+    )
+    return ExtendPlan.build(with_empty_items(arrays, padding), case.rows.device, tile_tokens=tile_tokens)

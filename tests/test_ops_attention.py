@@ -9,7 +9,16 @@ import attention_cases
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, Edges, dense_attention, packed_qkv, path_of, shared_plan, tree_arrays
+from attention_cases import (
+    Case,
+    Edges,
+    dense_attention,
+    packed_qkv,
+    path_of,
+    shared_extends,
+    shared_plan,
+    tree_arrays,
+)
 from conftest import require_interpreter
 from torch import Tensor
 
@@ -239,17 +248,21 @@ def test_decode_of_trees(name: str) -> None:
     check_decode(case, q, shared_plan(case, edges, leaves, group=2, piece=37, max_item_len=30, padding=3, seed=1))
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_decode_of_random_trees(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def random_tree(rng: np.random.Generator) -> tuple[Edges, list[int]]:
+    """Chains, wide trees and forests, with nodes of one token; the leaves in any order, some several times."""
     edges: Edges = []
     for n in range(rng.integers(1, 12)):
-        # Chains, wide trees and forests; nodes of one token.
         parent = int(rng.choice([n - 1, rng.integers(-1, n), min(n, 1) - 1]))
         edges.append((parent, int(rng.choice([1, rng.integers(1, 9), rng.integers(1, 150)]))))
     parents = {parent for parent, _ in edges}
     leaves = [n for n in range(len(edges)) if n not in parents]
-    leaves = [int(n) for n in rng.permutation(leaves * int(rng.choice([1, 1, 3])))]
+    return edges, [int(n) for n in rng.permutation(leaves * int(rng.choice([1, 1, 3])))]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_decode_of_random_trees(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    edges, leaves = random_tree(rng)
     dtype = (torch.float32, torch.float16)[rng.integers(2)]
     num_kv_heads, group = int(rng.integers(1, 3)), int(rng.choice([1, 3, 4, 8]))
     case = share(edges, leaves, dtype=dtype, num_kv_heads=num_kv_heads, head_dim=int(rng.choice([16, 24, 32])))
@@ -374,7 +387,15 @@ def hide_new_tokens(case: Case, prefix_lens: list[int]) -> None:
         case.k_buffer[slots], case.v_buffer[slots] = torch.nan, torch.nan
 
 
-def check_extend(case: Case, prefix_lens: list[int], group: int, *, packed: bool = False, **options: Any) -> None:
+def check_extend(
+    case: Case,
+    prefix_lens: list[int],
+    group: int,
+    plan: ExtendPlan | None = None,
+    *,
+    packed: bool = False,
+    **options: Any,
+) -> None:
     num_kv_heads, head_dim = case.k_buffer.shape[1:]
     dtype = case.dtype
     require_known(dtype)
@@ -392,12 +413,12 @@ def check_extend(case: Case, prefix_lens: list[int], group: int, *, packed: bool
     expected, expected_lse = (torch.cat(results) for results in zip(*dense, strict=True))
     if packed:
         q, k, v = torch.cat([q, k, v], dim=1).split([q.shape[1], num_kv_heads, num_kv_heads], dim=1)
-        assert not q.is_contiguous()
+        assert len(q) < 2 or not q.is_contiguous()
     lse = torch.full(q.shape[:2], torch.nan)
-    assert_matches(extend(case, prefix_lens, q, k, v, lse=lse, **options), expected, dtype)
+    assert_matches(extend(case, prefix_lens, q, k, v, plan=plan, lse=lse, **options), expected, dtype)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-4)
     # Without the log-sum-exps the reference takes another way.
-    assert_matches(extend(case, prefix_lens, q, k, v, **options), expected, dtype)
+    assert_matches(extend(case, prefix_lens, q, k, v, plan=plan, **options), expected, dtype)
 
 
 @pytest.mark.parametrize(("head_dim", "group"), SHAPES)
@@ -448,6 +469,63 @@ def test_extend_requests_do_not_disturb_one_another() -> None:
     assert torch.equal(out[[0, 2]], clean[[0, 2]])
 
 
+def check_shared_extend(
+    case: Case, edges: Edges, leaves: list[int], group: int, seed: int, **options: Any
+) -> None:
+    """Each leaf's requests have as much of it in their prefixes: nothing, all but a token, or what is between."""
+    rng = np.random.default_rng(seed)
+    cached = {leaf: int(rng.choice([0, edges[leaf][1] - 1, rng.integers(edges[leaf][1])])) for leaf in leaves}
+    prefix_lens = [sum(edges[n][1] for n in path_of(edges, leaf)[:-1]) + cached[leaf] for leaf in leaves]
+    plan = shared_extends(
+        case,
+        edges,
+        leaves,
+        prefix_lens,
+        group=group,
+        piece=int(rng.choice([1000, 64, 17])),
+        padding=int(rng.integers(3)),
+        cut=bool(rng.integers(2)),
+        seed=seed,
+    )
+    check_extend(case, prefix_lens, group, plan, packed=bool(rng.integers(2)), **options)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_extend_of_trees(name: str) -> None:
+    """Leaves in no order; prefixes that end at their borders, and extends of one token."""
+    edges, leaves = TREES[name]
+    leaves = leaves[::2] + leaves[1::2]
+    check_shared_extend(share(edges, leaves), edges, leaves, 2, seed=0)
+    check_shared_extend(share(edges, leaves), edges, leaves, 4, seed=1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_extend_of_random_trees(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    edges, leaves = random_tree(rng)
+    dtype = (torch.float32, torch.float16)[rng.integers(2)]
+    num_kv_heads, group = int(rng.integers(1, 3)), int(rng.choice([1, 3, 4, 8]))
+    case = share(edges, leaves, dtype=dtype, num_kv_heads=num_kv_heads, head_dim=int(rng.choice([16, 24, 32])))
+    names, heads = ("softcap 0.5", "sinks", "ALiBi"), group * num_kv_heads
+    options = options_of(names[seed % 4], heads) if seed % 4 < 3 and heads <= 8 else {}
+    check_shared_extend(case, edges, leaves, group, seed, **options)
+
+
+# The last two: a token has more heads than a tile of the kernels has rows.
+@pytest.mark.parametrize(("head_dim", "group"), [*SHAPES, (16, 40), (80, 24)])
+def test_extend_of_trees_of_any_shape(head_dim: int, group: int) -> None:
+    edges, leaves = [(-1, 70), (0, 33), (0, 3), (1, 2), (1, 40)], [2, 3, 4, 3]
+    dtype = (torch.float32, torch.float16)[head_dim // 16 % 2]
+    check_shared_extend(share(edges, leaves, head_dim=head_dim, dtype=dtype), edges, leaves, group, seed=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["softcap 0.5", "sinks", "ALiBi"])
+def test_extend_of_trees_with_options(name: str, dtype: torch.dtype) -> None:
+    edges, leaves = TREES["two roots, two levels"]
+    check_shared_extend(share(edges, leaves, dtype=dtype), edges, leaves, 2, seed=3, **options_of(name, 4))
+
+
 # --- what kernels refuse ---
 
 
@@ -491,6 +569,9 @@ def test_plans_with_shared_items_that_no_kernel_takes() -> None:
     plan = shared_plan(case, edges, leaves, group=2, piece=64)
     with pytest.raises(ValueError, match=r"sliding_window is 7, but the plan has \d+ shared items"):
         decode(case, q, plan, sliding_window=7)
+    extends = shared_extends(case, edges, leaves, (case.seq_lens - 1).tolist(), group=2, piece=64)
+    with pytest.raises(ValueError, match=r"sliding_window is 7, but the plan has \d+ shared items"):
+        extend(case, (case.seq_lens - 1).tolist(), *packed_qkv(70, 4, 2, 16), plan=extends, sliding_window=7)
     if RUNS["impl"] == "triton" and q.device.type == "cpu":
         plan = shared_plan(case, edges, leaves, group=1, piece=64)
         with pytest.raises(ValueError, match="a shared item has 32 query rows, but a tile of the kernel 16"):

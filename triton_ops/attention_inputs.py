@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from triton_ops.attention_plan import SharingPlan
 from triton_ops.e4m3 import E4M3, check_scales
 
 MAX_HEAD_DIM = 256
@@ -47,3 +48,12 @@ def check_attention_inputs(
             values.shape != shape or values.dtype != torch.float32 or not values.is_contiguous()
         ):
             raise ValueError(f"{name} must be contiguous float32 {[*shape]}")
+
+
+def check_window(sliding_window: int | None, plan: SharingPlan | None) -> None:
+    """Raise ValueError with a window and shared items."""
+    if sliding_window is not None and plan is not None and plan.shared_lines.shape[0]:
+        raise ValueError(
+            f"sliding_window is {sliding_window}, but the plan has {plan.shared_lines.shape[0]} shared items, "
+            "which all their rows read whole: make a flat plan"
+        )

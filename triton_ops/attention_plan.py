@@ -62,43 +62,28 @@ class SharedItems:
 
 
 _NONE = np.zeros(0, np.int32)
-_NOTHING_SHARED = SharedItems(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+NOTHING_SHARED = SharedItems(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True)
-class AttentionPlan(_Plan):
-    """The work items of a pass's decode attention.
+class SharingPlan(_Plan):
+    """What all plans have: segments of KV that several query rows read, and how what is read merges.
 
-    An item is a segment of KV and the query rows that read it. A query row is a decode request of the pass, in
-    batch order (row 0 is the first decode). The result of a row is the merge, by log-sum-exp, of the partial
-    results of all items that cover it; the order of the items means nothing. There are two groups, for a kernel
-    each: narrow items, each of a contiguous range of rows (usually one: its own context, or the tail of it), and
-    shared ones, each of a list of rows; a flat plan has none of these.
+    Besides, a plan has items of its own, of KV that a request reads by itself. The result of a query row is the
+    merge, by log-sum-exp, of the partial results of all items that cover it; the order of the items means nothing.
 
-    All fields are int32 tensors on the device of the pass. Of N narrow items, S shared items with Q rows in all, R
-    query rows, P partial results:
+    All fields are int32 tensors on the device of the pass. Of S shared items with Q rows in all, R query rows, P
+    partial results:
 
-    - `item_rows` [N]: the line of `req_to_token` that names the segment's slots (any request that has it),
-    - `item_starts` [N]: the first KV position of the segment,
-    - `item_lens` [N]: its number of tokens (0: the item adds nothing),
-    - `item_query_starts`, `item_query_lens` [N]: the query rows that read it,
-    - `item_partials` [N]: the number of its first row's partial result, the others' follow; -1 where no other
-      item covers its rows: what it computes is their result,
     - `shared_lines`, `shared_starts`, `shared_lens`, `shared_query_starts`, `shared_query_lens` [S] and
       `shared_queries` [Q]: as in `SharedItems`; an item without rows costs next to nothing,
     - `shared_partials` [S]: the number of its first row's partial result, the others' follow: what shared items
       compute is always partial,
     - `row_partial_starts` [R + 1], `row_partials` [P]: row r merges the partial results
       `row_partials[row_partial_starts[r] : row_partial_starts[r + 1]]`,
-    - `seq_lens` [R]: the tokens of each row's request; the row's own position is the last of them.
+    - `seq_lens` [R]: the tokens up to each row's own position, with it.
     """
 
-    item_rows: Tensor
-    item_starts: Tensor
-    item_lens: Tensor
-    item_query_starts: Tensor
-    item_query_lens: Tensor
-    item_partials: Tensor
     shared_lines: Tensor
     shared_starts: Tensor
     shared_lens: Tensor
@@ -110,6 +95,32 @@ class AttentionPlan(_Plan):
     row_partials: Tensor
     seq_lens: Tensor
 
+
+@dataclass(frozen=True)
+class AttentionPlan(SharingPlan):
+    """The work items of a pass's decode attention.
+
+    A query row is a decode request of the pass, in batch order (row 0 is the first decode). There are two groups
+    of items, for a kernel each: narrow ones, each of a contiguous range of rows (usually one: its own context, or
+    the tail of it), and shared ones, each of a list of rows; a flat plan has none of these.
+
+    The fields of `SharingPlan`, and of N narrow items, int32 too:
+
+    - `item_rows` [N]: the line of `req_to_token` that names the segment's slots (any request that has it),
+    - `item_starts` [N]: the first KV position of the segment,
+    - `item_lens` [N]: its number of tokens (0: the item adds nothing),
+    - `item_query_starts`, `item_query_lens` [N]: the query rows that read it,
+    - `item_partials` [N]: the number of its first row's partial result, the others' follow; -1 where no other
+      item covers its rows: what it computes is their result.
+    """
+
+    item_rows: Tensor
+    item_starts: Tensor
+    item_lens: Tensor
+    item_query_starts: Tensor
+    item_query_lens: Tensor
+    item_partials: Tensor
+
     @staticmethod
     def host_arrays(
         item_rows: ArrayLike,
@@ -118,7 +129,7 @@ class AttentionPlan(_Plan):
         item_query_starts: ArrayLike,
         item_query_lens: ArrayLike,
         seq_lens: ArrayLike,
-        shared: SharedItems = _NOTHING_SHARED,
+        shared: SharedItems = NOTHING_SHARED,
     ) -> dict[str, Int32Array]:
         """All arrays of the plan of these narrow items and the shared ones, by field name. Each run of rows that
         no item covers gets an empty narrow one.
@@ -130,40 +141,17 @@ class AttentionPlan(_Plan):
         first, count = items[3], items[4]
         if items.size and (first.min() < 0 or count.min() < 0 or (first + count).max() > seq.size):
             raise ValueError(f"an item's query rows must be among the {seq.size} of the batch")
-        item, row = _pairs(first, count)
-        covered = np.bincount(row, minlength=seq.size)
-        shared_rows = _NONE
-        if shared.lines.size:
-            shared_rows = shared.queries[_pairs(shared.query_starts, shared.query_lens)[1]]
-            if shared_rows.size and not 0 <= shared_rows.min() <= shared_rows.max() < seq.size:
-                raise ValueError(f"a shared item's query rows must be among the {seq.size} of the batch")
-            covered += np.bincount(shared_rows, minlength=seq.size)
+        covered = _covered(first, count, shared, seq.size)
         bare = np.flatnonzero(covered == 0)
         if bare.size:
             begins = np.flatnonzero(np.diff(bare, prepend=-2) > 1)  # of runs of them
             empty = np.zeros((5, begins.size), np.int32)
             empty[3], empty[4] = bare[begins], np.diff(begins, append=bare.size)
             items = np.concatenate([items, empty], 1)
-        alone = np.ones(items.shape[1], bool)
-        alone[item[covered[row] > 1]] = False
-        merged = ~alone[item]
-        partial_counts = np.where(alone, 0, items[4])
-        partials = np.cumsum(partial_counts, dtype=np.int32) - partial_counts
-        # Pairs are in the order of the items, so the partial results of a pair are numbered in the order of pairs.
-        # Those of the shared items follow.
-        partial_rows = np.concatenate([row[merged], shared_rows])
-        num_narrow = partial_rows.size - shared_rows.size
-        order = np.argsort(partial_rows, kind="stable").astype(np.int32)
-        starts = np.zeros(seq.size + 1, np.int32)
-        np.cumsum(np.bincount(partial_rows, minlength=seq.size), out=starts[1:])
         names = ("item_rows", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
         return {
             **dict(zip(names, items, strict=True)),
-            "item_partials": np.where(alone, -1, partials).astype(np.int32),
-            **{f"shared_{field.name}": getattr(shared, field.name) for field in fields(SharedItems)},
-            "shared_partials": num_narrow + np.cumsum(shared.query_lens, dtype=np.int32) - shared.query_lens,
-            "row_partial_starts": starts,
-            "row_partials": order,
+            **_merging(items[3], items[4], shared, covered),
             "seq_lens": seq,
         }
 
@@ -224,18 +212,18 @@ class AttentionPlan(_Plan):
 
 
 @dataclass(frozen=True)
-class ExtendPlan(_Plan):
+class ExtendPlan(SharingPlan):
     """The work items of a pass's extend attention.
 
     An item is a tile of at most `tile_tokens` (a number that the host knows) successive new tokens of one request,
-    and a segment of the KV positions that they read. All other fields are int32 tensors on the device of the pass,
-    as in `AttentionPlan`; a query row is a new token, numbered as in the pass:
+    and a segment of the KV positions that they read. A query row is a new token, numbered as in the pass. The
+    fields of `SharingPlan`, of which `row_partial_starts` is [0] where nothing merges and `seq_lens` where nothing
+    is shared, and of N items, int32 too:
 
     - `item_requests` [N]: the request, numbered as in the batch,
     - `item_query_starts` [N]: the tile's first token, counted from the first new token of the request,
     - `item_starts`, `item_lens` [N]: the KV positions, of which a token reads those up to its own,
-    - `item_partials` [N]: the number of the tile's first token's partial result, or -1,
-    - `row_partial_starts` [T + 1] or, where nothing merges, [0]; `row_partials` [P].
+    - `item_partials` [N]: the number of the tile's first token's partial result, or -1.
     """
 
     tile_tokens: int
@@ -244,8 +232,6 @@ class ExtendPlan(_Plan):
     item_starts: Tensor
     item_lens: Tensor
     item_partials: Tensor
-    row_partial_starts: Tensor
-    row_partials: Tensor
 
     @staticmethod
     def host_arrays(
@@ -256,41 +242,94 @@ class ExtendPlan(_Plan):
         tile_tokens: int,
         max_item_len: int | None = None,
         sliding_window: int | None = None,
+        tail_starts: ArrayLike | None = None,
+        shared: SharedItems = NOTHING_SHARED,
     ) -> dict[str, Int32Array]:
         """All arrays by field name, the items that read most first.
 
         KV longer than `max_item_len` is cut into items of about the same length (None: one item a tile); with
-        `sliding_window` it begins where the window of the tile's first token does.
+        `sliding_window` it begins where the window of the tile's first token does. With `tail_starts` `[B]`, at
+        most the `prefix_lens`, each request reads its positions from there on by itself, and what is before them
+        in the `shared` items that have its rows: that they hold each such position once is the caller's care.
+
+        Raises ValueError where the rows of a shared item are not of the pass.
         """
         prefix, extend = np.asarray(prefix_lens, np.int32), np.asarray(extend_seq_lens, np.int32)
+        loc = np.asarray(extend_start_loc, np.int32)
+        num_rows = int((loc + extend).max(initial=0))
         request, nth = _pairs(np.zeros_like(extend), -(-extend // tile_tokens))
         first = nth * tile_tokens
         tokens = np.minimum(extend[request] - first, tile_tokens)
         position = prefix[request] + first
-        begin = np.zeros_like(first) if sliding_window is None else _clipped(position + 1, sliding_window)
+        begin = np.zeros_like(first) if tail_starts is None else np.asarray(tail_starts, np.int32)[request]
+        if sliding_window is not None:
+            begin = np.maximum(begin, _clipped(position + 1, sliding_window))
         tile, start, length = _cut(begin, position + tokens, max_item_len)
         order = np.argsort(-length, kind="stable")
         tile, start, length = tile[order], start[order], length[order]
 
-        split = np.bincount(tile, minlength=first.size) > 1
-        partial_counts = np.where(split[tile], tokens[tile], 0)
-        partials = np.cumsum(partial_counts, dtype=np.int32) - partial_counts
-        row_starts, row_partials = np.zeros(0, np.int32), np.zeros(0, np.int32)
-        if split.any():
-            loc = np.asarray(extend_start_loc, np.int32)
-            _, row = _pairs((loc[request] + first)[tile], partial_counts)
-            row_partials = np.argsort(row, kind="stable").astype(np.int32)
-            row_starts = np.zeros(int((loc + extend).max()) + 1, np.int32)
-            np.cumsum(np.bincount(row, minlength=row_starts.size - 1), out=row_starts[1:])
+        first_row, count = (loc[request] + first)[tile], tokens[tile]
+        merging = _merging(first_row, count, shared, _covered(first_row, count, shared, num_rows))
+        if not merging["row_partials"].size:
+            merging["row_partial_starts"] = _NONE
+        seq_lens = _NONE
+        if shared.lines.size:
+            of, row = _pairs(loc, extend)
+            seq_lens = np.zeros(num_rows, np.int32)
+            seq_lens[row] = row + (prefix - loc + 1)[of]
         return {
             "item_requests": request[tile],
             "item_query_starts": first[tile],
             "item_starts": start,
             "item_lens": length,
-            "item_partials": np.where(split[tile], partials, -1).astype(np.int32),
-            "row_partial_starts": row_starts,
-            "row_partials": row_partials,
+            **merging,
+            "seq_lens": seq_lens,
         }
+
+
+def _covered(first: Int32Array, count: Int32Array, shared: SharedItems, num_rows: int) -> NDArray[np.int64]:
+    """How many items cover each query row `[num_rows]`: shared ones, and those of `count` rows from `first` on.
+
+    Raises ValueError where a shared item's rows are not of the batch.
+    """
+    begins, ends = (np.bincount(rows, minlength=num_rows + 1) for rows in (first, first + count))
+    covered: NDArray[np.int64] = np.cumsum(begins - ends)[:num_rows]
+    if shared.lines.size:
+        rows = _rows_of(shared)
+        if rows.size and not 0 <= rows.min() <= rows.max() < num_rows:
+            raise ValueError(f"a shared item's query rows must be among the {num_rows} of the batch")
+        covered += np.bincount(rows, minlength=num_rows)
+    return covered
+
+
+def _rows_of(shared: SharedItems) -> Int32Array:
+    """The query rows of each item, one item behind the other."""
+    return shared.queries[_pairs(shared.query_starts, shared.query_lens)[1]]
+
+
+def _merging(
+    first: Int32Array, count: Int32Array, shared: SharedItems, covered: NDArray[np.int64]
+) -> dict[str, Int32Array]:
+    """The fields that say where items write their results, and how these merge: `item_partials` of items that have
+    `count` query rows from `first` on, and all that a `SharingPlan` has but for `seq_lens`.
+
+    Partial results are numbered in the order of the items, those of the shared ones behind the others.
+    """
+    several = np.append(0, np.cumsum(covered > 1))  # rows, of those before each, that merge
+    alone = several[first + count] == several[first]
+    partial_counts = np.where(alone, 0, count)
+    partials = np.cumsum(partial_counts, dtype=np.int32) - partial_counts
+    rows = np.concatenate([_pairs(first, partial_counts)[1], _rows_of(shared)])
+    num_own = rows.size - int(shared.query_lens.sum())
+    starts = np.zeros(covered.size + 1, np.int32)
+    np.cumsum(np.bincount(rows, minlength=covered.size), out=starts[1:])
+    return {
+        "item_partials": np.where(alone, -1, partials).astype(np.int32),
+        **{f"shared_{field.name}": getattr(shared, field.name) for field in fields(SharedItems)},
+        "shared_partials": num_own + np.cumsum(shared.query_lens, dtype=np.int32) - shared.query_lens,
+        "row_partial_starts": starts,
+        "row_partials": np.argsort(rows, kind="stable").astype(np.int32),
+    }
 
 
 def _pairs(first: Int32Array, count: Int32Array) -> tuple[Int32Array, Int32Array]:

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triton_ops.attention_inputs import check_attention_inputs
+from triton_ops.attention_inputs import check_attention_inputs, check_window
 from triton_ops.attention_plan import AttentionPlan, Int32Array
 from triton_ops.e4m3 import E4M3, slots_of
 from triton_ops.implementation import GPU, Impl, gpu_of, next_power_of_2, runs_triton, tl, triton
-from triton_ops.merge_partials import merge_partials
+from triton_ops.merge_partials import merge_partials, merge_rows
 from triton_ops.online_softmax import attend_pairs, attend_tile, load_heads, write_rows
 from triton_ops.shared_attention import shared_attention
 from triton_ops.soft_cap import soft_cap
@@ -84,11 +84,7 @@ def decode_attention(
     shapes alone, so that a captured graph serves any plan of the same shapes. Shared items have a kernel of their
     own (`shared_attention`). Partial results are merged as in FlashDecoding (Dao et al., 2023).
     """
-    if sliding_window is not None and plan.shared_lines.shape[0]:
-        raise ValueError(
-            f"sliding_window is {sliding_window}, but the plan has {plan.shared_lines.shape[0]} shared items, "
-            "which all their rows read whole: make a flat plan"
-        )
+    check_window(sliding_window, plan)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if runs_triton(impl, q.device):
@@ -140,26 +136,7 @@ def decode_attention(
         rows.append(query_rows.flatten())
         parts.append(part.flatten(0, 1))
         lses.append(part_lse.flatten(0, 1))
-    if sinks is not None:
-        rows.append(every_row[:-1])
-        parts.append(torch.zeros_like(queries[:-1]))
-        lses.append(sinks.expand(num_decodes, num_heads))
-    if not rows:
-        if lse is not None:
-            lse.fill_(-torch.inf)
-        return out.zero_()
-    row, part, part_lse = torch.cat(rows), torch.cat(parts), torch.cat(lses)
-
-    # A row's greatest lse is that of nothing at all where its window hides every item: 0 stands for it.
-    max_lse = torch.full_like(queries[..., 0], -torch.inf)
-    max_lse.scatter_reduce_(0, row.unsqueeze(1).expand_as(part_lse), part_lse, "amax")
-    finite = max_lse.clamp(min=torch.finfo(torch.float32).min)
-    weight = torch.exp(part_lse - finite[row])
-    total = torch.zeros_like(max_lse).index_add_(0, row, weight)
-    merged = torch.zeros_like(queries).index_add_(0, row, part * weight.unsqueeze(-1))
-    if lse is not None:
-        lse.copy_((finite + total.log())[:-1])
-    return out.copy_((merged / total.masked_fill_(total == 0.0, 1.0).unsqueeze(-1))[:-1])
+    return merge_rows(rows, parts, lses, sinks, out, lse)
 
 
 def _cut(fields: Tensor, windows: Tensor) -> None:

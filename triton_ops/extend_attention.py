@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from triton_ops.attention_inputs import check_attention_inputs
-from triton_ops.attention_plan import ExtendPlan, Int32Array
+from triton_ops.attention_inputs import check_attention_inputs, check_window
+from triton_ops.attention_plan import NOTHING_SHARED, ExtendPlan, Int32Array, SharedItems
 from triton_ops.e4m3 import E4M3, slots_of
 from triton_ops.implementation import GPU, Impl, gpu_of, next_power_of_2, runs_triton, tl, triton
-from triton_ops.merge_partials import merge_partials
+from triton_ops.merge_partials import merge_partials, merge_rows
 from triton_ops.online_softmax import attend_tile, write_rows
+from triton_ops.shared_attention import shared_attention
 from triton_ops.soft_cap import soft_cap
 
 
@@ -56,13 +58,13 @@ def extend_attention(
         req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens: int32 `[num_extends]`. Request b
             has tokens `extend_start_loc[b] : extend_start_loc[b] + extend_seq_lens[b]`; 0 of them is
             allowed. Every token is one request's.
-        plan: how the kernel shares out the work, what `plan_extends` makes of the same lengths and window, on the
-            device; None: it is made here, which waits for the device to read the lengths. The reference needs
-            none.
+        plan: how the work is shared out, what `plan_extends` makes of the same lengths and window, on the device;
+            None: the kernel makes one here, which waits for the device to read the lengths, and the reference
+            needs none.
         scale: factor on the scores, positive.
         softcap: the scaled scores become `softcap * tanh(score / softcap)`; None: they stay.
         sliding_window: a token at position p sees the positions from `p - sliding_window + 1` to p, so 1 is
-            itself alone; None: all from 0.
+            itself alone; None: all from 0, as it must be where the plan has shared items.
         k_scale, v_scale: float32 `[num_kv_heads]`, or None, as in `decode_attention`: they hold for k and v, too.
         sinks, alibi_slopes: float32 `[num_heads]`, as in `decode_attention`.
         out: `[num_tokens, num_heads, head_dim]`, any float dtype, contiguous: where the result goes; None: a new
@@ -72,12 +74,15 @@ def extend_attention(
     Returns:
         `out`. The reference computes in float32; the kernel multiplies in q's dtype and adds in float32.
 
-    Raises ValueError where the kernel cannot read its arguments, or the plan is not for them.
+    Raises ValueError where the kernel cannot read its arguments, or the plan is not for them, or with a window and
+    shared items.
 
-    The reference waits for the device, to read the lengths. The kernel is FlashAttention-2 (Dao, 2023) with the
-    heads of a group side by side in a tile of queries; a long prefix that few tiles read is shared out and merged
-    as in FlashDecoding (Dao et al., 2023).
+    The reference waits for the device, to read the lengths, or the items of a plan. The kernel is FlashAttention-2
+    (Dao, 2023) with the heads of a group side by side in a tile of queries; a long prefix that few tiles read is
+    shared out and merged as in FlashDecoding (Dao et al., 2023). Shared items have a kernel of their own
+    (`shared_attention`).
     """
+    check_window(sliding_window, plan)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if runs_triton(impl, q.device):
@@ -95,6 +100,11 @@ def extend_attention(
             )
             plan = ExtendPlan.build(arrays, q.device, tile_tokens=tile_tokens)
         return _launch(
+            q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, prefix_lens, extend_start_loc,
+            extend_seq_lens, plan, scale, softcap, sliding_window, k_scale, v_scale, sinks, alibi_slopes, out, lse,
+        )  # fmt: skip
+    if plan is not None:
+        return _attend_by_plan(
             q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, prefix_lens, extend_start_loc,
             extend_seq_lens, plan, scale, softcap, sliding_window, k_scale, v_scale, sinks, alibi_slopes, out, lse,
         )  # fmt: skip
@@ -135,6 +145,80 @@ def extend_attention(
     return out
 
 
+def _attend_by_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    prefix_lens: Tensor,
+    extend_start_loc: Tensor,
+    extend_seq_lens: Tensor,
+    plan: ExtendPlan,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> Tensor:
+    """The reference that reads item by item."""
+    keys_of = partial(_keys_of, k, k_buffer, req_to_token, k_scale)
+    values_of = partial(_keys_of, v, v_buffer, req_to_token, v_scale)
+    rows, parts, lses = [], [], []
+
+    def attend(row: Tensor, positions: Tensor, start: int, keys: Tensor, values: Tensor) -> None:
+        distances = torch.arange(start, start + len(keys), device=q.device) - positions[:, None]
+        mask = distances <= 0
+        if sliding_window is not None:
+            mask &= distances > -sliding_window
+        bias = None if alibi_slopes is None else alibi_slopes[:, None, None] * distances
+        part, part_lse = _attend_with_all(q[row], keys, values, mask, scale, softcap, None, bias)
+        rows.append(row)
+        parts.append(part)
+        lses.append(part_lse)
+
+    requests = torch.stack([req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens], 1).tolist()
+    items = torch.stack([plan.item_requests, plan.item_query_starts, plan.item_starts, plan.item_lens], 1)
+    for request, query_start, start, length in items.tolist():
+        line, prefix_len, loc, extend_len = requests[request]
+        tokens = torch.arange(query_start, min(query_start + plan.tile_tokens, extend_len), device=q.device)
+        new = slice(loc + max(start - prefix_len, 0), loc + max(start + length - prefix_len, 0))
+        cached = slice(start, min(start + length, prefix_len))
+        attend(loc + tokens, prefix_len + tokens, start, keys_of(line, cached, new), values_of(line, cached, new))
+    segments = torch.stack([plan.shared_lines, plan.shared_starts, plan.shared_lens], 1).tolist()
+    lists = torch.stack([plan.shared_query_starts, plan.shared_query_lens], 1).tolist()
+    for (line, start, length), (first, count) in zip(segments, lists, strict=True):
+        row = plan.shared_queries[first : first + count].long()
+        cached, new = slice(start, start + length), slice(0)
+        positions = plan.seq_lens[row] - 1
+        attend(row, positions, start, keys_of(line, cached, new), values_of(line, cached, new))
+    return merge_rows(rows, parts, lses, sinks, out, lse)
+
+
+def _keys_of(
+    new_tokens: Tensor,
+    buffer: Tensor,
+    req_to_token: Tensor,
+    factor: Tensor | None,
+    line: int,
+    cached: slice,
+    new: slice,
+) -> Tensor:
+    """Keys, or values, of positions of a prefix, and behind them of new tokens: float32
+    `[L, num_kv_heads, head_dim]`.
+    """
+    own = new_tokens[new].float()
+    if factor is not None:
+        own = own * factor.unsqueeze(1)
+    return torch.cat([slots_of(buffer, req_to_token[line, cached], factor), own])
+
+
 def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """`q [T, num_heads, head_dim]` over `keys` and `values` `[L, num_kv_heads, head_dim]` where
     `mask [T, L]` is true (None: causal, T = L), in float32.
@@ -170,7 +254,9 @@ def _attend_with_all(
     lse = scores.masked_fill_(~mask, -torch.inf).logsumexp(-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks[:, None])
-    return ((scores - lse.unsqueeze(-1)).exp_() @ values).transpose(0, 1), lse.T
+    # Of what sees nothing, 0 stands for it: -inf less -inf would be NaN.
+    finite = lse.clamp(min=torch.finfo(torch.float32).min)
+    return ((scores - finite.unsqueeze(-1)).exp_() @ values).transpose(0, 1), lse.T
 
 
 # --- the kernel ---
@@ -242,6 +328,8 @@ def plan_extends(
     head_dim: int,
     dtype: torch.dtype,
     sliding_window: int | None = None,
+    tail_starts: Int32Array | None = None,
+    shared: SharedItems = NOTHING_SHARED,
     short: bool | None = None,
     cut: bool = True,
 ) -> tuple[dict[str, Int32Array], int]:
@@ -259,6 +347,8 @@ def plan_extends(
     num_tiles = -(-extend_seq_lens.astype(np.int64) // tile_tokens)
     # What a tile in the middle of the new tokens reads is the mean of its request's.
     mean = prefix_lens + (extend_seq_lens + tile_tokens) // 2
+    if tail_starts is not None:
+        mean = mean - tail_starts
     if sliding_window is not None:
         mean = mean.clip(max=sliding_window + tile_tokens)
     fair = int((num_tiles * mean).sum()) * num_kv_heads // programs_of(gpu)
@@ -270,6 +360,8 @@ def plan_extends(
         tile_tokens=tile_tokens,
         max_item_len=max_item_len if cut else None,
         sliding_window=sliding_window,
+        tail_starts=tail_starts,
+        shared=shared,
     )
     return arrays, tile_tokens
 
@@ -328,6 +420,11 @@ def _launch(
     num_partials = plan.row_partials.shape[0]
     partial_out = torch.empty((num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=q.device)
+    if plan.shared_lines.shape[0]:
+        shared_attention(
+            q, k_buffer, v_buffer, req_to_token, plan,
+            scale, softcap, k_scale, v_scale, alibi_slopes, partial_out, partial_lse,
+        )  # fmt: skip
     _extend_kernel[(num_items * num_kv_heads,)](
         q,
         k,

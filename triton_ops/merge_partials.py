@@ -2,10 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from triton_ops.implementation import next_power_of_2, tl, triton
 from triton_ops.online_softmax import LOG2_E, finish_rows
+
+
+def merge_rows(
+    rows: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    part_lses: Sequence[Tensor],
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> Tensor:
+    """Write the merged rows to `out` and `lse`, as `merge_partials` does, for the references. Returns `out`.
+
+    Args:
+        rows: int64 `[n]` each, the rows that partial results are of; `num_rows` stands for none.
+        parts, part_lses: float32 `[n, num_heads, head_dim]` and `[n, num_heads]` each, in natural logarithms.
+
+    A row without partial results becomes zero.
+    """
+    num_rows, num_heads, head_dim = out.shape
+    if sinks is not None:
+        rows = [*rows, torch.arange(num_rows, device=out.device)]
+        parts = [*parts, torch.zeros(out.shape, device=out.device)]
+        part_lses = [*part_lses, sinks.expand(num_rows, num_heads)]
+    if not rows:
+        if lse is not None:
+            lse.fill_(-torch.inf)
+        return out.zero_()
+    row, part, part_lse = torch.cat(list(rows)), torch.cat(list(parts)), torch.cat(list(part_lses))
+
+    # A row's greatest lse is that of nothing at all where its window hides every item: 0 stands for it.
+    max_lse = torch.full((num_rows + 1, num_heads), -torch.inf, device=out.device)
+    max_lse.scatter_reduce_(0, row.unsqueeze(1).expand_as(part_lse), part_lse, "amax")
+    finite = max_lse.clamp(min=torch.finfo(torch.float32).min)
+    weight = torch.exp(part_lse - finite[row])
+    total = torch.zeros_like(max_lse).index_add_(0, row, weight)
+    merged = torch.zeros(num_rows + 1, num_heads, head_dim, device=out.device)
+    merged.index_add_(0, row, part * weight.unsqueeze(-1))
+    if lse is not None:
+        lse.copy_((finite + total.log())[:-1])
+    return out.copy_((merged / total.masked_fill_(total == 0.0, 1.0).unsqueeze(-1))[:-1])
 
 
 def merge_partials(

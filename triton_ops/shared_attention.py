@@ -1,4 +1,4 @@
-"""Attention of many query rows to segments of KV that they share: the shared items of an AttentionPlan."""
+"""Attention of many query rows to segments of KV that they share: the shared items of a plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triton_ops.attention_plan import AttentionPlan
+from triton_ops.attention_plan import SharingPlan
 from triton_ops.implementation import GPU, gpu_of, next_power_of_2, tl, triton
 from triton_ops.online_softmax import attend_tile, load_heads, write_rows
 
@@ -63,7 +63,7 @@ def shared_attention(
     k_buffer: Tensor,
     v_buffer: Tensor,
     req_to_token: Tensor,
-    plan: AttentionPlan,
+    plan: SharingPlan,
     scale: float,
     softcap: float | None,
     k_scale: Tensor | None,
@@ -76,7 +76,7 @@ def shared_attention(
 
     Args:
         q, k_buffer, v_buffer, req_to_token, plan, scale, softcap, k_scale, v_scale, alibi_slopes: as in
-            `decode_attention`, which has checked them.
+            `decode_attention` or `extend_attention`, which have checked them.
         partial_out: float32 `[P, num_heads, head_dim]`, each normalised by itself.
         partial_lse: float32 `[P, num_heads]`, log-sum-exps in base 2; -inf of an item without tokens.
 
