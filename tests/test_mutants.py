@@ -801,7 +801,9 @@ def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
 @mutant("17: a plan is made", world=PlannedWorld)
 def share_more_than_padded_plans_have_room_for(patch: pytest.MonkeyPatch) -> None:
     find = SharedSegments.find
-    patch.setattr(SharedSegments, "find", lambda *arguments, **limits: find(*arguments))
+    patch.setattr(
+        SharedSegments, "find", lambda *arguments, **limits: find(*arguments, **dict.fromkeys(limits, 99))
+    )
 
 
 @mutant("17: a result is one item's", world=PlannedWorld)

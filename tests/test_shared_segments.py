@@ -92,8 +92,9 @@ def find(
     most_items: int = 1 << 20,
     most_partials: int = 1 << 20,
 ) -> tuple[Any, SharedItems]:
-    """What is found, without limits where none are told."""
-    return of.find(table, lines, seq_lens, most_items=most_items, most_partials=most_partials)
+    """What decodes of `seq_lens` share, without limits where none are told."""
+    lens = np.maximum(seq_lens - 1, 0)
+    return of.find(table, lines, lens, most_items=most_items, most_partials=most_partials)
 
 
 def check(table: Any, lines: Any, seq_lens: Any, tail_starts: Any, items: SharedItems) -> None:
@@ -137,18 +138,25 @@ def readers(table: Any, lines: Any, items: SharedItems) -> dict[int, set[int]]:
     return found
 
 
+def prices(costs: TreeCosts, **changed: Any) -> tuple[float, float, float, float]:
+    """Seconds of a token, of a query row's products with one, of a partial result and of an item."""
+    shape = SHAPE | changed
+    return (
+        2 * shape["num_kv_heads"] * shape["head_dim"] * shape["kv_bytes"] / costs.bandwidth,
+        4 * shape["num_heads"] * shape["head_dim"] / costs.operations,
+        costs.partial_crossings * 4 * shape["num_heads"] * (shape["head_dim"] + 1) / costs.bandwidth,
+        costs.item * shape["num_kv_heads"] / shape["num_programs"],
+    )
+
+
 def model_cost(
     costs: TreeCosts, tails: int, rows_with_tails: int, nodes: list[tuple[int, int, int]], **changed: Any
 ) -> float:
     """Seconds of a plan by the model: `nodes` are tokens, rows and items of each segment."""
-    shape = SHAPE | changed
-    token = 2 * shape["num_kv_heads"] * shape["head_dim"] * shape["kv_bytes"] / costs.bandwidth
-    pair = 4 * shape["num_heads"] * shape["head_dim"] / costs.operations
-    partial = costs.partial_crossings * 4 * shape["num_heads"] * (shape["head_dim"] + 1) / costs.bandwidth
+    token, pair, partial, item = prices(costs, **changed)
     total = costs.launches * bool(nodes) + tails * token + rows_with_tails * partial
     for tokens, rows, items in nodes:
-        total += tokens * max(token, rows * pair) + rows * partial
-        total += items * costs.item * shape["num_kv_heads"] / shape["num_programs"]
+        total += tokens * max(token, rows * pair) + rows * partial + items * item
     return total
 
 
@@ -183,6 +191,38 @@ def test_every_position_is_read_once_and_no_plan_is_dearer_than_flat(
     assert (items.query_lens <= rows_at_once).all()
     flat = model_cost(costs, int(seq_lens.sum()), 0, [])
     assert cost_of(table, seq_lens, tail_starts, items, costs, **of) <= flat * (1 + 1e-9)
+
+
+@given(trees(), COSTS, st.integers(1, 5), st.randoms(use_true_random=False))
+def test_requests_of_several_rows_read_every_position_once_for_each(
+    tree: Tree, costs: TreeCosts, rows_at_once: int, random: Any
+) -> None:
+    """Query rows stand in any order, with gaps; plans are no dearer than tiles that read by themselves."""
+    table, lines, seq_lens = tree.table()
+    lens = np.maximum(seq_lens - 1, 0)
+    counts = np.array([random.randint(1, 9) if length else 0 for length in lens], np.int32)
+    first_rows, at = np.zeros_like(counts), random.randint(0, 3)
+    for request in random.sample(range(len(lens)), len(lens)):
+        first_rows[request], at = at, at + counts[request] + random.randint(0, 2)
+    of = segments(costs, rows_at_once=rows_at_once)
+    tail_starts, items = of.find(
+        table, lines, lens, first_rows=first_rows, counts=counts, most_items=1 << 20, most_partials=1 << 20
+    )
+    assert (items.query_lens <= rows_at_once).all()
+    # Every query row as a request of one row, whose last token is its own.
+    request = np.repeat(np.arange(len(lens)), counts)
+    nth = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
+    number = np.full(at + 1, -1)
+    number[first_rows[request] + nth] = np.arange(len(request))
+    queries = number[items.queries].astype(np.int32)
+    assert (queries >= 0).all()
+    every = replace(items, queries=queries)
+    check(table, lines[request], (lens + 1)[request], tail_starts[request], every)
+
+    token, pair, _, _ = prices(costs)
+    apiece = np.maximum(token, -(-counts // rows_at_once) * rows_at_once * pair)  # [R], of tiles of its own
+    shared = cost_of(table, tail_starts[request], tail_starts[request], every, costs, rows_at_once=rows_at_once)
+    assert shared + (lens - tail_starts) @ apiece <= lens @ apiece * (1 + 1e-9)
 
 
 @given(trees(), st.integers(0, 3))

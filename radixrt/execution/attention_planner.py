@@ -245,8 +245,9 @@ class AttentionPlanner:
         if self._shared is None or self._req_to_token is None:
             return None
         most_items, most_partials = self._shared.room(len(rows))
+        shareable = np.maximum(seq_lens - 1, 0)
         tail_starts, shared = self._shared.find(
-            self._req_to_token, rows, seq_lens, most_items=most_items, most_partials=most_partials
+            self._req_to_token, rows, shareable, most_items=most_items, most_partials=most_partials
         )
         if not len(shared.lines):
             return None

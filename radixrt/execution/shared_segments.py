@@ -8,7 +8,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from radixrt.execution.slot_tree import Int64Array, Nodes, depth_first, ranges, repeats
+from radixrt.execution.slot_tree import FloatArray, Int64Array, Nodes, depth_first, ranges, repeats
 from triton_ops.attention_plan import Int32Array, SharedItems
 
 PIECE_TOKENS = 64  # tokens of a segment's pieces are multiples of it
@@ -16,8 +16,6 @@ MIN_PIECE = 128  # tokens; shorter pieces are not worth their partial results
 MOST_PIECES = 64  # of a segment
 MOST_WAVES = 4  # of items, that segments are cut for
 MEAN_PARTIALS = 4  # a decode's, of items, at most; where a wave of items has more in all, as many
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -82,52 +80,65 @@ class SharedSegments:
         self,
         req_to_token: Int32Array,
         rows: Int32Array,
-        seq_lens: Int32Array,
+        lens: Int32Array,
         *,
+        first_rows: Int32Array | None = None,
+        counts: Int32Array | None = None,
         most_items: int,
         most_partials: int,
     ) -> tuple[Int32Array, SharedItems]:
-        """What decodes share, in any order.
+        """What requests share, in any order.
 
         Args:
             req_to_token: int32 `[num_lines, max_context_len]`, contiguous: position to slot. Where two lines have
                 the same slot at a position, they have the same slots before it.
-            rows: `[R]`, the line of each decode.
-            seq_lens: `[R]`, its tokens, the last of which nobody shares; 0: a padded decode.
+            rows: `[R]`, the line of each request.
+            lens: `[R]`, its first tokens that may be shared: of a decode all but the last, of an extend those of
+                its prefix; 0: none.
+            first_rows, counts: `[R]`: request r has the query rows `first_rows[r]` to
+                `first_rows[r] + counts[r] - 1`, at least one if it has tokens; None: row r. With counts, who reads
+                by itself does so in whole tiles, as extends do.
             most_items: that there may be; see `room`.
-            most_partials: results of rows that items may have in all, those of tails not counted.
+            most_partials: results of query rows that items may have in all, those of tails not counted.
 
         Returns:
-            `tail_starts` int32 `[R]`: the position from which on a decode reads by itself; and the items that hold
-            all positions before it once for each, those that take longest first. Items of the same tokens and
-            other rows are next to one another. No items where a plan without them is as cheap.
+            `tail_starts` int32 `[R]`: the position from which on a request reads by itself; and the items that
+            hold all positions before it once for each of its query rows, those that take longest first. Items of
+            the same tokens and other query rows are next to one another. No items where a plan without them is as
+            cheap.
 
         Raises ValueError where it finds lines with the same slot at a position and others before it.
         """
         tail_starts = np.zeros(len(rows), np.int32)
-        live = (seq_lens > 1).nonzero()[0]
+        live = (lens > 0).nonzero()[0]
         slots = req_to_token.reshape(-1)
         lines = rows[live].astype(np.int64) * req_to_token.shape[1]
         if not repeats(slots.take(lines)):
             return tail_starts, _NOTHING
-        order, common = depth_first(slots, lines, seq_lens[live].astype(np.int64) - 1)
-        queries = live[order]
+        order, common = depth_first(slots, lines, lens[live].astype(np.int64))
+        requests = live[order]
+        first_query, alone = self._query_rows(None if counts is None else counts[requests], len(requests))
         nodes = Nodes.of(common)
-        kept = self._within(nodes, self._worthwhile(nodes), most_items, most_partials)
+        ends = nodes.firsts + nodes.sizes
+        sizes = first_query[ends] - first_query[nodes.firsts]
+        apart = alone[ends] - alone[nodes.firsts]
+        kept = self._worthwhile(nodes, sizes, apart)
+        kept = self._within(nodes, kept, sizes, apart, most_items, most_partials)
         chosen = kept.nonzero()[0]
         if not chosen.size:
             return tail_starts, _NOTHING
-        first, size, stops = nodes.firsts[chosen], nodes.sizes[chosen], nodes.stops[chosen]
+        first, size, stops = first_query[nodes.firsts[chosen]], sizes[chosen], nodes.stops[chosen]
         starts = nodes.begins(kept)[chosen]
         step, seconds = self._cut(stops - starts, size, most_items, most_partials)
         # Ends of deeper nodes come later and stay.
-        node, nth_row = ranges(size)
-        tails = np.zeros(len(queries), np.int64)
-        tails[first[node] + nth_row] = stops[node]
-        saved = self._token * int(tails.sum())
-        if self._launches + seconds + self._partial * np.count_nonzero(tails) >= saved:
+        node, nth_request = ranges(nodes.sizes[chosen])
+        tails = np.zeros(len(requests), np.int64)
+        tails[nodes.firsts[chosen][node] + nth_request] = stops[node]
+        saved = float(tails @ np.diff(alone))
+        partials = int(np.diff(first_query)[tails > 0].sum())
+        if self._launches + seconds + self._partial * partials >= saved:
             return tail_starts, _NOTHING
-        tail_starts[queries] = tails
+        tail_starts[requests] = tails
 
         tiles, share = self._tiles(size)
         segment = np.argsort(-(step * share), kind="stable")
@@ -139,14 +150,32 @@ class SharedSegments:
         height = -(-size // tiles)
         start = starts[segment] + nth_piece * step[segment]
         query_start = nth_tile * height[segment]
+        queries = requests if first_rows is None else first_rows[requests]
+        if counts is not None:
+            request, nth_row = ranges(counts[requests].astype(np.int64))
+            queries = queries[request] + nth_row
         return tail_starts, SharedItems(
-            lines=rows[queries[first[segment]]].astype(np.int32),
+            lines=rows[requests[nodes.firsts[chosen][segment]]].astype(np.int32),
             starts=start.astype(np.int32),
             lens=np.minimum(step[segment], stops[segment] - start).astype(np.int32),
             query_starts=(first[segment] + query_start).astype(np.int32),
             query_lens=np.minimum(height[segment], size[segment] - query_start).astype(np.int32),
             queries=queries.astype(np.int32),
         )
+
+    def _query_rows(self, counts: Int32Array | None, num_requests: int) -> tuple[Int64Array, FloatArray]:
+        """The number of query rows before each request and in all `[R + 1]`, and so the card's seconds that they
+        take for a token that each request reads by itself.
+        """
+        if counts is None:
+            before = np.arange(num_requests + 1)
+            return before, self._token * before
+        before = np.zeros(num_requests + 1, np.int64)
+        np.cumsum(counts, out=before[1:])
+        tiles, share = self._tiles(-(-counts.astype(np.int64) // self._rows_at_once) * self._rows_at_once)
+        seconds = np.zeros(num_requests + 1)
+        np.cumsum(tiles * share, out=seconds[1:])
+        return before, seconds
 
     def _tiles(self, sizes: Int64Array) -> tuple[Int64Array, FloatArray]:
         """Of segments with so many rows: the items that share them, and the card's seconds that each takes a token
@@ -155,16 +184,18 @@ class SharedSegments:
         tiles = -(-sizes // self._rows_at_once)
         return tiles, np.maximum(self._token, sizes * self._pair) / tiles
 
-    def _worthwhile(self, nodes: Nodes) -> NDArray[np.bool_]:
+    def _worthwhile(self, nodes: Nodes, sizes: Int64Array, apart: FloatArray) -> NDArray[np.bool_]:
         """The nodes whose tokens are to be read once, `[N]`: the best choice there is, but for waves.
+
+        They have so many query rows, `sizes`; their requests take so long for a token that each reads, `apart`.
 
         The tokens of a node that is not chosen are read with those of its children. So the cost of a node and all
         below it depends on where the nearest chosen node above it ends: a column each, the first for none.
         """
-        tiles, share = self._tiles(nodes.sizes)
+        tiles, share = self._tiles(sizes)
         per_token = tiles * share
-        own = self._token * nodes.own_rows
-        tails = self._partial * nodes.sizes
+        own = nodes.without_children(apart)
+        tails = self._partial * sizes
         fixed = tails + tiles * self._item + (per_token - own) * nodes.stops
         edges = np.append(nodes.stops, 0)[nodes.ancestors]
         best = np.zeros((len(edges), nodes.num_levels + 1))
@@ -193,22 +224,28 @@ class SharedSegments:
         return kept[:-1]
 
     def _within(
-        self, nodes: Nodes, kept: NDArray[np.bool_], most_items: int, most_partials: int
+        self,
+        nodes: Nodes,
+        kept: NDArray[np.bool_],
+        sizes: Int64Array,
+        apart: FloatArray,
+        most_items: int,
+        most_partials: int,
     ) -> NDArray[np.bool_]:
-        """Those of the nodes, `[N]`, that save most and keep the limits."""
-        tiles, share = self._tiles(nodes.sizes)
-        if tiles[kept].sum() <= most_items and nodes.sizes[kept].sum() <= most_partials:
+        """Those of the nodes, `[N]`, that save most and keep the limits; `sizes`, `apart` as for `_worthwhile`."""
+        tiles, share = self._tiles(sizes)
+        if tiles[kept].sum() <= most_items and sizes[kept].sum() <= most_partials:
             return kept
         chosen = kept.nonzero()[0]
-        size, per_token = nodes.sizes[chosen], (tiles * share)[chosen]
+        size, tile, per_token = sizes[chosen], tiles[chosen], (tiles * share)[chosen]
         above = nodes.kept_above(kept)[chosen]
         # What a token would cost if rows of a node's chosen children read it together, the others by themselves.
-        apiece = np.append(nodes.sizes * self._token, 0.0)
-        np.add.at(apiece, above, per_token - size * self._token)
+        otherwise = np.append(apart, 0.0)
+        np.add.at(otherwise, above, per_token - apart[chosen])
         tokens = nodes.stops[chosen] - nodes.begins(kept)[chosen]
-        saving = tokens * (apiece[chosen] - per_token) - size * self._partial - tiles[chosen] * self._item
+        saving = tokens * (otherwise[chosen] - per_token) - size * self._partial - tile * self._item
         ranks = np.argsort(-saving, kind="stable")
-        fits = (np.cumsum(tiles[chosen][ranks]) <= most_items) & (np.cumsum(size[ranks]) <= most_partials)
+        fits = (np.cumsum(tile[ranks]) <= most_items) & (np.cumsum(size[ranks]) <= most_partials)
         within = np.zeros_like(kept)
         within[chosen[ranks[fits]]] = True
         return within

@@ -12,6 +12,7 @@ MOST_LEVELS = 32  # of nodes on a path; deeper trees are looked at more coarsely
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 _NO_POSITIONS = np.zeros(0, np.int64)
 
 
@@ -20,7 +21,7 @@ class Nodes:
     """Nodes of the tree that rows in depth-first order are leaves of, level by level, int64 `[N]` each.
 
     A node has the rows from `firsts` on, `sizes` of them, and the positions up to `stops` that they all have in
-    common; of its rows, `own_rows` are in no child. `parents`: -1 where there is none; `is_first` (bool): of its
+    common. `parents`: -1 where there is none; `is_first` (bool): of its
     parent's children. `ancestors` `[N, num_levels]`: column 1 + j is the node of level j above the node, or -1,
     as is column 0. `levels` `[num_levels + 1]`: where each begins, and the end.
     """
@@ -28,7 +29,6 @@ class Nodes:
     firsts: Int64Array
     sizes: Int64Array
     stops: Int64Array
-    own_rows: Int64Array
     parents: Int64Array
     is_first: NDArray[np.bool_]
     ancestors: Int64Array
@@ -52,6 +52,11 @@ class Nodes:
     def begins(self, kept: NDArray[np.bool_]) -> Int64Array:
         """Where the nearest of the `kept` nodes above each ends, or 0."""
         return np.append(self.stops, 0)[self.kept_above(kept)]
+
+    def without_children(self, values: FloatArray) -> FloatArray:
+        """What nodes have of `values` `[N]`, which are sums over their rows, when their children have theirs."""
+        own: FloatArray = values - np.bincount(self.parents + 1, values, len(values) + 1)[1:]
+        return own
 
     @classmethod
     def of(cls, common: Int64Array) -> Nodes:
@@ -121,9 +126,8 @@ class Nodes:
         np.not_equal(parents[1:], parents[:-1], out=is_first[1:])
         firsts = border[left + 1]
         sizes = (border[right] + 1 - firsts)[order]
-        children = np.bincount(parents + 1, sizes, len(own) + 1)[1:].astype(np.int64)
         levels = depth.searchsorted(np.arange(num_levels + 1))
-        return cls(firsts[order], sizes, value[own[order]], sizes - children, parents, is_first, ancestors, levels)
+        return cls(firsts[order], sizes, value[own[order]], parents, is_first, ancestors, levels)
 
 
 def depth_first(slots: Int32Array, lines: Int64Array, lens: Int64Array) -> tuple[Int64Array, Int64Array]:
