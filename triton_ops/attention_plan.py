@@ -79,8 +79,8 @@ class SharingPlan(_Plan):
       `shared_queries` [Q]: as in `SharedItems`; an item without rows costs next to nothing,
     - `shared_partials` [S]: the number of its first row's partial result, the others' follow: what shared items
       compute is always partial,
-    - `row_partial_starts` [R + 1], `row_partials` [P]: row r merges the partial results
-      `row_partials[row_partial_starts[r] : row_partial_starts[r + 1]]`,
+    - `row_partial_starts` [R + 1] or, where nothing merges so, [0]; `row_partials` [P]: row r is merged from the
+      partial results `row_partials[row_partial_starts[r] : row_partial_starts[r + 1]]`,
     - `seq_lens` [R]: the tokens up to each row's own position, with it.
     """
 
@@ -111,7 +111,10 @@ class AttentionPlan(SharingPlan):
     - `item_lens` [N]: its number of tokens (0: the item adds nothing),
     - `item_query_starts`, `item_query_lens` [N]: the query rows that read it,
     - `item_partials` [N]: the number of its first row's partial result, the others' follow; -1 where no other
-      item covers its rows: what it computes is their result.
+      narrow item covers its rows, and no shared one either or it has one row: what it computes is their result,
+      with what the shared items computed taken in:
+    - `tail_partial_starts` [R + 1] or, where there is nothing to take in, [0]: the item of row r takes in the
+      partial results `row_partials[tail_partial_starts[r] : tail_partial_starts[r + 1]]`.
     """
 
     item_rows: Tensor
@@ -120,6 +123,7 @@ class AttentionPlan(SharingPlan):
     item_query_starts: Tensor
     item_query_lens: Tensor
     item_partials: Tensor
+    tail_partial_starts: Tensor
 
     @staticmethod
     def host_arrays(
@@ -151,7 +155,7 @@ class AttentionPlan(SharingPlan):
         names = ("item_rows", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
         return {
             **dict(zip(names, items, strict=True)),
-            **_merging(items[3], items[4], shared, covered),
+            **_merging(items[3], items[4], shared, covered, _covered(items[3], items[4], NOTHING_SHARED, seq.size)),
             "seq_lens": seq,
         }
 
@@ -217,8 +221,7 @@ class ExtendPlan(SharingPlan):
 
     An item is a tile of at most `tile_tokens` (a number that the host knows) successive new tokens of one request,
     and a segment of the KV positions that they read. A query row is a new token, numbered as in the pass. The
-    fields of `SharingPlan`, of which `row_partial_starts` is [0] where nothing merges and `seq_lens` where nothing
-    is shared, and of N items, int32 too:
+    fields of `SharingPlan`, of which `seq_lens` is [0] where nothing is shared, and of N items, int32 too:
 
     - `item_requests` [N]: the request, numbered as in the batch,
     - `item_query_starts` [N]: the tile's first token, counted from the first new token of the request,
@@ -270,8 +273,6 @@ class ExtendPlan(SharingPlan):
 
         first_row, count = (loc[request] + first)[tile], tokens[tile]
         merging = _merging(first_row, count, shared, _covered(first_row, count, shared, num_rows))
-        if not merging["row_partials"].size:
-            merging["row_partial_starts"] = _NONE
         seq_lens = _NONE
         if shared.lines.size:
             of, row = _pairs(loc, extend)
@@ -308,28 +309,45 @@ def _rows_of(shared: SharedItems) -> Int32Array:
 
 
 def _merging(
-    first: Int32Array, count: Int32Array, shared: SharedItems, covered: NDArray[np.int64]
+    first: Int32Array,
+    count: Int32Array,
+    shared: SharedItems,
+    covered: NDArray[np.int64],
+    narrow: NDArray[np.int64] | None = None,
 ) -> dict[str, Int32Array]:
     """The fields that say where items write their results, and how these merge: `item_partials` of items that have
     `count` query rows from `first` on, and all that a `SharingPlan` has but for `seq_lens`.
 
+    With `narrow`, how many items other than shared ones cover each row, an item that alone has its row takes in
+    what shared items computed for it: there is `tail_partial_starts`, too.
+
     Partial results are numbered in the order of the items, those of the shared ones behind the others.
     """
+    num_rows = covered.size
     several = np.append(0, np.cumsum(covered > 1))  # rows, of those before each, that merge
     alone = several[first + count] == several[first]
+    taken = np.zeros(num_rows, np.int32)
+    if narrow is not None and shared.lines.size:
+        takes = (count == 1) & (narrow[np.minimum(first, num_rows - 1)] == 1)
+        taken[first[takes & ~alone]] = 1
+        alone |= takes
     partial_counts = np.where(alone, 0, count)
     partials = np.cumsum(partial_counts, dtype=np.int32) - partial_counts
     rows = np.concatenate([_pairs(first, partial_counts)[1], _rows_of(shared)])
     num_own = rows.size - int(shared.query_lens.sum())
-    starts = np.zeros(covered.size + 1, np.int32)
-    np.cumsum(np.bincount(rows, minlength=covered.size), out=starts[1:])
-    return {
+    rows += num_rows * taken[rows]  # lists of rows that are taken in come behind the others
+    starts = np.zeros(2 * num_rows + 1, np.int32)
+    np.cumsum(np.bincount(rows, minlength=2 * num_rows), out=starts[1:])
+    merging = {
         "item_partials": np.where(alone, -1, partials).astype(np.int32),
         **{f"shared_{field.name}": getattr(shared, field.name) for field in fields(SharedItems)},
         "shared_partials": num_own + np.cumsum(shared.query_lens, dtype=np.int32) - shared.query_lens,
-        "row_partial_starts": starts,
+        "row_partial_starts": starts[: num_rows + 1] if starts[num_rows] else _NONE,
         "row_partials": np.argsort(rows, kind="stable").astype(np.int32),
     }
+    if narrow is not None:
+        merging["tail_partial_starts"] = starts[num_rows:] if starts[num_rows] < starts[-1] else _NONE
+    return merging
 
 
 def _pairs(first: Int32Array, count: Int32Array) -> tuple[Int32Array, Int32Array]:

@@ -13,7 +13,7 @@ from triton_ops.attention_inputs import check_attention_inputs, check_window
 from triton_ops.attention_plan import AttentionPlan, Int32Array
 from triton_ops.e4m3 import E4M3, slots_of
 from triton_ops.implementation import GPU, Impl, gpu_of, next_power_of_2, runs_triton, tl, triton
-from triton_ops.merge_partials import merge_partials, merge_rows
+from triton_ops.merge_partials import merge_partials, merge_rows, take_in
 from triton_ops.online_softmax import attend_pairs, attend_tile, load_heads, write_rows
 from triton_ops.shared_attention import shared_attention
 from triton_ops.soft_cap import soft_cap
@@ -238,9 +238,17 @@ class DecodeConfig:
 
 
 def decode_config(
-    gpu: GPU, head_dim: int, dtype: torch.dtype, *, alibi: bool, window: bool = False, e4m3: bool = False
+    gpu: GPU,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    alibi: bool,
+    window: bool = False,
+    e4m3: bool = False,
+    tails: bool = False,
 ) -> DecodeConfig:
-    """The kernel's configuration for queries of `dtype`; `e4m3`: the pool is.
+    """The kernel's configuration for queries of `dtype`; `e4m3`: the pool is; `tails`: items are mostly short, and
+    take partial results in.
 
     Hopper's were measured on an H200 (docs/benchmarks.md), but for those of float32, `alibi` and `e4m3`. The
     others are what compiles without spills.
@@ -256,6 +264,8 @@ def decode_config(
             return DecodeConfig(32, num_warps=4, num_stages=2)
         return DecodeConfig(32, num_warps=8, num_stages=2, max_registers=255)
     few_warps = gpu.capability == 90 and not (alibi and head_dim > 64)
+    if few_warps and tails:
+        return DecodeConfig(32, num_warps=1, num_stages=2)
     if few_warps:
         return DecodeConfig(64, num_warps=2, num_stages=3, max_registers=168)
     wants_more = alibi or head_dim != next_power_of_2(head_dim)
@@ -348,6 +358,7 @@ def _launch(
         alibi=alibi_slopes is not None,
         window=sliding_window is not None,
         e4m3=e4m3,
+        tails=plan.tail_partial_starts.shape[0] > 0,
     )
     _decode_kernel[(plan.item_rows.shape[0] * num_kv_heads,)](
         q,
@@ -361,6 +372,8 @@ def _launch(
         plan.item_query_starts,
         plan.item_query_lens,
         plan.item_partials,
+        plan.tail_partial_starts,
+        plan.row_partials,
         k_scale,
         v_scale,
         sinks,
@@ -389,10 +402,11 @@ def _launch(
         HAS_ALIBI=alibi_slopes is not None,
         HAS_LSE=lse is not None,
         PAIRS=pairs,
+        HAS_TAILS=plan.tail_partial_starts.shape[0] > 0,
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
     )
-    if num_partials:
+    if plan.row_partial_starts.shape[0]:
         merge_partials(partial_out, partial_lse, plan.row_partial_starts, plan.row_partials, sinks, out, lse)
     return out
 
@@ -401,12 +415,12 @@ def _launch(
 def _decode_kernel(
     q, k_buffer, v_buffer, req_to_token, seq_lens,
     item_rows, item_starts, item_lens, item_query_starts, item_query_lens, item_partials,
-    k_scale, v_scale, sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
+    tail_partial_starts, row_partials, k_scale, v_scale, sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
     q_row_stride, q_head_stride, slot_stride, slot_head_stride, line_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, HAS_TAILS: tl.constexpr,
 ):  # fmt: skip
     """A program is one item and KV head; a tile's rows are the item's query rows times the heads of the group."""
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
@@ -480,6 +494,14 @@ def _decode_kernel(
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
         if v_scale is not None:
             acc *= tl.load(v_scale + kv_head)
+        if HAS_TAILS:
+            if first_partial < 0:
+                first = tl.load(tail_partial_starts + query_start)
+                acc, row_max, row_sum = take_in(
+                    acc, row_max, row_sum, m, kv_head, row_partials + first,
+                    tl.load(tail_partial_starts + query_start + 1) - first, partial_out, partial_lse,
+                    NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, BLOCK_D, q.dtype.element_ty,
+                )  # fmt: skip
         write_rows(
             acc, row_max, row_sum, row, first_partial + m // GROUP, first_partial < 0, head, in_tile,
             sinks, out, lse, partial_out, partial_lse,

@@ -126,3 +126,36 @@ def _merge_kernel(
     tl.store(out + at * HEAD_DIM + d[None, :], merged.to(out.dtype.element_ty), mask=(d < HEAD_DIM)[None, :])
     if HAS_LSE:
         tl.store(lse + at + tl.zeros([1], tl.int64), merged_lse / LOG2_E)
+
+
+@triton.jit
+def take_in(
+    acc, row_max, row_sum, m, kv_head, partials, count, partial_out, partial_lse,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results `partials[:count]` of a query row into the softmax of its heads of a group: tile row
+    `m [BLOCK_M]` is head m of them (what is beyond the group stays), `acc [BLOCK_M, BLOCK_D]`.
+
+    Partial results of several items and heads are read at a time, and added by one product, with weights that are
+    zero where the heads differ: as precise as tf32 is, for models in float32 more so.
+    """
+    BLOCK_K: tl.constexpr = 16  # the fewest that tl.dot takes
+    d = tl.arange(0, BLOCK_D)[None, :]
+    for first in range(0, count * GROUP, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        live = k < count * GROUP
+        part = tl.load(partials + k // GROUP, mask=live, other=0).to(tl.int64)
+        at = part * NUM_HEADS + kv_head * GROUP + k % GROUP
+        lses = tl.load(partial_lse + at, mask=live, other=float("-inf"))
+        values = tl.load(partial_out + at[:, None] * HEAD_DIM + d, mask=live[:, None] & (d < HEAD_DIM), other=0.0)
+        lses = tl.where((k % GROUP)[None, :] == m[:, None], lses[None, :], float("-inf"))
+        greatest = tl.maximum(row_max, tl.max(lses, 1))
+        base = tl.where(greatest == float("-inf"), 0.0, greatest)
+        weights = tl.exp2(lses - base[:, None])
+        keep = tl.exp2(row_max - base)
+        row_sum = row_sum * keep + tl.sum(weights, 1)
+        row_max = greatest
+        acc = acc * keep[:, None]
+        acc = tl.dot(weights, values, acc, input_precision="ieee" if DTYPE == tl.float32 else "tf32")
+    return acc, row_max, row_sum

@@ -64,12 +64,42 @@ def attend_pairs(
 
 
 @triton.jit
-def _weigh(
-    scores, row_max, row_sum, key_positions, positions, slopes, visible,
-    scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    ALL_SEE: tl.constexpr,
+def attend_tile_above(
+    q, k, v, acc, base, row_sum, key_positions, positions, slopes,
+    scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """The exponentials of a tile's scores, the factor on what was summed before, and both sums' new state."""
+    """`attend_tile` of a tile that all rows see, without looking for greater scores: exponentials are less `base`,
+    the greatest score of tiles before, whatever the tile holds. That spares the search, and `acc` the factor.
+
+    Right as long as no score is so far above `base` that its exponential leaves the numbers' range: `overflows`
+    tells afterwards.
+    """
+    v = v.to(q.dtype)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    scores = _biased(scores, key_positions, positions, slopes, scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
+    if HAS_SOFTCAP or HAS_ALIBI:
+        weights = tl.exp2(scores - base[:, None])
+    else:
+        weights = tl.exp2(scores * scale - base[:, None])
+    row_sum += tl.sum(weights, 1)
+    acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
+    return acc, row_sum
+
+
+@triton.jit
+def overflows(row_sum, DTYPE: tl.constexpr):
+    """Whether a weight of `attend_tile_above` may have been too great for `DTYPE`, in which it is multiplied, or
+    what it was multiplied with for float32.
+    """
+    most: tl.constexpr = 2.0**15 if DTYPE == tl.float16 else 2.0**96
+    return tl.max((row_sum > most).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _biased(
+    scores, key_positions, positions, slopes, scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Scores in base 2, with a softcap or ALiBi; without, as they are."""
     if HAS_SOFTCAP:
         # tanh without overflow: its exponential may be infinite.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap) * LOG2_E) + 1.0)) * LOG2_E
@@ -79,6 +109,17 @@ def _weigh(
         # Exact, as positions are below 2^24, and subtracting floats takes fewer registers than converting each.
         distance = key_positions.to(tl.float32)[None, :] - positions.to(tl.float32)[:, None]
         scores += (slopes * LOG2_E)[:, None] * distance
+    return scores
+
+
+@triton.jit
+def _weigh(
+    scores, row_max, row_sum, key_positions, positions, slopes, visible,
+    scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    ALL_SEE: tl.constexpr,
+):  # fmt: skip
+    """The exponentials of a tile's scores, the factor on what was summed before, and both sums' new state."""
+    scores = _biased(scores, key_positions, positions, slopes, scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     greatest = tl.max(scores, 1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triton_ops.attention_plan import SharingPlan
 from triton_ops.implementation import GPU, gpu_of, next_power_of_2, tl, triton
-from triton_ops.online_softmax import attend_tile, load_heads, write_rows
+from triton_ops.online_softmax import attend_tile, attend_tile_above, load_heads, overflows, write_rows
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,6 @@ def _shared_kernel(
     v_head = v_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
     if k_scale is not None:
         scale *= tl.load(k_scale + kv_head)
-    # Whole tiles need no mask. float32 masks all: its products leave no registers for other loops of them.
-    MASK_ALL: tl.constexpr = q.dtype.element_ty == tl.float32
-    peeled = start if MASK_ALL else start + (end - start) // BLOCK_N * BLOCK_N
-
     m = tl.arange(0, BLOCK_M)
     # The last row stands in beyond the end: a mask that the compiler does not know takes many registers.
     row = tl.load(rows + tl.minimum(m // GROUP, query_len - 1)).to(tl.int64)
@@ -183,23 +179,41 @@ def _shared_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
 
-    # The next tile's slots are carried along: loads that depend on loads would wait for them. The last position
-    # stands in beyond the end: what no item names may be NaN, and 0 * NaN is NaN.
+    # Tiles are masked and greater scores looked for in the first one, which may be short, and if others turn out to
+    # have far greater ones: then it all begins anew. So does float32, whose products leave no registers for more
+    # than one loop of them.
+    CAREFUL: tl.constexpr = q.dtype.element_ty == tl.float32
     last = tl.maximum(end - 1, 0)
-    slot = tl.load(slots + tl.minimum(start + n, last))
-    for first in tl.range(start, peeled, BLOCK_N, num_stages=NUM_STAGES):
-        offset = slot.to(tl.int64)[:, None] * slot_stride
-        slot = tl.load(slots + tl.minimum(first + BLOCK_N + n, last))
+    careful_end = end
+    if not CAREFUL:
+        whole = start + (end - start + BLOCK_N - 1) % BLOCK_N + 1  # where the whole tiles begin
+        # The last position stands in beyond the end: what no item names may be NaN, and 0 * NaN is NaN.
+        offset = tl.load(slots + tl.minimum(start + n, last)).to(tl.int64)[:, None] * slot_stride
+        # The next tile's slots are carried along: loads that depend on loads would wait for them.
+        slot = tl.load(slots + tl.minimum(whole + n, last))
         keys = load_heads(k_head + offset, in_head, WHOLE)
         values = load_heads(v_head + offset, in_head, WHOLE)
         acc, row_max, row_sum = attend_tile(
-            queries, keys, values, acc, row_max, row_sum, first + n, position, slopes, in_head,
-            scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
+            queries, keys, values, acc, row_max, row_sum, start + n, position, slopes,
+            (start + n < tl.minimum(whole, end))[None, :], scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
-    for first in tl.range(peeled, end, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
-        offset = slot.to(tl.int64)[:, None] * slot_stride
-        if MASK_ALL:
+        for first in tl.range(whole, end, BLOCK_N, num_stages=NUM_STAGES):
+            offset = slot.to(tl.int64)[:, None] * slot_stride
             slot = tl.load(slots + tl.minimum(first + BLOCK_N + n, last))
+            keys = load_heads(k_head + offset, in_head, WHOLE)
+            values = load_heads(v_head + offset, in_head, WHOLE)
+            acc, row_sum = attend_tile_above(
+                queries, keys, values, acc, row_max, row_sum, first + n, position, slopes,
+                scale, softcap, HAS_SOFTCAP, HAS_ALIBI,
+            )  # fmt: skip
+        careful_end = start
+        if (start == end) | overflows(row_sum, q.dtype.element_ty):
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            careful_end = end
+    for first in tl.range(start, careful_end, BLOCK_N, num_stages=NUM_STAGES if CAREFUL else 1):
+        offset = tl.load(slots + tl.minimum(first + n, last)).to(tl.int64)[:, None] * slot_stride
         keys = load_heads(k_head + offset, in_head, WHOLE)
         values = load_heads(v_head + offset, in_head, WHOLE)
         acc, row_max, row_sum = attend_tile(
