@@ -26,7 +26,7 @@ TINY = GPU(capability=90, num_sms=1)  # padded plans have four shared items
 ROWS_AT_ONCE = 2
 PADDED_TO = 3  # decodes: sizes of padded passes are multiples of it
 
-MOVES = ("split", "eviction", "store", "eviction of what the host has")  # what may happen while a plan is in use
+MOVES = ("split", "remap", "eviction", "store", "eviction of what the host has")  # while a plan is in use
 
 Reads = list[tuple[int, int, int, int]]  # of a row: line, first position, end, number of the partial result or -1
 
