@@ -14,6 +14,7 @@ from simulation import World, require
 from test_attention_planner import planner
 
 from radixrt.execution import shared_segments
+from radixrt.execution.attention_planner import PlanKind
 from radixrt.execution.decode_numbers import DecodeNumbers
 from radixrt.execution.sampling_table import Features
 from radixrt.execution.shared_segments import SharedSegments, TreeCosts
@@ -26,7 +27,7 @@ TINY = GPU(capability=90, num_sms=1)  # padded plans have four shared items
 ROWS_AT_ONCE = 2
 PADDED_TO = 3  # decodes: sizes of padded passes are multiples of it
 
-MOVES = ("split", "eviction", "store", "eviction of what the host has")  # what may happen while a plan is in use
+MOVES = ("split", "remap", "eviction", "store", "eviction of what the host has")  # while a plan is in use
 
 Reads = list[tuple[int, int, int, int]]  # of a row: line, first position, end, number of the partial result or -1
 
@@ -103,7 +104,7 @@ class PlannedReads:
         else:
             padding = (0, size - len(rows))
             arrays = self._planner.plan_padded(
-                np.pad(rows, padding), np.pad(seq_lens, padding), least=self._planner.kinds[-1]
+                np.pad(rows, padding), np.pad(seq_lens, padding), least=PlanKind.CUT
             ).arrays
         prefix = "decode None "
         return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}

@@ -113,6 +113,15 @@ class AttentionPlanner:
                 costs=TreeCosts(),
             )
 
+    def most_partial_bytes(self, num_decodes: int) -> int:
+        """What the partial results of decodes take at most while a layer attends; 0 where nothing is cut."""
+        if self._gpu is None:
+            return 0
+        partials = most_decode_items(self._gpu, self._config.num_kv_heads, num_decodes) + 1
+        if self._shared is not None:
+            partials += self._shared.room(num_decodes)[1]
+        return partials * self._config.num_heads * 4 * (self._config.head_dim + 1)  # float32, and the log-sum-exps
+
     @property
     def kinds(self) -> tuple[PlanKind, ...]:
         """Those that plans may be of."""
@@ -162,16 +171,23 @@ class AttentionPlanner:
         return PassPlans(arrays, self._windows, None)
 
     def plan_padded_extends(
-        self, host: Mapping[str, Int32Array], num_extends: int, num_live: int, decode_lens: Int32Array
+        self,
+        host: Mapping[str, Int32Array],
+        num_extends: int,
+        num_live: int,
+        decode_lens: Int32Array,
+        *,
+        least: PlanKind,
     ) -> PassPlans | None:
         """The plans for a pass of `InputMetadata.host_arrays` with `num_extends` extends: `num_live` real ones,
         then such without tokens, and a last one whose tokens pad the pass and get results of zero; and of decodes
         `[R]` with `decode_lens`, 0 for padded ones. Shapes depend on the numbers of extends, of their tokens and
-        of decodes alone. None: one would read so much by itself that a plan of its own, which cuts it, is better.
+        of decodes, and on the kind of the decodes' plans, alone; that is `least` or a later one. None: one extend
+        would read so much by itself that a plan of its own, which cuts it, is better.
         """
         gpu, num_kv_heads = self._gpu, self._config.num_kv_heads
         assert gpu is not None  # the references need no plan of extends
-        arrays = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, least=self.kinds[-1]).arrays
+        arrays = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, least=least).arrays
         num_new = host["extend_seq_lens"][:num_extends]
         num_tokens = int(num_new.sum())
         cut = num_tokens <= MOST_CUT_TOKENS
