@@ -283,6 +283,19 @@ def test_decode_of_random_trees(seed: int) -> None:
     check_decode(case, q, plan, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("position", [3, 150, 299])
+def test_scores_of_shared_keys_far_above_those_before(position: int, dtype: torch.dtype) -> None:
+    """Their exponentials, less the greatest score of the tiles before, are beyond what float32 holds."""
+    edges, leaves = [(-1, 300), (0, 3), (0, 70)], [1, 2, 2]
+    case, q = share(edges, leaves, dtype=dtype), random_q(3, 4, 16, dtype)
+    q[:2, :2, 0], q[:2, 2:, 0], q[2, :, 0] = 20.0, -20.0, 0.0  # some of them see great scores, others small ones
+    for row, keys in zip(case.rows.tolist(), case.keys, strict=True):
+        keys[position:, :, 0] = 40.0
+        case.k_buffer[case.req_to_token[row, position : len(keys)], :, 0] = 40.0
+    check_decode(case, q, shared_plan(case, edges, leaves, group=2, piece=1000))
+
+
 # The last two: a query row has more heads than a tile of the kernel has rows.
 @pytest.mark.parametrize(("head_dim", "group"), [*SHAPES, (16, 40), (80, 24)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -155,7 +155,7 @@ class AttentionPlan(SharingPlan):
         names = ("item_rows", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
         return {
             **dict(zip(names, items, strict=True)),
-            **_merging(items[3], items[4], shared, covered, _covered(items[3], items[4], NOTHING_SHARED, seq.size)),
+            **_merging(items[3], items[4], shared, covered, with_tails=True),
             "seq_lens": seq,
         }
 
@@ -272,7 +272,9 @@ class ExtendPlan(SharingPlan):
         tile, start, length = tile[order], start[order], length[order]
 
         first_row, count = (loc[request] + first)[tile], tokens[tile]
-        merging = _merging(first_row, count, shared, _covered(first_row, count, shared, num_rows))
+        merging = _merging(
+            first_row, count, shared, _covered(first_row, count, shared, num_rows), with_tails=False
+        )
         seq_lens = _NONE
         if shared.lines.size:
             of, row = _pairs(loc, extend)
@@ -313,28 +315,31 @@ def _merging(
     count: Int32Array,
     shared: SharedItems,
     covered: NDArray[np.int64],
-    narrow: NDArray[np.int64] | None = None,
+    *,
+    with_tails: bool,
 ) -> dict[str, Int32Array]:
     """The fields that say where items write their results, and how these merge: `item_partials` of items that have
     `count` query rows from `first` on, and all that a `SharingPlan` has but for `seq_lens`.
 
-    With `narrow`, how many items other than shared ones cover each row, an item that alone has its row takes in
-    what shared items computed for it: there is `tail_partial_starts`, too.
+    `with_tails`: an item of one row that no other item covers, but for shared ones, takes in what these computed;
+    there is `tail_partial_starts`, too.
 
     Partial results are numbered in the order of the items, those of the shared ones behind the others.
     """
     num_rows = covered.size
     several = np.append(0, np.cumsum(covered > 1))  # rows, of those before each, that merge
     alone = several[first + count] == several[first]
+    shared_rows = _rows_of(shared)
     taken = np.zeros(num_rows, np.int32)
-    if narrow is not None and shared.lines.size:
-        takes = (count == 1) & (narrow[np.minimum(first, num_rows - 1)] == 1)
-        taken[first[takes & ~alone]] = 1
+    if with_tails and shared_rows.size:
+        by_others = covered - np.bincount(shared_rows, minlength=num_rows)
+        takes = (count == 1) & (by_others[np.minimum(first, num_rows - 1)] == 1)
+        taken[first[takes]] = 1
         alone |= takes
     partial_counts = np.where(alone, 0, count)
     partials = np.cumsum(partial_counts, dtype=np.int32) - partial_counts
-    rows = np.concatenate([_pairs(first, partial_counts)[1], _rows_of(shared)])
-    num_own = rows.size - int(shared.query_lens.sum())
+    rows = np.concatenate([_pairs(first, partial_counts)[1], shared_rows])
+    num_own = rows.size - shared_rows.size
     rows += num_rows * taken[rows]  # lists of rows that are taken in come behind the others
     starts = np.zeros(2 * num_rows + 1, np.int32)
     np.cumsum(np.bincount(rows, minlength=2 * num_rows), out=starts[1:])
@@ -345,7 +350,7 @@ def _merging(
         "row_partial_starts": starts[: num_rows + 1] if starts[num_rows] else _NONE,
         "row_partials": np.argsort(rows, kind="stable").astype(np.int32),
     }
-    if narrow is not None:
+    if with_tails:
         merging["tail_partial_starts"] = starts[num_rows:] if starts[num_rows] < starts[-1] else _NONE
     return merging
 

@@ -415,7 +415,8 @@ def _launch(
 def _decode_kernel(
     q, k_buffer, v_buffer, req_to_token, seq_lens,
     item_rows, item_starts, item_lens, item_query_starts, item_query_lens, item_partials,
-    tail_partial_starts, row_partials, k_scale, v_scale, sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
+    tail_partial_starts, row_partials,
+    k_scale, v_scale, sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
     q_row_stride, q_head_stride, slot_stride, slot_head_stride, line_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -494,14 +495,13 @@ def _decode_kernel(
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
         if v_scale is not None:
             acc *= tl.load(v_scale + kv_head)
-        if HAS_TAILS:
-            if first_partial < 0:
-                first = tl.load(tail_partial_starts + query_start)
-                acc, row_max, row_sum = take_in(
-                    acc, row_max, row_sum, m, kv_head, row_partials + first,
-                    tl.load(tail_partial_starts + query_start + 1) - first, partial_out, partial_lse,
-                    NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, BLOCK_D, q.dtype.element_ty,
-                )  # fmt: skip
+        if HAS_TAILS and first_partial < 0:
+            begin = tl.load(tail_partial_starts + query_start)
+            count = tl.load(tail_partial_starts + query_start + 1) - begin
+            acc, row_max, row_sum = take_in(
+                acc, row_max, row_sum, m, kv_head, row_partials + begin, count, partial_out, partial_lse,
+                NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, BLOCK_D, q.dtype.element_ty,
+            )  # fmt: skip
         write_rows(
             acc, row_max, row_sum, row, first_partial + m // GROUP, first_partial < 0, head, in_tile,
             sinks, out, lse, partial_out, partial_lse,

@@ -134,8 +134,8 @@ def take_in(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results `partials[:count]` of a query row into the softmax of its heads of a group: tile row
-    `m [BLOCK_M]` is head m of them (what is beyond the group stays), `acc [BLOCK_M, BLOCK_D]`.
+    """Merge the partial results `partials[:count]` of a query row into the softmax of its heads of a group: row m
+    of the tile is head m of them (what is beyond the group stays); `acc [BLOCK_M, BLOCK_D]`.
 
     Partial results of several items and heads are read at a time, and added by one product, with weights that are
     zero where the heads differ: as precise as tf32 is, for models in float32 more so.
@@ -148,7 +148,8 @@ def take_in(
         part = tl.load(partials + k // GROUP, mask=live, other=0).to(tl.int64)
         at = part * NUM_HEADS + kv_head * GROUP + k % GROUP
         lses = tl.load(partial_lse + at, mask=live, other=float("-inf"))
-        values = tl.load(partial_out + at[:, None] * HEAD_DIM + d, mask=live[:, None] & (d < HEAD_DIM), other=0.0)
+        in_head = live[:, None] & (d < HEAD_DIM)
+        values = tl.load(partial_out + at[:, None] * HEAD_DIM + d, mask=in_head, other=0.0)
         lses = tl.where((k % GROUP)[None, :] == m[:, None], lses[None, :], float("-inf"))
         greatest = tl.maximum(row_max, tl.max(lses, 1))
         base = tl.where(greatest == float("-inf"), 0.0, greatest)
@@ -157,5 +158,5 @@ def take_in(
         row_sum = row_sum * keep + tl.sum(weights, 1)
         row_max = greatest
         acc = acc * keep[:, None]
-        acc = tl.dot(weights, values, acc, input_precision="ieee" if DTYPE == tl.float32 else "tf32")
+        acc = tl.dot(weights, values, acc, input_precision="ieee" if tl.float32 == DTYPE else "tf32")
     return acc, row_max, row_sum

@@ -91,7 +91,7 @@ def overflows(row_sum, DTYPE: tl.constexpr):
     """Whether a weight of `attend_tile_above` may have been too great for `DTYPE`, in which it is multiplied, or
     what it was multiplied with for float32.
     """
-    most: tl.constexpr = 2.0**15 if DTYPE == tl.float16 else 2.0**96
+    most: tl.constexpr = 2.0**15 if tl.float16 == DTYPE else 2.0**96
     return tl.max((row_sum > most).to(tl.int32), 0) > 0
 
 
