@@ -137,8 +137,8 @@ SCHEDULE = (
     Option("cuda_graphs", "replay no captured graphs", value=False, flag="--no-graphs"),
     Option(
         "attention",
-        "tree: kernels read KV that requests share once for all of them, where that is cheaper (references, as on a "
-        "CPU, do not); flat: each request reads it by itself, for comparison (tree)",
+        "tree: kernels read KV that requests share once for all of them, where that is cheaper; references, as on "
+        "a CPU, read it once for each. flat: each request by itself, for comparison (tree)",
         choices=("tree", "flat"),
     ),
 )
