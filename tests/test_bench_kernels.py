@@ -614,7 +614,7 @@ def test_figure_of_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         savefig(figure, *arguments, **options)
 
     monkeypatch.setattr(Figure, "savefig", saved)
-    plot(results, tmp_path / "out.png", card="NVIDIA H200")
+    plot(results[::-1], tmp_path / "out.png", card="NVIDIA H200")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     (axes,) = drawn
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")

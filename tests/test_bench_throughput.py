@@ -410,8 +410,8 @@ def test_figures() -> None:
     [
         ([(2.0, 1.0)], 2.0, True),
         ([(2.01, 1.0)], 2.0, False),
-        ([(6.0, 3.0), (2.0, 2.0), (4.0, 1.0)], 4.0, True),  # of each list's own bound
-        ([(6.0, 3.0), (4.1, 2.0), (4.0, 1.0)], 4.0, False),
+        ([(2.0, 1.0), (5.0, 2.0), (6.0, 3.0)], 4.0, True),  # each of its own list's bound
+        ([(2.1, 1.0), (4.0, 2.0), (6.6, 3.0)], 4.0, False),
     ],
 )
 def test_goals_are_met_or_missed(runs: list[tuple[float, float]], limit: float, is_met: bool) -> None:
