@@ -45,7 +45,7 @@ bench-kernels: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/bench_kernels.py
 
 bench-throughput: $(VENV)/.installed
-	$(QUIET) $(BIN)/python scripts/bench_throughput.py --no-prefix-cache --no-overlap --no-graphs --idle --step --start-up
+	$(QUIET) $(BIN)/python scripts/bench_throughput.py --flat --no-prefix-cache --no-overlap --no-graphs --idle --step --start-up
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check

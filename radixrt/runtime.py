@@ -123,8 +123,9 @@ class Runtime:
             outputs: for measurements.
         cuda_graphs: replay passes as captured graphs; None: where kernels run on a GPU.
             Capturing them takes seconds and some memory.
-        attention: how decodes read the KV that they share: "flat", each request by itself; "tree", once for all,
-            where kernels run and that is cheaper (not yet measured on a GPU).
+        attention: how requests of a pass read the KV that they share. "tree": once for all of them, wherever that
+            is cheaper; that needs the Triton kernels: references, as on a CPU, read it once for each. "flat": each
+            request by itself, for comparison.
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
         seed: of the run: requests without a seed of their own derive theirs from it and from their index; also
             of dummy weights.
@@ -158,7 +159,7 @@ class Runtime:
         force_miss: bool = False,
         overlap: bool = True,
         cuda_graphs: bool | None = None,
-        attention: Literal["flat", "tree"] = "flat",
+        attention: Literal["tree", "flat"] = "tree",
         load_format: LoadFormat = "auto",
         seed: int = 0,
         impl: Impl = "auto",
@@ -174,8 +175,8 @@ class Runtime:
             )
         if cuda_graphs is None:
             cuda_graphs = can_capture
-        if attention not in ("flat", "tree"):
-            raise ParameterError(f"attention is {attention!r}; it must be 'flat' or 'tree'")
+        if attention not in ("tree", "flat"):
+            raise ParameterError(f"attention is {attention!r}; it must be 'tree' or 'flat'")
         tree = attention == "tree"
         check_kv_dtype(kv_dtype, impl, self.device)
         default = GPU_DEFAULTS if self.device.type == "cuda" else CPU_DEFAULTS

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,21 +23,23 @@ from torch import Tensor
 import layers.linear
 import radixrt
 from radixrt.bench.kernels import elementwise, kv_copy, linear, run, sampling
+from radixrt.bench.kernels import tree as tree_bench
 from radixrt.bench.kernels.attention import decode_case, extend_case
 from radixrt.bench.kernels.attention_inputs import AttentionShape, attention_inputs
-from radixrt.bench.kernels.case import Call, Case, Contender, Expected, worst_error
+from radixrt.bench.kernels.case import Call, Case, Contender, Expected, PlanFigures, worst_error
 from radixrt.bench.kernels.goals import GOALS, GROUP_GOALS, PUBLISHED, Goal, goal_of
 from radixrt.bench.kernels.groups import GROUPS
 from radixrt.bench.kernels.measurement import Measurement, Result, measure
-from radixrt.bench.kernels.plot import plot_results
 from radixrt.bench.kernels.roofline import Machine, Work, decode_work, extend_work
 from radixrt.bench.kernels.run import Options, choose_cases, describe, run_benchmark
 from radixrt.bench.kernels.table import Report
 from radixrt.bench.kernels.timing import copies_beyond_l2
-from radixrt.bench.kernels.tree import shared_items, tree_case, tree_shape
+from radixrt.bench.kernels.tree import FLAT, tree_case, tree_shape
 from radixrt.cli import main
 from radixrt.errors import ParameterError
-from triton_ops.implementation import GPU
+from radixrt.execution import attention_planner, shared_segments
+from radixrt.execution.shared_segments import TreeCosts
+from triton_ops.implementation import GPU, compiling_for
 from triton_ops.partial_linear import PartialLinearConfig
 from triton_ops.rms_norm import add_rms_norm
 
@@ -75,7 +78,7 @@ class PretendedTimer:
 
 def printed(results: list[Result]) -> str:
     """The tables of results that are sorted by group."""
-    console = Console(file=io.StringIO(), width=118, record=True, highlight=False)
+    console = Console(file=io.StringIO(), width=run._WIDTH, record=True, highlight=False)
     report = Report(console)
     for _, members in groupby(results, lambda result: result.case.group):
         report.print_group(list(members))
@@ -218,6 +221,8 @@ def test_a_case_that_stays_in_the_cache_says_so() -> None:
 
 def test_json_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    from radixrt.bench.kernels.plot import plot
+
     results = [
         result_of("extend", "B=8 0+2048", 1e-3, 1e-3),
         result_of("elementwise", "silu_and_mul 16384x14336", 1e-3, 1e-3),
@@ -230,7 +235,7 @@ def test_json_and_plot(tmp_path: Path) -> None:
     assert [p["name"] for p in written[0]["published"]] == ["FlashInfer 0.6.18 FA2", "FlashInfer 0.6.18 FA3"]
     assert written[2]["measurements"][0]["reason"] == "it failed"
     assert written[2]["verdict"] == ""
-    plot_results(results, tmp_path / "out.png", title="t")
+    plot(written, tmp_path / "out.png", card="t")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -246,9 +251,6 @@ SMALL = AttentionShape(2, 0, 1, num_heads=4, num_kv_heads=2, head_dim=16, dtype=
         decode_case(replace(SMALL, prefix=37, scattered=False)),
         extend_case(replace(SMALL, extend=33)),
         extend_case(replace(SMALL, prefix=20, extend=150)),
-        tree_case(tree_shape((1, 90), (3, 7), attention=SMALL)),
-        tree_case(tree_shape((1, 1), (2, 70), (4, 9), (20, 3), attention=SMALL)),
-        tree_case(tree_shape((3, 40), attention=SMALL)),
     ],
 )
 def test_attention_cases(case: Case[Any], kernel_device: torch.device) -> None:
@@ -266,8 +268,7 @@ def test_attention_cases(case: Case[Any], kernel_device: torch.device) -> None:
     assert set(timer.sets) == {2}
     for measurement in flash:
         assert measurement.reason is not None or (measurement.error or 0) < 1e-5, measurement
-    assert len(flash) == (case.group != "tree" and "scattered" not in case.name)
-    assert case.group != "tree" or (result.measurements[1].error or 1) < 1e-5, result.measurements[1]
+    assert len(flash) == ("scattered" not in case.name)
     assert all(m.reason for m in result.measurements if m.name.startswith("FlashInfer"))
     assert "FlexAttention" not in [m.name for m in result.measurements]
 
@@ -388,7 +389,7 @@ def test_input_sets_share_no_slots() -> None:
 
 def test_trees() -> None:
     shape = tree_shape((1, 2), (2, 3), (4, 1), attention=SMALL)
-    assert shape.words == "B=4 2+3+1 nodes 1/2/4 H=4/2 D=16"
+    assert shape.words == "B=4 1/2/4 of 2/3/1 H=4/2 D=16"
     assert shape.tokens().tolist() == [
         [0, 1, 2, 3, 4, 8],
         [0, 1, 2, 3, 4, 9],
@@ -403,15 +404,288 @@ def test_trees() -> None:
     assert (inputs.req_to_token[0, :5] == inputs.req_to_token[1, :5]).all()
 
 
-def test_shared_items_of_a_tree_fill_the_card() -> None:
-    items = shared_items(tree_shape((1, 8192), (256, 128)), GPU(90, 132))
-    assert 1.5 * 132 <= 8 * len(items.lens) <= 2 * 132
-    assert (items.query_lens == 32).all()
-    # Tiles of one piece stand together, and each row reads every piece.
-    assert (items.starts[:8] == 0).all()
-    read = sorted(zip(items.query_starts.tolist(), items.starts.tolist(), strict=True))
-    assert read == [(row, start) for row in range(0, 256, 32) for start in range(0, 8192, 2048)]
-    assert (items.lens == 2048).all()
+def test_names_and_sizes_of_trees() -> None:
+    deep = tree_shape(*((2**level, 128) for level in range(9)))
+    chain = tree_shape(*((1, 256) for _ in range(4)), (256, 128))
+    two_level, unshared = tree_shape((1, 8192), (64, 128)), tree_shape((64, 8320))
+    assert [shape.words for shape in (deep, chain, two_level, unshared, tree_shape((8, 64), (256, 64)))] == [
+        "B=256 1/2/../256 (9) of 128",
+        "B=256 1/1/../256 (5) of 256/256/../128 (5)",
+        "B=64 8192+128",
+        "B=64 8320",
+        "B=256 8/256 of 64",
+    ]
+    assert two_level.sizes == {"batch": 64, "shared": 8192, "private": 128}
+    assert not any(shape.sizes for shape in (deep, chain, unshared))
+
+
+CHEAP = TreeCosts(item=1e-12, partial_crossings=0.1, launches=1e-12)
+
+
+@pytest.fixture
+def cheap_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small trees are worth reading once, too, and are cut to small pieces."""
+    monkeypatch.setattr(attention_planner, "TreeCosts", lambda: CHEAP)
+    monkeypatch.setattr(shared_segments, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(shared_segments, "MIN_PIECE", 16)
+
+
+@pytest.mark.usefixtures("cheap_trees")
+@pytest.mark.parametrize(
+    ("levels", "flat_factor"),
+    [
+        ([(1, 90), (3, 7)], 3 * 97 / 111),
+        ([(1, 1), (2, 70), (4, 9), (20, 3)], 20 * 83 / 237),
+        ([(1, 30), (1, 40), (6, 1)], 6 * 71 / 76),
+        ([(3, 40)], 1.0),
+    ],
+)
+def test_tree_cases(levels: list[tuple[int, int]], flat_factor: float, kernel_device: torch.device) -> None:
+    """With the kernels themselves, and the engine's own plans."""
+    case = tree_case(tree_shape(*levels, attention=SMALL))
+    timer = PretendedTimer()
+    machine = replace(CARD, l2_bytes=int(case.work.bytes))
+    result = measure(case, machine, timer, kernel_device)
+    tree, flat, cascade = result.measurements
+    assert timer.sets == [2, 2]
+    for measurement in (tree, flat):
+        assert measurement.reason is None, measurement.traceback
+        assert (measurement.error or 0) < 1e-5
+        assert measurement.plan is not None
+        assert measurement.plan.seconds > 0
+    assert tree.plan is not None
+    assert flat.plan is not None
+    assert flat.plan.read_factor == pytest.approx(flat_factor)
+    assert flat.plan.shared_items == 0
+    # Each is read once, but for a single token that several tiles read.
+    assert 1 <= tree.plan.read_factor < 1.01
+    assert (tree.plan.shared_items > 0) == (len(levels) > 1)
+    assert "flashinfer" in (cascade.reason or "")
+
+
+class Cascade:
+    """FlashInfer's wrapper, in torch: levels one after the other, merged by their log-sum-exps."""
+
+    def __init__(self, num_levels: int, workspace: Tensor, layout: str) -> None:
+        assert (workspace.dtype, layout) == (torch.uint8, "NHD")
+        self.num_levels = num_levels
+
+    def plan(self, queries: Any, offsets: Any, pages: Any, page_lens: Any, *numbers: int, **options: Any) -> None:
+        self.levels = list(zip(queries, offsets, pages, page_lens, strict=True))
+        assert len(self.levels) == self.num_levels
+        assert all(tensor.dtype == torch.int32 for level in self.levels for tensor in level)
+        assert numbers == (SMALL.num_heads, SMALL.num_kv_heads, SMALL.head_dim, 1)
+        assert options == {"sm_scale": SMALL.scale, "q_data_type": SMALL.dtype, "kv_data_type": SMALL.dtype}
+
+    def run(self, q: Tensor, pool: tuple[Tensor, Tensor]) -> Tensor:
+        scores: list[list[Tensor]] = [[] for _ in q]
+        values: list[list[Tensor]] = [[] for _ in q]
+        group = SMALL.num_heads // SMALL.num_kv_heads
+        for queries, offsets, pages, page_lens in self.levels:
+            assert len(page_lens) == len(queries) - 1 == len(offsets) - 1
+            assert (page_lens == 1).all()
+            for node in range(len(page_lens)):
+                read = pages[offsets[node] : offsets[node + 1]].long()
+                keys, held = (buffer[read, 0].repeat_interleave(group, 1) for buffer in pool)
+                for row in range(int(queries[node]), int(queries[node + 1])):
+                    scores[row].append(torch.einsum("hd,thd->ht", q[row], keys) * SMALL.scale)
+                    values[row].append(held)
+        return torch.stack(
+            [
+                torch.einsum("ht,thd->hd", torch.cat(score, 1).softmax(1), torch.cat(value))
+                for score, value in zip(scores, values, strict=True)
+            ]
+        )
+
+
+def test_what_flash_infer_is_told_of_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(MultiLevelCascadeAttentionWrapper=Cascade))
+    for levels in ([(1, 9), (3, 7)], [(1, 1), (2, 5), (4, 9), (20, 3)], [(2, 3), (2, 4), (6, 1)], [(3, 8)]):
+        case = tree_case(tree_shape(*levels, attention=SMALL))
+        cascade = replace(case, contenders=(case.contenders[2],))
+        (measurement,) = measure(cascade, replace(CARD, l2_bytes=1), PretendedTimer(), CPU).measurements
+        assert measurement.reason is None, measurement.traceback
+        assert (measurement.error or 0) < 1e-5
+
+
+@pytest.mark.parametrize(("levels", "shares"), [([(1, 8192), (256, 128)], True), ([(64, 2048)], False)])
+def test_what_is_measured_is_what_the_engine_plans(
+    levels: list[tuple[int, int]], shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the engine's own costs, for the card that the goals are of; kernels are left out."""
+    asked: list[tuple[int, ...]] = []
+
+    class Watched(attention_planner.AttentionPlanner):
+        def plan_padded(self, rows: Any, seq_lens: Any, **options: Any) -> Any:
+            asked.append((len(rows), *set(seq_lens.tolist())))
+            return super().plan_padded(rows, seq_lens, **options)
+
+    monkeypatch.setattr(tree_bench, "AttentionPlanner", Watched)
+    shape = tree_shape(*levels, attention=replace(SMALL, num_heads=32, num_kv_heads=8, dtype=torch.float16))
+    (inputs,) = attention_inputs(shape.attention, CPU, 1, shape.tokens())
+    with compiling_for(GPU(90, 132)):
+        plan = tree_bench.our_decode(inputs, shape, tree=True).plan
+        flat = tree_bench.our_decode(inputs, shape, tree=False).plan
+    assert plan is not None
+    assert flat is not None
+    assert set(asked) == {(shape.attention.batch, shape.attention.length)}
+    if not shares:
+        assert replace(plan, seconds=0) == replace(flat, seconds=0) == PlanFigures(0, 1.0, 0)
+        return
+    assert flat.read_factor == pytest.approx(256 * 8320 / 40_960)
+    # A tile of 128 is 32 requests times the heads of a group, so that eight read each segment.
+    assert plan.shared_items % 8 == 0
+    assert plan.read_factor == (8 * 8192 + 256 * 128) / shape.distinct
+
+
+def tree_result(shape: str, tree: float, flat: float | None, machine: Machine = CARD) -> Result:
+    """Of given times, in seconds."""
+    case = case_of("tree", shape)
+    reason = "it failed" if flat is None else None
+    plan = PlanFigures(123.4e-6, 1.25, 8)
+    return Result(
+        case,
+        machine,
+        (
+            Measurement("radixrt", 3e-3, 2 * tree, tree, plan=plan),
+            Measurement(FLAT, 3e-3, flat, flat, reason, plan=replace(plan, read_factor=52, shared_items=0)),
+        ),
+        1,
+    )
+
+
+def test_table_of_trees() -> None:
+    fast = tree_result("B=256 8192+128", 100e-6, 1000e-6)
+    shown = printed([fast, tree_result("B=64 8192+128", 100e-6, 96e-6), tree_result("B=256 2048", 100e-6, 98e-6)])
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line]
+    percent, moved = (
+        f"{100 * seconds / 100e-6:.0f}" for seconds in (fast.bound.seconds, fast.case.work.bytes / 4e12)
+    )
+    assert lines[0] == [
+        *("B=256 8192+128", "200.0", "100.0", percent, fast.bound.limit),
+        *(moved, "1.25x", "123", "125.0", "yes", ""),
+    ]
+    flat = [line for line in lines if line[0] == FLAT]
+    assert [line[-1] for line in flat] == ["10.00x", "0.96x (!)", "0.98x"]
+    assert flat[0][6:8] == ["52.00x", "123"]
+    cascade = next(line for line in lines if line[0] == "FlashInfer 0.6.18 cascade, published")
+    assert cascade[1:3] == ["432.0", ""]
+    assert cascade[-1] == "4.32x"
+    assert "Tree is more than 3 % slower than flat in 1 of 3 cases." in shown
+    assert "tokens that the plan's items read" in shown
+    assert "(!)" not in printed([result_of("extend", "B=1 0+8192", 1e-3, 1e-3)])
+    assert "…" not in shown
+
+
+def test_tree_is_compared_with_what_was_timed() -> None:
+    assert tree_result("B=256 2048", 1.031, 1.0).is_slower is True
+    assert tree_result("B=256 2048", 1.029, 1.0).is_slower is False
+    assert tree_result("B=256 2048", 1.0, None).is_slower is None
+    assert result_of("extend", "B=1 0+8192", 1.0, 1.0).is_slower is None
+    written = tree_result("B=256 8192+128", 2.0, 1.0).to_dict()
+    assert written["is_slower"] is True
+    assert written["sizes"] == {"batch": 256, "shared": 8192, "private": 128}
+    assert written["measurements"][0]["plan"] == {"seconds": 123.4e-6, "read_factor": 1.25, "shared_items": 8}
+
+
+def swept_trees() -> list[dict[str, Any]]:
+    """As if each token took a time of its own, of the sweep of trees."""
+    results = []
+    for case in choose_cases(Options(only=("tree",), sweep=True)):
+        seconds = case.work.bytes / 4e12, case.work.flops / 16e12
+        times = (Measurement(name, 0.0, 1.0, time) for name, time in zip(("radixrt", FLAT), seconds, strict=True))
+        results.append(Result(case, CARD, tuple(times), 1).to_dict())
+    return results
+
+
+def test_figure_of_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from radixrt.bench.kernels.plot import plot
+    from radixrt.bench.kernels.tree_plot import is_tree_sweep
+
+    results = json.loads(json.dumps(swept_trees()))
+    drawn: list[Any] = []
+    savefig = Figure.savefig
+
+    def saved(figure: Figure, *arguments: Any, **options: Any) -> None:
+        drawn.extend(figure.axes)
+        savefig(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    plot(results[::-1], tmp_path / "out.png", card="NVIDIA H200")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = drawn
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    flat, tree = ([line for line in axes.lines if line.get_linestyle() == style] for style in ("--", "-"))
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["tree", "flat", *(f"{n:,} tokens shared" for n in (32_768, 8192, 2048, 512, 128))]
+    assert [line.get_color() for line in tree] == [line.get_color() for line in flat]
+    by_name = {result["shape"]: result for result in results}
+    for shared, solid, dashed in zip((128, 512, 2048, 8192, 32_768), tree, flat, strict=True):
+        batches = [4, 8, 16, 32, 64, 128, 256, 512] if shared > 128 else [16, 64, 256, 512]
+        for i, line in enumerate((solid, dashed)):
+            assert list(line.get_xdata()) == batches
+            expected = [
+                1e6 * by_name[f"B={batch} {shared}+128"]["measurements"][i]["graph_seconds"] for batch in batches
+            ]
+            assert list(line.get_ydata()) == pytest.approx(expected)
+    assert "128 tokens of each request's own" in axes.get_title()
+
+    # What is not timed is left out, and what is no sweep of trees is drawn as ever.
+    fewer = [result for result in results if result["sizes"].get("shared") != 8192]
+    plot(fewer, tmp_path / "out.png", card="x")
+    assert len(drawn[-1].lines) == 2 * 4
+    for measurement in by_name["B=4 512+128"]["measurements"]:
+        measurement["eager_seconds"] = measurement["graph_seconds"] = None
+    plot(results, tmp_path / "out.png", card="x")
+    assert list(drawn[-1].lines[2].get_xdata()) == [8, 16, 32, 64, 128, 256, 512]
+    other = result_of("extend", "B=1 0+8192", 1.0, 1.0).to_dict()
+    assert not is_tree_sweep([*results, other])
+    assert not is_tree_sweep([by_name["B=64 8192+128"], by_name["B=256 8192+128"]])
+    assert not is_tree_sweep([by_name["B=256 2048"]])
+
+
+def test_pictures_of_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where there is no GPU, from what --json wrote where there was one."""
+    pytest.importorskip("matplotlib")
+    drawn: list[tuple[list[str], str]] = []
+    monkeypatch.setattr(
+        "radixrt.bench.kernels.plot.plot",
+        lambda results, file, card: drawn.append(([result["shape"] for result in results], card)),
+    )
+    report, picture = tmp_path / "out.json", tmp_path / "out.png"
+    other = result_of("extend", "B=1 0+8192", 1.0, 1.0).to_dict()
+    report.write_text(json.dumps({"machine": {"name": "its card"}, "results": [*swept_trees()[-4:], other]}))
+    command = ["bench", "kernels", "--from", str(report)]
+    assert main([*command, "--plot", str(picture)]) == 0
+    assert main([*command, "--plot", str(picture), "--only", "tree/B=64 1024", "--only", "extend"]) == 0
+    shapes = ["B=1 1024", "B=16 1024", "B=64 1024", "B=512 1024", "B=1 0+8192"]
+    assert drawn == [(shapes, "its card"), ([shapes[2], shapes[4]], "its card")]
+
+    def fails(arguments: list[str], message: str) -> None:
+        assert main(["bench", "kernels", *arguments]) == 2
+        assert re.search(message, capsys.readouterr().err)
+
+    for more in (
+        [],
+        ["--plot", "p.png", "--sweep"],
+        ["--plot", "p.png", "--quick"],
+        ["--plot", "p", "--json", "j"],
+    ):
+        fails(["--from", str(report), *more], "--from measures nothing")
+    fails(
+        ["--from", str(tmp_path / "no.json"), "--plot", str(picture)], "is not what radixrt bench kernels --json"
+    )
+    fails([*command[2:], "--plot", str(tmp_path / "no" / "out.png")], "cannot be written")
+    fails([*command[2:], "--plot", str(picture), "--only", "decode"], "which is none of decode's")
+    for text in ("", "{}", "[]", '{"machine": {"name": "x"}, "results": [1]}'):
+        report.write_text(text)
+        fails([*command[2:], "--plot", str(picture)], "is not what radixrt bench kernels --json")
+    assert len(drawn) == 2
 
 
 def contender(name: str, result: Callable[[], Tensor], **options: Any) -> Contender[Tensor]:

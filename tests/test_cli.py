@@ -80,6 +80,7 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
         --model m --dtype float32 --device cpu --impl torch --load-format dummy --context-length 64 --seed 5
         --memory-fraction 0.5 --max-total-tokens 100 --host-memory-gb 0.5 --max-running-requests 3
         --chunked-prefill-size 32 --schedule-policy fcfs --no-prefix-cache --force-miss --no-overlap --no-graphs
+        --attention flat
     """)
     assert main([*batch, *options]) == 1  # the requests were taken away
     assert Recorder.made_with[1] == {
@@ -100,6 +101,7 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
         "force_miss": True,
         "overlap": False,
         "cuda_graphs": False,
+        "attention": "flat",
     }
     first, second = seen
     assert first == radixrt.SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, max_new_tokens=4)

@@ -402,13 +402,17 @@ def test_more_requests_than_run_at_once(
     assert [count for count, _, _ in replays] == [count for count in decodes if count <= MOST_CAPTURED]
 
 
-def test_every_draw_is_captured_for_every_size(folder: Path) -> None:
-    with runtime_of(folder, max_running_requests=MERGES_BELOW) as runtime:
+@pytest.mark.parametrize("attention", ["tree", "flat"])
+def test_every_draw_is_captured_for_every_size(folder: Path, attention: str) -> None:
+    with runtime_of(folder, max_running_requests=MERGES_BELOW, attention=attention) as runtime:
         graphs = runner_of(runtime)._graphs
         assert graphs is not None
         sizes = ladder(MERGES_BELOW)
         assert graphs.max_batch == MERGES_BELOW
-        assert set(graphs._forwards) == {*((size, PlanKind.CUT) for size in sizes), (MERGES_BELOW, PlanKind.WHOLE)}
+        kinds = {(size, PlanKind.CUT) for size in sizes} | {(MERGES_BELOW, PlanKind.WHOLE)}
+        if attention == "tree":
+            kinds |= {(size, PlanKind.TREE) for size in sizes}
+        assert set(graphs._forwards) == kinds
         assert set(graphs._draws) == {(size, features) for size in sizes for features in CAPTURED_DRAWS}
 
 
@@ -491,10 +495,10 @@ def test_what_is_read_once_is_read_by_all(
         "chunked_prefill_size": 64,  # the longest captured pass
         "max_total_tokens": 9000,
     }
-    with runtime_of(folder, cuda_graphs=False, **options) as flat:
+    with runtime_of(folder, cuda_graphs=False, attention="flat", **options) as flat:
         expected = flat.generate(prompts, params)
     assert not trees
-    with runtime_of(folder, cuda_graphs=captured, attention="tree", **options) as runtime:
+    with runtime_of(folder, cuda_graphs=captured, **options) as runtime:
         assert_same(runtime.generate(prompts, params), expected)
         assert_same(runtime.generate(prompts, params), expected)
     names = {name for name, _ in trees}
@@ -688,14 +692,20 @@ on_gpu = pytest.mark.parametrize("device", ["cuda"], indirect=True)
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_no_step_waits_but_for_its_result(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool, replays: list[tuple[int, int, bool]]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: bool,
+    shared: bool,
+    replays: list[tuple[int, int, bool]],
+    trees: list[tuple[str, int]],
 ) -> None:
     """torch raises where a step would wait for the device, but in `collect`; what an event stands for that a step
     synchronizes with has been done before.
     """
-    prompts = random_prompts(len(KINDS), seed=14)
+    prompts = families(14)[: len(KINDS)] if shared else random_prompts(len(KINDS), seed=14)
     with runtime_of(folder, overlap=overlap) as runtime:
         expected = runtime.generate(prompts, list(KINDS.values()))  # kernels are compiled
         warm = runtime.generate(prompts, list(KINDS.values()))
@@ -729,8 +739,10 @@ def test_no_step_waits_but_for_its_result(
         monkeypatch.setattr(ModelRunner, "collect", free_collect)
         monkeypatch.setattr(torch.cuda.Event, "synchronize", checked)
         replays.clear()
+        trees.clear()
         assert_same(runtime.generate(prompts, list(KINDS.values())), warm)
         assert replays
+        assert trees or not shared
         runtime.flush_cache()
         assert_same(runtime.generate(prompts, list(KINDS.values())), expected)
 

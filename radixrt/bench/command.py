@@ -11,6 +11,7 @@ from radixrt.bench.kernels.groups import GROUPS
 from radixrt.bench.scales import SCALES, WORKLOADS, size_table
 from radixrt.bench.shapes import SHAPES
 from radixrt.bench.throughput.command import add_throughput
+from radixrt.errors import ParameterError
 
 _FILES = ("json", "plot")
 
@@ -142,6 +143,7 @@ Time every Triton kernel on an NVIDIA GPU at the shapes that matter, twice: call
 flushed, and in a captured graph. Every result is compared with a reference first. Beside each time: the share of
 what this card's bandwidth and arithmetic allow, both measured in the same run; the goal, and whether it is met;
 what others take on the same inputs: torch's SDPA, FlexAttention, torch.compile and, where installed, FlashInfer.
+Tree attention, by the plans of the engine, stands beside flat attention, with what its plan reads and costs.
 """
 
 
@@ -172,7 +174,21 @@ def _add_kernels(benchmarks: Any) -> None:
 
     option = parser.add_argument_group("files").add_argument
     option("--json", type=Path, default=None, metavar="FILE", help="gets every figure")
-    option("--plot", type=Path, default=None, metavar="FILE.png", help="gets a picture (needs radixrt[bench])")
+    option(
+        "--plot",
+        type=Path,
+        default=None,
+        metavar="FILE.png",
+        help="gets a picture (needs radixrt[bench]); of a sweep of tree alone, time against batch size",
+    )
+    option(
+        "--from",
+        dest="records",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="measure nothing: --plot draws what --json wrote there, on this machine or another",
+    )
 
 
 def _kernels_epilog() -> str:
@@ -186,6 +202,8 @@ examples:
   radixrt bench kernels --json out.json --plot out.png
   radixrt bench kernels --only decode --only 'extend/B=8*' --quick
   radixrt bench kernels --only 'elementwise/*rms_norm*' --sweep
+  radixrt bench kernels --only tree --sweep --json tree.json
+  radixrt bench kernels --from tree.json --plot tree.png
 
 A case's name has its shape: B requests, L tokens each, or prefix+new ones; H=query/KV heads and D=head dimension
 where they are not 32/8 and 128. A pattern that matches nothing gets the names. An implementation that cannot run
@@ -197,6 +215,13 @@ be used; 130 stopped by Ctrl-C.
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
+    if arguments.records is not None:
+        if arguments.plot is None or arguments.json is not None or arguments.sweep or arguments.quick:
+            raise ParameterError("--from measures nothing: give it --plot FILE.png and, if you like, --only")
+        from radixrt.bench.kernels.records import draw_records
+
+        draw_records(arguments.records, arguments.plot, tuple(arguments.only))
+        return 0
     from radixrt.bench.kernels.run import Options, run_benchmark
 
     options = Options(only=tuple(arguments.only), sweep=arguments.sweep, quick=arguments.quick)

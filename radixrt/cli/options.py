@@ -135,7 +135,12 @@ SCHEDULE = (
         flag="--no-overlap",
     ),
     Option("cuda_graphs", "replay no captured graphs", value=False, flag="--no-graphs"),
-    Option("attention", "tree: read what decodes share once for all of them (flat)", choices=("flat", "tree")),
+    Option(
+        "attention",
+        "tree: kernels read KV that requests share once for all of them, where that is cheaper; references, as on "
+        "a CPU, read it once for each. flat: each request by itself, for comparison (tree)",
+        choices=("tree", "flat"),
+    ),
 )
 
 KEPT_CACHE = (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from layers.placement import Placement
 from radixrt.execution.shared_segments import SharedSegments, TreeCosts
 from radixrt.execution.staging import padded
-from radixrt.models.config import ModelConfig
+from radixrt.models.config import AttentionKind
 from triton_ops.attention_plan import AttentionPlan, ExtendPlan, Int32Array
 from triton_ops.decode_attention import decode_item_len, most_decode_items
 from triton_ops.extend_attention import most_extra_extend_items, plan_extends, programs_of
@@ -71,6 +72,22 @@ class PassPlans:
         }
 
 
+class ModelHeads(Protocol):
+    """What a planner has to know of a model; a ModelConfig has it."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def attention(self) -> Sequence[AttentionKind]: ...
+
+
 class AttentionPlanner:
     """Plans each pass of a model, one plan for each window among its layers.
 
@@ -87,7 +104,7 @@ class AttentionPlanner:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelHeads,
         placement: Placement,
         req_to_token: Int32Array | None = None,
         kv_dtype: torch.dtype | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from radixrt.bench.kernels.attention_peers import (
 )
 from radixrt.bench.kernels.case import Call, Case, Contender
 from radixrt.bench.kernels.roofline import decode_work, extend_work
-from triton_ops.attention_plan import AttentionPlan, ExtendPlan, Int32Array
+from triton_ops.attention_plan import AttentionPlan, ExtendPlan
 from triton_ops.decode_attention import decode_attention, decode_item_len
 from triton_ops.e4m3 import E4M3, quantise
 from triton_ops.extend_attention import extend_attention, plan_extends
@@ -44,14 +44,12 @@ def our_decode(inputs: AttentionInputs, kv_scale: Tensor | None = None) -> Call:
         seq_lens,
         max_item_len=decode_item_len(gpu_of(device), shape.num_kv_heads, np.array(seq_lens, np.int32)),
     )
-    return planned_decode(inputs, arrays, kv_scale)
+    return planned_decode(inputs, AttentionPlan.build(arrays, device), kv_scale)
 
 
-def planned_decode(
-    inputs: AttentionInputs, arrays: Mapping[str, Int32Array], kv_scale: Tensor | None = None
-) -> Call:
-    """Our decode attention by the plan of these arrays; `kv_scale` is that of keys and of values."""
-    shape, plan = inputs.shape, AttentionPlan.build(arrays, inputs.q.device)
+def planned_decode(inputs: AttentionInputs, plan: AttentionPlan, kv_scale: Tensor | None = None) -> Call:
+    """Our decode attention by this plan; `kv_scale` is that of keys and of values."""
+    shape = inputs.shape
 
     def run() -> Tensor:
         return decode_attention(

@@ -6,6 +6,7 @@ SDPA and FlexAttention know no pool: for them KV is gathered beforehand, which i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,6 +128,38 @@ def flash_infer_extend(inputs: AttentionInputs, backend: str) -> Call:
         shape.head_dim,
         1,
         causal=True,
+        sm_scale=shape.scale,
+        q_data_type=shape.dtype,
+        kv_data_type=shape.dtype,
+    )
+    return _flash_infer_call(wrapper.run, inputs)
+
+
+def flash_infer_cascade(inputs: AttentionInputs, levels: Sequence[tuple[int, int]]) -> Call:
+    """FlashInfer's cascade: a launch for each of the (nodes, tokens of each) from the roots on, and merges of two
+    between them. Pages of one token; requests below a node are next to one another; its plan is not timed.
+    """
+    from flashinfer import MultiLevelCascadeAttentionWrapper
+
+    shape, int32 = inputs.shape, partial(torch.arange, dtype=torch.int32, device=inputs.q.device)
+    queries, pages, page_lens, offsets, begin = [], [], [], [], 0
+    for count, length in levels:
+        each = shape.batch // count
+        queries.append(int32(0, shape.batch + 1, each))
+        offsets.append(int32(0, count * length + 1, length))
+        pages.append(inputs.req_to_token[::each, begin : begin + length].flatten())
+        page_lens.append(torch.ones(count, dtype=torch.int32, device=inputs.q.device))
+        begin += length
+    wrapper = MultiLevelCascadeAttentionWrapper(len(levels), _workspace(inputs), "NHD")
+    wrapper.plan(
+        queries,
+        offsets,
+        pages,
+        page_lens,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        1,
         sm_scale=shape.scale,
         q_data_type=shape.dtype,
         kv_data_type=shape.dtype,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -15,12 +15,34 @@ from radixrt.bench.kernels.roofline import Work
 Inputs = TypeVar("Inputs")
 
 
+MOST_SLOWER = 1.03
+"""Times the time of `Case.never_slower_than` that ours may take."""
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """Of the plan that a call follows.
+
+    Attributes:
+        seconds: that the host takes to make it.
+        read_factor: tokens that its items read, over the distinct ones: 1 where each is read once.
+        shared_items: of those, how many are read for several requests at once; 0: the plan is flat.
+    """
+
+    seconds: float
+    read_factor: float
+    shared_items: int
+
+
 @dataclass(frozen=True)
 class Call:
-    """What is timed: `run`. `results` gives the tensors that are compared, from what `run` returned."""
+    """What is timed: `run`. `results` gives the tensors that are compared, from what `run` returned. `plan` is
+    what it follows, where that is of interest.
+    """
 
     run: Callable[[], object]
     results: Callable[[object], Sequence[Tensor]]
+    plan: PlanFigures | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +75,8 @@ class Case(Generic[Inputs]):
         inputs: makes n sets of inputs that share no memory that is read; each time the same.
         expected: the reference's results for a set of inputs.
         contenders: our kernel is the first.
+        never_slower_than: the contender whose time ours is not to exceed by more than MOST_SLOWER allows, or None.
+        sizes: by name, the numbers of the shape that a figure is drawn over; empty: it is in none.
     """
 
     group: str
@@ -62,6 +86,8 @@ class Case(Generic[Inputs]):
     inputs: Callable[[torch.device, int], Sequence[Inputs]]
     expected: Callable[[Inputs], Expected]
     contenders: tuple[Contender[Inputs], ...]
+    never_slower_than: str | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from radixrt.bench.kernels.case import Call, Case, Contender, Expected, worst_error
+from radixrt.bench.kernels.case import (
+    MOST_SLOWER,
+    Call,
+    Case,
+    Contender,
+    Expected,
+    PlanFigures,
+    worst_error,
+)
 from radixrt.bench.kernels.goals import published_times
 from radixrt.bench.kernels.roofline import Bound, Machine
 from radixrt.bench.kernels.timing import Timer, copies_beyond_l2
@@ -29,6 +37,7 @@ class Measurement:
         eager_seconds, graph_seconds: see `Timer`; None where it was not timed.
         reason: why there is no time; None where there is.
         traceback: of the exception that was the reason.
+        plan: what it followed, where that is of interest.
     """
 
     name: str
@@ -37,6 +46,7 @@ class Measurement:
     graph_seconds: float | None = None
     reason: str | None = None
     traceback: str | None = None
+    plan: PlanFigures | None = None
 
     @property
     def best_seconds(self) -> float | None:
@@ -82,9 +92,25 @@ class Result:
         goal, seconds = self.case.goal, self.ours.best_seconds
         return "" if goal is None or seconds is None else goal.verdict(seconds, self.case.work, self.machine)
 
+    @property
+    def is_slower(self) -> bool | None:
+        """Whether our best time exceeds the one that the case names by more than it may; None if it names none, or
+        there is no time.
+        """
+        ours = self.ours.best_seconds
+        for measurement in self.measurements:
+            theirs = measurement.best_seconds
+            if measurement.name == self.case.never_slower_than and theirs is not None and ours is not None:
+                return ours > MOST_SLOWER * theirs
+        return None
+
     def percent_of_bound(self, seconds: float) -> float:
         """100 is as fast as the machine can be."""
         return 100 * self.bound.seconds / seconds
+
+    def percent_of_bandwidth(self, seconds: float) -> float:
+        """100 moves the case's bytes as fast as a copy does."""
+        return 100 * self.case.work.bytes / (self.machine.bandwidth * seconds)
 
     def to_dict(self) -> dict[str, Any]:
         """Of JSON's types."""
@@ -93,6 +119,7 @@ class Result:
             "group": case.group,
             "shape": case.shape,
             "variant": case.variant,
+            "sizes": dict(case.sizes),
             "bytes": case.work.bytes,
             "flops": case.work.flops,
             "exps": case.work.exps,
@@ -100,6 +127,7 @@ class Result:
             "bound_by": self.bound.limit,
             "goal_seconds": self.goal_seconds,
             "verdict": self.verdict,
+            "is_slower": self.is_slower,
             "input_sets": self.input_sets,
             "in_l2": self.in_l2,
             "measurements": [
@@ -156,4 +184,4 @@ def _time(contender: Contender[Any], inputs: Sequence[Any], expected: Expected, 
         return Measurement(contender.name, error, reason=f"wrong: a row's relative error is {error:.2g}")
     eager = timer.eager(calls[0].run)
     graph = timer.graph([call.run for call in calls], eager)
-    return Measurement(contender.name, error, eager, graph)
+    return Measurement(contender.name, error, eager, graph, plan=calls[0].plan)

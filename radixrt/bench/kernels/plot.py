@@ -1,15 +1,17 @@
-"""The figures of the kernel benchmark as a picture. Needs matplotlib, which is in the extra `bench`."""
+"""The figures of the kernel benchmark as a picture. Needs matplotlib, which is in the extra `bench`.
+
+They are drawn as JSON has them, so that a picture can be made on another machine than the one that was measured.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from radixrt.bench.kernels.goals import published_times
-from radixrt.bench.kernels.measurement import Result
+from radixrt.bench.kernels.tree_plot import is_tree_sweep, plot_tree_sweep
 
 OURS, THEIRS, PUBLISHED, GOAL = "#1b6ca8", "#c9c9c9", "#ececec", "#d1495b"
 BAR = 0.26  # inches
@@ -18,8 +20,20 @@ Bar = tuple[str, float, str]
 """Its name, length in percent, and colour."""
 
 
-def plot_results(results: Sequence[Result], file: Path, *, title: str) -> None:
-    """Write a PNG: percent of the roofline, a block of bars a case: ours, then the others'; goals are marked."""
+Figures = Mapping[str, Any]
+"""Of a case: `Result.to_dict`."""
+
+
+def plot(results: Sequence[Figures], file: Path, *, card: str) -> None:
+    """Write a PNG. Where nothing but a sweep of tree attention was measured, it is time against batch size."""
+    if is_tree_sweep(results):
+        plot_tree_sweep(results, file, card=card)
+    else:
+        _plot_bars(results, file, title=f"Kernels on {card}, bf16")
+
+
+def _plot_bars(results: Sequence[Figures], file: Path, *, title: str) -> None:
+    """Percent of the roofline, a block of bars a case: ours, then the others'; goals are marked."""
     blocks = [_bars(result) for result in results]
     middle = _middle([len(block) + 1 for block in blocks])
     columns = [part for part in (slice(None, middle), slice(middle, None)) if blocks[part]]
@@ -32,25 +46,20 @@ def plot_results(results: Sequence[Result], file: Path, *, title: str) -> None:
     figure.savefig(file, format="png", dpi=100)
 
 
-def _bars(result: Result) -> list[Bar]:
+def _bars(result: Figures) -> list[Bar]:
     """Ours first, though it may have no time."""
-    case = result.case
-    names = [f"{case.group}  {case.name}", *(m.name for m in result.measurements[1:])]
-    times = [(name, m.best_seconds) for name, m in zip(names, result.measurements, strict=True)]
-    bars = [(name, seconds, THEIRS) for name, seconds in times[1:]]
-    bars += [
-        (f"{p.name}, published", p.seconds, PUBLISHED)
-        for p in published_times(case.group, case.shape, result.machine)
-    ]
-    name, ours = times[0]
-    return [
-        (name, 0.0 if ours is None else result.percent_of_bound(ours), OURS),
-        *(
-            (name, result.percent_of_bound(seconds), colour)
-            for name, seconds, colour in bars
-            if seconds is not None
-        ),
-    ]
+    ours, *theirs = result["measurements"]
+    name = f"{result['group']}  {result['shape']} {result['variant']}".strip()
+    bars = [(name, ours["percent_of_bound"] or 0.0, OURS)]
+    bars += [(m["name"], m["percent_of_bound"], THEIRS) for m in theirs if m["percent_of_bound"] is not None]
+    for published in result["published"]:
+        share = _percent(result, published["eager_seconds"])
+        bars.append((f"{published['name']}, published", share, PUBLISHED))
+    return bars
+
+
+def _percent(result: Figures, seconds: float) -> float:
+    return 100 * float(result["bound_seconds"]) / seconds
 
 
 def _middle(heights: Sequence[int]) -> int:
@@ -63,7 +72,7 @@ def _middle(heights: Sequence[int]) -> int:
     return len(heights)
 
 
-def _plot_column(axes: Any, results: Sequence[Result], blocks: Sequence[list[Bar]], height: int) -> None:
+def _plot_column(axes: Any, results: Sequence[Figures], blocks: Sequence[list[Bar]], height: int) -> None:
     line = 0
     ticks: dict[int, str] = {}
     for result, block in zip(results, blocks, strict=True):
@@ -71,8 +80,8 @@ def _plot_column(axes: Any, results: Sequence[Result], blocks: Sequence[list[Bar
         ticks |= dict(zip(lines, (name for name, _, _ in block), strict=True))
         bars = axes.barh(lines, [share for _, share, _ in block], 0.8, color=[colour for _, _, colour in block])
         axes.bar_label(bars, [f"{share:.0f}" if share else "" for _, share, _ in block], padding=4, fontsize=8)
-        if result.goal_seconds is not None:
-            goal = result.percent_of_bound(result.goal_seconds)
+        if result["goal_seconds"] is not None:
+            goal = _percent(result, result["goal_seconds"])
             axes.plot(goal, line, "|", color=GOAL, markersize=14, markeredgewidth=2)
             axes.annotate("goal", (goal, line - 0.5), color=GOAL, fontsize=7, ha="center", va="bottom")
         line += len(block) + 1  # a line between two cases

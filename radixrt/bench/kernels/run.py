@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import radixrt
 from radixrt.bench.kernels.attention import attention_cases, attention_sweep
 from radixrt.bench.kernels.case import Case
 from radixrt.bench.kernels.elementwise import elementwise_cases, elementwise_sweep
-from radixrt.bench.kernels.groups import GROUPS
+from radixrt.bench.kernels.groups import GROUPS, chosen
 from radixrt.bench.kernels.kv_copy import kv_copy_cases
 from radixrt.bench.kernels.linear import linear_cases, linear_sweep
 from radixrt.bench.kernels.measurement import Result, measure
@@ -26,11 +25,11 @@ from radixrt.bench.kernels.table import Report
 from radixrt.bench.kernels.timing import CudaTimer, measure_machine
 from radixrt.bench.kernels.tree import tree_cases, tree_sweep
 from radixrt.bench.report import check_files, wide_console, write_json
-from radixrt.errors import ParameterError, RadixrtError
+from radixrt.errors import RadixrtError
 from triton_ops.implementation import triton
 
 MEASURE_SECONDS, QUICK_SECONDS = 0.1, 0.02  # of calls, for each time
-_WIDTH = 118  # of the tables where there is no terminal
+_WIDTH = 130  # of the tables where there is no terminal
 
 
 @dataclass(frozen=True)
@@ -70,20 +69,7 @@ def choose_cases(options: Options) -> list[Case[Any]]:
     named = {(case.group, case.name): case for case in reversed(cases)}  # a sweep has some of the usual ones
     cases = list(reversed(named.values()))
     cases.sort(key=lambda case: list(GROUPS).index(case.group))
-    if not options.only:
-        return cases
-    chosen: set[int] = set()
-    for pattern in options.only:
-        group, _, name = pattern.partition("/")
-        if group not in GROUPS:
-            raise ParameterError(f"only is {pattern!r}; its group must be one of: {', '.join(GROUPS)}")
-        members = [i for i, case in enumerate(cases) if case.group == group]
-        matching = [i for i in members if fnmatchcase(cases[i].name, name or "*")]
-        if not matching:
-            names = ", ".join(repr(cases[i].name) for i in members)
-            raise ParameterError(f"only is {pattern!r}, which is none of {group}'s: {names}")
-        chosen.update(matching)
-    return [cases[i] for i in sorted(chosen)]
+    return [cases[i] for i in chosen(options.only, [(case.group, case.name) for case in cases])]
 
 
 def _without_compiled(case: Case[Any]) -> Case[Any]:
@@ -131,9 +117,9 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
                 write_json(json_file, written)
     report.print_end()
     if plot_file is not None:
-        from radixrt.bench.kernels.plot import plot_results  # matplotlib is an extra
+        from radixrt.bench.kernels.plot import plot  # matplotlib is an extra
 
-        plot_results(results, plot_file, title=f"Kernels on {machine.name}, bf16")
+        plot([result.to_dict() for result in results], plot_file, card=machine.name)
     return int(any(result.ours.reason is not None for result in results))
 
 

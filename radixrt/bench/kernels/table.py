@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from radixrt.bench.kernels.case import MOST_SLOWER
 from radixrt.bench.kernels.goals import published_times
 from radixrt.bench.kernels.measurement import Measurement, Result
 
@@ -17,6 +18,13 @@ _CAPTION = (
     "relative. goal: us, met by either time (floor: missed, but not by far; stretch: more than met). vs: their "
     "better time over ours. Published times are eager ones."
 )
+_PLAN_CAPTION = (
+    "bytes: % of the time that the distinct bytes alone allow. read: tokens that the plan's items read, over the "
+    "distinct ones. plan: us of the host to make it. vs of flat: the speed-up, (!) where ours is more than "
+    f"{100 * (MOST_SLOWER - 1):.0f} % slower."
+)
+_HEADERS = ("eager", "graph", "rate", "%", "limit", "error", "goal", "met", "vs")
+_PLAN_HEADERS = ("eager", "graph", "%", "limit", "bytes", "read", "plan", "goal", "met", "vs")
 _VERDICTS = {"yes": "green", "stretch": "green", "floor": "yellow", "no": "red", "": "dim"}
 
 
@@ -27,38 +35,56 @@ class Report:
         self._console = console
         self._notes: dict[str, int] = {}  # the same reason is said once
         self._verdicts: list[str] = []
+        self._slower: list[bool] = []  # of the cases that are not to be
+        self._has_plans = False
 
     def print_group(self, results: Sequence[Result]) -> None:
         """The results of one group, a block of lines a case."""
         self._console.print(_table(results, self._notes))
         self._verdicts += [result.verdict for result in results if result.goal_seconds is not None]
+        self._slower += [result.is_slower for result in results if result.is_slower is not None]
+        self._has_plans |= _have_plans(results)
 
     def print_end(self) -> None:
         """What the columns mean, why there is no time where there is none, and how many goals are met."""
         self._console.print(_CAPTION, style="dim")
+        if self._has_plans:
+            self._console.print(_PLAN_CAPTION, style="dim")
         for reason, number in self._notes.items():
             self._console.print(f"[{number}] {reason}", markup=False)
         if self._verdicts:
             met = sum(verdict in ("yes", "stretch") for verdict in self._verdicts)
             self._console.print(f"{met} of {len(self._verdicts)} goals are met.")
+        if self._slower:
+            self._console.print(
+                f"Tree is more than {100 * (MOST_SLOWER - 1):.0f} % slower than flat in {sum(self._slower)} of "
+                f"{len(self._slower)} cases."
+            )
+
+
+def _have_plans(results: Sequence[Result]) -> bool:
+    return any(measurement.plan is not None for result in results for measurement in result.measurements)
 
 
 def _table(results: Sequence[Result], notes: dict[str, int]) -> Table:
     table = Table(title=results[0].case.group, title_justify="left", title_style="bold")
     table.add_column("", no_wrap=True)
-    for header in ("eager", "graph", "rate", "%", "limit", "error", "goal", "met", "vs"):
+    headers = _PLAN_HEADERS if _have_plans(results) else _HEADERS
+    for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
     for result in results:
         for measurement in result.measurements:
-            table.add_row(*_row(result, measurement, notes))
+            name, cells = _cells(result, measurement, notes)
+            table.add_row(name, *(cells[header] for header in headers))
         for published in published_times(result.case.group, result.case.shape, result.machine):
-            row = _row(result, Measurement(published.name, eager_seconds=published.seconds), notes)
-            table.add_row(f"{row[0]}, published", *row[1:], style="dim")
+            name, cells = _cells(result, Measurement(published.name, eager_seconds=published.seconds), notes)
+            table.add_row(f"{name}, published", *(cells[header] for header in headers), style="dim")
         table.add_section()
     return table
 
 
-def _row(result: Result, measurement: Measurement, notes: dict[str, int]) -> list[str]:
+def _cells(result: Result, measurement: Measurement, notes: dict[str, int]) -> tuple[str, dict[str, str]]:
+    """The name of a line, and what stands below each header."""
     is_ours = measurement is result.ours
     name = f"[bold]{escape(result.case.name)}[/]" if is_ours else f"  {escape(measurement.name)}"
     if is_ours and result.in_l2:
@@ -71,18 +97,24 @@ def _row(result: Result, measurement: Measurement, notes: dict[str, int]) -> lis
     if is_ours:
         goal = _microseconds(result.goal_seconds)
         met = f"[{_VERDICTS[result.verdict]}]{result.verdict}[/]"
-    return [
-        name,
-        eager,
-        graph,
-        "" if seconds is None else _rate(result, seconds),
-        "" if seconds is None else f"{result.percent_of_bound(seconds):.0f}",
-        result.bound.limit if is_ours else "",
-        "" if measurement.error is None else f"{measurement.error:.1e}",
-        goal,
-        met,
-        "" if is_ours or seconds is None or ours is None else f"{seconds / ours:.2f}x",
-    ]
+    versus = "" if is_ours or seconds is None or ours is None else f"{seconds / ours:.2f}x"
+    if result.is_slower and measurement.name == result.case.never_slower_than:
+        versus = f"[red]{versus} (!)[/]"
+    plan = measurement.plan
+    return name, {
+        "eager": eager,
+        "graph": graph,
+        "rate": "" if seconds is None else _rate(result, seconds),
+        "%": "" if seconds is None else f"{result.percent_of_bound(seconds):.0f}",
+        "limit": result.bound.limit if is_ours else "",
+        "bytes": "" if seconds is None else f"{result.percent_of_bandwidth(seconds):.0f}",
+        "read": "" if plan is None else f"{plan.read_factor:.2f}x",
+        "plan": "" if plan is None else f"{1e6 * plan.seconds:.0f}",
+        "error": "" if measurement.error is None else f"{measurement.error:.1e}",
+        "goal": goal,
+        "met": met,
+        "vs": versus,
+    }
 
 
 def _note(reason: str, notes: dict[str, int]) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from layers.placement import Placement
 from radixrt.bench.kernels.attention import planned_decode
 from radixrt.bench.kernels.attention_inputs import (
     AttentionInputs,
@@ -17,14 +19,14 @@ from radixrt.bench.kernels.attention_inputs import (
     attention_inputs,
     expected_attention,
 )
-from radixrt.bench.kernels.case import Call, Case, Contender
+from radixrt.bench.kernels.attention_peers import flash_infer_cascade
+from radixrt.bench.kernels.case import Call, Case, Contender, PlanFigures
 from radixrt.bench.kernels.roofline import Work, tree_work
-from triton_ops.attention_plan import AttentionPlan, Int32Array, SharedItems
-from triton_ops.decode_attention import decode_item_len
-from triton_ops.implementation import GPU, gpu_of
-from triton_ops.shared_attention import shared_rows
+from radixrt.execution.attention_planner import AttentionPlanner
+from radixrt.models.config import AttentionKind
 
-PROGRAMS_PER_SM = 2  # of the kernel for shared items that run side by side
+PLANNINGS = 9  # of the same batch; their median is the time
+FLAT = "radixrt, flat"
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,28 @@ class TreeShape:
 
     @property
     def words(self) -> str:
+        """A prefix that all share is `prefix+tail`; else nodes of the levels, and what they hold."""
         counts, lengths = zip(*self.levels, strict=True)
-        words = [f"B={counts[-1]}", "+".join(map(str, lengths))]
-        if len(counts) > 2:
-            words.append(f"nodes {'/'.join(map(str, counts))}")
+        words = [f"B={counts[-1]}"]
+        if len(counts) == 1 or counts[:-1] == (1,):
+            words.append("+".join(map(str, lengths)))
+        else:
+            held = lengths if len(set(lengths)) > 1 else lengths[:1]
+            words.append(f"{_elided(counts)} of {_elided(held)}")
         return " ".join([*words, self.attention.words]).strip()
+
+    @property
+    def distinct(self) -> int:
+        """Tokens of the tree."""
+        return sum(count * length for count, length in self.levels)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Where all requests share one prefix and nothing else: how many, and the tokens of prefix and tail."""
+        if len(self.levels) != 2 or self.levels[0][0] != 1:
+            return {}
+        (_, shared), (batch, private) = self.levels
+        return {"batch": batch, "shared": shared, "private": private}
 
     def tokens(self) -> Tensor:
         """Which of the tree's tokens, counted level by level, a request has at a position: `[batch, length]`."""
@@ -58,9 +77,15 @@ class TreeShape:
 
     def work(self) -> Work:
         """With every token of the tree read once."""
-        distinct = sum(count * length for count, length in self.levels)
         shape = self.attention
-        return tree_work([shape.length] * shape.batch, distinct, *shape.heads)
+        return tree_work([shape.length] * shape.batch, self.distinct, *shape.heads)
+
+
+def _elided(numbers: Sequence[int]) -> str:
+    """With what is in the middle of many left out."""
+    if len(numbers) > 4:
+        return f"{numbers[0]}/{numbers[1]}/../{numbers[-1]} ({len(numbers)})"
+    return "/".join(map(str, numbers))
 
 
 def tree_shape(*levels: tuple[int, int], attention: AttentionShape | None = None) -> TreeShape:
@@ -71,66 +96,40 @@ def tree_shape(*levels: tuple[int, int], attention: AttentionShape | None = None
     return TreeShape(levels, AttentionShape(batch, length - 1, 1, *heads))
 
 
-def shared_items(shape: TreeShape, gpu: GPU) -> SharedItems:
-    """All levels but the last, each node cut to the rows of a tile and to pieces of about a fair share for each of
-    the programs that run side by side. Tiles that read the same stand together.
+@dataclass(frozen=True)
+class _Layer:
+    """One layer that sees everything, with the heads of a shape: what the engine's planner is told of a model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention: tuple[AttentionKind, ...] = (AttentionKind(rope=None),)
+
+
+def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool) -> Call:
+    """By the plan that the engine makes for a captured pass of these requests, made once, as for a steady batch.
+    Without `tree`, as if the requests shared nothing, but with those that read the same side by side.
     """
-    attention = shape.attention
-    most = shared_rows(gpu, attention.head_dim, attention.num_heads // attention.num_kv_heads, attention.dtype)
-    widths = [attention.batch // count for count, _ in shape.levels[:-1]]  # requests below a node
-    total = sum(
-        count * length * -(-width // most)
-        for (count, length), width in zip(shape.levels[:-1], widths, strict=True)
-    )
-    fair = total * attention.num_kv_heads // (PROGRAMS_PER_SM * gpu.num_sms)
-    piece = 64 * max(1, -(-fair // 64))
-    items, begin = [], 0
-    for (count, length), width in zip(shape.levels[:-1], widths, strict=True):
-        items += [
-            (node * width, begin + start, min(piece, length - start), row, min(most, (node + 1) * width - row))
-            for node in range(count)
-            for start in range(0, length, piece)
-            for row in range(node * width, (node + 1) * width, most)
-        ]
-        begin += length
-    lines, starts, lens, query_starts, query_lens = np.array(items, np.int32).reshape(-1, 5).T
-    queries = np.arange(attention.batch, dtype=np.int32)
-    return SharedItems(lines, starts, lens, query_starts, query_lens, queries)
-
-
-def our_tree(inputs: AttentionInputs, shape: TreeShape) -> Call:
-    """The plan is made once, as for a steady batch."""
-    gpu, num_kv_heads = gpu_of(inputs.q.device), shape.attention.num_kv_heads
-    rows, lens, tail = _requests(inputs), inputs.seq_lens.numpy(force=True), shape.levels[-1][1]
-    arrays = AttentionPlan.tree_arrays(
-        rows,
-        lens,
-        lens - tail,
-        shared_items(shape, gpu),
-        max_item_len=decode_item_len(gpu, num_kv_heads, np.full_like(lens, tail)),
-    )
-    return planned_decode(inputs, arrays)
-
-
-def our_flat(inputs: AttentionInputs) -> Call:
-    """As if the requests shared nothing, but with those that read the same side by side."""
-    lens = inputs.seq_lens.numpy(force=True)
-    arrays = AttentionPlan.flat_arrays(
-        _requests(inputs),
-        lens,
-        max_item_len=decode_item_len(gpu_of(inputs.q.device), inputs.shape.num_kv_heads, lens),
-        req_to_token=inputs.req_to_token.numpy(force=True),
-    )
-    return planned_decode(inputs, arrays)
-
-
-def _requests(inputs: AttentionInputs) -> Int32Array:
-    rows: Int32Array = inputs.rows.numpy(force=True)
-    return rows
+    attention, device = shape.attention, inputs.q.device
+    layer = _Layer(attention.num_heads, attention.num_kv_heads, attention.head_dim)
+    placement = Placement(attention.dtype, device, "triton")
+    planner = AttentionPlanner(layer, placement, inputs.req_to_token.numpy(force=True), tree=tree)
+    rows, lens = inputs.rows.numpy(force=True), inputs.seq_lens.numpy(force=True)
+    seconds = []
+    for _ in range(PLANNINGS):
+        began = time.perf_counter()
+        plans = planner.plan_padded(rows, lens)
+        seconds.append(time.perf_counter() - began)
+    arrays = {name: torch.from_numpy(array).to(device) for name, array in plans.arrays.items()}
+    plan = plans.decode(arrays)[None]
+    read = int(plan.item_lens.sum()) + int(plan.shared_lens.sum())
+    shared_items = int(plan.shared_lens.count_nonzero())
+    figures = PlanFigures(median(seconds), read / shape.distinct, shared_items)
+    return replace(planned_decode(inputs, plan), plan=figures)
 
 
 def tree_case(shape: TreeShape) -> Case[AttentionInputs]:
-    """Tree beside flat: "vs" is the speed-up."""
+    """Tree beside flat, than which it is not to be slower ("vs" is the speed-up), and FlashInfer's cascade."""
 
     def inputs(device: torch.device, copies: int) -> list[AttentionInputs]:
         return attention_inputs(shape.attention, device, copies, shape.tokens().to(device))
@@ -142,25 +141,40 @@ def tree_case(shape: TreeShape) -> Case[AttentionInputs]:
         shape.work(),
         inputs,
         expected_attention,
-        (Contender("radixrt", partial(our_tree, shape=shape)), Contender("radixrt, flat", our_flat)),
+        (
+            Contender("radixrt", partial(our_decode, shape=shape, tree=True)),
+            Contender(FLAT, partial(our_decode, shape=shape, tree=False)),
+            Contender("FlashInfer cascade", partial(flash_infer_cascade, levels=shape.levels)),
+        ),
+        never_slower_than=FLAT,
+        sizes=shape.sizes,
     )
 
 
 def tree_cases() -> Iterator[Case[AttentionInputs]]:
-    """The shapes of the goals, a tree of four levels, and requests that share nothing."""
+    """The shapes of the goals; a tree of four levels, a wide one, a deep one, a chain; and requests that share one
+    token, or nothing.
+    """
     for batch, prefix, tail in ((256, 8192, 128), (256, 2048, 128), (256, 32_768, 256), (64, 8192, 128)):
         yield tree_case(tree_shape((1, prefix), (batch, tail)))
     yield tree_case(tree_shape((1, 1024), (4, 256), (16, 128), (512, 32)))
+    yield tree_case(tree_shape((64, 1024), (512, 64)))
+    yield tree_case(tree_shape(*((2**level, 128) for level in range(9))))
+    yield tree_case(tree_shape(*((1, 256) for _ in range(4)), (256, 128)))
+    yield tree_case(tree_shape((1, 1), (256, 2048)))
     yield tree_case(tree_shape((256, 2048)))
 
 
 def tree_sweep() -> Iterator[Case[AttentionInputs]]:
-    """Batches and prefixes around them; wide, deep and degenerate trees."""
-    for batch in (4, 16, 64, 256, 512):
-        for prefix in (128, 512, 2048, 8192):
+    """Batches and prefixes around them, which make a figure; short prefixes, fan-outs, and batches that share
+    nothing.
+    """
+    for prefix in (512, 2048, 8192, 32_768):
+        for batch in (4, 8, 16, 32, 64, 128, 256, 512):
             yield tree_case(tree_shape((1, prefix), (batch, 128)))
+    for batch in (16, 64, 256, 512):
+        yield tree_case(tree_shape((1, 128), (batch, 128)))
     for fan_out in (2, 8, 32):
         yield tree_case(tree_shape((256 // fan_out, 1024), (256, 128)))
-    yield tree_case(tree_shape((1, 256), (1, 256), (1, 256), (1, 256), (256, 128)))
-    yield tree_case(tree_shape(*((2**level, 128) for level in range(9))))
-    yield tree_case(tree_shape((1, 1), (256, 2048)))
+    for batch in (1, 16, 64, 512):
+        yield tree_case(tree_shape((batch, 1024)))

@@ -61,7 +61,7 @@ def add_throughput(benchmarks: Any) -> None:
     option("--no-prefix-cache", action="store_true", help="again without the prefix cache")
     option("--no-overlap", action="store_true", help="again with passes that wait for one another's results")
     option("--no-graphs", action="store_true", help="again without captured graphs")
-    option("--tree", action="store_true", help="again with tree attention")
+    option("--flat", action="store_true", help="again with attention that reads what requests share once for each")
     option("--baseline", choices=BASELINES, help="again with this engine, each list once")
     option(
         "--baseline-limit", type=float, metavar="SECONDS", help="after which it is stopped, for each list (120)"
@@ -85,8 +85,8 @@ def _epilog() -> str:
 examples:
   radixrt bench throughput --scale cpu
   radixrt bench throughput --config qwen3-0.6b --workload docqa --no-overlap --idle
-  radixrt bench throughput --no-prefix-cache --no-overlap --no-graphs --baseline transformers --idle --step \\
-      --start-up --json out.json --plot out.png --trace traces
+  radixrt bench throughput --flat --no-prefix-cache --no-overlap --no-graphs --baseline transformers --idle \\
+      --step --start-up --json out.json --plot out.png --trace traces
 
 Answers have fixed lengths and are drawn at temperature 0.6. A baseline that fails is shown as -, with the reason
 below the table. Traces are for chrome://tracing or ui.perfetto.dev.

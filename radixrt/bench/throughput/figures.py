@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 from radixrt.bench.run import Run
-from radixrt.bench.throughput.goals import Goal
 from radixrt.workloads.lists import VOCAB_SIZE
 
 
@@ -99,13 +98,14 @@ class WorkloadFigures:
     """One workload at one shape; what is not measured yet, or not at all, is empty or None.
 
     Attributes:
+        goal: how many times its bound it may take.
         runs: a run for each repetition.
         ablated: by name, the same with a part of the engine switched off.
         idle_share: 0 to 1, of the seconds of one more run, in which the device did nothing.
     """
 
     workload: str
-    goal: Goal | None
+    goal: float | None
     runs: tuple[Run, ...] = ()
     ablated: dict[str, tuple[Run, ...]] = field(default_factory=dict)
     idle_share: float | None = None
@@ -149,16 +149,14 @@ class WorkloadFigures:
     @property
     def goal_seconds(self) -> float | None:
         """The most that meets the goal; median."""
-        return None if self.goal is None else self.goal.limit(self.bound_seconds)
+        bound = self.bound_seconds
+        return None if self.goal is None or bound is None else self.goal * bound
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the goal is; None if there is none."""
-        if self.goal is None:
-            return None
-        if self.goal.times_bound is not None:  # of the list at hand, as each repetition has another one
-            return None if self.times_bound is None else self.times_bound <= self.goal.times_bound
-        return None if self.goal_seconds is None else self.seconds <= self.goal_seconds
+        """Whether the goal is; None if there is none, or no bound is known."""
+        times = self.times_bound  # of the list at hand: each repetition has another one
+        return None if self.goal is None or times is None else times <= self.goal
 
     def seconds_without(self, ablation: str) -> float | None:
         """Median with a part switched off; None if it was not measured."""

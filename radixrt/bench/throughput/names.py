@@ -11,7 +11,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "no-prefix-cache": {"enable_prefix_cache": False},
     "no-overlap": {"overlap": False},
     "no-graphs": {"cuda_graphs": False},
-    "tree": {"attention": "tree"},
+    "flat": {"attention": "flat"},
 }
 """By name: what the Runtime is made with."""
 BASELINES = ("transformers",)

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from radixrt.bench.throughput import goals
-from radixrt.bench.throughput.figures import BaselineRun, Profile, ShapeFigures, StartUp, WorkloadFigures
+from radixrt.bench.throughput.figures import BaselineRun, Profile, ShapeFigures, StartUp
 
 KERNELS_SHOWN = 16
 _NAME_LEN = 70  # of a kernel
@@ -55,7 +55,11 @@ def print_workloads(figures: ShapeFigures, console: Console) -> None:
             "-" if times is None else f"x{times:.2f}",
             "-" if times is None else f"{100 / times:.0f}",
             "-" if workload.idle_share is None else f"{workload.idle_share:.1%}",
-            *((_goal(workload), _MET[workload.is_met]) if has_goals else ()),
+            *(
+                ("" if workload.goal is None else f"x{workload.goal:g}", _MET[workload.is_met])
+                if has_goals
+                else ()
+            ),
         )
     console.print(table)
     console.print(_CAPTION, style="dim")
@@ -146,14 +150,6 @@ def _table(title: str, headers: Sequence[str]) -> Table:
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
     return table
-
-
-def _goal(workload: WorkloadFigures) -> str:
-    if workload.goal is None:
-        return ""
-    if workload.goal.times_bound is not None:
-        return f"x{workload.goal.times_bound:g}"
-    return f"{workload.goal.seconds:g} s"
 
 
 def _limit(seconds: float, limit: float) -> str:
