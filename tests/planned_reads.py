@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 from simulation import World, require
@@ -136,18 +137,26 @@ def reads_of(arrays: Mapping[str, Int32Array]) -> list[Reads]:
         require("17: shared items have no more rows than a tile", count <= ROWS_AT_ONCE, count)
         for j, query in enumerate(queries[first : first + count]):
             reads[query].append((line, start, start + length, partial + j))
-    starts, merged = arrays["row_partial_starts"].tolist(), arrays["row_partials"].tolist()
+    merged, taken_in = (lists_of(arrays, f"{name}_partial_starts") for name in ("row", "tail"))
     for i, own in enumerate(reads):
         partials = sorted(partial for *_, partial in own)
-        direct = partials == [-1] and starts[i] == starts[i + 1]
-        name = "17: a result is one item's, or merged from all"
-        require(
-            name, direct or (bool(partials) and partials == sorted(merged[starts[i] : starts[i + 1]])), (i, own)
-        )
+        direct = partials == [-1, *taken_in[i]] and not merged[i]
+        name = "17: a result is one item's, which takes in what shared items computed, or merged from all"
+        require(name, direct or (bool(partials) and partials == merged[i] and not taken_in[i]), (i, own))
     written = [partial for own in reads for *_, partial in own if partial >= 0]
     require("17: a partial result is written once", len(set(written)) == len(written), written)
-    require("17: partial results have room", max(written, default=-1) < max(1, len(merged)), written)
+    require(
+        "17: partial results have room", max(written, default=-1) < max(1, len(arrays["row_partials"])), written
+    )
     return reads
+
+
+def lists_of(arrays: Mapping[str, Int32Array], name: str) -> list[list[int]]:
+    """The partial results of each row that begin at `name`, sorted."""
+    partials, starts = arrays["row_partials"].tolist(), arrays[name].tolist()
+    if not starts:
+        return [[]] * len(arrays["seq_lens"])
+    return [sorted(partials[start:end]) for start, end in pairwise(starts)]
 
 
 def _items(arrays: Mapping[str, Int32Array], group: str, lines: str) -> Iterator[tuple[int, ...]]:

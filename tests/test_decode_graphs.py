@@ -411,7 +411,7 @@ def test_every_draw_is_captured_for_every_size(folder: Path, attention: str) -> 
         assert graphs.max_batch == MERGES_BELOW
         kinds = {(size, PlanKind.CUT) for size in sizes} | {(MERGES_BELOW, PlanKind.WHOLE)}
         if attention == "tree":
-            kinds |= {(size, PlanKind.TREE) for size in sizes}
+            kinds |= {(size, kind | PlanKind.TREE) for size, kind in kinds}
         assert set(graphs._forwards) == kinds
         assert set(graphs._draws) == {(size, features) for size in sizes for features in CAPTURED_DRAWS}
 
@@ -467,14 +467,15 @@ def test_passes_with_few_extends_share_only_where_there_is_something(
         assert graphs is not None
         assert {(shape.num_tokens, kind) for shape, kind in graphs._graphs} == {
             (16, PlanKind.CUT),
-            (16, PlanKind.TREE),
-            (64, PlanKind.TREE),
+            (16, PlanKind.CUT | PlanKind.TREE),
+            (64, PlanKind.CUT | PlanKind.TREE),
         }
         runtime.generate(random_prompts(2, most=8), GREEDY)
         assert not trees
         runtime.generate(families(2), GREEDY)
     seen = {(padded.shape.num_tokens, padded.plans.kind) for padded in extend_replays}
-    assert seen == {(16, PlanKind.CUT), (16, PlanKind.TREE), (64, PlanKind.TREE)}
+    both = PlanKind.CUT | PlanKind.TREE
+    assert seen == {(16, PlanKind.CUT), (16, both), (64, both)}
     with runtime_of(folder, chunked_prefill_size=64) as flat:
         graphs = runner_of(flat)._extend_graphs
         assert graphs is not None

@@ -34,6 +34,9 @@ def padded(
 ) -> dict[str, Int32Array]:
     """The arrays of a plan with empty items and unused partial results at the end."""
     sizes = {name: num_items for name in arrays if name.startswith("item_")} | {"row_partials": num_partials}
+    sizes["row_partial_starts"] = len(arrays["seq_lens"]) + 1
+    if num_shared:
+        sizes["tail_partial_starts"] = sizes["row_partial_starts"]
     sizes |= {name: num_shared for name in arrays if name.startswith("shared_")} | {"shared_queries": num_queries}
     return {
         name: np.pad(array, (0, sizes[name] - array.size)) if name in sizes else array

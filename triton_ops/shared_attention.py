@@ -179,9 +179,9 @@ def _shared_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
 
-    # The first tile, which may be short, is masked, and its greatest scores serve for all others. Should these turn
-    # out to have far greater ones, it all begins anew, careful with each tile. So does float32, whose products
-    # leave no registers for other loops of them.
+    # The first tile, which may be short, is masked, and its greatest scores serve for all others. Should these
+    # turn out to have far greater ones, it all begins anew, careful with each tile. So does float32, whose
+    # products leave no registers for other loops of them.
     CAREFUL: tl.constexpr = q.dtype.element_ty == tl.float32
     last = tl.maximum(end - 1, 0)
     careful_end = end

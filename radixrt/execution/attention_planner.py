@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntFlag
 from typing import Protocol
 
 import numpy as np
@@ -27,11 +27,11 @@ LONG_ITEM = 4096  # tokens that a program may read by itself, though a fair shar
 SHARED_PROGRAMS_PER_SM = 2  # of shared items, that run side by side
 
 
-class PlanKind(IntEnum):
+class PlanKind(IntFlag):
     """What the plans of a pass's decodes are made of: in padded passes that decides their shapes.
 
-    WHOLE: an item for each decode. CUT: long contexts are several, whose results are merged. TREE: besides, what
-    decodes share is read once for all of them.
+    WHOLE: an item for each decode. CUT: long contexts, or tails of them, are several, whose results a kernel of
+    its own merges. TREE: what decodes share is read once for all of them. Plans may be both.
     """
 
     WHOLE = 0
@@ -53,10 +53,12 @@ class PassPlans:
     @property
     def kind(self) -> PlanKind:
         """That of the decodes' plans."""
-        if any(len(self.arrays[f"decode {window} shared_lines"]) for window in self.windows):
-            return PlanKind.TREE
-        merges = any(len(self.arrays[f"decode {window} row_partials"]) for window in self.windows)
-        return PlanKind.CUT if merges else PlanKind.WHOLE
+
+        def some(field: str) -> bool:
+            return any(len(self.arrays[f"decode {window} {field}"]) for window in self.windows)
+
+        cut = PlanKind.CUT if some("row_partial_starts") else PlanKind.WHOLE
+        return cut | PlanKind.TREE if some("shared_lines") else cut
 
     def decode(self, arrays: Mapping[str, Tensor]) -> dict[int | None, AttentionPlan]:
         """The decodes' plans, of the copies."""
@@ -142,7 +144,8 @@ class AttentionPlanner:
     @property
     def kinds(self) -> tuple[PlanKind, ...]:
         """Those that plans may be of."""
-        return tuple(kind for kind in PlanKind if kind is not PlanKind.TREE or self._shared is not None)
+        flat = (PlanKind.WHOLE, PlanKind.CUT)
+        return flat if self._shared is None else (*flat, *(kind | PlanKind.TREE for kind in flat))
 
     def plan(self, host: Mapping[str, Int32Array], num_extends: int) -> PassPlans:
         """The plans for a pass of `InputMetadata.host_arrays` whose first `num_extends` requests are extends."""
@@ -157,23 +160,24 @@ class AttentionPlanner:
     def plan_padded(
         self, rows: Int32Array, seq_lens: Int32Array, *, least: PlanKind = PlanKind.WHOLE
     ) -> PassPlans:
-        """The plans for decodes `[R]`, of shapes that depend on R and on their kind alone, which is `least` or a
-        later one: what they need. Padded decodes are the last ones, with a `seq_len` of 0.
+        """The plans for decodes `[R]`, of shapes that depend on R and on their kind alone: what they need, and
+        what `least` has. Padded decodes are the last ones, with a `seq_len` of 0.
         """
         assert self._gpu is not None  # the references take any shape
         count = len(rows)
         plans = PassPlans(self._decodes(rows, seq_lens), self._windows, None)
-        kind, items, partials = max(least, plans.kind), count, 0
-        if kind is not PlanKind.WHOLE:
+        kind = least | plans.kind
+        flat = {"item": count}
+        if PlanKind.CUT in kind:
             items = most_decode_items(self._gpu, self._config.num_kv_heads, count) + 1  # the padded decodes'
-            partials = items
-        flat = tree = {"item": items, "row_partials": partials}
-        if kind is PlanKind.TREE:
+            flat = {"item": items, "row_partials": items, "row_partial_starts": count + 1}
+        tree = flat
+        if PlanKind.TREE in kind:
             assert self._shared is not None  # such plans are its
             most_items, most_partials = self._shared.room(count)
-            tree = {
-                "item": items,
-                "row_partials": partials + most_partials,
+            tree = flat | {
+                "row_partials": flat.get("row_partials", 0) + most_partials,
+                "tail_partial_starts": count + 1,
                 "shared": most_items,
                 "shared_queries": count,
             }

@@ -116,8 +116,8 @@ class DecodeNumbers:
         self._steps_left = 0  # that the plan serves
 
     def kinds(self, size: int) -> tuple[PlanKind, ...]:
-        """Those of the plans of passes of `size` decodes; later ones take more memory."""
-        return tuple(kind for kind in self._planner.kinds if kind >= _least(size))
+        """Those of the plans of passes of `size` decodes; the last one takes most memory."""
+        return tuple(kind for kind in self._planner.kinds if _least(size) in kind)
 
     def idle(self, size: int, kind: PlanKind) -> DecodeForm:
         """The form of passes of `size` decodes with plans of that kind, filled in for padded ones."""
@@ -146,5 +146,5 @@ class DecodeNumbers:
 
 
 def _least(size: int) -> PlanKind:
-    """The first kind that plans of `size` decodes have."""
+    """What plans of `size` decodes are of at least."""
     return PlanKind.CUT if size < MERGES_BELOW else PlanKind.WHOLE

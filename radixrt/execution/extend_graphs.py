@@ -119,7 +119,7 @@ class ExtendGraphs:
         with torch.inference_mode():
             for shape in reversed(self._shapes):
                 for kind in reversed(self._planner.kinds):
-                    if kind < self._least(shape):
+                    if self._least(shape) not in kind:
                         continue
                     idle = self._idle(shape, kind)
                     self._graphs[shape, kind] = self._memory.captured(
@@ -154,7 +154,7 @@ class ExtendGraphs:
         return self._logits[: shape.num_rows], self._finite[: shape.num_extends + shape.num_rows]
 
     def _least(self, shape: PassShape) -> PlanKind:
-        """The first kind that plans of passes of a shape have."""
+        """What plans of passes of a shape are of at least."""
         return PlanKind.CUT if shape.num_tokens <= TOKENS_OF_ALL_KINDS else self._planner.kinds[-1]
 
     def _idle(self, shape: PassShape, kind: PlanKind) -> PaddedPass:
