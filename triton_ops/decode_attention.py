@@ -257,7 +257,7 @@ def decode_config(
         return DecodeConfig(16, num_warps=8, num_stages=1, max_registers=128)
     if e4m3:
         # With 128 registers four programs run side by side.
-        registers = 168 if alibi or window or head_dim > 128 else 128
+        registers = 255 if tails else 168 if alibi or window or head_dim > 128 else 128
         return DecodeConfig(64 if head_dim <= 128 else 32, num_warps=4, num_stages=3, max_registers=registers)
     if head_dim > 128:
         if gpu.capability == 90:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.attention_plan import SharingPlan
+from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import GPU, gpu_of, next_power_of_2, tl, triton
 from triton_ops.online_softmax import attend_tile, attend_tile_above, load_heads, overflows, write_rows
 
@@ -27,10 +28,12 @@ class SharedConfig:
     max_registers: int | None = None
 
 
-def shared_config(gpu: GPU, head_dim: int, dtype: torch.dtype) -> SharedConfig:
-    """The kernel's configuration for queries of `dtype`.
+def shared_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, e4m3: bool = False) -> SharedConfig:
+    """The kernel's configuration for queries of `dtype`; `e4m3`: the pool is. The tiles' rows depend on none but
+    the other arguments.
 
-    None is measured yet: they are what compiles without spills, for Hopper after those of `extend_attention`.
+    Hopper's for heads of 65 to 128 was measured on an H200 (docs/benchmarks.md). The others are what compiles
+    without spills.
     """
     if dtype == torch.float32:
         tile = 32 if head_dim <= 64 else 16
@@ -43,7 +46,7 @@ def shared_config(gpu: GPU, head_dim: int, dtype: torch.dtype) -> SharedConfig:
         return SharedConfig(128, 64 if head_dim <= 64 else 32, 8, 2, max_registers=255)
     if head_dim <= 64:
         return SharedConfig(128, 64, 4, 3)
-    return SharedConfig(128, 32, 8, 3, max_registers=128)
+    return SharedConfig(128, 32, 8, 3, max_registers=None if e4m3 else 128)
 
 
 def shared_rows(gpu: GPU, head_dim: int, group: int, dtype: torch.dtype) -> int:
@@ -88,7 +91,7 @@ def shared_attention(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_buffer.shape[1]
     group = num_heads // num_kv_heads
-    config = shared_config(gpu_of(q.device), head_dim, q.dtype)
+    config = shared_config(gpu_of(q.device), head_dim, q.dtype, e4m3=k_buffer.dtype == E4M3)
     block_m = _block_m(config, group)
     # On a GPU that would be waiting for it.
     longest = int(plan.shared_query_lens.max()) if q.device.type == "cpu" else 0
