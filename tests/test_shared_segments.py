@@ -13,8 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from simulation import SimulatedPass, SimulatedRunner, Walk, World, random_sizes
 
+from radixrt.execution import slot_tree
 from radixrt.execution.shared_segments import SharedSegments, TreeCosts
-from radixrt.execution.slot_tree import MOST_LEVELS
+from radixrt.execution.slot_tree import MOST_LEVELS, MOST_STOPS
 from radixrt.schedule.batch import ScheduleBatch
 from triton_ops.attention_plan import SharedItems
 
@@ -230,10 +231,13 @@ def test_requests_of_several_rows_read_every_position_once_for_each(
     assert shared + (lens - tail_starts) @ apiece <= lens @ apiece * (1 + 1e-9)
 
 
-@given(trees(), st.integers(0, 3))
-def test_where_nothing_else_costs_each_token_is_read_once(tree: Tree, seed: int) -> None:
+@given(trees(), st.integers(0, 3), st.sampled_from([1, 3, MOST_STOPS]))
+def test_where_nothing_else_costs_each_token_is_read_once(tree: Tree, seed: int, most_stops: int) -> None:
+    """Whether rows are sorted by all stops at once or in rounds."""
     table, lines, seq_lens = tree.table(seed)
-    tail_starts, items = find(segments(FREE), table, lines, seq_lens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_tree, "MOST_STOPS", most_stops)
+        tail_starts, items = find(segments(FREE), table, lines, seq_lens)
     expected = defaultdict(set)
     for line, length in zip(lines.tolist(), seq_lens.tolist(), strict=True):
         for slot in table[line, : max(length - 1, 0)].tolist():
@@ -360,6 +364,14 @@ def test_pieces_fill_a_wave_and_the_dearest_come_first() -> None:
     for (_, start, _, rows), (_, next_start, _, next_rows) in list(pairwise(each_item(items)))[:-1:2]:
         assert start == next_start, "tiles of the same tokens stand together"
         assert not set(rows) & set(next_rows)
+
+
+def test_what_others_have_read_is_cheap_to_read_again() -> None:
+    """Two requests share what comes from memory, not what the L2 cache has for the second, nearly for nothing."""
+    table, lines, seq_lens = Tree([4000], [[0]] * 2, [30] * 2).table()
+    for reread, sharing in ((4.2e12, True), (8.4e12, False)):
+        costs = replace(FREE, partial_crossings=1.0, reread_bandwidth=reread)
+        assert bool(len(find(segments(costs), table, lines, seq_lens)[1].lens)) == sharing
 
 
 def test_nothing_is_shared_where_that_is_dearer() -> None:
