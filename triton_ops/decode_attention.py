@@ -12,7 +12,17 @@ from torch import Tensor
 from triton_ops.attention_inputs import check_attention_inputs, check_window
 from triton_ops.attention_plan import AttentionPlan, Int32Array
 from triton_ops.e4m3 import E4M3, slots_of
-from triton_ops.implementation import GPU, Impl, gpu_of, next_power_of_2, runs_triton, tl, triton
+from triton_ops.implementation import (
+    GPU,
+    Impl,
+    gdc_wait,
+    gpu_of,
+    next_power_of_2,
+    overlaps_launches,
+    runs_triton,
+    tl,
+    triton,
+)
 from triton_ops.merge_partials import merge_partials, merge_rows, take_in
 from triton_ops.online_softmax import attend_pairs, attend_tile, load_heads, write_rows
 from triton_ops.shared_attention import shared_attention
@@ -340,7 +350,10 @@ def _launch(
     num_partials = plan.row_partials.shape[0]
     partial_out = torch.empty((num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=q.device)
+    early: dict[str, bool] = {}
     if plan.shared_lines.shape[0]:
+        if overlaps_launches(q.device):
+            early = {"launch_pdl": True}
         shared_attention(
             q, k_buffer, v_buffer, req_to_token, plan,
             scale, softcap, k_scale, v_scale, alibi_slopes, partial_out, partial_lse,
@@ -403,8 +416,10 @@ def _launch(
         HAS_LSE=lse is not None,
         PAIRS=pairs,
         HAS_TAILS=plan.tail_partial_starts.shape[0] > 0,
+        EARLY=bool(early),
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
+        **early,
     )
     if plan.row_partial_starts.shape[0]:
         merge_partials(partial_out, partial_lse, plan.row_partial_starts, plan.row_partials, sinks, out, lse)
@@ -421,7 +436,7 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr,
-    PAIRS: tl.constexpr, HAS_TAILS: tl.constexpr,
+    PAIRS: tl.constexpr, HAS_TAILS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program is one item and KV head; a tile's rows are the item's query rows times the heads of the group."""
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
@@ -495,6 +510,8 @@ def _decode_kernel(
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
         if v_scale is not None:
             acc *= tl.load(v_scale + kv_head)
+        if EARLY:
+            gdc_wait()  # for what shared items compute: until here it ran beside
         if HAS_TAILS and first_partial < 0:
             begin = tl.load(tail_partial_starts + query_start)
             count = tl.load(tail_partial_starts + query_start + 1) - begin

@@ -14,6 +14,7 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ModuleNotFoundError:  # Triton exists for Linux alone; the torch references run everywhere
 
     class triton:  # type: ignore[no-redef]
@@ -25,7 +26,7 @@ except ModuleNotFoundError:  # Triton exists for Linux alone; the torch referenc
         def jit(fn=None, **options):
             return fn or triton.jit
 
-    tl = None
+    tl = gdc_launch_dependents = gdc_wait = None
 
 __all__ = [
     "GPU",
@@ -33,8 +34,11 @@ __all__ = [
     "Impl",
     "cdiv",
     "compiling_for",
+    "gdc_launch_dependents",
+    "gdc_wait",
     "gpu_of",
     "next_power_of_2",
+    "overlaps_launches",
     "runs_triton",
     "tl",
     "triton",
@@ -57,6 +61,13 @@ class GPU:
 
 INTERPRETER = GPU(capability=90, num_sms=4)  # as a Hopper, with little to share work among
 _compiling_for: GPU | None = None
+
+
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a kernel may start before the one in front of it has ended, to wait for its results itself: what
+    NVIDIA calls programmatic dependent launch, since Hopper. Triton's interpreter does not know it.
+    """
+    return not _INTERPRETED and gpu_of(device).capability >= 90
 
 
 def runs_triton(impl: Impl, device: torch.device) -> bool:

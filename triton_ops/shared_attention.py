@@ -10,7 +10,15 @@ from torch import Tensor
 
 from triton_ops.attention_plan import SharingPlan
 from triton_ops.e4m3 import E4M3
-from triton_ops.implementation import GPU, gpu_of, next_power_of_2, tl, triton
+from triton_ops.implementation import (
+    GPU,
+    gdc_launch_dependents,
+    gpu_of,
+    next_power_of_2,
+    overlaps_launches,
+    tl,
+    triton,
+)
 from triton_ops.online_softmax import attend_tile, attend_tile_above, load_heads, overflows, write_rows
 
 
@@ -134,6 +142,7 @@ def shared_attention(
         NUM_STAGES=config.num_stages,
         HAS_SOFTCAP=softcap is not None,
         HAS_ALIBI=alibi_slopes is not None,
+        EARLY=overlaps_launches(q.device),
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
     )
@@ -147,9 +156,11 @@ def _shared_kernel(
     q_row_stride, q_head_stride, slot_stride, slot_head_stride, line_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program is one item and KV head; its tile's rows are the query rows times the heads of the group."""
+    if EARLY:
+        gdc_launch_dependents()
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
     query_len = tl.load(item_query_lens + item)
     if query_len == 0:

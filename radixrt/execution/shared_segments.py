@@ -14,6 +14,7 @@ from triton_ops.attention_plan import Int32Array, SharedItems
 PIECE_TOKENS = 64  # tokens of a segment's pieces are multiples of it
 MIN_PIECE = 128  # tokens; shorter pieces are not worth their partial results
 MOST_PIECES = 64  # of a segment
+WITH_ROOM = 0.75  # of the programs that run side by side leave room for others
 MOST_WAVES = 4  # of items, that segments are cut for
 MEAN_PARTIALS = 4  # a decode's, of items, at most; where a wave of items has more in all, as many
 
@@ -36,7 +37,7 @@ class TreeCosts:
 
     bandwidth: float = 4.2e12
     reread_bandwidth: float = 7.5e12
-    operations: float = 3.85e14
+    operations: float = 4.85e14
     item: float = 2e-6
     partial_crossings: float = 2.0
     launches: float = 6e-6
@@ -134,11 +135,12 @@ class SharedSegments:
             return tail_starts, _NOTHING
         first, size, start = tree.firsts[chosen], sizes[chosen], tree.begins(kept)[chosen]
         length = tree.stops[chosen] - start
-        step, seconds = self._cut(length, size, most_items, most_partials)
         tails = (
             np.bincount(first, length, len(requests)) - np.bincount(ends[chosen], length, len(requests) + 1)[:-1]
         )
         tails = tails.cumsum()
+        own = self._token * float(lens.sum() - tails.sum())
+        step, seconds = self._cut(length, size, most_items, most_partials, own)
         saved = float(tails @ (alone[1:] - alone[:-1]))
         partials = int((first_query[1:] - first_query[:-1])[tails > 0].sum())
         if self._launches + seconds + self._partial * partials >= saved:
@@ -257,20 +259,24 @@ class SharedSegments:
         return within
 
     def _cut(
-        self, lens: Int64Array, sizes: Int64Array, most_items: int, most_partials: int
+        self, lens: Int64Array, sizes: Int64Array, most_items: int, most_partials: int, own: float
     ) -> tuple[Int64Array, float]:
         """Into pieces of how many tokens segments are cut `[S]`, and the seconds that all items take.
 
         Of cuts of the dearest segment into one piece, two, ..., and of the others into pieces about as dear, it is
-        the one whose waves end first, of those that keep the limits, as uncut segments do.
+        the one whose waves end first, of those that keep the limits, as uncut segments do. What requests read by
+        themselves, which takes `own` seconds, is read beside: where that is the longer part, it gets room for it.
         """
         tiles, share = self._tiles(sizes)
         dear = lens * share
         total, dearest = float(dear @ tiles), float(dear.max())
         wave = self._num_programs / self._num_kv_heads  # items
+        if own > total:
+            wave *= WITH_ROOM
         most = min(MOST_PIECES, max(1, int(MOST_WAVES * wave * dearest / total)))
         step = np.ceil(lens / np.ceil(dear * (np.arange(1.0, most + 1)[:, None] / dearest) - 1e-9))
-        step = np.maximum(np.ceil(step / PIECE_TOKENS) * PIECE_TOKENS, MIN_PIECE)
+        # Odd multiples: pieces of a power of two, read side by side, would meet in the same parts of the memory.
+        step = np.maximum(np.ceil(step / PIECE_TOKENS) // 2 * 2 + 1, MIN_PIECE // PIECE_TOKENS) * PIECE_TOKENS
         parts = np.ceil(lens / step)
         items, partials = parts @ tiles, parts @ sizes
         work = items * self._item + total
