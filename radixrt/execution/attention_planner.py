@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 
 import numpy as np
@@ -15,7 +15,13 @@ from layers.placement import Placement
 from radixrt.execution.shared_segments import SharedSegments, TreeCosts
 from radixrt.execution.staging import padded
 from radixrt.models.config import ModelConfig
-from triton_ops.attention_plan import AttentionPlan, ExtendPlan, Int32Array
+from triton_ops.attention_plan import (
+    NOTHING_SHARED,
+    AttentionPlan,
+    ExtendPlan,
+    Int32Array,
+    SharedItems,
+)
 from triton_ops.decode_attention import decode_item_len, most_decode_items
 from triton_ops.extend_attention import most_extra_extend_items, plan_extends, programs_of
 from triton_ops.implementation import GPU, gpu_of, runs_triton
@@ -24,6 +30,10 @@ from triton_ops.shared_attention import shared_rows
 MOST_CUT_TOKENS = 2048  # padded extends of more tokens are not cut: merging all their rows would cost more
 LONG_ITEM = 4096  # tokens that a program may read by itself, though a fair share were less
 SHARED_PROGRAMS_PER_SM = 2  # of shared items, that run side by side
+# Tiles of shared items: an extend of more rows fills most of its own, and gains little by sharing them.
+SHORT_EXTEND = 4
+# Results of a token, of shared items, at most, in passes of more tokens than are cut: they take much memory.
+LONG_PASS_PARTIALS = 2
 
 
 class PlanKind(IntEnum):
@@ -82,7 +92,7 @@ class AttentionPlanner:
         req_to_token: the host's table, which tells who reads the same.
         kv_dtype: of the pool.
         tree: where the kernels run, layers without a window read what decodes share once for all of them,
-            wherever that is cheaper.
+            wherever that is cheaper; so do extends of what is in their prefixes.
     """
 
     def __init__(
@@ -101,15 +111,17 @@ class AttentionPlanner:
         self._windows = tuple({kind.window for kind in config.attention})
         self._shared: SharedSegments | None = None
         if tree and self._gpu is not None and None in self._windows:
+            rows_at_once = shared_rows(
+                self._gpu, config.head_dim, config.num_heads // config.num_kv_heads, placement.dtype
+            )
+            self._most_rows = SHORT_EXTEND * rows_at_once  # of an extend that shares
             self._shared = SharedSegments(
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
                 kv_bytes=(kv_dtype or placement.dtype).itemsize,
                 num_programs=SHARED_PROGRAMS_PER_SM * self._gpu.num_sms,
-                rows_at_once=shared_rows(
-                    self._gpu, config.head_dim, config.num_heads // config.num_kv_heads, placement.dtype
-                ),
+                rows_at_once=rows_at_once,
                 costs=TreeCosts(),
             )
 
@@ -123,8 +135,9 @@ class AttentionPlanner:
         arrays = self._decodes(host["req_pool_indices"][num_extends:], host["seq_lens"][num_extends:])
         tile_tokens = None
         if self._gpu is not None and num_extends:
+            num_tokens = int(host["extend_seq_lens"][:num_extends].sum())
             for window in self._windows:
-                extend, tile_tokens = self._extends(self._gpu, host, num_extends, window)
+                extend, tile_tokens = self._extends(self._gpu, host, num_extends, num_tokens, window)
                 arrays |= {f"extend {window} {name}": array for name, array in extend.items()}
         return PassPlans(arrays, self._windows, tile_tokens)
 
@@ -171,13 +184,14 @@ class AttentionPlanner:
         """
         gpu, num_kv_heads = self._gpu, self._config.num_kv_heads
         assert gpu is not None  # the references need no plan of extends
-        arrays = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, least=self.kinds[-1]).arrays
+        kind = self.kinds[-1]
+        arrays = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, least=kind).arrays
         num_new = host["extend_seq_lens"][:num_extends]
         num_tokens = int(num_new.sum())
         cut = num_tokens <= MOST_CUT_TOKENS
         tile_tokens = 0
         for window in self._windows:
-            plan, tile_tokens = self._extends(gpu, host, num_live, window, short=False, cut=cut)
+            plan, tile_tokens = self._extends(gpu, host, num_live, num_tokens, window, short=False, cut=cut)
             fair = int(plan["item_lens"].sum()) * num_kv_heads // programs_of(gpu)
             if int(plan["item_lens"].max(initial=0)) > max(fair, LONG_ITEM) and not cut:
                 return None
@@ -197,7 +211,15 @@ class AttentionPlanner:
             }
             for name in ("item_requests", "item_query_starts", "item_starts", "item_lens", "item_partials"):
                 plan[name] = padded(plan[name], most_items, padding.get(name, 0))
-            if cut:
+            if kind is PlanKind.TREE and window is None:
+                most_shared, most_partials_of_shared = self._room_of_extends(num_tokens)
+                most_partials = max(most_partials, num_tokens) + most_partials_of_shared
+                for field in fields(SharedItems):
+                    name = f"shared_{field.name}"
+                    plan[name] = padded(plan[name], num_tokens if field.name == "queries" else most_shared)
+                plan["shared_partials"] = padded(plan["shared_partials"], most_shared)
+                plan["seq_lens"] = padded(plan["seq_lens"], num_tokens)
+            if most_partials:
                 starts = plan["row_partial_starts"]
                 plan["row_partials"] = padded(plan["row_partials"], most_partials)
                 plan["row_partial_starts"] = padded(starts, num_tokens + 1, starts[-1] if len(starts) else 0)
@@ -205,22 +227,55 @@ class AttentionPlanner:
         return PassPlans(arrays, self._windows, tile_tokens)
 
     def _extends(
-        self, gpu: GPU, host: Mapping[str, Int32Array], count: int, window: int | None, **options: bool
+        self,
+        gpu: GPU,
+        host: Mapping[str, Int32Array],
+        count: int,
+        num_tokens: int,
+        window: int | None,
+        *,
+        short: bool | None = None,
+        cut: bool = True,
     ) -> tuple[dict[str, Int32Array], int]:
-        """`plan_extends` of the first `count` requests."""
+        """`plan_extends` of the first `count` requests, in a pass with room for `num_tokens` of extends."""
         config = self._config
+        names = ("req_pool_indices", "prefix_lens", "extend_start_loc", "extend_seq_lens")
+        rows, prefix, first_rows, counts = (host[name][:count] for name in names)
+        tail_starts, shared = None, NOTHING_SHARED
+        if window is None and self._shared is not None and self._req_to_token is not None:
+            most_items, most_partials = self._room_of_extends(num_tokens)
+            tail_starts, shared = self._shared.find(
+                self._req_to_token,
+                rows,
+                np.where(counts <= self._most_rows, prefix, 0),
+                first_rows=first_rows,
+                counts=counts,
+                most_items=most_items,
+                most_partials=most_partials,
+            )
         return plan_extends(
-            host["prefix_lens"][:count],
-            host["extend_start_loc"][:count],
-            host["extend_seq_lens"][:count],
+            prefix,
+            first_rows,
+            counts,
             gpu=gpu,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=self._dtype,
             sliding_window=window,
-            **options,
+            tail_starts=tail_starts,
+            shared=shared,
+            short=short,
+            cut=cut,
         )
+
+    def _room_of_extends(self, num_tokens: int) -> tuple[int, int]:
+        """The shared items, and the results of tokens in all, that plans of so many tokens have room for."""
+        assert self._shared is not None
+        most_items, most_partials = self._shared.room(num_tokens)
+        if num_tokens > MOST_CUT_TOKENS:
+            most_partials = min(most_partials, LONG_PASS_PARTIALS * num_tokens)
+        return most_items, most_partials
 
     def _decodes(self, rows: Int32Array, seq_lens: Int32Array) -> dict[str, Int32Array]:
         arrays: dict[str, Int32Array] = {}
