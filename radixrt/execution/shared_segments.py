@@ -8,7 +8,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from radixrt.execution.slot_tree import FloatArray, Int64Array, Nodes, depth_first, ranges, repeats
+from radixrt.execution.slot_tree import FloatArray, Int64Array, SlotTree, depth_first, ranges, repeats
 from triton_ops.attention_plan import Int32Array, SharedItems
 
 PIECE_TOKENS = 64  # tokens of a segment's pieces are multiples of it
@@ -24,16 +24,19 @@ class TreeCosts:
 
     Attributes:
         bandwidth: bytes a second.
-        operations: a second, of the products of shared items.
+        reread_bandwidth: bytes a second, of what others read, too: without shared items, those who read the same
+            stand side by side, and the L2 cache has it for all but the first.
+        operations: a second, of the products of shared items: of whole tiles, as the kernel makes them.
         item: seconds that a program takes besides reading and multiplying.
         partial_crossings: how often a partial result crosses the memory bus.
         launches: seconds that a tree plan adds to a flat one, whatever it reads.
 
-    The defaults are estimates for an H200.
+    The defaults are for an H200: the bandwidths and operations as measured, the others estimated.
     """
 
     bandwidth: float = 4.2e12
-    operations: float = 6e14
+    reread_bandwidth: float = 7.5e12
+    operations: float = 3.85e14
     item: float = 2e-6
     partial_crossings: float = 2.0
     launches: float = 6e-6
@@ -66,7 +69,9 @@ class SharedSegments:
         self._rows_at_once = rows_at_once
         # Seconds of the whole card.
         self._token = 2 * num_kv_heads * head_dim * kv_bytes / costs.bandwidth
-        self._pair = 4 * num_heads * head_dim / costs.operations  # of a row and a token
+        self._reread = self._token * costs.bandwidth / costs.reread_bandwidth
+        # Of a token and a tile of rows, which is as long in the making if it has fewer.
+        self._tile = 4 * num_heads * head_dim * rows_at_once / costs.operations
         self._partial = costs.partial_crossings * num_heads * (4 * head_dim + 4) / costs.bandwidth  # of a row
         self._item = costs.item * num_kv_heads / num_programs
         self._launches = costs.launches
@@ -106,8 +111,6 @@ class SharedSegments:
             hold all positions before it once for each of its query rows, those that take longest first. Items of
             the same tokens and other query rows are next to one another. No items where a plan without them is as
             cheap.
-
-        Raises ValueError where it finds lines with the same slot at a position and others before it.
         """
         tail_starts = np.zeros(len(rows), np.int32)
         live = (lens > 0).nonzero()[0]
@@ -115,51 +118,47 @@ class SharedSegments:
         lines = rows[live].astype(np.int64) * req_to_token.shape[1]
         if not repeats(slots.take(lines)):
             return tail_starts, _NOTHING
-        order, common = depth_first(slots, lines, lens[live].astype(np.int64))
-        requests = live[order]
+        tree = SlotTree.of(*depth_first(slots, lines, lens[live].astype(np.int64)))
+        requests = live[tree.order]
         first_query, alone = self._query_rows(None if counts is None else counts[requests], len(requests))
-        nodes = Nodes.of(common)
-        ends = nodes.firsts + nodes.sizes
-        sizes = first_query[ends] - first_query[nodes.firsts]
-        apart = alone[ends] - alone[nodes.firsts]
-        kept = self._worthwhile(nodes, sizes, apart)
-        kept = self._within(nodes, kept, sizes, apart, most_items, most_partials)
+        ends = tree.firsts + tree.sizes
+        sizes = first_query[ends] - first_query[tree.firsts]
+        apart = alone[ends] - alone[tree.firsts]
+        kept = self._worthwhile(tree, sizes, apart)
+        kept = self._within(tree, kept, sizes, apart, most_items, most_partials)
         chosen = kept.nonzero()[0]
         if not chosen.size:
             return tail_starts, _NOTHING
-        first, size, stops = first_query[nodes.firsts[chosen]], sizes[chosen], nodes.stops[chosen]
-        starts = nodes.begins(kept)[chosen]
-        step, seconds = self._cut(stops - starts, size, most_items, most_partials)
-        # Ends of deeper nodes come later and stay.
-        node, nth_request = ranges(nodes.sizes[chosen])
-        tails = np.zeros(len(requests), np.int64)
-        tails[nodes.firsts[chosen][node] + nth_request] = stops[node]
-        saved = float(tails @ np.diff(alone))
-        partials = int(np.diff(first_query)[tails > 0].sum())
+        first, size, start = tree.firsts[chosen], sizes[chosen], tree.begins(kept)[chosen]
+        length = tree.stops[chosen] - start
+        step, seconds = self._cut(length, size, most_items, most_partials)
+        tails = (
+            np.bincount(first, length, len(requests)) - np.bincount(ends[chosen], length, len(requests) + 1)[:-1]
+        )
+        tails = tails.cumsum()
+        saved = float(tails @ (alone[1:] - alone[:-1]))
+        partials = int((first_query[1:] - first_query[:-1])[tails > 0].sum())
         if self._launches + seconds + self._partial * partials >= saved:
             return tail_starts, _NOTHING
         tail_starts[requests] = tails
 
         tiles, share = self._tiles(size)
-        segment = np.argsort(-(step * share), kind="stable")
-        pieces = -(-(stops - starts)[segment] // step[segment])
-        piece_of, nth_piece = ranges(pieces)
-        segment = segment[piece_of]
-        piece_of, nth_tile = ranges(tiles[segment])
-        segment, nth_piece = segment[piece_of], nth_piece[piece_of]
         height = -(-size // tiles)
-        start = starts[segment] + nth_piece * step[segment]
-        query_start = nth_tile * height[segment]
+        sort = (-(step * share)).argsort(kind="stable")
+        segment, nth = ranges((-(-length // step) * tiles)[sort])
+        segment = sort[segment]
+        nth_piece, nth_tile = np.divmod(nth, tiles[segment])
+        piece_start, first_row = nth_piece * step[segment], nth_tile * height[segment]
         queries = requests if first_rows is None else first_rows[requests]
         if counts is not None:
-            request, nth_row = ranges(counts[requests].astype(np.int64))
-            queries = queries[request] + nth_row
+            request, nth = ranges(counts[requests].astype(np.int64))
+            queries = queries[request] + nth
         return tail_starts, SharedItems(
-            lines=rows[requests[nodes.firsts[chosen][segment]]].astype(np.int32),
-            starts=start.astype(np.int32),
-            lens=np.minimum(step[segment], stops[segment] - start).astype(np.int32),
-            query_starts=(first[segment] + query_start).astype(np.int32),
-            query_lens=np.minimum(height[segment], size[segment] - query_start).astype(np.int32),
+            lines=rows[requests[first]][segment].astype(np.int32),
+            starts=(start[segment] + piece_start).astype(np.int32),
+            lens=np.minimum(step[segment], length[segment] - piece_start).astype(np.int32),
+            query_starts=(first_query[first][segment] + first_row).astype(np.int32),
+            query_lens=np.minimum(height[segment], size[segment] - first_row).astype(np.int32),
             queries=queries.astype(np.int32),
         )
 
@@ -167,14 +166,14 @@ class SharedSegments:
         """The number of query rows before each request and in all `[R + 1]`, and so the card's seconds that they
         take for a token that each request reads by itself.
         """
+        before: Int64Array = np.arange(num_requests + 1)
+        seconds: FloatArray = np.zeros(num_requests + 1)
         if counts is None:
-            before = np.arange(num_requests + 1)
-            return before, self._token * before
-        before = np.zeros(num_requests + 1, np.int64)
+            seconds += self._reread * before
+            return before, seconds
         np.cumsum(counts, out=before[1:])
-        tiles, share = self._tiles(-(-counts.astype(np.int64) // self._rows_at_once) * self._rows_at_once)
-        seconds = np.zeros(num_requests + 1)
-        np.cumsum(tiles * share, out=seconds[1:])
+        tiles = -(-counts.astype(np.int64) // self._rows_at_once)
+        np.cumsum(np.maximum(self._reread, tiles * self._tile), out=seconds[1:])
         return before, seconds
 
     def _tiles(self, sizes: Int64Array) -> tuple[Int64Array, FloatArray]:
@@ -182,9 +181,9 @@ class SharedSegments:
         (what the first has read is in the L2 cache for the others).
         """
         tiles = -(-sizes // self._rows_at_once)
-        return tiles, np.maximum(self._token, sizes * self._pair) / tiles
+        return tiles, np.maximum(self._token, tiles * self._tile) / tiles
 
-    def _worthwhile(self, nodes: Nodes, sizes: Int64Array, apart: FloatArray) -> NDArray[np.bool_]:
+    def _worthwhile(self, tree: SlotTree, sizes: Int64Array, apart: FloatArray) -> NDArray[np.bool_]:
         """The nodes whose tokens are to be read once, `[N]`: the best choice there is, but for waves.
 
         They have so many query rows, `sizes`; their requests take so long for a token that each reads, `apart`.
@@ -194,38 +193,42 @@ class SharedSegments:
         """
         tiles, share = self._tiles(sizes)
         per_token = tiles * share
-        own = nodes.without_children(apart)
+        own = tree.without_children(apart)
         tails = self._partial * sizes
-        fixed = tails + tiles * self._item + (per_token - own) * nodes.stops
-        edges = np.append(nodes.stops, 0)[nodes.ancestors]
-        best = np.zeros((len(edges), nodes.num_levels + 1))
+        fixed = tails + tiles * self._item + (per_token - own) * tree.stops
+        width = tree.num_levels + 1
+        edges = np.zeros((len(sizes), width))
+        for level in range(1, tree.num_levels):
+            here = tree.level(level)
+            edges[here] = edges[tree.parents[here]]
+            edges[here, level] = tree.stops[tree.parents[here]]
+        without = -own[:, None] * edges
+        with_it = fixed[:, None] - per_token[:, None] * edges
+        with_it[:, 0] += tails
         keeps = np.zeros(edges.shape, bool)
-        for level in range(nodes.num_levels - 1, -1, -1):
-            here, columns = nodes.level(level), slice(0, level + 1)
-            below = np.zeros((here.stop - here.start, level + 2))
-            if level + 1 < nodes.num_levels:
-                children = nodes.level(level + 1)
-                runs = nodes.is_first[children].nonzero()[0]
-                sums = np.add.reduceat(best[children, : level + 2], runs)
-                below[nodes.parents[children][runs] - here.start] = sums
-            edge = edges[here, columns]
-            without = below[:, columns] - own[here, None] * edge
-            with_it = (fixed[here] + below[:, level + 1])[:, None] - per_token[here, None] * edge
-            with_it[:, 0] += tails[here]
-            keeps[here, columns] = with_it < without
-            best[here, columns] = np.minimum(with_it, without)
-        kept = np.zeros(len(nodes.stops) + 1, bool)
-        column = np.zeros(len(kept), np.int64)
-        for level in range(nodes.num_levels):
-            here = nodes.level(level)
-            above = nodes.parents[here]
+        is_first = np.ones(len(sizes), bool)
+        np.not_equal(tree.parents[1:], tree.parents[:-1], out=is_first[1:])
+        for level in range(tree.num_levels - 1, -1, -1):
+            here = tree.level(level)
+            np.less(with_it[here], without[here], out=keeps[here])
+            if level:
+                runs = is_first[here].nonzero()[0]
+                above = tree.parents[here][runs]
+                sums = np.add.reduceat(np.minimum(with_it[here], without[here]), runs)
+                without[above] += sums
+                with_it[above] += sums[:, level, None]
+        column = np.zeros(len(sizes), np.int64)
+        kept = keeps[:, 0].copy()
+        for level in range(1, tree.num_levels):
+            here = tree.level(level)
+            above = tree.parents[here]
             column[here] = np.where(kept[above], level, column[above])
-            kept[here] = keeps[np.arange(here.start, here.stop), column[here]]
-        return kept[:-1]
+            kept[here] = keeps[here][np.arange(here.stop - here.start), column[here]]
+        return kept
 
     def _within(
         self,
-        nodes: Nodes,
+        tree: SlotTree,
         kept: NDArray[np.bool_],
         sizes: Int64Array,
         apart: FloatArray,
@@ -238,11 +241,11 @@ class SharedSegments:
             return kept
         chosen = kept.nonzero()[0]
         size, tile, per_token = sizes[chosen], tiles[chosen], (tiles * share)[chosen]
-        above = nodes.kept_above(kept)[chosen]
+        above = tree.above(kept)[chosen]
         # What a token would cost if rows of a node's chosen children read it together, the others by themselves.
         otherwise = np.append(apart, 0.0)
         np.add.at(otherwise, above, per_token - apart[chosen])
-        tokens = nodes.stops[chosen] - nodes.begins(kept)[chosen]
+        tokens = tree.stops[chosen] - tree.begins(kept)[chosen]
         saving = tokens * (otherwise[chosen] - per_token) - size * self._partial - tile * self._item
         ranks = np.argsort(-saving, kind="stable")
         fits = (np.cumsum(tile[ranks]) <= most_items) & (np.cumsum(size[ranks]) <= most_partials)

@@ -3,55 +3,61 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-GUESSES = 4  # at what neighbours have in common, before all of them are searched
+GUESSES = 3  # at what rows have in common, before bisection finds it
+MOST_STOPS = 32  # that rows are sorted by at once
 MOST_LEVELS = 32  # of nodes on a path; deeper trees are looked at more coarsely
 
+BoolArray = NDArray[np.bool_]
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
-_NO_POSITIONS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """Nodes of the tree that rows in depth-first order are leaves of, level by level, int64 `[N]` each.
+class SlotTree:
+    """Rows in depth-first order, and the nodes of the tree that has them as leaves, level by level; int64 arrays.
 
-    A node has the rows from `firsts` on, `sizes` of them, and the positions up to `stops` that they all have in
-    common. `parents`: -1 where there is none; `is_first` (bool): of its
-    parent's children. `ancestors` `[N, num_levels]`: column 1 + j is the node of level j above the node, or -1,
-    as is column 0. `levels` `[num_levels + 1]`: where each begins, and the end.
+    A node is some rows, two at least, and the prefix, a token at least, that they and no others have in common.
+    Of N nodes and R rows:
+
+    - `order` [R]: the rows; node i has `order[firsts[i] : firsts[i] + sizes[i]]`,
+    - `firsts`, `sizes` [N],
+    - `stops` [N]: the tokens of its prefix,
+    - `parents` [N]: of the level above, or -1; children of a node are next to one another,
+    - `levels`: where each level begins, and the end.
     """
 
+    order: Int64Array
     firsts: Int64Array
     sizes: Int64Array
     stops: Int64Array
     parents: Int64Array
-    is_first: NDArray[np.bool_]
-    ancestors: Int64Array
-    levels: Int64Array
+    levels: list[int]
 
     @property
     def num_levels(self) -> int:
         return len(self.levels) - 1
 
     def level(self, number: int) -> slice:
-        """The nodes of a level: children of a node are next to one another."""
-        return slice(int(self.levels[number]), int(self.levels[number + 1]))
+        """The nodes of a level."""
+        return slice(self.levels[number], self.levels[number + 1])
 
-    def kept_above(self, kept: NDArray[np.bool_]) -> Int64Array:
-        """The nearest of the `kept` nodes above each, or -1."""
-        is_kept = np.append(kept, False)[self.ancestors]
-        columns = (is_kept * np.arange(self.num_levels)).max(1)
-        above: Int64Array = self.ancestors[np.arange(len(kept)), columns]
-        return above
+    def above(self, kept: BoolArray) -> Int64Array:
+        """The nearest of the `kept` nodes `[N]` above each, or -1."""
+        found = self.parents.copy()
+        for number in range(1, self.num_levels):
+            parents = self.parents[self.level(number)]
+            found[self.level(number)] = np.where(kept[parents], parents, found[parents])
+        return found
 
-    def begins(self, kept: NDArray[np.bool_]) -> Int64Array:
-        """Where the nearest of the `kept` nodes above each ends, or 0."""
-        return np.append(self.stops, 0)[self.kept_above(kept)]
+    def begins(self, kept: BoolArray) -> Int64Array:
+        """Where the nearest of the `kept` nodes above each ends, or 0, `[N]`."""
+        return np.append(self.stops, 0)[self.above(kept)]
 
     def without_children(self, values: FloatArray) -> FloatArray:
         """What nodes have of `values` `[N]`, which are sums over their rows, when their children have theirs."""
@@ -59,20 +65,9 @@ class Nodes:
         return own
 
     @classmethod
-    def of(cls, common: Int64Array) -> Nodes:
-        """The nodes of a tree, or, where it has more than `MOST_LEVELS` levels, of a coarser one: of prefixes that
-        are as long or a little shorter.
-        """
-        nodes, grain = cls._between(common), 8
-        while nodes is None:
-            nodes = cls._between(common // grain * grain)
-            grain *= 2
-        return nodes
-
-    @classmethod
-    def _between(cls, common: Int64Array) -> Nodes | None:
-        """The nodes with a token at least, from how many tokens rows have in common with the next `[R - 1]`;
-        None where the tree is deeper than `MOST_LEVELS`.
+    def of(cls, order: Int64Array, common: Int64Array) -> SlotTree:
+        """The tree of rows in depth-first order `[R]`, each of which has so many tokens in common with the next
+        `[R - 1]`. Where it had more than `MOST_LEVELS` levels, prefixes end a little earlier.
 
         A border between two rows belongs to the node that ends there; runs of equal borders are one. The borders
         of a node are those between the nearest smaller ones on both sides, which are found for all at once.
@@ -102,107 +97,143 @@ class Nodes:
         number[inner] = is_new.cumsum() - 1
         own = inner[is_new]
         left, right = left[own], right[own]
-        parents = np.full(len(own) + 1, -1)  # the last one is its own
-        parents[:-1] = number[np.where(value[left] >= value[right], left, right)]
+        parents = number[np.where(value[left] >= value[right], left, right)]
+        firsts, stops = border[left + 1], value[own]
+        sizes = border[right] + 1 - firsts
 
-        lineage = [np.arange(len(own))]  # of each node upwards
-        while (above := parents[lineage[-1]]).max() >= 0:
-            if len(lineage) == MOST_LEVELS:
-                return None
-            lineage.append(above)
-        num_levels = len(lineage)
-        lineage.append(above)
-        upwards = np.array(lineage)
-        depth = (upwards >= 0).sum(0) - 1
-        order = depth.argsort(kind="stable")
-        number = np.full(len(own) + 1, -1)
-        number[order] = np.arange(len(own))
-        depth = depth[order]
-        steps = depth[:, None] + 1 - np.arange(num_levels)
-        steps[steps <= 0] = num_levels  # from there, as from the last one, nothing is above
-        ancestors = number[upwards[steps, order[:, None]]]
-        parents = number[parents[order]]
-        is_first = np.ones(len(own), bool)
-        np.not_equal(parents[1:], parents[:-1], out=is_first[1:])
-        firsts = border[left + 1]
-        sizes = (border[right] + 1 - firsts)[order]
-        levels = depth.searchsorted(np.arange(num_levels + 1))
-        return cls(firsts[order], sizes, value[own[order]], parents, is_first, ancestors, levels)
+        depths = _depths(parents)
+        if depths.max(initial=0) >= MOST_LEVELS:
+            kept, stops, parents = _coarser(stops, parents)
+            firsts, sizes, depths = firsts[kept], sizes[kept], _depths(parents)
+        sort = (depths * len(order) + firsts).argsort()
+        number = np.full(len(sort) + 1, -1)
+        number[sort] = np.arange(len(sort))
+        levels = [0, *np.bincount(depths).cumsum().tolist()]
+        return cls(order, firsts[sort], sizes[sort], stops[sort], number[parents[sort]], levels)
+
+
+def _depths(parents: Int64Array) -> Int64Array:
+    """How many nodes are above each, `[N]`, of `parents` or -1."""
+    depths = (parents >= 0).astype(np.int64)
+    above, depths = np.append(parents, -1), np.append(depths, 0)  # the last one is that of nobody
+    while (above >= 0).any():
+        depths = depths + depths[above]
+        above = above[above]
+    return depths[:-1]
+
+
+def _coarser(stops: Int64Array, parents: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Of a tree that is too deep: the nodes that do not end just behind another one above them, and their stops,
+    which are rounded down, and parents, of those that are left.
+    """
+    grain = 8
+    while True:
+        rounded = stops // grain * grain
+        kept = (rounded > np.append(rounded, 0)[parents]).nonzero()[0]
+        nearest = np.append(parents, -1)  # that is kept, at or above each
+        nearest[kept] = kept
+        while not np.array_equal(nearest, further := nearest[nearest]):
+            nearest = further
+        number = np.full(len(nearest), -1)
+        number[kept] = np.arange(len(kept))
+        above = number[nearest[parents[kept]]]
+        if _depths(above).max(initial=0) < MOST_LEVELS:
+            return kept, rounded[kept], above
+        grain *= 2
 
 
 def depth_first(slots: Int32Array, lines: Int64Array, lens: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """An order of rows in which those with any prefix in common stand together `[R]`, the order they have if it is
-    one; and how many tokens each has in common with the next `[R - 1]`. `lens`: of what they may share.
+    """Rows in an order in which those with any prefix in common stand together `[R]`, and how many tokens each has
+    in common with the next `[R - 1]`. Row r is `slots[lines[r] : lines[r] + lens[r]]`, a token at least.
+
+    Equal slots are equal prefixes. So rows sorted by the slots before and behind some stops are in such an order
+    if all neighbours part at stops; where they part elsewhere are stops to come. If there are many, each group of
+    rows is sorted by one of them instead.
     """
-    order = np.arange(len(lines))
-    positions = _NO_POSITIONS
-    while True:
-        line, length = lines[order], lens[order]
-        common = _common(slots, line, length)
-        torn = _torn(slots, line, length, common)
-        if not len(torn):
+    stops = np.zeros(1, np.int64)
+    while len(stops) <= MOST_STOPS:
+        columns = np.array((stops - 1, stops)).T.reshape(-1)[1:]
+        keys = slots.take(lines[:, None] + np.minimum(columns, lens[:, None] - 1))
+        np.copyto(keys, -1, where=columns >= lens[:, None])  # not there
+        # As bytes: unlike np.lexsort it does not sort by each column in turn.
+        order = keys.view(f"V{keys.itemsize * len(columns)}")[:, 0].argsort(kind="stable")
+        keys = keys[order]
+        differ = keys[1:] != keys[:-1]
+        column = differ.argmax(1)
+        common = stops[column >> 1]
+        within = ((column & 1 == 1) | ~differ[np.arange(len(column)), column]).nonzero()[0]
+        if not len(within):
             return order, common
-        # Equal slots are equal prefixes: sorted by the slots there, rows with one of these prefixes are together.
-        found, positions = len(positions), np.union1d(positions, torn)
-        if len(positions) == found:
-            raise ValueError(
-                f"rows have the same slot at one of the positions {torn[:9].tolist()}, but others before it: all "
-                "that is before a slot must be the same wherever it stands in req_to_token"
-            )
-        keys = slots.take(lines[:, None] + np.minimum(positions, lens[:, None] - 1))
-        keys = np.where(positions < lens[:, None], keys, -1)
-        # As bytes: equal prefixes stand together, and unlike np.lexsort it does not sort by each position in turn.
-        order = keys.view(f"V{keys.itemsize * len(positions)}")[:, 0].argsort(kind="stable")
+        before, behind = order[within], order[within + 1]
+        common[within] = _common(slots, lines[before], lines[behind], np.minimum(lens[before], lens[behind]))
+        more = np.union1d(stops, common[within])
+        if len(more) == len(stops):
+            return order, common
+        stops = more
+    return _by_paths(slots, lines, lens)
 
 
-def _torn(slots: Int32Array, lines: Int64Array, lens: Int64Array, common: Int64Array) -> Int64Array:
-    """Lengths of prefixes behind which rows are not together: a token is left, and come back to later."""
-    twice = 2 * np.arange(len(common))
-    leaves, comes = common < lens[:-1], common < lens[1:]
-    left = slots.take((lines[:-1] + common)[leaves]).astype(np.int64)
-    come = slots.take((lines[1:] + common)[comes]).astype(np.int64)
-    keys = np.concatenate([(left << 32) + twice[leaves], (come << 32) + (twice[comes] + 1)])
-    keys.sort()
-    # Of the same token, and of a leave and then of a coming.
-    again = ((keys[1:] ^ keys[:-1]) >> 32 == 0) & (keys[:-1] & 1 < keys[1:] & 1)
-    if not again.any():
-        return _NO_POSITIONS
-    left, come = ((key[again] & 0xFFFFFFFF) >> 1 for key in (keys[:-1], keys[1:]))
-    return np.unique(common[come[common[left] == common[come]]])
+def _by_paths(slots: Int32Array, lines: Int64Array, lens: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """`depth_first` in few rounds, however many stops there are.
+
+    One row of a group is a path, which the others leave: sorted by where, the last first, and by the slot for
+    which they leave it, they are in order but for those that leave it for the same slot. These are groups in turn,
+    as rows with the same first slot are to begin with.
+    """
+    starts = slots.take(lines)
+    order = starts.argsort(kind="stable")
+    first, size = _runs(starts[order])
+    out = np.zeros(len(lines) - 1, np.int64)
+    while len(several := (size > 1).nonzero()[0]):
+        first, size = first[several], size[several]
+        group, nth = ranges(size)
+        places = first[group] + nth
+        rows, paths = order[places], order[first + size // 2][group]
+        line, length = lines[rows], lens[rows]
+        common = _common(slots, line, lines[paths], np.minimum(length, lens[paths]))
+        to = slots.take(line + np.minimum(common, length - 1))
+        to[common == length] = -1  # rows that end there
+        sort = np.lexsort((to, -common, group))
+        order[places] = rows[sort]
+        to, common = to[sort], common[sort]
+        inside = (nth > 0).nonzero()[0]
+        out[places[inside] - 1] = common[inside]
+        begins, size = _runs(to, common, group)
+        first = places[begins]
+        size[to[begins] < 0] = 0
+    return order, out
 
 
-def _common(slots: Int32Array, lines: Int64Array, lens: Int64Array) -> Int64Array:
-    """How many tokens each row has in common with the next `[R - 1]`, at most `lens` of either."""
-    common = np.empty(len(lines) - 1, np.int64)
-    at, most = np.array((lines[:-1], lines[1:])), np.minimum(lens[:-1], lens[1:])
-    open_ = np.arange(len(common))
-    # Most neighbours part where others do.
-    for _ in range(GUESSES):
-        some = len(open_) // 3
-        a, b = (slots[line : line + most[some]] for line in at[:, some])
-        differ = a != b
-        guess = int(differ.argmax())
-        if not differ[guess]:
-            guess = len(differ)
-        a, b = slots.take(at + guess)
-        hit = (most == guess) | ((most > guess) & (a != b))
-        if guess:
-            a, b = slots.take(at + (guess - 1))
-            hit &= a == b
-        common[open_[hit]] = guess
-        missed = (~hit).nonzero()[0]
-        few = 2 * len(missed) > len(open_)
-        open_, at, most = open_[missed], at[:, missed], most[missed]
-        if not len(open_):
+def _common(slots: Int32Array, a: Int64Array, b: Int64Array, most: Int64Array) -> Int64Array:
+    """How many of the `most` slots `[n]` from `a` and from `b` on are the same: the first ones, one at least."""
+    common = most.copy()
+    left = ((a != b) & (most > 1)).nonzero()[0]  # those that are not known yet
+    a, b, high = a[left], b[left], most[left]
+    low = np.ones_like(high)
+
+    def probe(count: Int64Array | int) -> None:
+        nonlocal low, high
+        at = np.minimum(count, high) - 1
+        same = slots.take(a + at) == slots.take(b + at)
+        low, high = np.where(same, np.maximum(low, at + 1), low), np.where(same, high, at)
+
+    for _ in range(GUESSES):  # most rows part where some other does
+        if not len(left):
             return common
-        if few:
-            break
-    found = np.zeros_like(most)
-    for bit in range(int(most.max()).bit_length() - 1, -1, -1):
-        further = np.minimum(found + (1 << bit), most)
-        a, b = slots.take(at + (further - 1))
-        np.copyto(found, further, where=a == b)
-    common[open_] = found
+        some = len(left) // 3
+        start, stop = int(low[some]), int(high[some])
+        differ = slots[a[some] + start : a[some] + stop] != slots[b[some] + start : b[some] + stop]
+        nth = int(differ.argmax())
+        guess = start + nth if differ[nth] else stop
+        probe(guess + 1)
+        probe(guess)
+        common[left] = low
+        still = (low < high).nonzero()[0]
+        left, a, b, low, high = left[still], a[still], b[still], low[still], high[still]
+    if len(left):
+        for _ in range(int((high - low).max()).bit_length()):
+            probe((low + high + 1) >> 1)
+        common[left] = low
     return common
 
 
@@ -214,5 +245,15 @@ def repeats(values: Int32Array) -> bool:
 
 def ranges(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
     """All pairs (i, j) with j below counts[i], in order: two arrays."""
-    index = np.repeat(np.arange(len(counts)), counts)
-    return index, np.arange(len(index)) - (np.cumsum(counts) - counts)[index]
+    index = np.arange(len(counts)).repeat(counts)
+    return index, np.arange(len(index)) - (counts.cumsum() - counts)[index]
+
+
+def _runs(*values: NDArray[np.integer[Any]]) -> tuple[Int64Array, Int64Array]:
+    """Where runs of equal values begin, and how long they are."""
+    differ = np.ones(len(values[0]) + 1, bool)
+    np.not_equal(values[0][1:], values[0][:-1], out=differ[1:-1])
+    for more in values[1:]:
+        differ[1:-1] |= more[1:] != more[:-1]
+    begins = differ.nonzero()[0]
+    return begins[:-1], begins[1:] - begins[:-1]
