@@ -17,6 +17,7 @@ from layers.input_metadata import InputMetadata
 from radixrt.execution import attention_planner
 from radixrt.execution.attention_planner import (
     LONG_ITEM,
+    LONG_PASS_PARTIALS,
     MOST_CUT_TOKENS,
     AttentionPlanner,
     PassPlans,
@@ -371,11 +372,19 @@ def padded_extends(draw: st.DrawFn) -> PaddedExtends:
     )
 
 
-@given(padded_extends(), GPUS, st.integers(1, 16), st.sampled_from([(None,), (None, 300), (64,)]))
+@given(
+    padded_extends(),
+    GPUS,
+    st.integers(1, 16),
+    st.sampled_from([(None,), (None, 300), (64,)]),
+    st.sampled_from([None, 0, 900, 20_000]),
+)
 def test_shapes_of_padded_extends(
-    one: PaddedExtends, gpu: GPU, num_kv_heads: int, windows: tuple[int | None, ...]
+    one: PaddedExtends, gpu: GPU, num_kv_heads: int, windows: tuple[int | None, ...], head: int | None
 ) -> None:
-    here = planner(gpu, *windows, num_kv_heads=num_kv_heads)
+    """With `head`, as many tokens may be shared."""
+    table = None if head is None else families(70, 31_000, head)
+    here = planner(gpu, *windows, num_kv_heads=num_kv_heads, req_to_token=table, tree=head is not None)
     plans = one.plans(here)
     if plans is None:
         assert one.num_tokens > MOST_CUT_TOKENS
@@ -396,8 +405,13 @@ def test_shapes_of_padded_extends(
         np.testing.assert_array_equal(reached[: len(lens)], int32(one.prefix) + lens)
         assert not reached[len(lens) :].any(), "padding reads nothing"
         starts = plans.arrays[f"extend {window} row_partial_starts"]
-        assert not len(starts) or starts[-1] <= len(plans.arrays[f"extend {window} row_partials"])
+        num_partials = len(plans.arrays[f"extend {window} row_partials"])
+        assert not len(starts) or starts[-1] <= num_partials
         assert (np.diff(starts) >= 0).all()
+        shares = head is not None and window is None
+        assert bool(len(plans.arrays[f"extend {window} shared_lens"])) == shares
+        if one.num_tokens > MOST_CUT_TOKENS:  # they take memory
+            assert num_partials == shares * (1 + LONG_PASS_PARTIALS) * one.num_tokens
 
 
 def test_long_prefixes_are_cut_or_left_to_other_plans() -> None:

@@ -619,8 +619,10 @@ def test_shared_items_of_rows_that_are_not_there(query: int) -> None:
         AttentionPlan.tree_arrays([0, 1], [5, 5], [1, 1], shared)
 
 
-def test_a_long_prefix_among_many_short_prompts_is_cut() -> None:
-    lens = ([0] * 32 + [100_000], [32] * 32 + [16])
+@pytest.mark.parametrize("others", [0, 100_000])
+def test_a_long_prefix_among_many_short_prompts_is_cut(others: int) -> None:
+    """Which have prefixes of `others`, of which they read nothing by themselves."""
+    lens = ([others] * 32 + [100_000], [32] * 32 + [16])
     prefix, extend_lens = (np.array(x, np.int32) for x in lens)
     arrays, _ = plan_extends(
         prefix,
@@ -631,6 +633,7 @@ def test_a_long_prefix_among_many_short_prompts_is_cut() -> None:
         num_kv_heads=8,
         head_dim=128,
         dtype=torch.bfloat16,
+        tail_starts=np.append(prefix[:32], np.int32(0)),
     )
     lengths = arrays["item_lens"]
     assert lengths.max() < 4000
