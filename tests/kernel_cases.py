@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triton_ops.attention_plan import AttentionPlan, SharedItems
+from triton_ops.attention_plan import AttentionPlan, ExtendPlan, SharedItems
 from triton_ops.decode_attention import decode_attention, decode_item_len
 from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.elementwise import MAX_BYTES
-from triton_ops.extend_attention import extend_attention
+from triton_ops.extend_attention import extend_attention, plan_extends
 from triton_ops.gelu_and_mul import gelu_and_mul
 from triton_ops.gelu_fast import gelu_fast
 from triton_ops.gelu_new import gelu_new
@@ -165,7 +165,7 @@ def _extend_cases() -> Iterator[KernelCase]:
             )
 
 
-def _extend(shape: AttentionShape) -> None:
+def _extend(shape: AttentionShape, plan: ExtendPlan | None = None) -> None:
     """q, k and v are views of one packed projection, as a model has them."""
     num_tokens = shape.batch * shape.extend
     packed = torch.empty(num_tokens, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)
@@ -180,6 +180,7 @@ def _extend(shape: AttentionShape) -> None:
         prefix_lens=torch.full_like(requests, shape.prefix),
         extend_start_loc=requests * shape.extend,
         extend_seq_lens=torch.full_like(requests, shape.extend),
+        plan=plan,
         **shape.keywords(),
     )
 
@@ -216,18 +217,46 @@ def _tree_cases() -> Iterator[KernelCase]:
             seen.add(shape)
             wgmma, least = shape.dtype != torch.float32, shape.min_capability
             yield KernelCase(decode_attention, f"tree {shape}", partial(_tree, shape), few, wgmma, least)
+            if few:  # the same kernel, told of tokens in place of decodes
+                extends = replace(shape, extend=16)
+                call = partial(_shared_extend, extends)
+                yield KernelCase(extend_attention, f"tree {extends}", call, False, wgmma, least)
 
 
 def _tree(shape: AttentionShape) -> None:
     q = torch.empty(shape.batch, 8 * shape.group, shape.head_dim, dtype=shape.dtype)
     rows = np.arange(shape.batch, dtype=np.int32)
-    most = shared_rows(gpu_of(q.device), shape.head_dim, shape.group, shape.dtype)
-    first = rows[::most]
-    lens = np.minimum(shape.batch - first, most)
-    shared = SharedItems(first, 0 * first, np.full_like(first, shape.prefix), first, lens, rows)
     tails = np.full_like(rows, shape.prefix)
-    arrays = AttentionPlan.tree_arrays(rows, tails + shape.extend, tails, shared)
+    arrays = AttentionPlan.tree_arrays(rows, tails + shape.extend, tails, _all_share(shape, shape.batch))
     decode_attention(q, **shape.pool(), plan=AttentionPlan.build(arrays, q.device), **shape.keywords())
+
+
+def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:
+    """A prefix that all query rows read."""
+    rows = np.arange(num_rows, dtype=np.int32)
+    most = shared_rows(gpu_of(torch.get_default_device()), shape.head_dim, shape.group, shape.dtype)
+    first = rows[::most]
+    lens = np.minimum(num_rows - first, most)
+    return SharedItems(0 * first, 0 * first, np.full_like(first, shape.prefix), first, lens, rows)
+
+
+def _shared_extend(shape: AttentionShape) -> None:
+    counts = np.full(shape.batch, shape.extend, np.int32)
+    prefix = np.full_like(counts, shape.prefix)
+    arrays, tile_tokens = plan_extends(
+        prefix,
+        np.cumsum(counts, dtype=np.int32) - counts,
+        counts,
+        gpu=gpu_of(torch.get_default_device()),
+        num_heads=8 * shape.group,
+        num_kv_heads=8,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        tail_starts=prefix,
+        shared=_all_share(shape, int(counts.sum())),
+    )
+    plan = ExtendPlan.build(arrays, torch.get_default_device(), tile_tokens=tile_tokens)
+    _extend(shape, plan)
 
 
 # --- elementwise ---

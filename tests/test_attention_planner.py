@@ -178,7 +178,7 @@ def test_a_long_prefix_of_a_few_decodes_is_cut_to_fill_a_wave(count: int) -> Non
     plans = here.plan_padded(np.arange(count, dtype=np.int32), int32([32_769] * count))
     assert plans.kind == PlanKind.TREE
     tiles = -(-count // plans.arrays["decode None shared_query_lens"].max())
-    assert plans.arrays["decode None shared_lens"].max() <= 1024 * tiles
+    assert plans.arrays["decode None shared_lens"].max() <= 1024 * tiles + 64
 
 
 # --- what they compute ---
@@ -389,20 +389,20 @@ def padded_extends(draw: st.DrawFn) -> PaddedExtends:
     GPUS,
     st.integers(1, 16),
     st.sampled_from([(None,), (None, 300), (64,)]),
-    st.sampled_from([None, 0, 3000]),
+    st.sampled_from([None, 0, 900, 20_000]),
 )
 def test_shapes_of_padded_extends(
     one: PaddedExtends, gpu: GPU, num_kv_heads: int, windows: tuple[int | None, ...], head: int | None
 ) -> None:
     """With `head`, as many tokens may be shared."""
-    table = None if head is None else families(one.num_extends + one.num_rows, 5000, head)
+    table = None if head is None else families(70, 31_000, head)
     here = planner(gpu, *windows, num_kv_heads=num_kv_heads, req_to_token=table, tree=head is not None)
     plans = one.plans(here)
     if plans is None:
         assert one.num_tokens > MOST_CUT_TOKENS
         assert max(p + n for p, n in zip(one.prefix, one.new, strict=True)) > LONG_ITEM
         return
-    assert PlanKind.CUT <= plans.kind <= here.kinds[-1]
+    assert PlanKind.CUT in plans.kind
     idle = replace(one, prefix=(), new=(), decodes=()).plans(here, plans.kind)
     assert idle is not None
     assert idle.kind == plans.kind
@@ -419,8 +419,13 @@ def test_shapes_of_padded_extends(
         np.testing.assert_array_equal(reached[: len(lens)], int32(one.prefix) + lens)
         assert not reached[len(lens) :].any(), "padding reads nothing"
         starts = plans.arrays[f"extend {window} row_partial_starts"]
-        assert not len(starts) or starts[-1] <= len(plans.arrays[f"extend {window} row_partials"])
+        num_partials = len(plans.arrays[f"extend {window} row_partials"])
+        assert not len(starts) or starts[-1] <= num_partials
         assert (np.diff(starts) >= 0).all()
+        is_short = one.num_tokens <= MOST_CUT_TOKENS
+        shares = PlanKind.TREE in plans.kind and window is None and is_short
+        assert bool(len(plans.arrays[f"extend {window} shared_lens"])) == shares
+        assert bool(num_partials) == is_short, "they take memory"
 
 
 def test_long_prefixes_are_cut_or_left_to_other_plans() -> None:

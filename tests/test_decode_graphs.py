@@ -416,12 +416,12 @@ def test_every_draw_is_captured_for_every_size(folder: Path, attention: str) -> 
         assert set(graphs._draws) == {(size, features) for size in sizes for features in CAPTURED_DRAWS}
 
 
-# --- what decodes share, read once ---
+# --- what requests share, read once ---
 
 
 @pytest.fixture
 def trees(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Lets decodes share wherever they can. Of each pass with shared items: what planned it, and how many."""
+    """Lets requests share wherever they can. Of plans with shared items: who made them, of what, and how many."""
     cheap = TreeCosts(reread_bandwidth=4.2e12, operations=1e18, item=0.0, partial_crossings=0.1, launches=0.0)
     monkeypatch.setattr(attention_planner, "TreeCosts", lambda: cheap)
     seen: list[tuple[str, int]] = []
@@ -431,8 +431,9 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
         def watched(self: Any, *arguments: Any, **options: Any) -> Any:
             plans = make(self, *arguments, **options)
-            if plans is not None and (shared := sum(map(np.count_nonzero, shared_lens(plans)))):
-                seen.append((name, int(shared)))
+            for of in ("decode", "extend"):
+                if plans is not None and (shared := sum(map(np.count_nonzero, shared_lens(plans, of)))):
+                    seen.append((f"{name}: {of}", int(shared)))
             return plans
 
         monkeypatch.setattr(attention_planner.AttentionPlanner, name, watched)
@@ -442,8 +443,8 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return seen
 
 
-def shared_lens(plans: Any) -> list[Any]:
-    return [array for name, array in plans.arrays.items() if name.endswith(" shared_lens")]
+def shared_lens(plans: Any, of: str) -> list[Any]:
+    return [array for name, array in plans.arrays.items() if name.startswith(of) and name.endswith(" shared_lens")]
 
 
 def families(seed: int) -> list[list[int]]:
@@ -503,8 +504,39 @@ def test_what_is_read_once_is_read_by_all(
         assert_same(runtime.generate(prompts, params), expected)
         assert_same(runtime.generate(prompts, params), expected)
     names = {name for name, _ in trees}
-    assert names >= ({"plan_padded", "plan_padded_extends"} if captured else {"plan"})
-    assert len({count for _, count in trees}) > 2, "plans change"
+    makers = ["plan_padded_extends"] if captured else ["plan"]
+    assert names >= {f"{maker}: {of}" for maker in makers for of in ("decode", "extend")}
+    assert "plan_padded: decode" in names or not captured
+    assert len({count for name, count in trees if name.endswith("decode")}) > 2, "plans change"
+
+
+def questions() -> list[list[list[int]]]:
+    """Prompts, then others that begin like one of them: at borders of nodes, within, and the same ones."""
+    rng = np.random.default_rng(7)
+    document, other = (rng.integers(3, VOCAB_SIZE, count).tolist() for count in (130, 61))
+    first = [document, other, [*document[:64], *random_prompts(1, least=40, most=40, seed=1)[0]]]
+    asked = [[*document[: 130 - 33 * (i % 3)], *own] for i, own in enumerate(random_prompts(12, most=6, seed=2))]
+    asked += [[*other, *own] for own in random_prompts(6, least=1, most=3, seed=3)]
+    return [first, [*asked, *asked[:4], document, other]]
+
+
+@pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 32}, {"overlap": False}], ids=str)
+@pytest.mark.parametrize("captured", [False, True])
+def test_short_extends_read_once_what_they_share(
+    folder: Path, captured: bool, options: dict[str, Any], trees: list[tuple[str, int]]
+) -> None:
+    """Of a token and of several, with decodes beside them; twice, so that prefixes are whole prompts."""
+    options = {"max_running_requests": 24, "chunked_prefill_size": 64, **options}
+    params = replace(GREEDY, max_new_tokens=5, logprobs=2)
+    rounds = [*questions(), *questions()]
+    with runtime_of(folder, cuda_graphs=False, **options) as flat:
+        expected = [flat.generate(prompts, params) for prompts in rounds]
+    assert not trees
+    with runtime_of(folder, cuda_graphs=captured, attention="tree", **options) as runtime:
+        for prompts, outputs in zip(rounds, expected, strict=True):
+            assert_same(runtime.generate(prompts, params), outputs)
+    maker = "plan_padded_extends" if captured else "plan"
+    assert sum(count for name, count in trees if name == f"{maker}: extend") > 2
 
 
 # --- what must not be harmed ---

@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, Edges, dense_attention, make_case, packed_qkv, share, shared_plan, tree_arrays
+from attention_cases import (
+    Case,
+    Edges,
+    dense_attention,
+    make_case,
+    packed_qkv,
+    share,
+    shared_extends,
+    shared_plan,
+    tree_arrays,
+)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -293,3 +303,33 @@ def check_random_tree(rng: np.random.Generator) -> None:
         queries,
         options,
     )
+
+    # The same requests, each with a few tokens that are new; those of a leaf are the same ones.
+    few = choose(1, 8, 100)
+    new = {leaf: int(rng.integers(1, min(edges[leaf][1], few) + 1)) for leaf in leaves}
+    counts = torch.tensor([new[leaf] for leaf in leaves], dtype=torch.int32)
+    prefix_lens = case.seq_lens - counts
+    extends = shared_extends(
+        case,
+        edges,
+        leaves,
+        prefix_lens.tolist(),
+        group=group,
+        piece=choose(64, 200, 1000, 10_000),
+        padding=choose(0, 5),
+        cut=choose(True, False),
+        seed=int(rng.integers(2**31)),
+    )
+    q, k, v = (x.to(dtype) for x in packed_qkv(int(counts.sum()), num_heads, num_kv_heads, head_dim))
+    if case.k_scale is not None and case.v_scale is not None:
+        k, v = quantise(k, case.k_scale).to(dtype), quantise(v, case.v_scale).to(dtype)
+    lens = (prefix_lens, (counts.cumsum(0) - counts).int(), counts)
+
+    def extend(**keywords: Any) -> Tensor:
+        # The reference reads without a plan.
+        plan = extends if keywords["impl"] == "triton" else None
+        return extend_attention(
+            q, k, v, case.k_buffer, case.v_buffer, case.req_to_token, case.rows, *lens, plan, **keywords
+        )
+
+    check_both(extend, q, options)

@@ -283,6 +283,7 @@ def test_state_machine_long() -> None:
         assert EVENTS[event] >= 100, (event, EVENTS)
     for event in ("shared read", "shared read of several segments", "shared read by an older plan"):
         assert EVENTS[event] >= 200, (event, EVENTS)
+    assert EVENTS["shared read by extends"] >= 20, EVENTS
     for event in MOVES:
         assert EVENTS[f"{event} under a plan"] >= 10, (event, EVENTS)
     for event, least in (("load in part", 50), ("load", 25), ("eviction of what the host has", 100)):
@@ -360,6 +361,23 @@ def test_what_is_shared_is_read_once_while_requests_end_come_and_go() -> None:
     assert all(request.finish_reason is FinishReason.LENGTH for request in (*joins, *requests[2:]))
     assert world.events["split"] > 0
     assert world.events["shared read"] - before >= 10
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_extends_read_once_what_they_share(skipped: int) -> None:
+    """Prefixes end where others go on, one is there twice, and some compute a token alone."""
+    world, _ = sharing(Sizes(num_slots=300, num_rows=20, max_running=20, chunk=40), [2, 2, 2, 2])
+    world.drain_requests()
+    for _ in range(skipped):  # every other pass is padded
+        world.submit([0, 0, 0], 1)
+        world.drain_requests()
+    # In a pass of its own; plans have four shared items of two rows.
+    for tails in ([[0, 1], [1, 3], [3, 3, 0], [2]], [[3, 1, 1], [3, 1, 1], [0, 2, 2], [1, 2]]):
+        for tail in tails:
+            world.submit([1, 2, 3, 4, 0, 1, *tail], 3)
+        world.drain_requests()
+    world.drain()
+    assert world.events["shared read by extends"] == 2
 
 
 @pytest.mark.parametrize(("host_slots", "event"), [(0, "eviction"), (60, "store")])

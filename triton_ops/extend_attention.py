@@ -185,7 +185,7 @@ def _attend_by_plan(
 
     requests = torch.stack([req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens], 1).tolist()
     items = torch.stack([plan.item_requests, plan.item_query_starts, plan.item_starts, plan.item_lens], 1)
-    for request, query_start, start, length in items.tolist():
+    for request, query_start, start, length in items[plan.item_lens > 0].tolist():
         line, prefix_len, loc, extend_len = requests[request]
         tokens = torch.arange(query_start, min(query_start + plan.tile_tokens, extend_len), device=q.device)
         new = slice(loc + max(start - prefix_len, 0), loc + max(start + length - prefix_len, 0))

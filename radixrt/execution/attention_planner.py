@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntFlag
 from typing import Protocol
 
@@ -16,15 +16,24 @@ from layers.placement import Placement
 from radixrt.execution.shared_segments import SharedSegments, TreeCosts
 from radixrt.execution.staging import padded
 from radixrt.models.config import AttentionKind
-from triton_ops.attention_plan import AttentionPlan, ExtendPlan, Int32Array
+from triton_ops.attention_plan import (
+    NOTHING_SHARED,
+    AttentionPlan,
+    ExtendPlan,
+    Int32Array,
+    SharedItems,
+)
 from triton_ops.decode_attention import decode_item_len, most_decode_items
 from triton_ops.extend_attention import most_extra_extend_items, plan_extends, programs_of
 from triton_ops.implementation import GPU, gpu_of, runs_triton
 from triton_ops.shared_attention import shared_rows
 
-MOST_CUT_TOKENS = 2048  # padded extends of more tokens are not cut: merging all their rows would cost more
+# Padded extends of more tokens are not cut, and none of more tokens share: merging all their rows would cost more.
+MOST_CUT_TOKENS = 2048
 LONG_ITEM = 4096  # tokens that a program may read by itself, though a fair share were less
 SHARED_PROGRAMS_PER_SM = 2  # of shared items, that run side by side
+# Tiles of shared items: an extend of more rows fills most of its own, and gains little by sharing them.
+SHORT_EXTEND = 4
 
 
 class PlanKind(IntFlag):
@@ -101,7 +110,7 @@ class AttentionPlanner:
         req_to_token: the host's table, which tells who reads the same.
         kv_dtype: of the pool.
         tree: where the kernels run, layers without a window read what decodes share once for all of them,
-            wherever that is cheaper.
+            wherever that is cheaper; so do extends of what is in their prefixes.
     """
 
     def __init__(
@@ -120,25 +129,32 @@ class AttentionPlanner:
         self._windows = tuple({kind.window for kind in config.attention})
         self._shared: SharedSegments | None = None
         if tree and self._gpu is not None and None in self._windows:
+            rows_at_once = shared_rows(
+                self._gpu, config.head_dim, config.num_heads // config.num_kv_heads, placement.dtype
+            )
+            self._rows_at_once = rows_at_once
             self._shared = SharedSegments(
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
                 kv_bytes=(kv_dtype or placement.dtype).itemsize,
                 num_programs=SHARED_PROGRAMS_PER_SM * self._gpu.num_sms,
-                rows_at_once=shared_rows(
-                    self._gpu, config.head_dim, config.num_heads // config.num_kv_heads, placement.dtype
-                ),
+                rows_at_once=rows_at_once,
                 costs=TreeCosts(),
             )
 
     def most_partial_bytes(self, num_decodes: int) -> int:
-        """What the partial results of decodes take at most while a layer attends; 0 where nothing is cut."""
+        """What partial results take at most while a layer attends, those of decodes, or of extends that share; 0
+        where nothing is cut.
+        """
         if self._gpu is None:
             return 0
-        partials = most_decode_items(self._gpu, self._config.num_kv_heads, num_decodes) + 1
+        num_kv_heads = self._config.num_kv_heads
+        partials = most_decode_items(self._gpu, num_kv_heads, num_decodes) + 1
         if self._shared is not None:
+            own = MOST_CUT_TOKENS + most_extra_extend_items(self._gpu, num_kv_heads) * self._rows_at_once
             partials += self._shared.room(num_decodes)[1]
+            partials = max(partials, own + self._shared.room(MOST_CUT_TOKENS)[1])
         return partials * self._config.num_heads * 4 * (self._config.head_dim + 1)  # float32, and the log-sum-exps
 
     @property
@@ -152,8 +168,9 @@ class AttentionPlanner:
         arrays = self._decodes(host["req_pool_indices"][num_extends:], host["seq_lens"][num_extends:])
         tile_tokens = None
         if self._gpu is not None and num_extends:
+            num_tokens = int(host["extend_seq_lens"][:num_extends].sum())
             for window in self._windows:
-                extend, tile_tokens = self._extends(self._gpu, host, num_extends, window)
+                extend, tile_tokens = self._extends(self._gpu, host, num_extends, num_tokens, window)
                 arrays |= {f"extend {window} {name}": array for name, array in extend.items()}
         return PassPlans(arrays, self._windows, tile_tokens)
 
@@ -203,18 +220,23 @@ class AttentionPlanner:
         """The plans for a pass of `InputMetadata.host_arrays` with `num_extends` extends: `num_live` real ones,
         then such without tokens, and a last one whose tokens pad the pass and get results of zero; and of decodes
         `[R]` with `decode_lens`, 0 for padded ones. Shapes depend on the numbers of extends, of their tokens and
-        of decodes, and on the kind of the decodes' plans, alone; that is `least` or a later one. None: one extend
+        of decodes, and on the kind of the plans, alone: what they need, and what `least` has. None: one extend
         would read so much by itself that a plan of its own, which cuts it, is better.
         """
         gpu, num_kv_heads = self._gpu, self._config.num_kv_heads
         assert gpu is not None  # the references need no plan of extends
-        arrays = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, least=least).arrays
         num_new = host["extend_seq_lens"][:num_extends]
         num_tokens = int(num_new.sum())
         cut = num_tokens <= MOST_CUT_TOKENS
-        tile_tokens = 0
-        for window in self._windows:
-            plan, tile_tokens = self._extends(gpu, host, num_live, window, short=False, cut=cut)
+        plans = {
+            window: self._extends(gpu, host, num_live, num_tokens, window, short=False, cut=cut)
+            for window in self._windows
+        }
+        if any(len(plan["shared_lines"]) for plan, _ in plans.values()):
+            least |= PlanKind.TREE
+        decodes = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, least=least)
+        arrays, tile_tokens = decodes.arrays, 0
+        for window, (plan, tile_tokens) in plans.items():
             fair = int(plan["item_lens"].sum()) * num_kv_heads // programs_of(gpu)
             if int(plan["item_lens"].max(initial=0)) > max(fair, LONG_ITEM) and not cut:
                 return None
@@ -234,6 +256,15 @@ class AttentionPlanner:
             }
             for name in ("item_requests", "item_query_starts", "item_starts", "item_lens", "item_partials"):
                 plan[name] = padded(plan[name], most_items, padding.get(name, 0))
+            if cut and PlanKind.TREE in decodes.kind and window is None:
+                assert self._shared is not None  # such plans are its
+                most_shared, most_partials_of_shared = self._shared.room(num_tokens)
+                most_partials += most_partials_of_shared
+                for field in fields(SharedItems):
+                    name = f"shared_{field.name}"
+                    plan[name] = padded(plan[name], num_tokens if field.name == "queries" else most_shared)
+                plan["shared_partials"] = padded(plan["shared_partials"], most_shared)
+                plan["seq_lens"] = padded(plan["seq_lens"], num_tokens)
             if cut:
                 starts = plan["row_partial_starts"]
                 plan["row_partials"] = padded(plan["row_partials"], most_partials)
@@ -242,21 +273,47 @@ class AttentionPlanner:
         return PassPlans(arrays, self._windows, tile_tokens)
 
     def _extends(
-        self, gpu: GPU, host: Mapping[str, Int32Array], count: int, window: int | None, **options: bool
+        self,
+        gpu: GPU,
+        host: Mapping[str, Int32Array],
+        count: int,
+        num_tokens: int,
+        window: int | None,
+        *,
+        short: bool | None = None,
+        cut: bool = True,
     ) -> tuple[dict[str, Int32Array], int]:
-        """`plan_extends` of the first `count` requests."""
+        """`plan_extends` of the first `count` requests, in a pass with room for `num_tokens` of extends."""
         config = self._config
+        names = ("req_pool_indices", "prefix_lens", "extend_start_loc", "extend_seq_lens")
+        rows, prefix, first_rows, counts = (host[name][:count] for name in names)
+        tail_starts, shared = None, NOTHING_SHARED
+        may_share = window is None and num_tokens <= MOST_CUT_TOKENS
+        if may_share and self._shared is not None and self._req_to_token is not None:
+            most_items, most_partials = self._shared.room(num_tokens)
+            tail_starts, shared = self._shared.find(
+                self._req_to_token,
+                rows,
+                np.where(counts <= SHORT_EXTEND * self._rows_at_once, prefix, 0),
+                first_rows=first_rows,
+                counts=counts,
+                most_items=most_items,
+                most_partials=most_partials,
+            )
         return plan_extends(
-            host["prefix_lens"][:count],
-            host["extend_start_loc"][:count],
-            host["extend_seq_lens"][:count],
+            prefix,
+            first_rows,
+            counts,
             gpu=gpu,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=self._dtype,
             sliding_window=window,
-            **options,
+            tail_starts=tail_starts,
+            shared=shared,
+            short=short,
+            cut=cut,
         )
 
     def _decodes(self, rows: Int32Array, seq_lens: Int32Array) -> dict[str, Int32Array]:

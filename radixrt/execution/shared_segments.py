@@ -271,8 +271,6 @@ class SharedSegments:
         dear = lens * share
         total, dearest = float(dear @ tiles), float(dear.max())
         wave = self._num_programs / self._num_kv_heads  # items
-        if own > total:
-            wave *= WITH_ROOM
         most = min(MOST_PIECES, max(1, int(MOST_WAVES * wave * dearest / total)))
         step = np.ceil(lens / np.ceil(dear * (np.arange(1.0, most + 1)[:, None] / dearest) - 1e-9))
         # Odd multiples: pieces of a power of two, read side by side, would meet in the same parts of the memory.
@@ -281,12 +279,15 @@ class SharedSegments:
         items, partials = parts @ tiles, parts @ sizes
         work = items * self._item + total
         longest = self._item + (np.minimum(step, lens) * share).max(1)
-        seconds = (
-            np.maximum(np.ceil(items / wave) * wave * work / items, wave * longest) + self._partial * partials
-        )
-        seconds[(items > most_items) | (partials > most_partials)] = np.inf
-        best = int(seconds.argmin())
-        return step[best].astype(np.int64), float(seconds[best])
+
+        def seconds(wave: float) -> FloatArray:
+            waves: FloatArray = np.ceil(items / wave) * wave
+            return np.maximum(waves * work / items, wave * longest) + self._partial * partials
+
+        chosen_by = seconds(WITH_ROOM * wave if own > total else wave)
+        chosen_by[(items > most_items) | (partials > most_partials)] = np.inf
+        best = int(chosen_by.argmin())
+        return step[best].astype(np.int64), float(seconds(wave)[best])
 
 
 _NONE = np.zeros(0, np.int32)
