@@ -15,6 +15,7 @@ from test_attention_planner import planner
 
 from layers.input_metadata import InputMetadata
 from radixrt.execution import shared_segments
+from radixrt.execution.attention_planner import PlanKind
 from radixrt.execution.decode_numbers import DecodeNumbers
 from radixrt.execution.extend_graphs import ExtendGraphs, PassShape
 from radixrt.execution.sampling_table import Features
@@ -28,7 +29,7 @@ TINY = GPU(capability=90, num_sms=1)  # padded plans have four shared items
 ROWS_AT_ONCE = 2
 PADDED_TO = 3  # decodes, and tokens of extends: sizes of padded passes are multiples of it
 
-MOVES = ("split", "eviction", "store", "eviction of what the host has")  # what may happen while a plan is in use
+MOVES = ("split", "remap", "eviction", "store", "eviction of what the host has")  # while a plan is in use
 
 TILE_TOKENS = "tile_tokens"
 
@@ -135,7 +136,7 @@ class PlannedReads:
             num_rows=len(batch.requests) // PADDED_TO * PADDED_TO + PADDED_TO,  # each may sample
             num_extends=batch.num_extends + 2,
         )
-        padded = self._graphs._padded(batch, shape)
+        padded = self._graphs._padded(batch, shape, PlanKind.CUT)
         assert padded is not None
         return {**padded.host, **padded.plans.arrays, TILE_TOKENS: np.array([padded.plans.tile_tokens])}
 

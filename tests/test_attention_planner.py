@@ -139,6 +139,19 @@ def test_shapes_depend_on_the_batch_and_on_the_kind_alone(
         np.testing.assert_array_equal(plans.arrays[f"decode {window} seq_lens"], lens)
 
 
+@given(lengths(), GPUS, st.integers(1, 40), st.sampled_from([None, 50, 2000]))
+@example(int32([9000] * 64), H200, 8, 8900)
+def test_partial_results_take_no_more_memory_than_is_told(
+    lens: Any, gpu: GPU, num_kv_heads: int, head: int | None
+) -> None:
+    table = None if head is None else families(len(lens), int(lens.max(initial=head)), head)
+    here = planner(gpu, None, num_kv_heads=num_kv_heads, req_to_token=table, tree=head is not None)
+    rows = np.arange(len(lens), dtype=np.int32)
+    plans = here.plan({"req_pool_indices": rows, "seq_lens": lens}, 0)
+    partials = len(plans.arrays["decode None row_partials"])
+    assert partials * 4 * num_kv_heads * (16 + 1) * 4 <= here.most_partial_bytes(len(lens), 0)
+
+
 def test_padded_decodes_have_room_where_all_waves_are_full() -> None:
     lens = int32([15_407] * 18)
     assert decode_item_len(H200, 8, lens) == 1472
@@ -353,9 +366,9 @@ class PaddedExtends:
         slots = np.zeros(self.num_tokens + self.num_rows, np.int32)
         return InputMetadata.host_arrays(np.arange(len(new)), prefix + new, prefix, slots)
 
-    def plans(self, here: AttentionPlanner) -> PassPlans | None:
+    def plans(self, here: AttentionPlanner, least: PlanKind = PlanKind.CUT) -> PassPlans | None:
         lens = int32([*self.decodes, *[0] * (self.num_rows - len(self.decodes))])
-        return here.plan_padded_extends(self.host(), self.num_extends, len(self.new), lens)
+        return here.plan_padded_extends(self.host(), self.num_extends, len(self.new), lens, least=least)
 
 
 @st.composite
@@ -390,8 +403,10 @@ def test_shapes_of_padded_extends(
         assert one.num_tokens > MOST_CUT_TOKENS
         assert max(p + n for p, n in zip(one.prefix, one.new, strict=True)) > LONG_ITEM
         return
-    idle = replace(one, prefix=(), new=(), decodes=()).plans(here)
+    assert PlanKind.CUT <= plans.kind <= here.kinds[-1]
+    idle = replace(one, prefix=(), new=(), decodes=()).plans(here, plans.kind)
     assert idle is not None
+    assert idle.kind == plans.kind
     assert shapes(idle) == shapes(plans)
     assert list(idle.arrays) == list(plans.arrays)
     assert idle.tile_tokens == plans.tile_tokens
@@ -408,10 +423,13 @@ def test_shapes_of_padded_extends(
         num_partials = len(plans.arrays[f"extend {window} row_partials"])
         assert not len(starts) or starts[-1] <= num_partials
         assert (np.diff(starts) >= 0).all()
-        shares = head is not None and window is None
+        shares = plans.kind is PlanKind.TREE and window is None
         assert bool(len(plans.arrays[f"extend {window} shared_lens"])) == shares
         if one.num_tokens > MOST_CUT_TOKENS:  # they take memory
             assert num_partials == shares * (1 + LONG_PASS_PARTIALS) * one.num_tokens
+        if shares:
+            bytes_each = 4 * num_kv_heads * (16 + 1) * 4
+            assert num_partials * bytes_each <= here.most_partial_bytes(0, one.num_tokens)
 
 
 def test_long_prefixes_are_cut_or_left_to_other_plans() -> None:

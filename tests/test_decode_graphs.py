@@ -418,7 +418,7 @@ def test_every_draw_is_captured_for_every_size(folder: Path) -> None:
 @pytest.fixture
 def trees(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Lets requests share wherever they can. Of plans with shared items: who made them, of what, and how many."""
-    cheap = TreeCosts(item=1e-12, partial_crossings=0.1, launches=1e-12)
+    cheap = TreeCosts(reread_bandwidth=4.2e12, operations=1e18, item=0.0, partial_crossings=0.1, launches=0.0)
     monkeypatch.setattr(attention_planner, "TreeCosts", lambda: cheap)
     seen: list[tuple[str, int]] = []
 
@@ -451,6 +451,26 @@ def families(seed: int) -> list[list[int]]:
     documents.append(rng.integers(3, VOCAB_SIZE, 300).tolist())
     prompts = [[*map(int, documents[i % 3]), *own] for i, own in enumerate(random_prompts(24, most=20, seed=seed))]
     return prompts + prompts[:3]
+
+
+def test_passes_with_extends_launch_what_shares_only_where_something_is_shared(
+    folder: Path, trees: list[tuple[str, int]], extend_replays: list[PaddedPass]
+) -> None:
+    options: dict[str, Any] = {"chunked_prefill_size": 64, "attention": "tree"}
+    with runtime_of(folder, **options) as runtime:
+        graphs = runner_of(runtime)._extend_graphs
+        assert graphs is not None
+        every = {(num_tokens, kind) for num_tokens in (16, 64) for kind in (PlanKind.CUT, PlanKind.TREE)}
+        assert {(shape.num_tokens, kind) for shape, kind in graphs._graphs} == every
+        runtime.generate(random_prompts(2, most=8), GREEDY)
+        assert not trees
+        runtime.generate(families(2), GREEDY)
+    seen = {(padded.shape.num_tokens, padded.plans.kind) for padded in extend_replays}
+    assert seen == every
+    with runtime_of(folder, chunked_prefill_size=64) as flat:
+        graphs = runner_of(flat)._extend_graphs
+        assert graphs is not None
+        assert {kind for _, kind in graphs._graphs} == {PlanKind.CUT}
 
 
 @pytest.mark.parametrize("most", [9, 27, MERGES_BELOW + 2])

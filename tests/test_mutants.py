@@ -26,7 +26,7 @@ from radixrt.cache.radix_tree import Insertion, Match, Namespace, Node, RadixTre
 from radixrt.driver import Driver
 from radixrt.engine import Engine
 from radixrt.errors import SchedulerError
-from radixrt.execution import slot_tree
+from radixrt.execution import shared_segments
 from radixrt.execution.decode_numbers import DecodeForm, DecodeNumbers, _Growing
 from radixrt.execution.shared_segments import SharedSegments
 from radixrt.output import FinishReason
@@ -752,13 +752,14 @@ def end_shared_segments_a_token_late(patch: pytest.MonkeyPatch) -> None:
 @mutant("17: what is read for several is what each has", world=PlannedWorld)
 def share_a_token_that_is_each_one_s_own(patch: pytest.MonkeyPatch) -> None:
     """Segments end a token late, and so tails begin a token late."""
-    common = slot_tree._common
+    depth_first = shared_segments.depth_first
 
-    def generous(slots: np.ndarray, lines: np.ndarray, lens: np.ndarray) -> np.ndarray:
-        found = common(slots, lines, lens)
-        return np.minimum(found + (found > 0), np.minimum(lens[:-1], lens[1:]))
+    def generous(slots: np.ndarray, lines: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        order, common = depth_first(slots, lines, lens)
+        most = np.minimum(lens[order][:-1], lens[order][1:])
+        return order, np.minimum(common + (common > 0), most)
 
-    patch.setattr(slot_tree, "_common", generous)
+    patch.setattr(shared_segments, "depth_first", generous)
 
 
 @mutant("7:", "17: what is read for several is what each has on the device", world=PlannedWorld)

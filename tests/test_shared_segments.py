@@ -13,8 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from simulation import SimulatedPass, SimulatedRunner, Walk, World, random_sizes
 
+from radixrt.execution import slot_tree
 from radixrt.execution.shared_segments import SharedSegments, TreeCosts
-from radixrt.execution.slot_tree import MOST_LEVELS
+from radixrt.execution.slot_tree import MOST_LEVELS, MOST_STOPS
 from radixrt.schedule.batch import ScheduleBatch
 from triton_ops.attention_plan import SharedItems
 
@@ -230,10 +231,13 @@ def test_requests_of_several_rows_read_every_position_once_for_each(
     assert shared + (lens - tail_starts) @ apiece <= lens @ apiece * (1 + 1e-9)
 
 
-@given(trees(), st.integers(0, 3))
-def test_where_nothing_else_costs_each_token_is_read_once(tree: Tree, seed: int) -> None:
+@given(trees(), st.integers(0, 3), st.sampled_from([1, 3, MOST_STOPS]))
+def test_where_nothing_else_costs_each_token_is_read_once(tree: Tree, seed: int, most_stops: int) -> None:
+    """Whether rows are sorted by all stops at once or in rounds."""
     table, lines, seq_lens = tree.table(seed)
-    tail_starts, items = find(segments(FREE), table, lines, seq_lens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_tree, "MOST_STOPS", most_stops)
+        tail_starts, items = find(segments(FREE), table, lines, seq_lens)
     expected = defaultdict(set)
     for line, length in zip(lines.tolist(), seq_lens.tolist(), strict=True):
         for slot in table[line, : max(length - 1, 0)].tolist():
@@ -245,7 +249,9 @@ def test_where_nothing_else_costs_each_token_is_read_once(tree: Tree, seed: int)
 
 @given(trees(max_nodes=6), COSTS, st.integers(1, 5))
 @example(  # a second partial result, of its tail, makes the short node too dear
-    Tree([600, 25], [[0], [0], [1], [1]], [5] * 4), replace(FREE, partial_crossings=2.0), 3
+    Tree([600, 25], [[0], [0], [1], [1]], [5] * 4),
+    replace(FREE, partial_crossings=2.0, reread_bandwidth=4.2e12),
+    3,
 )
 def test_no_other_choice_of_nodes_is_cheaper(tree: Tree, costs: TreeCosts, rows_at_once: int) -> None:
     table, lines, seq_lens = tree.table()
@@ -362,9 +368,20 @@ def test_pieces_fill_a_wave_and_the_dearest_come_first() -> None:
         assert not set(rows) & set(next_rows)
 
 
+def test_what_others_have_read_is_cheap_to_read_again() -> None:
+    """Two requests share what comes from memory, not what the L2 cache has for the second, nearly for nothing."""
+    table, lines, seq_lens = Tree([4000], [[0]] * 2, [30] * 2).table()
+    for reread, sharing in ((4.2e12, True), (8.4e12, False)):
+        costs = replace(FREE, partial_crossings=1.0, reread_bandwidth=reread)
+        assert bool(len(find(segments(costs), table, lines, seq_lens)[1].lens)) == sharing
+
+
 def test_nothing_is_shared_where_that_is_dearer() -> None:
     table, lines, seq_lens = Tree([200], [[0]] * 9, [30] * 9).table()
-    for costs, sharing in ((CHEAP, True), (replace(CHEAP, launches=1e-3), False)):
+    dear_tails = replace(
+        CHEAP, partial_crossings=10.0, launches=30e-9
+    )  # without their partial results it were less
+    for costs, sharing in ((CHEAP, True), (replace(CHEAP, launches=1e-3), False), (dear_tails, False)):
         tail_starts, items = find(segments(costs), table, lines, seq_lens)
         assert bool(len(items.lens)) == bool(len(items.queries)) == bool(tail_starts.any()) == sharing
     for empty in (
@@ -390,6 +407,24 @@ def test_a_slot_may_stand_at_two_positions() -> None:
     tail_starts, items = find(segments(FREE), table, rows, seq_lens)
     assert tail_starts.tolist() == [1, 2, 2]
     check(table, rows, seq_lens, tail_starts, items)
+
+    table = np.array([[1, 5, 0, 0, 0], [1, 5, 5, 8, 0], [1, 5, 5, 9, 0]], np.int32)
+    seq_lens = np.array([3, 5, 5], np.int32)
+    tail_starts, items = find(segments(FREE), table, rows, seq_lens)
+    assert tail_starts.tolist() == [2, 3, 3]
+    check(table, rows, seq_lens, tail_starts, items)
+
+
+def test_who_would_multiply_tiles_of_few_rows_shares_one() -> None:
+    """Though reading is cheap: by itself each of the extends multiplies a whole tile."""
+    table, lines, seq_lens = Tree([4000], [[0]] * 2, [30] * 2).table()
+    of, two = segments(replace(CHEAP, operations=1e13), rows_at_once=4), np.full(2, 2, np.int32)
+    tail_starts, items = of.find(
+        table, lines, seq_lens - 1, first_rows=two * np.arange(2), counts=two, most_items=99, most_partials=99
+    )
+    assert tail_starts.tolist() == [4000] * 2
+    assert (items.query_lens == 4).all()
+    assert not len(find(of, table, lines, seq_lens)[1].lens), "decodes would not"
 
 
 def test_what_is_shared_stays_so_while_the_same_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -387,6 +387,35 @@ def test_a_plan_outlives_what_leaves_the_device_meanwhile(host_slots: int, event
     assert world.events[f"{event} under a plan"] >= 3
 
 
+def test_a_plan_outlives_slots_that_its_requests_had_when_it_was_made() -> None:
+    """A request is planned before its prompt is committed; then its row is turned to what the tree has, and other
+    tokens get its own slots. Plans name rows and positions, never slots.
+    """
+    world = World(Sizes(num_slots=100, num_rows=6, max_running=5, chunk=16, force_miss=True))
+    prompt = [1, 2, 3, 4, 0, 1]
+    for _ in range(2):
+        world.submit(prompt, 30)
+    while world.events["remap"] < 1:
+        world.step()
+        world.check()
+    last = world.submit(prompt, 25)
+    while not last.num_output:
+        world.step()
+        world.check()
+        if last.lease is not None and not last.lease.committed:
+            before = set(world.rows.req_to_token[last.lease.row, : len(prompt)].tolist())
+    assert last.lease is not None
+    assert before.isdisjoint(world.rows.req_to_token[last.lease.row, : len(prompt)].tolist()), "all are turned"
+    reused = set()
+    while not last.finished:
+        world.step()
+        world.check()
+        rows = [request.lease.row for request in world.requests if request.lease is not None]
+        reused |= before & set(world.rows.req_to_token[rows, len(prompt) :].reshape(-1).tolist())
+    assert reused == before
+    assert world.events["remap under a plan"] >= 10
+
+
 def test_a_row_that_names_other_slots_on_the_device_is_found() -> None:
     """Though they hold the same KV."""
     world, requests = sharing(Sizes(num_slots=140, chunk=16), [2], [3])

@@ -23,7 +23,12 @@ from triton_ops.attention_plan import (
     SharedItems,
 )
 from triton_ops.decode_attention import decode_item_len, most_decode_items
-from triton_ops.extend_attention import most_extra_extend_items, plan_extends, programs_of
+from triton_ops.extend_attention import (
+    extend_tile_tokens,
+    most_extra_extend_items,
+    plan_extends,
+    programs_of,
+)
 from triton_ops.implementation import GPU, gpu_of, runs_triton
 from triton_ops.shared_attention import shared_rows
 
@@ -125,6 +130,21 @@ class AttentionPlanner:
                 costs=TreeCosts(),
             )
 
+    def most_partial_bytes(self, num_decodes: int, num_tokens: int) -> int:
+        """What the partial results of decodes, and of extends that share, take at most while a layer attends, with
+        `num_tokens` of extends; 0 where nothing is cut.
+        """
+        if self._gpu is None:
+            return 0
+        config = self._config
+        partials = most_decode_items(self._gpu, config.num_kv_heads, num_decodes) + 1
+        if self._shared is not None:
+            group = config.num_heads // config.num_kv_heads
+            tile_tokens = extend_tile_tokens(self._gpu, config.head_dim, group, self._dtype, short=False)
+            partials += self._shared.room(num_decodes)[1] + self._room_of_extends(num_tokens)[1]
+            partials += num_tokens + most_extra_extend_items(self._gpu, config.num_kv_heads) * tile_tokens
+        return partials * config.num_heads * 4 * (config.head_dim + 1)  # float32, and the log-sum-exps
+
     @property
     def kinds(self) -> tuple[PlanKind, ...]:
         """Those that plans may be of."""
@@ -175,23 +195,35 @@ class AttentionPlanner:
         return PassPlans(arrays, self._windows, None)
 
     def plan_padded_extends(
-        self, host: Mapping[str, Int32Array], num_extends: int, num_live: int, decode_lens: Int32Array
+        self,
+        host: Mapping[str, Int32Array],
+        num_extends: int,
+        num_live: int,
+        decode_lens: Int32Array,
+        *,
+        least: PlanKind,
     ) -> PassPlans | None:
         """The plans for a pass of `InputMetadata.host_arrays` with `num_extends` extends: `num_live` real ones,
         then such without tokens, and a last one whose tokens pad the pass and get results of zero; and of decodes
         `[R]` with `decode_lens`, 0 for padded ones. Shapes depend on the numbers of extends, of their tokens and
-        of decodes alone. None: one would read so much by itself that a plan of its own, which cuts it, is better.
+        of decodes, and on the kind of plans, alone; that is `least` or a later one. None: one extend would read so
+        much by itself that a plan of its own, which cuts it, is better.
         """
         gpu, num_kv_heads = self._gpu, self._config.num_kv_heads
         assert gpu is not None  # the references need no plan of extends
-        kind = self.kinds[-1]
-        arrays = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, least=kind).arrays
         num_new = host["extend_seq_lens"][:num_extends]
         num_tokens = int(num_new.sum())
         cut = num_tokens <= MOST_CUT_TOKENS
-        tile_tokens = 0
+        tile_tokens, extends = 0, {}
         for window in self._windows:
-            plan, tile_tokens = self._extends(gpu, host, num_live, num_tokens, window, short=False, cut=cut)
+            extends[window], tile_tokens = self._extends(
+                gpu, host, num_live, num_tokens, window, short=False, cut=cut
+            )
+            if len(extends[window]["shared_lens"]):
+                least = PlanKind.TREE
+        decodes = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, least=least)
+        arrays = decodes.arrays
+        for window, plan in extends.items():
             fair = int(plan["item_lens"].sum()) * num_kv_heads // programs_of(gpu)
             if int(plan["item_lens"].max(initial=0)) > max(fair, LONG_ITEM) and not cut:
                 return None
@@ -211,7 +243,7 @@ class AttentionPlanner:
             }
             for name in ("item_requests", "item_query_starts", "item_starts", "item_lens", "item_partials"):
                 plan[name] = padded(plan[name], most_items, padding.get(name, 0))
-            if kind is PlanKind.TREE and window is None:
+            if decodes.kind is PlanKind.TREE and window is None:
                 most_shared, most_partials_of_shared = self._room_of_extends(num_tokens)
                 most_partials = max(most_partials, num_tokens) + most_partials_of_shared
                 for field in fields(SharedItems):

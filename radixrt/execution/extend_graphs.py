@@ -17,7 +17,7 @@ from torch import Tensor
 from layers.input_metadata import InputMetadata, Int32Array
 from memory_pool.req_to_token_pool import NO_CHANGES
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.execution.attention_planner import AttentionPlanner, PassPlans
+from radixrt.execution.attention_planner import AttentionPlanner, PassPlans, PlanKind
 from radixrt.execution.graph_memory import GraphMemory
 from radixrt.execution.staging import Staging, packed, padded
 from radixrt.models.decoder import Decoder
@@ -57,7 +57,7 @@ def pass_shapes(max_tokens: int, max_requests: int, num_weights: int) -> list[Pa
 
 @dataclass(frozen=True)
 class PaddedPass:
-    """A pass in the places of a shape: what it uploads, of which `host` and `plans` are parts."""
+    """A pass in the places of a shape and of a kind of plans: what it uploads, with `host` and `plans` in it."""
 
     shape: PassShape
     host: dict[str, Int32Array]
@@ -66,7 +66,7 @@ class PaddedPass:
 
     @property
     def numbers(self) -> dict[str, NDArray[Any]]:
-        """All that is copied to the device. Where each array lies depends on the shape alone."""
+        """All that is copied to the device. Where each array lies depends on the shape and the kind alone."""
         return {**self.own, **self.host, **self.plans.arrays}
 
 
@@ -104,21 +104,23 @@ class ExtendGraphs:
         self._memory = memory
         self._impl = model.placement.impl
         self._padding_row = len(last_token) - 1
-        self._graphs: dict[PassShape, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[PassShape, PlanKind], torch.cuda.CUDAGraph] = {}
         device = req_to_token.device
         most = max(shape.num_extends + shape.num_rows for shape in shapes)
         self._finite = torch.empty(most, dtype=torch.bool, device=device)
         # It must never move: graphs know its address.
-        self._staging = Staging(device, max(len(packed(self._idle(shape).numbers)[0]) for shape in shapes))
+        last = planner.kinds[-1]
+        self._staging = Staging(device, max(len(packed(self._idle(shape, last).numbers)[0]) for shape in shapes))
 
     def capture(self) -> Iterator[PassShape]:
         """Capture all shapes, the largest first: the others fit into its memory. Yields each."""
         with torch.inference_mode():
             for shape in reversed(self._shapes):
-                idle = self._idle(shape)
-                self._graphs[shape] = self._memory.captured(
-                    partial(self._compute, idle, self._staging.upload(idle.numbers))
-                )
+                for kind in reversed(self._planner.kinds[PlanKind.CUT :]):
+                    idle = self._idle(shape, kind)
+                    self._graphs[shape, kind] = self._memory.captured(
+                        partial(self._compute, idle, self._staging.upload(idle.numbers))
+                    )
                 yield shape
 
     def fitted(self, batch: ScheduleBatch) -> PaddedPass | None:
@@ -132,7 +134,7 @@ class ExtendGraphs:
                 and shape.num_rows >= num_rows
                 and shape.num_extends > batch.num_extends
             ):
-                return self._padded(batch, shape)
+                return self._padded(batch, shape, PlanKind.CUT)
         return None
 
     def launch(self, padded: PaddedPass) -> tuple[Tensor, Tensor]:
@@ -144,11 +146,11 @@ class ExtendGraphs:
         """
         shape = padded.shape
         self._staging.upload(padded.numbers)
-        self._graphs[shape].replay()
+        self._graphs[shape, padded.plans.kind].replay()
         return self._logits[: shape.num_rows], self._finite[: shape.num_extends + shape.num_rows]
 
-    def _idle(self, shape: PassShape) -> PaddedPass:
-        """A pass of nothing but padding."""
+    def _idle(self, shape: PassShape, kind: PlanKind) -> PaddedPass:
+        """A pass of nothing but padding, with plans of that kind."""
         none = np.zeros(0, np.int32)
         batch = ScheduleBatch(
             requests=(),
@@ -166,11 +168,11 @@ class ExtendGraphs:
             row_changes=NO_CHANGES,
             admitted=(),
         )
-        idle = self._padded(batch, shape)
+        idle = self._padded(batch, shape, kind)
         assert idle is not None  # nothing is out of balance
         return idle
 
-    def _padded(self, batch: ScheduleBatch, shape: PassShape) -> PaddedPass | None:
+    def _padded(self, batch: ScheduleBatch, shape: PassShape, least: PlanKind) -> PaddedPass | None:
         num_live, num_decodes = batch.num_extends, len(batch.requests) - batch.num_extends
         num_tokens = len(batch.input_ids) - num_decodes
         empty, spare = shape.num_extends - num_live, shape.num_tokens - num_tokens
@@ -196,7 +198,7 @@ class ExtendGraphs:
         )
         host["positions"][num_tokens : shape.num_tokens] = 0  # there may be none so great
         lens = padded(batch.seq_lens[num_live:], shape.num_rows)
-        plans = self._planner.plan_padded_extends(host, shape.num_extends, num_live, lens)
+        plans = self._planner.plan_padded_extends(host, shape.num_extends, num_live, lens, least=least)
         if plans is None:
             return None
         last = host["extend_start_loc"] + host["extend_seq_lens"] - 1

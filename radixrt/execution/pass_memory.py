@@ -13,6 +13,7 @@ import torch
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.errors import ParameterError
+from radixrt.execution.attention_planner import AttentionPlanner
 from radixrt.execution.decode_graphs import MOST_CAPTURED
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.models.decoder import Decoder
@@ -97,7 +98,8 @@ def measured_pass_memory(
 ) -> int:
     """Bytes that passes up to `limits`, the tables on the device and, if there are to be any, graphs take.
 
-    Runs the largest pass, and captures the largest graphs, over a pool of two slots.
+    Runs the largest pass, and captures the largest graphs, over a pool of two slots. Contexts are short there:
+    partial results of long ones, or of what requests share, are added.
     """
     config, device = model.config, model.placement.device
 
@@ -126,7 +128,9 @@ def measured_pass_memory(
     del runner, pool
     gc.collect()
     torch.cuda.empty_cache()
-    return max(0, passes) + max(0, graphs)
+    planner = AttentionPlanner(config, model.placement, kv_dtype=kv_dtype, tree=tree)
+    partials = planner.most_partial_bytes(limits.max_running_requests, limits.chunked_prefill_size)
+    return max(0, passes) + max(0, graphs) + partials
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from radixrt.execution.slot_tree import FloatArray, Int64Array, SlotTree, depth_first, ranges, repeats
+from radixrt.execution.slot_tree import FloatArray, Int64Array, SlotTree, depth_first, ranges
 from triton_ops.attention_plan import Int32Array, SharedItems
 
 PIECE_TOKENS = 64  # tokens of a segment's pieces are multiples of it
@@ -116,9 +116,12 @@ class SharedSegments:
         live = (lens > 0).nonzero()[0]
         slots = req_to_token.reshape(-1)
         lines = rows[live].astype(np.int64) * req_to_token.shape[1]
-        if not repeats(slots.take(lines)):
+        if not lines.size:
             return tail_starts, _NOTHING
-        tree = SlotTree.of(*depth_first(slots, lines, lens[live].astype(np.int64)))
+        order, common = depth_first(slots, lines, lens[live].astype(np.int64))
+        if not common.any():
+            return tail_starts, _NOTHING
+        tree = SlotTree.of(order, common)
         requests = live[tree.order]
         first_query, alone = self._query_rows(None if counts is None else counts[requests], len(requests))
         ends = tree.firsts + tree.sizes

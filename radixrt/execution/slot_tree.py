@@ -150,27 +150,39 @@ def depth_first(slots: Int32Array, lines: Int64Array, lens: Int64Array) -> tuple
     if all neighbours part at stops; where they part elsewhere are stops to come. If there are many, each group of
     rows is sorted by one of them instead.
     """
+    starts = slots.take(lines)
+    order = starts.argsort(kind="stable")
+    starts = starts[order]
+    common = np.zeros(len(lines) - 1, np.int64)
+    unknown = (starts[1:] == starts[:-1]).nonzero()[0]  # of common
     stops = np.zeros(1, np.int64)
-    while len(stops) <= MOST_STOPS:
+    while len(unknown):
+        before, behind = order[unknown], order[unknown + 1]
+        found = _common(slots, lines[before], lines[behind], np.minimum(lens[before], lens[behind]))
+        common[unknown] = found
+        more = np.concatenate([stops, found])
+        more.sort()
+        more = more[_runs(more)[0]]
+        if len(more) == len(stops):
+            break
+        if len(more) > MOST_STOPS:
+            return _by_paths(slots, lines, lens)
+        stops = more
         columns = np.array((stops - 1, stops)).T.reshape(-1)[1:]
-        keys = slots.take(lines[:, None] + np.minimum(columns, lens[:, None] - 1))
-        np.copyto(keys, -1, where=columns >= lens[:, None])  # not there
+        if int(lens.min()) > columns[-1]:
+            keys = slots.take(lines[:, None] + columns, mode="clip")
+        else:
+            keys = slots.take(lines[:, None] + np.minimum(columns, lens[:, None] - 1))
+            keys[columns >= lens[:, None]] = -1  # not there
         # As bytes: unlike np.lexsort it does not sort by each column in turn.
         order = keys.view(f"V{keys.itemsize * len(columns)}")[:, 0].argsort(kind="stable")
         keys = keys[order]
         differ = keys[1:] != keys[:-1]
         column = differ.argmax(1)
         common = stops[column >> 1]
-        within = ((column & 1 == 1) | ~differ[np.arange(len(column)), column]).nonzero()[0]
-        if not len(within):
-            return order, common
-        before, behind = order[within], order[within + 1]
-        common[within] = _common(slots, lines[before], lines[behind], np.minimum(lens[before], lens[behind]))
-        more = np.union1d(stops, common[within])
-        if len(more) == len(stops):
-            return order, common
-        stops = more
-    return _by_paths(slots, lines, lens)
+        # Between two stops, or behind the last.
+        unknown = ((column & 1 == 1) | ((column == 0) & ~differ[:, 0])).nonzero()[0]
+    return order, common
 
 
 def _by_paths(slots: Int32Array, lines: Int64Array, lens: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -208,39 +220,32 @@ def _common(slots: Int32Array, a: Int64Array, b: Int64Array, most: Int64Array) -
     """How many of the `most` slots `[n]` from `a` and from `b` on are the same: the first ones, one at least."""
     common = most.copy()
     left = ((a != b) & (most > 1)).nonzero()[0]  # those that are not known yet
-    a, b, high = a[left], b[left], most[left]
-    low = np.ones_like(high)
+    a, b, most = a[left], b[left], most[left]
 
-    def probe(count: Int64Array | int) -> None:
-        nonlocal low, high
-        at = np.minimum(count, high) - 1
-        same = slots.take(a + at) == slots.take(b + at)
-        low, high = np.where(same, np.maximum(low, at + 1), low), np.where(same, high, at)
+    def same(at: Int64Array | int) -> BoolArray:
+        equal: BoolArray = slots.take(a + at, mode="clip") == slots.take(b + at, mode="clip")
+        return equal
 
-    for _ in range(GUESSES):  # most rows part where some other does
+    for _ in range(GUESSES):  # most part where some other does
         if not len(left):
             return common
         some = len(left) // 3
-        start, stop = int(low[some]), int(high[some])
-        differ = slots[a[some] + start : a[some] + stop] != slots[b[some] + start : b[some] + stop]
-        nth = int(differ.argmax())
-        guess = start + nth if differ[nth] else stop
-        probe(guess + 1)
-        probe(guess)
-        common[left] = low
-        still = (low < high).nonzero()[0]
-        left, a, b, low, high = left[still], a[still], b[still], low[still], high[still]
+        start, other, end = int(a[some]), int(b[some]), int(most[some])
+        differ = slots[start : start + end] != slots[other : other + end]
+        guess = int(differ.argmax())
+        if not differ[guess]:
+            guess = end
+        is_it = same(guess - 1) & ((most == guess) | ((most > guess) & ~same(guess)))
+        common[left[is_it]] = guess
+        still = (~is_it).nonzero()[0]
+        left, a, b, most = left[still], a[still], b[still], most[still]
     if len(left):
-        for _ in range(int((high - low).max()).bit_length()):
-            probe((low + high + 1) >> 1)
-        common[left] = low
+        found = np.zeros_like(most)
+        for bit in range(int(most.max()).bit_length() - 1, -1, -1):
+            further = np.minimum(found + (1 << bit), most)
+            found = np.where(same(further - 1), further, found)
+        common[left] = found
     return common
-
-
-def repeats(values: Int32Array) -> bool:
-    """Whether one of them stands there twice."""
-    values = np.sort(values)
-    return bool((values[1:] == values[:-1]).any())
 
 
 def ranges(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
