@@ -457,11 +457,9 @@ def families(seed: int) -> list[list[int]]:
     return prompts + prompts[:3]
 
 
-def test_passes_with_few_extends_share_only_where_there_is_something(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, trees: list[tuple[str, int]], extend_replays: list[PaddedPass]
+def test_passes_with_extends_launch_what_shares_only_where_something_is_shared(
+    folder: Path, trees: list[tuple[str, int]], extend_replays: list[PaddedPass]
 ) -> None:
-    """Those of many tokens always launch what reads shared items."""
-    monkeypatch.setattr(extend_graphs, "TOKENS_OF_ALL_KINDS", 16)
     options: dict[str, Any] = {"chunked_prefill_size": 64, "attention": "tree"}
     with runtime_of(folder, **options) as runtime:
         graphs = runner_of(runtime)._extend_graphs

@@ -312,6 +312,11 @@ def _block_m(config: ExtendConfig, group: int) -> int:
     return max(config.block_m, next_power_of_2(group))
 
 
+def extend_tile_tokens(gpu: GPU, head_dim: int, group: int, dtype: torch.dtype, *, short: bool) -> int:
+    """The most tokens of a tile: `group` heads of each read a KV head."""
+    return _block_m(extend_config(gpu, head_dim, dtype, short=short), group) // group
+
+
 SHORT_ROWS = 64  # extends with no more rows than this take short tiles
 PROGRAMS_PER_SM = 2  # that many of the kernel's run side by side
 MIN_ITEM_LEN = 512  # shorter pieces of a prefix are not worth a partial result
@@ -342,8 +347,7 @@ def plan_extends(
     group = num_heads // num_kv_heads
     if short is None:
         short = int(extend_seq_lens.max(initial=0)) * group <= SHORT_ROWS
-    config = extend_config(gpu, head_dim, dtype, short=short)
-    tile_tokens = _block_m(config, group) // group
+    tile_tokens = extend_tile_tokens(gpu, head_dim, group, dtype, short=short)
     num_tiles = -(-extend_seq_lens.astype(np.int64) // tile_tokens)
     # What a tile in the middle of the new tokens reads is the mean of its request's.
     mean = prefix_lens + (extend_seq_lens + tile_tokens) // 2

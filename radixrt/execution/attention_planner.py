@@ -24,7 +24,7 @@ from triton_ops.attention_plan import (
     SharedItems,
 )
 from triton_ops.decode_attention import decode_item_len, most_decode_items
-from triton_ops.extend_attention import most_extra_extend_items, plan_extends, programs_of
+from triton_ops.extend_attention import extend_tile_tokens, most_extra_extend_items, plan_extends, programs_of
 from triton_ops.implementation import GPU, gpu_of, runs_triton
 from triton_ops.shared_attention import shared_rows
 
@@ -143,19 +143,21 @@ class AttentionPlanner:
                 costs=TreeCosts(),
             )
 
-    def most_partial_bytes(self, num_decodes: int) -> int:
-        """What partial results take at most while a layer attends, those of decodes, or of extends that share; 0
-        where nothing is cut.
+    def most_partial_bytes(self, num_decodes: int, num_tokens: int) -> int:
+        """What the partial results of decodes, and of `num_tokens` of extends that share, take at most while a
+        layer attends; 0 where nothing is cut.
         """
         if self._gpu is None:
             return 0
-        num_kv_heads = self._config.num_kv_heads
-        partials = most_decode_items(self._gpu, num_kv_heads, num_decodes) + 1
+        config = self._config
+        partials = most_decode_items(self._gpu, config.num_kv_heads, num_decodes) + 1
         if self._shared is not None:
-            own = MOST_CUT_TOKENS + most_extra_extend_items(self._gpu, num_kv_heads) * self._rows_at_once
-            partials += self._shared.room(num_decodes)[1]
-            partials = max(partials, own + self._shared.room(MOST_CUT_TOKENS)[1])
-        return partials * self._config.num_heads * 4 * (self._config.head_dim + 1)  # float32, and the log-sum-exps
+            most = min(num_tokens, MOST_CUT_TOKENS)
+            group = config.num_heads // config.num_kv_heads
+            tile_tokens = extend_tile_tokens(self._gpu, config.head_dim, group, self._dtype, short=False)
+            partials += self._shared.room(num_decodes)[1] + self._shared.room(most)[1]
+            partials += most + most_extra_extend_items(self._gpu, config.num_kv_heads) * tile_tokens
+        return partials * config.num_heads * 4 * (config.head_dim + 1)  # float32, and the log-sum-exps
 
     @property
     def kinds(self) -> tuple[PlanKind, ...]:

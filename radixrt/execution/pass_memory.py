@@ -99,7 +99,7 @@ def measured_pass_memory(
     """Bytes that passes up to `limits`, the tables on the device and, if there are to be any, graphs take.
 
     Runs the largest pass, and captures the largest graphs, over a pool of two slots. Contexts are short there:
-    partial results of long ones, or of what decodes share, are added.
+    partial results of long ones, or of what requests share, are added.
     """
     config, device = model.config, model.placement.device
 
@@ -129,7 +129,8 @@ def measured_pass_memory(
     gc.collect()
     torch.cuda.empty_cache()
     planner = AttentionPlanner(config, model.placement, kv_dtype=kv_dtype, tree=tree)
-    return max(0, passes) + max(0, graphs) + planner.most_partial_bytes(limits.max_running_requests)
+    partials = planner.most_partial_bytes(limits.max_running_requests, limits.chunked_prefill_size)
+    return max(0, passes) + max(0, graphs) + partials
 
 
 @contextmanager
