@@ -148,7 +148,7 @@ def test_partial_results_take_no_more_memory_than_is_told(
     rows = np.arange(len(lens), dtype=np.int32)
     plans = here.plan({"req_pool_indices": rows, "seq_lens": lens}, 0)
     partials = len(plans.arrays["decode None row_partials"])
-    assert partials * 4 * num_kv_heads * (16 + 1) * 4 <= here.most_partial_bytes(len(lens))
+    assert partials * 4 * num_kv_heads * (16 + 1) * 4 <= here.most_partial_bytes(len(lens), 0)
 
 
 def test_padded_decodes_have_room_where_all_waves_are_full() -> None:

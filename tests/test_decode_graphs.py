@@ -464,18 +464,15 @@ def test_passes_with_extends_launch_what_shares_only_where_something_is_shared(
     with runtime_of(folder, **options) as runtime:
         graphs = runner_of(runtime)._extend_graphs
         assert graphs is not None
-        assert {(shape.num_tokens, kind) for shape, kind in graphs._graphs} == {
-            (16, PlanKind.CUT),
-            (16, PlanKind.CUT | PlanKind.TREE),
-            (64, PlanKind.CUT | PlanKind.TREE),
-        }
+        kinds = (PlanKind.CUT, PlanKind.CUT | PlanKind.TREE)
+        every = {(num_tokens, kind) for num_tokens in (16, 64) for kind in kinds}
+        assert {(shape.num_tokens, kind) for shape, kind in graphs._graphs} == every
         runtime.generate(random_prompts(2, most=8), GREEDY)
         assert not trees
         runtime.generate(families(2), GREEDY)
     seen = {(padded.shape.num_tokens, padded.plans.kind) for padded in extend_replays}
-    both = PlanKind.CUT | PlanKind.TREE
-    assert seen == {(16, PlanKind.CUT), (16, both), (64, both)}
-    with runtime_of(folder, chunked_prefill_size=64) as flat:
+    assert seen == every
+    with runtime_of(folder, chunked_prefill_size=64, attention="flat") as flat:
         graphs = runner_of(flat)._extend_graphs
         assert graphs is not None
         assert {kind for _, kind in graphs._graphs} == {PlanKind.CUT}
@@ -527,7 +524,7 @@ def test_short_extends_read_once_what_they_share(
     options = {"max_running_requests": 24, "chunked_prefill_size": 64, **options}
     params = replace(GREEDY, max_new_tokens=5, logprobs=2)
     rounds = [*questions(), *questions()]
-    with runtime_of(folder, cuda_graphs=False, **options) as flat:
+    with runtime_of(folder, cuda_graphs=False, attention="flat", **options) as flat:
         expected = [flat.generate(prompts, params) for prompts in rounds]
     assert not trees
     with runtime_of(folder, cuda_graphs=captured, attention="tree", **options) as runtime:

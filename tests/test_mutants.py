@@ -808,13 +808,13 @@ def share_more_than_padded_plans_have_room_for(patch: pytest.MonkeyPatch) -> Non
 
 
 @mutant("17: a result is one item's", world=PlannedWorld)
-def merge_tails_with_nothing(patch: pytest.MonkeyPatch) -> None:
-    """A row that has one narrow item writes its result, whatever is shared."""
+def take_nothing_in(patch: pytest.MonkeyPatch) -> None:
+    """A row that has one narrow item writes its result, whatever shared items computed."""
     arrays = AttentionPlan.host_arrays
 
     def direct(*arguments: Any) -> dict[str, np.ndarray]:
         plan = arrays(*arguments)
-        return plan | {"item_partials": np.full_like(plan["item_partials"], -1)}
+        return plan | {"tail_partial_starts": np.zeros_like(plan["tail_partial_starts"])}
 
     patch.setattr(AttentionPlan, "host_arrays", direct)
 

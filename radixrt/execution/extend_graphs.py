@@ -28,8 +28,6 @@ from triton_ops.sampling import finite_rows
 TOKEN_STEPS = (256, 512, 1024, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 14336, 16384)
 # Tokens times weights. A pass of more keeps an H200 busy for longer than launching its kernels one by one takes.
 MOST_WORK = 1.2e13
-# Passes with more tokens have plans of the last kind alone: what these launch for nothing does not show in them.
-TOKENS_OF_ALL_KINDS = 2048
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class ExtendGraphs:
         with torch.inference_mode():
             for shape in reversed(self._shapes):
                 for kind in reversed(self._planner.kinds):
-                    if self._least(shape) not in kind:
+                    if PlanKind.CUT not in kind:
                         continue
                     idle = self._idle(shape, kind)
                     self._graphs[shape, kind] = self._memory.captured(
@@ -138,7 +136,7 @@ class ExtendGraphs:
                 and shape.num_rows >= num_rows
                 and shape.num_extends > batch.num_extends
             ):
-                return self._padded(batch, shape, self._least(shape))
+                return self._padded(batch, shape, PlanKind.CUT)
         return None
 
     def launch(self, padded: PaddedPass) -> tuple[Tensor, Tensor]:
@@ -152,10 +150,6 @@ class ExtendGraphs:
         self._staging.upload(padded.numbers)
         self._graphs[shape, padded.plans.kind].replay()
         return self._logits[: shape.num_rows], self._finite[: shape.num_extends + shape.num_rows]
-
-    def _least(self, shape: PassShape) -> PlanKind:
-        """What plans of passes of a shape are of at least."""
-        return PlanKind.CUT if shape.num_tokens <= TOKENS_OF_ALL_KINDS else self._planner.kinds[-1]
 
     def _idle(self, shape: PassShape, kind: PlanKind) -> PaddedPass:
         """A pass of nothing but padding, with plans of that kind."""

@@ -281,8 +281,9 @@ class SharedSegments:
         longest = self._item + (np.minimum(step, lens) * share).max(1)
 
         def seconds(wave: float) -> FloatArray:
-            waves: FloatArray = np.ceil(items / wave) * wave
-            return np.maximum(waves * work / items, wave * longest) + self._partial * partials
+            waves = np.ceil(items / wave) * wave
+            taken: FloatArray = np.maximum(waves * work / items, wave * longest) + self._partial * partials
+            return taken
 
         chosen_by = seconds(WITH_ROOM * wave if own > total else wave)
         chosen_by[(items > most_items) | (partials > most_partials)] = np.inf
