@@ -423,13 +423,29 @@ def test_shapes_of_padded_extends(
         num_partials = len(plans.arrays[f"extend {window} row_partials"])
         assert not len(starts) or starts[-1] <= num_partials
         assert (np.diff(starts) >= 0).all()
-        shares = plans.kind is PlanKind.TREE and window is None
-        assert bool(len(plans.arrays[f"extend {window} shared_lens"])) == shares
-        if one.num_tokens > MOST_CUT_TOKENS:  # they take memory
-            assert num_partials == shares * (1 + LONG_PASS_PARTIALS) * one.num_tokens
-        if shares:
-            bytes_each = 4 * num_kv_heads * (16 + 1) * 4
-            assert num_partials * bytes_each <= here.most_partial_bytes(0, one.num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [1500, MOST_CUT_TOKENS, MOST_CUT_TOKENS + 1, 5000])
+def test_padded_extends_share(num_tokens: int) -> None:
+    """Behind windows they do not. Partial results have room, and long passes do not take much memory for them."""
+    one = PaddedExtends((2900,) * 90, (3,) * 90, (), num_tokens, num_extends=100, num_rows=20)
+    here = planner(H200, None, 300, num_kv_heads=8, req_to_token=families(120, 3000, 2800), tree=True)
+    plans, padding = one.plans(here), replace(one, prefix=(), new=())
+    assert plans is not None
+    assert plans.kind is PlanKind.TREE
+    idle = padding.plans(here, PlanKind.TREE)
+    assert idle is not None
+    assert shapes(idle) == shapes(plans)
+    assert (idle.arrays["extend None row_partial_starts"] == 0).all()
+    assert padding.plans(here).kind is PlanKind.CUT  # type: ignore[union-attr]
+    assert np.count_nonzero(plans.arrays["extend None shared_lens"]) > 3
+    assert not len(plans.arrays["extend 300 shared_lens"])
+    num_partials = len(plans.arrays["extend None row_partials"])
+    assert plans.arrays["extend None row_partial_starts"][-1] >= 2 * 270
+    assert num_partials * 4 * 8 * (16 + 1) * 4 <= here.most_partial_bytes(0, num_tokens)
+    if num_tokens > MOST_CUT_TOKENS:
+        assert num_partials == (1 + LONG_PASS_PARTIALS) * num_tokens
+        assert not len(plans.arrays["extend 300 row_partials"])
 
 
 def test_long_prefixes_are_cut_or_left_to_other_plans() -> None:
