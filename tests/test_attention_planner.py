@@ -448,6 +448,19 @@ def test_padded_extends_share(num_tokens: int) -> None:
         assert not len(plans.arrays["extend 300 row_partials"])
 
 
+def test_many_short_extends_on_few_prefixes_all_share() -> None:
+    """There are more tiles of them than programs run side by side."""
+    here = planner(H200, None, num_kv_heads=8, req_to_token=families(300, 9100, 9000), tree=True)
+    new = tuple(2 + i % 7 for i in range(279))  # those of padding have the last place
+    one = PaddedExtends((9000,) * 279, new, (), sum(new), num_extends=280, num_rows=0)
+    arrays = here.plan(one.host(), 279).arrays
+    tiles = arrays["extend None shared_query_lens"].sum() / 8
+    assert tiles > 4 * 2 * 132 / 8
+    assert arrays["extend None item_lens"].sum() == sum(new)
+    flat = planner(H200, None, num_kv_heads=8).plan(one.host(), 279).arrays
+    assert not len(flat["extend None shared_lens"])
+
+
 def test_long_prefixes_are_cut_or_left_to_other_plans() -> None:
     """A program that reads a long prefix alone would make all others wait."""
     here = planner(H200, None, num_kv_heads=8)

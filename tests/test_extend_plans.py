@@ -15,7 +15,7 @@ from planned_reads import PlannedReads
 from test_shared_segments import Tree, trees
 
 from radixrt.execution import attention_planner, shared_segments
-from radixrt.execution.attention_planner import PlanKind
+from radixrt.execution.attention_planner import SHORT_EXTEND, PlanKind
 
 
 @given(trees(), st.data(), st.integers(0, 3), st.sampled_from([0, 9, 2048]), st.sampled_from([4, 100]))
@@ -72,7 +72,7 @@ def test_long_extends_share_nothing() -> None:
         for name in ("PIECE_TOKENS", "MIN_PIECE"):
             patch.setattr(shared_segments, name, 1)
         planner = PlannedReads(world)._planner
-    counts = np.array([planner._most_rows + 1, 3, 2], np.int32)
+    counts = np.array([SHORT_EXTEND * planner._rows_at_once + 1, 3, 2], np.int32)
     prefix = np.full(3, 100, np.int32)
     host = {
         "req_pool_indices": np.arange(3, dtype=np.int32),

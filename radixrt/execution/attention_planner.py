@@ -116,17 +116,16 @@ class AttentionPlanner:
         self._windows = tuple({kind.window for kind in config.attention})
         self._shared: SharedSegments | None = None
         if tree and self._gpu is not None and None in self._windows:
-            rows_at_once = shared_rows(
+            self._rows_at_once = shared_rows(
                 self._gpu, config.head_dim, config.num_heads // config.num_kv_heads, placement.dtype
             )
-            self._most_rows = SHORT_EXTEND * rows_at_once  # of an extend that shares
             self._shared = SharedSegments(
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
                 kv_bytes=(kv_dtype or placement.dtype).itemsize,
                 num_programs=SHARED_PROGRAMS_PER_SM * self._gpu.num_sms,
-                rows_at_once=rows_at_once,
+                rows_at_once=self._rows_at_once,
                 costs=TreeCosts(),
             )
 
@@ -279,7 +278,7 @@ class AttentionPlanner:
             tail_starts, shared = self._shared.find(
                 self._req_to_token,
                 rows,
-                np.where(counts <= self._most_rows, prefix, 0),
+                np.where(counts <= SHORT_EXTEND * self._rows_at_once, prefix, 0),
                 first_rows=first_rows,
                 counts=counts,
                 most_items=most_items,
@@ -307,7 +306,7 @@ class AttentionPlanner:
         most_items, most_partials = self._shared.room(num_tokens)
         if num_tokens > MOST_CUT_TOKENS:
             most_partials = min(most_partials, LONG_PASS_PARTIALS * num_tokens)
-        return most_items, most_partials
+        return most_items + most_partials // self._rows_at_once, most_partials  # all may be of whole tiles
 
     def _decodes(self, rows: Int32Array, seq_lens: Int32Array) -> dict[str, Int32Array]:
         arrays: dict[str, Int32Array] = {}
