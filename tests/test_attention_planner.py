@@ -428,6 +428,44 @@ def test_shapes_of_padded_extends(
         assert bool(num_partials) == is_short, "they take memory"
 
 
+@pytest.mark.parametrize("num_tokens", [1500, MOST_CUT_TOKENS, MOST_CUT_TOKENS + 1, 5000])
+def test_padded_extends_share(num_tokens: int) -> None:
+    """Not behind windows, nor in long passes. Partial results have room."""
+    one = PaddedExtends((2900,) * 90, (3,) * 90, (), num_tokens, num_extends=100, num_rows=20)
+    here = planner(H200, None, 300, num_kv_heads=8, req_to_token=families(120, 3000, 2800), tree=True)
+    plans, padding = one.plans(here), replace(one, prefix=(), new=())
+    assert plans is not None
+    flat = padding.plans(here)
+    assert flat is not None
+    assert flat.kind == PlanKind.CUT
+    if num_tokens > MOST_CUT_TOKENS:
+        assert plans.kind == PlanKind.CUT
+        return
+    assert plans.kind == PlanKind.CUT | PlanKind.TREE
+    idle = padding.plans(here, plans.kind)
+    assert idle is not None
+    assert shapes(idle) == shapes(plans)
+    assert (idle.arrays["extend None row_partial_starts"] == 0).all()
+    assert np.count_nonzero(plans.arrays["extend None shared_lens"]) > 3
+    assert not len(plans.arrays["extend 300 shared_lens"])
+    num_partials = len(plans.arrays["extend None row_partials"])
+    assert plans.arrays["extend None row_partial_starts"][-1] >= 2 * 270
+    assert num_partials * 4 * 8 * (16 + 1) * 4 <= here.most_partial_bytes(0, num_tokens)
+
+
+def test_many_short_extends_on_few_prefixes_all_share() -> None:
+    """There are more tiles of them than programs run side by side."""
+    here = planner(H200, None, num_kv_heads=8, req_to_token=families(300, 9100, 9000), tree=True)
+    new = tuple(2 + i % 7 for i in range(279))  # those of padding have the last place
+    one = PaddedExtends((9000,) * 279, new, (), sum(new), num_extends=280, num_rows=0)
+    arrays = here.plan(one.host(), 279).arrays
+    tiles = arrays["extend None shared_query_lens"].sum() / 8
+    assert tiles > 4 * 2 * 132 / 8
+    assert arrays["extend None item_lens"].sum() == sum(new)
+    flat = planner(H200, None, num_kv_heads=8).plan(one.host(), 279).arrays
+    assert not len(flat["extend None shared_lens"])
+
+
 def test_long_prefixes_are_cut_or_left_to_other_plans() -> None:
     """A program that reads a long prefix alone would make all others wait."""
     here = planner(H200, None, num_kv_heads=8)

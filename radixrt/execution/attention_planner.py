@@ -155,7 +155,7 @@ class AttentionPlanner:
             most = min(num_tokens, MOST_CUT_TOKENS)
             group = config.num_heads // config.num_kv_heads
             tile_tokens = extend_tile_tokens(self._gpu, config.head_dim, group, self._dtype, short=False)
-            partials += self._shared.room(num_decodes)[1] + self._shared.room(most)[1]
+            partials += self._shared.room(num_decodes)[1] + self._room_of_extends(most)[1]
             partials += most + most_extra_extend_items(self._gpu, config.num_kv_heads) * tile_tokens
         return partials * config.num_heads * 4 * (config.head_dim + 1)  # float32, and the log-sum-exps
 
@@ -259,8 +259,7 @@ class AttentionPlanner:
             for name in ("item_requests", "item_query_starts", "item_starts", "item_lens", "item_partials"):
                 plan[name] = padded(plan[name], most_items, padding.get(name, 0))
             if cut and PlanKind.TREE in decodes.kind and window is None:
-                assert self._shared is not None  # such plans are its
-                most_shared, most_partials_of_shared = self._shared.room(num_tokens)
+                most_shared, most_partials_of_shared = self._room_of_extends(num_tokens)
                 most_partials += most_partials_of_shared
                 for field in fields(SharedItems):
                     name = f"shared_{field.name}"
@@ -292,7 +291,7 @@ class AttentionPlanner:
         tail_starts, shared = None, NOTHING_SHARED
         may_share = window is None and num_tokens <= MOST_CUT_TOKENS
         if may_share and self._shared is not None and self._req_to_token is not None:
-            most_items, most_partials = self._shared.room(num_tokens)
+            most_items, most_partials = self._room_of_extends(num_tokens)
             tail_starts, shared = self._shared.find(
                 self._req_to_token,
                 rows,
@@ -317,6 +316,12 @@ class AttentionPlanner:
             short=short,
             cut=cut,
         )
+
+    def _room_of_extends(self, num_tokens: int) -> tuple[int, int]:
+        """The shared items, and the results of tokens in all, that plans of so many tokens have room for."""
+        assert self._shared is not None
+        most_items, most_partials = self._shared.room(num_tokens)
+        return most_items + most_partials // self._rows_at_once, most_partials  # all may be of whole tiles
 
     def _decodes(self, rows: Int32Array, seq_lens: Int32Array) -> dict[str, Int32Array]:
         arrays: dict[str, Int32Array] = {}
