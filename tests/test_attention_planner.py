@@ -181,6 +181,21 @@ def test_a_long_prefix_of_a_few_decodes_is_cut_to_fill_a_wave(count: int) -> Non
     assert plans.arrays["decode None shared_lens"].max() <= 1024 * tiles + 64
 
 
+def test_many_tails_are_whole_and_one_that_is_far_too_long_makes_the_plan_flat() -> None:
+    """Few tails are cut instead."""
+    rows = np.arange(64, dtype=np.int32)
+    here = planner(H200, None, num_kv_heads=8, req_to_token=families(64, 40_000, 8000), tree=True)
+    lens = int32([8100] * 63 + [11_000])
+    plans = here.plan_padded(rows, lens)
+    assert plans.kind == PlanKind.TREE
+    assert plans.arrays["decode None item_lens"].max() == 3000
+    lens[-1] = 38_000
+    assert here.plan_padded(rows, lens).kind == PlanKind.CUT
+    plans = here.plan_padded(rows, lens, least=PlanKind.CUT)
+    assert plans.kind == PlanKind.CUT | PlanKind.TREE
+    assert plans.arrays["decode None item_lens"].max() < 8000
+
+
 # --- what they compute ---
 
 

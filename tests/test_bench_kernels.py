@@ -39,7 +39,7 @@ from radixrt.cli import main
 from radixrt.errors import ParameterError
 from radixrt.execution import attention_planner, shared_segments
 from radixrt.execution.shared_segments import TreeCosts
-from triton_ops.implementation import GPU, compiling_for
+from triton_ops.implementation import GPU, compiling_for, gpu_of
 from triton_ops.partial_linear import PartialLinearConfig
 from triton_ops.rms_norm import add_rms_norm
 
@@ -423,8 +423,9 @@ CHEAP = TreeCosts(reread_bandwidth=4.2e12, operations=1e18, item=0.0, partial_cr
 
 
 @pytest.fixture
-def cheap_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small trees are worth reading once, too, and are cut to small pieces."""
+def cheap_trees(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small trees are worth reading once, too, fill the few programs there are, and are cut to small pieces."""
+    monkeypatch.setattr(attention_planner, "SHARED_PROGRAMS_PER_SM", 8 / gpu_of(kernel_device).num_sms)
     monkeypatch.setattr(attention_planner, "TreeCosts", lambda: CHEAP)
     monkeypatch.setattr(shared_segments, "PIECE_TOKENS", 16)
     monkeypatch.setattr(shared_segments, "MIN_PIECE", 16)

@@ -165,6 +165,15 @@ class AttentionPlanner:
         flat = (PlanKind.WHOLE, PlanKind.CUT)
         return flat if self._shared is None else (*flat, *(kind | PlanKind.TREE for kind in flat))
 
+    def kinds_of_extends(self, num_tokens: int) -> tuple[PlanKind, ...]:
+        """Those that plans of padded passes with so many tokens of extends may be of. In long ones it does not
+        show that what reads shared items is launched though there are none.
+        """
+        if self._shared is None:
+            return (PlanKind.CUT,)
+        both = PlanKind.CUT | PlanKind.TREE
+        return (PlanKind.CUT, both) if num_tokens <= MOST_CUT_TOKENS else (both,)
+
     def plan(self, host: Mapping[str, Int32Array], num_extends: int) -> PassPlans:
         """The plans for a pass of `InputMetadata.host_arrays` whose first `num_extends` requests are extends."""
         arrays = self._decodes(host["req_pool_indices"][num_extends:], host["seq_lens"][num_extends:])
@@ -180,11 +189,13 @@ class AttentionPlanner:
         self, rows: Int32Array, seq_lens: Int32Array, *, least: PlanKind = PlanKind.WHOLE
     ) -> PassPlans:
         """The plans for decodes `[R]`, of shapes that depend on R and on their kind alone: what they need, and
-        what `least` has. Padded decodes are the last ones, with a `seq_len` of 0.
+        what `least` has. Padded decodes are the last ones, with a `seq_len` of 0. Of both kinds they are only if
+        `least` is CUT.
         """
         assert self._gpu is not None  # the references take any shape
         count = len(rows)
-        plans = PassPlans(self._decodes(rows, seq_lens), self._windows, None)
+        decodes = self._decodes(rows, seq_lens, cut_tails=PlanKind.CUT in least)
+        plans = PassPlans(decodes, self._windows, None)
         kind = least | plans.kind
         flat = {"item": count}
         if PlanKind.CUT in kind:
@@ -323,26 +334,31 @@ class AttentionPlanner:
         most_items, most_partials = self._shared.room(num_tokens)
         return most_items + most_partials // self._rows_at_once, most_partials  # all may be of whole tiles
 
-    def _decodes(self, rows: Int32Array, seq_lens: Int32Array) -> dict[str, Int32Array]:
+    def _decodes(self, rows: Int32Array, seq_lens: Int32Array, *, cut_tails: bool = True) -> dict[str, Int32Array]:
+        tree = self._tree(rows, seq_lens, cut_tails)
         arrays: dict[str, Int32Array] = {}
         for window in self._windows:
-            decode = self._tree(rows, seq_lens) if window is None else None
-            decode = self._flat(rows, seq_lens, window) if decode is None else decode
+            if tree is not None and window is None:
+                decode = tree
+            else:
+                decode = self._flat(rows, seq_lens, window, cut=tree is None or cut_tails)
             arrays |= {f"decode {window} {name}": array for name, array in decode.items()}
         return arrays
 
-    def _flat(self, rows: Int32Array, seq_lens: Int32Array, window: int | None) -> dict[str, Int32Array]:
+    def _flat(
+        self, rows: Int32Array, seq_lens: Int32Array, window: int | None, cut: bool
+    ) -> dict[str, Int32Array]:
         read = seq_lens if window is None else seq_lens.clip(max=window)
         return AttentionPlan.flat_arrays(
             rows,
             seq_lens,
-            max_item_len=self._item_len(read),
+            max_item_len=self._item_len(read) if cut else None,
             sliding_window=window,
             req_to_token=self._req_to_token,
         )
 
-    def _tree(self, rows: Int32Array, seq_lens: Int32Array) -> dict[str, Int32Array] | None:
-        """None: a flat plan is as cheap."""
+    def _tree(self, rows: Int32Array, seq_lens: Int32Array, cut: bool) -> dict[str, Int32Array] | None:
+        """None: a flat plan is as cheap, or one decode would read so much by itself that all others waited."""
         if self._shared is None or self._req_to_token is None:
             return None
         most_items, most_partials = self._shared.room(len(rows))
@@ -353,7 +369,12 @@ class AttentionPlanner:
         if not len(shared.lines):
             return None
         tails = np.maximum(seq_lens - tail_starts, 0)
-        return AttentionPlan.tree_arrays(rows, seq_lens, tail_starts, shared, max_item_len=self._item_len(tails))
+        item_len = self._item_len(tails)
+        if not cut and item_len is not None:
+            if tails.max() > max(item_len, LONG_ITEM):
+                return None
+            item_len = None
+        return AttentionPlan.tree_arrays(rows, seq_lens, tail_starts, shared, max_item_len=item_len)
 
     def _item_len(self, lens: Int32Array) -> int | None:
         return None if self._gpu is None else decode_item_len(self._gpu, self._config.num_kv_heads, lens)

@@ -78,9 +78,9 @@ class DecodeGraphs:
         self._arrays: dict[int, dict[str, Tensor]] = {}  # on the device, of each size; plans are not asked for
         self.results = ResultBuffer(max_batch, device)
         self._numbers = DecodeNumbers(planner, padding_row=len(last_token) - 1)
-        most = self._numbers.idle(max_batch, self._numbers.kinds(max_batch)[-1])
+        forms = (self._numbers.idle(size, kind) for size in self._sizes for kind in self._numbers.kinds(size))
         # It must never move: graphs know its address.
-        self._staging = Staging(device, len(most.words))
+        self._staging = Staging(device, max(len(form.words) for form in forms))
 
     @property
     def max_batch(self) -> int:

@@ -116,8 +116,9 @@ class DecodeNumbers:
         self._steps_left = 0  # that the plan serves
 
     def kinds(self, size: int) -> tuple[PlanKind, ...]:
-        """Those of the plans of passes of `size` decodes; the last one takes most memory."""
-        return tuple(kind for kind in self._planner.kinds if _least(size) in kind)
+        """Those of the plans of passes of `size` decodes: both cut and of trees are those that are cut anyway."""
+        least, both = _least(size), PlanKind.CUT | PlanKind.TREE
+        return tuple(kind for kind in self._planner.kinds if least in kind and (kind != both or least))
 
     def idle(self, size: int, kind: PlanKind) -> DecodeForm:
         """The form of passes of `size` decodes with plans of that kind, filled in for padded ones."""

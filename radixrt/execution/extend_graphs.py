@@ -109,16 +109,14 @@ class ExtendGraphs:
         most = max(shape.num_extends + shape.num_rows for shape in shapes)
         self._finite = torch.empty(most, dtype=torch.bool, device=device)
         # It must never move: graphs know its address.
-        last = planner.kinds[-1]
-        self._staging = Staging(device, max(len(packed(self._idle(shape, last).numbers)[0]) for shape in shapes))
+        idle = (self._idle(shape, planner.kinds_of_extends(shape.num_tokens)[-1]) for shape in shapes)
+        self._staging = Staging(device, max(len(packed(padded.numbers)[0]) for padded in idle))
 
     def capture(self) -> Iterator[PassShape]:
         """Capture all shapes, the largest first: the others fit into its memory. Yields each."""
         with torch.inference_mode():
             for shape in reversed(self._shapes):
-                for kind in reversed(self._planner.kinds):
-                    if PlanKind.CUT not in kind:
-                        continue
+                for kind in reversed(self._planner.kinds_of_extends(shape.num_tokens)):
                     idle = self._idle(shape, kind)
                     self._graphs[shape, kind] = self._memory.captured(
                         partial(self._compute, idle, self._staging.upload(idle.numbers))
@@ -136,7 +134,7 @@ class ExtendGraphs:
                 and shape.num_rows >= num_rows
                 and shape.num_extends > batch.num_extends
             ):
-                return self._padded(batch, shape, PlanKind.CUT)
+                return self._padded(batch, shape, self._planner.kinds_of_extends(shape.num_tokens)[0])
         return None
 
     def launch(self, padded: PaddedPass) -> tuple[Tensor, Tensor]:
