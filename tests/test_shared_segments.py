@@ -360,9 +360,9 @@ def test_pieces_fill_a_wave_and_the_dearest_come_first() -> None:
     costs = replace(CHEAP, item=1e-7, operations=4e14)
     tail_starts, items = find(segments(costs, num_programs=40, rows_at_once=32), table, lines, seq_lens)
     check(table, lines, seq_lens, tail_starts, items)
-    assert 17 <= len(items.lens) <= 20, "items of two heads each on 40 programs"
+    assert 18 <= len(items.lens) <= 20, "items of two heads each on 40 programs"
     assert items.query_lens.tolist() == [32] * (len(items.lens) - 1) + [2]
-    assert set(items.lens.tolist()) <= {832, 6400 % 832, 640}, "pieces of odd multiples of 64, and what is left"
+    assert (items.lens % 64 == 0).all()
     for (_, start, _, rows), (_, next_start, _, next_rows) in list(pairwise(each_item(items)))[:-1:2]:
         assert start == next_start, "tiles of the same tokens stand together"
         assert not set(rows) & set(next_rows)

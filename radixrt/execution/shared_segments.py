@@ -273,8 +273,7 @@ class SharedSegments:
         wave = self._num_programs / self._num_kv_heads  # items
         most = min(MOST_PIECES, max(1, int(MOST_WAVES * wave * dearest / total)))
         step = np.ceil(lens / np.ceil(dear * (np.arange(1.0, most + 1)[:, None] / dearest) - 1e-9))
-        # Odd multiples: pieces of a power of two, read side by side, would meet in the same parts of the memory.
-        step = np.maximum(np.ceil(step / PIECE_TOKENS) // 2 * 2 + 1, MIN_PIECE // PIECE_TOKENS) * PIECE_TOKENS
+        step = np.maximum(np.ceil(step / PIECE_TOKENS) * PIECE_TOKENS, MIN_PIECE)
         parts = np.ceil(lens / step)
         items, partials = parts @ tiles, parts @ sizes
         work = items * self._item + total
