@@ -284,7 +284,7 @@ class SharedSegments:
             taken: FloatArray = np.maximum(waves * work / items, wave * longest) + self._partial * partials
             return taken
 
-        chosen_by = seconds(WITH_ROOM * wave if own > total else wave)
+        chosen_by = seconds(max(1, WITH_ROOM * wave // 1) if own > total else wave)
         chosen_by[(items > most_items) | (partials > most_partials)] = np.inf
         best = int(chosen_by.argmin())
         return step[best].astype(np.int64), float(seconds(wave)[best])
