@@ -138,10 +138,11 @@ class RequestBuilder:
         elif isinstance(prompt, np.ndarray) and is_token_ids(prompt):
             ids = prompt
         elif is_token_ids(prompt):
+            numbers = cast("Sequence[int]", prompt)
             try:
-                ids = np.fromiter(map(int, cast("Sequence[int]", prompt)), np.int64, len(prompt))
+                ids = np.array(numbers, dtype=np.int64)
             except OverflowError:  # the first that is outside is named below, whatever its size
-                ids = np.array([int(i) for i in cast("Sequence[int]", prompt)], dtype=np.object_)
+                ids = np.array([int(i) for i in numbers], dtype=np.object_)
         else:
             raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
         if len(ids) == 0:

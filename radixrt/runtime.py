@@ -28,6 +28,7 @@ from radixrt.bounds import real, whole
 from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats, PrefixCache
 from radixrt.cache.tree_view import view_tree
+from radixrt.collector import old_objects_left_alone
 from radixrt.driver import Call, Driver
 from radixrt.engine import LAG, Engine
 from radixrt.errors import ParameterError, PassError, PromptError
@@ -739,9 +740,10 @@ class Runtime:
         on_error: OnError,
         progress: bool,
     ) -> Iterator[RequestOutput]:
-        refused, requests = self._built(prompts, params, names, tenant, on_error)
-        yield from refused.values()
-        yield from self._drive(requests, Call(names), on_error, progress)
+        with old_objects_left_alone():
+            refused, requests = self._built(prompts, params, names, tenant, on_error)
+            yield from refused.values()
+            yield from self._drive(requests, Call(names), on_error, progress)
 
     def _drive(
         self, requests: list[Request], call: Call, on_error: OnError, progress: bool
