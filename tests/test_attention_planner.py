@@ -181,16 +181,26 @@ def test_a_long_prefix_of_a_few_decodes_is_cut_to_fill_a_wave(count: int) -> Non
     assert plans.arrays["decode None shared_lens"].max() <= 1024 * tiles
 
 
-def test_many_tails_are_whole_and_one_that_is_far_too_long_makes_the_plan_flat() -> None:
-    """Few tails are cut instead."""
-    rows = np.arange(64, dtype=np.int32)
-    here = planner(H200, None, num_kv_heads=8, req_to_token=families(64, 40_000, 8000), tree=True)
-    lens = int32([8100] * 63 + [11_000])
+@pytest.mark.parametrize("count", [64, 256])
+def test_one_long_tail_among_many_is_read_as_if_it_were_shared(count: int) -> None:
+    """By itself, it would make all others wait. Few tails are cut instead."""
+    rows = np.arange(count, dtype=np.int32)
+    table = families(2 * count, 50_000, 32_000)[:count]  # all but the last are of one family
+    table[-1] += 10_000_000
+    here = planner(H200, None, num_kv_heads=8, req_to_token=table, tree=True)
+    lens = int32([32_100] * (count - 1) + [4000])
     plans = here.plan_padded(rows, lens)
     assert plans.kind == PlanKind.TREE
-    assert plans.arrays["decode None item_lens"].max() == 3000
-    lens[-1] = 38_000
-    assert here.plan_padded(rows, lens).kind == PlanKind.CUT
+    assert plans.arrays["decode None item_lens"].max() == 4000
+    lens[-1] = 48_000
+    plans = here.plan_padded(rows, lens)
+    assert plans.kind == PlanKind.TREE
+    assert plans.arrays["decode None item_lens"].max() == LONG_ITEM
+    shared_lens = plans.arrays["decode None shared_lens"]
+    own = shared_lens[plans.arrays["decode None shared_query_lens"] == 1]
+    assert own.sum() == 48_000 - LONG_ITEM
+    assert own.max() <= 1024
+    assert plans.arrays["decode None item_lens"].sum() + shared_lens.sum() < lens.sum() / 5
     plans = here.plan_padded(rows, lens, least=PlanKind.CUT)
     assert plans.kind == PlanKind.CUT | PlanKind.TREE
     assert plans.arrays["decode None item_lens"].max() < 8000

@@ -37,6 +37,8 @@ PROGRAMS_PER_SM = 4  # that contexts are cut for: of the kernel's, four or five 
 MIN_ITEM_LEN = 192  # shorter pieces of a context are not worth a partial result
 MORE_WAVES = 3  # than fewest, less one, that contexts are cut for
 ITEM_COST = 200  # of an item, in tokens that it could read instead
+# Of products that take partial results in: tf32 is more precise than results in bfloat16 are.
+TAKING_PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
 MERGE_COST = 50  # of merging partial results, in tokens that each program could read instead
 
 
@@ -416,6 +418,7 @@ def _launch(
         HAS_LSE=lse is not None,
         PAIRS=pairs,
         HAS_TAILS=plan.tail_partial_starts.shape[0] > 0,
+        TAKING=TAKING_PRECISION[q.dtype],
         EARLY=bool(early),
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
@@ -436,7 +439,7 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr,
-    PAIRS: tl.constexpr, HAS_TAILS: tl.constexpr, EARLY: tl.constexpr,
+    PAIRS: tl.constexpr, HAS_TAILS: tl.constexpr, TAKING: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program is one item and KV head; a tile's rows are the item's query rows times the heads of the group."""
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
@@ -517,10 +520,12 @@ def _decode_kernel(
             count = tl.load(tail_partial_starts + query_start + 1) - begin
             acc, row_max, row_sum = take_in(
                 acc, row_max, row_sum, m, kv_head, row_partials + begin, count, partial_out, partial_lse,
-                NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, BLOCK_D, q.dtype.element_ty,
+                NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, BLOCK_D, TAKING,
             )  # fmt: skip
         write_rows(
             acc, row_max, row_sum, row, first_partial + m // GROUP, first_partial < 0, head, in_tile,
             sinks, out, lse, partial_out, partial_lse,
             NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, HAS_SINKS, HAS_LSE,
         )  # fmt: skip
+    if EARLY:
+        gdc_wait()  # one without rows, too: what comes behind counts on both kernels

@@ -132,13 +132,13 @@ def _merge_kernel(
 def take_in(
     acc, row_max, row_sum, m, kv_head, partials, count, partial_out, partial_lse,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results `partials[:count]` of a query row into the softmax of its heads of a group: row m
     of the tile is head m of them (what is beyond the group stays); `acc [BLOCK_M, BLOCK_D]`.
 
     Partial results of several items and heads are read at a time, and added by one product, with weights that are
-    zero where the heads differ: as precise as tf32 is, for models in float32 more so.
+    zero where the heads differ. PRECISION is that of the product (`tl.dot`).
     """
     BLOCK_K: tl.constexpr = 16  # the fewest that tl.dot takes
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -158,5 +158,5 @@ def take_in(
         row_sum = row_sum * keep + tl.sum(weights, 1)
         row_max = greatest
         acc = acc * keep[:, None]
-        acc = tl.dot(weights, values, acc, input_precision="ieee" if tl.float32 == DTYPE else "tf32")
+        acc = tl.dot(weights, values, acc, input_precision=PRECISION)
     return acc, row_max, row_sum

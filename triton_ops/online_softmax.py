@@ -64,6 +64,23 @@ def attend_pairs(
 
 
 @triton.jit
+def attend_first_tile(
+    q, k, v, key_positions, positions, slopes, seen, counted,
+    scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """The state, as of `attend_tile`, with the keys that are `counted` `[BLOCK_N]` taken in, but with the greatest
+    score of all that are `seen` `[BLOCK_N]`: what is seen only comes later.
+    """
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    scores = _biased(scores, key_positions, positions, slopes, scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
+    if not (HAS_SOFTCAP or HAS_ALIBI):
+        scores = scores * scale
+    row_max = tl.max(tl.where(seen[None, :], scores, float("-inf")), 1)
+    weights = tl.exp2(tl.where(counted[None, :], scores, float("-inf")) - row_max[:, None])
+    return tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee"), row_max, tl.sum(weights, 1)
+
+
+@triton.jit
 def attend_tile_above(
     q, k, v, acc, base, row_sum, key_positions, positions, slopes,
     scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,

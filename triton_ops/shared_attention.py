@@ -19,7 +19,14 @@ from triton_ops.implementation import (
     tl,
     triton,
 )
-from triton_ops.online_softmax import attend_tile, attend_tile_above, load_heads, overflows, write_rows
+from triton_ops.online_softmax import (
+    attend_first_tile,
+    attend_tile,
+    attend_tile_above,
+    load_heads,
+    overflows,
+    write_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -193,23 +200,24 @@ def _shared_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
 
-    # The first tile, which may be short, is masked, and its greatest scores serve for all others. Should these
-    # turn out to have far greater ones, it all begins anew, careful with each tile. So does float32, whose
-    # products leave no registers for other loops of them.
-    CAREFUL: tl.constexpr = q.dtype.element_ty == tl.float32
+    # The greatest scores of the first tile serve for all others. Should these turn out to have far greater ones,
+    # it all begins anew, careful with each tile. So are, always, float32, whose products leave no registers for
+    # other loops of them, and ALiBi, whose scores grow from tile to tile.
+    CAREFUL: tl.constexpr = q.dtype.element_ty == tl.float32 or HAS_ALIBI
     last = tl.maximum(end - 1, 0)
     careful_end = end
     if not CAREFUL:
-        whole = start + (end - start + BLOCK_N - 1) % BLOCK_N + 1  # where the whole tiles begin
+        # All other tiles are whole: what they hold of the first one is not counted there.
+        whole = start + (end - start + BLOCK_N - 1) % BLOCK_N + 1
         # The last position stands in beyond the end: what no item names may be NaN, and 0 * NaN is NaN.
         offset = tl.load(slots + tl.minimum(start + n, last)).to(tl.int64)[:, None] * slot_stride
         # The next tile's slots are carried along: loads that depend on loads would wait for them.
         slot = tl.load(slots + tl.minimum(whole + n, last))
         keys = load_heads(k_head + offset, in_head, WHOLE)
         values = load_heads(v_head + offset, in_head, WHOLE)
-        acc, row_max, row_sum = attend_tile(
-            queries, keys, values, acc, row_max, row_sum, start + n, position, slopes,
-            (start + n < tl.minimum(whole, end))[None, :], scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
+        acc, row_max, row_sum = attend_first_tile(
+            queries, keys, values, start + n, position, slopes, start + n < end, start + n < whole,
+            scale, softcap, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
         for first in tl.range(whole, end, BLOCK_N, num_stages=NUM_STAGES):
             offset = slot.to(tl.int64)[:, None] * slot_stride

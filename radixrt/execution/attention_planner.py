@@ -31,6 +31,7 @@ from triton_ops.shared_attention import shared_rows
 # Padded extends of more tokens are not cut, and none of more tokens share: merging all their rows would cost more.
 MOST_CUT_TOKENS = 2048
 LONG_ITEM = 4096  # tokens that a program may read by itself, though a fair share were less
+FRONT_PIECE = 1024  # tokens of such an item that one row alone reads as if it were shared
 SHARED_PROGRAMS_PER_SM = 2  # of shared items, that run side by side
 # Tiles of shared items: an extend of more rows fills most of its own, and gains little by sharing them.
 SHORT_EXTEND = 4
@@ -144,19 +145,18 @@ class AttentionPlanner:
             )
 
     def most_partial_bytes(self, num_decodes: int, num_tokens: int) -> int:
-        """What the partial results of decodes, and of `num_tokens` of extends that share, take at most while a
-        layer attends; 0 where nothing is cut.
+        """What the partial results of decodes, and of `num_tokens` of extends, take at most while a layer attends;
+        0 where nothing is cut.
         """
         if self._gpu is None:
             return 0
-        config = self._config
+        config, most = self._config, min(num_tokens, MOST_CUT_TOKENS)
+        group = config.num_heads // config.num_kv_heads
+        tile_tokens = extend_tile_tokens(self._gpu, config.head_dim, group, self._dtype, short=False)
         partials = most_decode_items(self._gpu, config.num_kv_heads, num_decodes) + 1
+        partials += most + most_extra_extend_items(self._gpu, config.num_kv_heads) * tile_tokens
         if self._shared is not None:
-            most = min(num_tokens, MOST_CUT_TOKENS)
-            group = config.num_heads // config.num_kv_heads
-            tile_tokens = extend_tile_tokens(self._gpu, config.head_dim, group, self._dtype, short=False)
             partials += self._shared.room(num_decodes)[1] + self._room_of_extends(most)[1]
-            partials += most + most_extra_extend_items(self._gpu, config.num_kv_heads) * tile_tokens
         return partials * config.num_heads * 4 * (config.head_dim + 1)  # float32, and the log-sum-exps
 
     @property
@@ -358,7 +358,7 @@ class AttentionPlanner:
         )
 
     def _tree(self, rows: Int32Array, seq_lens: Int32Array, cut: bool) -> dict[str, Int32Array] | None:
-        """None: a flat plan is as cheap, or one decode would read so much by itself that all others waited."""
+        """None: a flat plan is as cheap."""
         if self._shared is None or self._req_to_token is None:
             return None
         most_items, most_partials = self._shared.room(len(rows))
@@ -369,12 +369,48 @@ class AttentionPlanner:
         if not len(shared.lines):
             return None
         tails = np.maximum(seq_lens - tail_starts, 0)
-        item_len = self._item_len(tails)
-        if not cut and item_len is not None:
-            if tails.max() > max(item_len, LONG_ITEM):
-                return None
-            item_len = None
+        item_len = self._item_len(tails) if cut else None
+        if not cut:
+            tail_starts, shared = _with_fronts(rows, tail_starts, tails, shared, most_items, most_partials)
         return AttentionPlan.tree_arrays(rows, seq_lens, tail_starts, shared, max_item_len=item_len)
 
     def _item_len(self, lens: Int32Array) -> int | None:
         return None if self._gpu is None else decode_item_len(self._gpu, self._config.num_kv_heads, lens)
+
+
+def _with_fronts(
+    rows: Int32Array,
+    tail_starts: Int32Array,
+    tails: Int32Array,
+    shared: SharedItems,
+    most_items: int,
+    most_partials: int,
+) -> tuple[Int32Array, SharedItems]:
+    """Tails of more than `LONG_ITEM` tokens, which are not cut, shortened to that: what is before becomes shared
+    items of one row each, as far as there is room, for the longest tails first.
+    """
+    fronts = tails - LONG_ITEM
+    longest = np.argsort(-fronts, kind="stable")[: np.count_nonzero(fronts > 0)]
+    pieces = -(-fronts[longest] // FRONT_PIECE)
+    room = min(most_items - len(shared.lines), most_partials - int(shared.query_lens.sum()))
+    fit = np.count_nonzero(np.cumsum(pieces) <= room)
+    if not fit:
+        return tail_starts, shared
+    longest, pieces = longest[:fit], pieces[:fit]
+    place = np.zeros_like(rows)  # of each row among the queries
+    place[shared.queries] = np.arange(len(shared.queries))
+    row = np.repeat(longest, pieces)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    own = SharedItems(
+        lines=rows[row],
+        starts=(tail_starts[row] + nth * FRONT_PIECE).astype(np.int32),
+        lens=np.minimum(fronts[row] - nth * FRONT_PIECE, FRONT_PIECE).astype(np.int32),
+        query_starts=place[row],
+        query_lens=np.ones(len(row), np.int32),
+        queries=shared.queries,
+    )
+    tail_starts = tail_starts.copy()
+    tail_starts[longest] += fronts[longest]
+    names = ("lines", "starts", "lens", "query_starts", "query_lens")
+    joined = {name: np.concatenate([getattr(shared, name), getattr(own, name)]) for name in names}
+    return tail_starts, SharedItems(**joined, queries=shared.queries)
