@@ -151,6 +151,19 @@ def test_partial_results_take_no_more_memory_than_is_told(
     assert partials * 4 * num_kv_heads * (16 + 1) * 4 <= here.most_partial_bytes(len(lens), 0)
 
 
+@pytest.mark.parametrize("tree", [True, False])
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+def test_partial_results_of_extends_are_told(num_kv_heads: int, tree: bool) -> None:
+    """Of long prefixes, which are cut whether they are shared or not."""
+    table = families(40, 33_000, 32_000)
+    here = planner(H200, None, num_kv_heads=num_kv_heads, req_to_token=table, tree=tree)
+    for count in (1, 2, 5, 40):
+        one = PaddedExtends((32_000,) * count, (16,) * count, (), 16 * count, num_extends=count + 1, num_rows=0)
+        partials = len(here.plan(one.host(), count).arrays["extend None row_partials"])
+        assert partials or count == 40
+        assert partials * 4 * num_kv_heads * (16 + 1) * 4 <= here.most_partial_bytes(0, 16 * count)
+
+
 def test_padded_decodes_have_room_where_all_waves_are_full() -> None:
     lens = int32([15_407] * 18)
     assert decode_item_len(H200, 8, lens) == 1472
