@@ -65,16 +65,13 @@ def attend_pairs(
 
 @triton.jit
 def attend_first_tile(
-    q, k, v, key_positions, positions, slopes, seen, counted,
-    scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    q, k, v, seen, counted, scale, softcap, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The state, as of `attend_tile`, with the keys that are `counted` `[BLOCK_N]` taken in, but with the greatest
-    score of all that are `seen` `[BLOCK_N]`: what is seen only comes later.
+    """`acc`, `row_max` and `row_sum` of `attend_tile`, without ALiBi, with the keys that are `counted` `[BLOCK_N]`
+    taken in, but with the greatest score of all that are `seen` `[BLOCK_N]`: what is seen only comes later.
     """
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-    scores = _biased(scores, key_positions, positions, slopes, scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
-    if not (HAS_SOFTCAP or HAS_ALIBI):
-        scores = scores * scale
+    scores = _capped(scores, scale, softcap) if HAS_SOFTCAP else scores * scale
     row_max = tl.max(tl.where(seen[None, :], scores, float("-inf")), 1)
     weights = tl.exp2(tl.where(counted[None, :], scores, float("-inf")) - row_max[:, None])
     return tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee"), row_max, tl.sum(weights, 1)
@@ -82,20 +79,19 @@ def attend_first_tile(
 
 @triton.jit
 def attend_tile_above(
-    q, k, v, acc, base, row_sum, key_positions, positions, slopes,
-    scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    q, k, v, acc, base, row_sum, scale, softcap, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """`attend_tile` of a tile that all rows see, without looking for greater scores: exponentials are less `base`,
-    the greatest score of tiles before, whatever the tile holds. That spares the search, and `acc` the factor.
+    """`attend_tile`, without ALiBi, of a tile that all rows see, without looking for greater scores: exponentials
+    are less `base`, the greatest score of tiles before, whatever the tile holds. That spares the search, and `acc`
+    the factor.
 
     Right as long as no score is so far above `base` that its exponential leaves the numbers' range: `overflows`
     tells afterwards.
     """
     v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-    scores = _biased(scores, key_positions, positions, slopes, scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
-    if HAS_SOFTCAP or HAS_ALIBI:
-        weights = tl.exp2(scores - base[:, None])
+    if HAS_SOFTCAP:
+        weights = tl.exp2(_capped(scores, scale, softcap) - base[:, None])
     else:
         weights = tl.exp2(scores * scale - base[:, None])
     row_sum += tl.sum(weights, 1)
@@ -113,20 +109,9 @@ def overflows(row_sum, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _biased(
-    scores, key_positions, positions, slopes, scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-):  # fmt: skip
-    """Scores in base 2, with a softcap or ALiBi; without, as they are."""
-    if HAS_SOFTCAP:
-        # tanh without overflow: its exponential may be infinite.
-        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap) * LOG2_E) + 1.0)) * LOG2_E
-    elif HAS_ALIBI:
-        scores = scores * scale
-    if HAS_ALIBI:
-        # Exact, as positions are below 2^24, and subtracting floats takes fewer registers than converting each.
-        distance = key_positions.to(tl.float32)[None, :] - positions.to(tl.float32)[:, None]
-        scores += (slopes * LOG2_E)[:, None] * distance
-    return scores
+def _capped(scores, scale, softcap):
+    """Scores with a softcap, in base 2: tanh without overflow, for its exponential may be infinite."""
+    return softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap) * LOG2_E) + 1.0)) * LOG2_E
 
 
 @triton.jit
@@ -136,7 +121,14 @@ def _weigh(
     ALL_SEE: tl.constexpr,
 ):  # fmt: skip
     """The exponentials of a tile's scores, the factor on what was summed before, and both sums' new state."""
-    scores = _biased(scores, key_positions, positions, slopes, scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
+    if HAS_SOFTCAP:
+        scores = _capped(scores, scale, softcap)
+    elif HAS_ALIBI:
+        scores = scores * scale
+    if HAS_ALIBI:
+        # Exact, as positions are below 2^24, and subtracting floats takes fewer registers than converting each.
+        distance = key_positions.to(tl.float32)[None, :] - positions.to(tl.float32)[:, None]
+        scores += (slopes * LOG2_E)[:, None] * distance
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     greatest = tl.max(scores, 1)

@@ -216,8 +216,7 @@ def _shared_kernel(
         keys = load_heads(k_head + offset, in_head, WHOLE)
         values = load_heads(v_head + offset, in_head, WHOLE)
         acc, row_max, row_sum = attend_first_tile(
-            queries, keys, values, start + n, position, slopes, start + n < end, start + n < whole,
-            scale, softcap, HAS_SOFTCAP, HAS_ALIBI,
+            queries, keys, values, start + n < end, start + n < whole, scale, softcap, HAS_SOFTCAP,
         )  # fmt: skip
         for first in tl.range(whole, end, BLOCK_N, num_stages=NUM_STAGES):
             offset = slot.to(tl.int64)[:, None] * slot_stride
@@ -225,8 +224,7 @@ def _shared_kernel(
             keys = load_heads(k_head + offset, in_head, WHOLE)
             values = load_heads(v_head + offset, in_head, WHOLE)
             acc, row_sum = attend_tile_above(
-                queries, keys, values, acc, row_max, row_sum, first + n, position, slopes,
-                scale, softcap, HAS_SOFTCAP, HAS_ALIBI,
+                queries, keys, values, acc, row_max, row_sum, scale, softcap, HAS_SOFTCAP,
             )  # fmt: skip
         careful_end = start
         if (start == end) | overflows(row_sum, q.dtype.element_ty):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixrt.execution.slot_tree import FloatArray, Int64Array, SlotTree, depth_first, ranges
-from triton_ops.attention_plan import Int32Array, SharedItems
+from triton_ops.attention_plan import NOTHING_SHARED, Int32Array, SharedItems
 
 PIECE_TOKENS = 64  # tokens of a segment's pieces are multiples of it
 MIN_PIECE = 128  # tokens; shorter pieces are not worth their partial results
@@ -118,10 +118,10 @@ class SharedSegments:
         slots = req_to_token.reshape(-1)
         lines = rows[live].astype(np.int64) * req_to_token.shape[1]
         if not lines.size:
-            return tail_starts, _NOTHING
+            return tail_starts, NOTHING_SHARED
         order, common = depth_first(slots, lines, lens[live].astype(np.int64))
         if not common.any():
-            return tail_starts, _NOTHING
+            return tail_starts, NOTHING_SHARED
         tree = SlotTree.of(order, common)
         requests = live[tree.order]
         first_query, alone = self._query_rows(None if counts is None else counts[requests], len(requests))
@@ -132,7 +132,7 @@ class SharedSegments:
         kept = self._within(tree, kept, sizes, apart, most_items, most_partials)
         chosen = kept.nonzero()[0]
         if not chosen.size:
-            return tail_starts, _NOTHING
+            return tail_starts, NOTHING_SHARED
         first, size, start = tree.firsts[chosen], sizes[chosen], tree.begins(kept)[chosen]
         length = tree.stops[chosen] - start
         tails = (
@@ -144,7 +144,7 @@ class SharedSegments:
         saved = float(tails @ (alone[1:] - alone[:-1]))
         partials = int((first_query[1:] - first_query[:-1])[tails > 0].sum())
         if self._launches + seconds + self._partial * partials >= saved:
-            return tail_starts, _NOTHING
+            return tail_starts, NOTHING_SHARED
         tail_starts[requests] = tails
 
         tiles, share = self._tiles(size)
@@ -288,7 +288,3 @@ class SharedSegments:
         chosen_by[(items > most_items) | (partials > most_partials)] = np.inf
         best = int(chosen_by.argmin())
         return step[best].astype(np.int64), float(seconds(wave)[best])
-
-
-_NONE = np.zeros(0, np.int32)
-_NOTHING = SharedItems(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
