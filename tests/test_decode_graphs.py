@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, llama, write
+from checkpoints import VOCAB_SIZE, gemma2, gemma3, llama, qwen3_moe, smollm3, write
 from test_models_parity import MODELS
 from transformers import LlamaConfig
 
@@ -34,6 +34,7 @@ from radixrt.execution.extend_graphs import TOKEN_STEPS, ExtendGraphs, PaddedPas
 from radixrt.execution.graph_memory import GraphMemory
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.shared_segments import TreeCosts
+from radixrt.models.decoder import Decoder
 from radixrt.schedule.batch import PassResult, ScheduleBatch
 from triton_ops.e4m3 import FIRST_CAPABILITY
 from triton_ops.implementation import gpu_of
@@ -48,8 +49,8 @@ class Repeated:
         self.replay = torch.inference_mode()(compute)
 
 
-def repeated(memory: GraphMemory, compute: Callable[[], None]) -> Repeated:
-    compute()
+def repeated(memory: GraphMemory, compute: Callable[[], None], warm_up: Callable[[], None]) -> Repeated:
+    warm_up()
     return Repeated(compute)
 
 
@@ -415,6 +416,39 @@ def test_every_draw_is_captured_for_every_size(folder: Path, attention: str) -> 
             kinds |= {(size, both) for size in sizes if size < MERGES_BELOW} | {(MERGES_BELOW, PlanKind.TREE)}
         assert set(graphs._forwards) == kinds
         assert set(graphs._draws) == {(size, features) for size in sizes for features in CAPTURED_DRAWS}
+
+
+@pytest.mark.parametrize(
+    ("model", "num_blocks"),
+    [
+        (llama(num_hidden_layers=5), 2),  # the first has no residual
+        (llama(num_hidden_layers=1), 1),
+        (gemma2(num_hidden_layers=6), 2),  # windows in turns
+        (gemma3(num_hidden_layers=7), 3),  # the first that reads all
+        (smollm3(num_hidden_layers=8, no_rope_layer_interval=4), 4),  # the first without positions
+        (qwen3_moe(num_hidden_layers=6, mlp_only_layers=[0, 2]), 2),
+        (qwen3_moe(num_hidden_layers=6, mlp_only_layers=[1, 2, 4]), 2),
+        (qwen3_moe(num_hidden_layers=6, mlp_only_layers=[0, 1, 2, 3, 4]), 6),
+    ],
+)
+def test_graphs_warm_up_with_one_block_of_each_kind(
+    model: Any, num_blocks: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+    forward = Decoder.forward
+
+    def watched(self: Decoder, *arguments: Any, num_blocks: int | None = None) -> Any:
+        asked.append(num_blocks)
+        return forward(self, *arguments, num_blocks=num_blocks)
+
+    monkeypatch.setattr(Decoder, "forward", watched)
+    with runtime_of(write(model, tmp_path)) as runtime:
+        assert runtime._model.num_unlike_blocks == num_blocks
+        graphs = runner_of(runtime)._graphs
+        assert graphs is not None
+        assert asked.count(num_blocks) >= len(graphs._forwards)
+        runtime.generate(random_prompts(3), GREEDY)
+        assert asked[-1] is None or device.type == "cuda"  # a pass itself runs them all
 
 
 # --- what requests share, read once ---

@@ -94,10 +94,13 @@ class DecodeGraphs:
                 for kind in reversed(self._numbers.kinds(size)):
                     form = self._numbers.idle(size, kind)
                     arrays = self._staging.upload(form.arrays)
-                    self._forwards[size, kind] = self._memory.captured(partial(self._forward, form, arrays))
+                    forward = partial(self._forward, form, arrays)
+                    warm_up = partial(forward, num_blocks=self._model.num_unlike_blocks)
+                    self._forwards[size, kind] = self._memory.captured(forward, warm_up)
                 self._arrays[size] = arrays
                 for features in CAPTURED_DRAWS:
-                    self._draws[size, features] = self._memory.captured(partial(self._draw, arrays, features))
+                    draw = partial(self._draw, arrays, features)
+                    self._draws[size, features] = self._memory.captured(draw, warm_up=draw)
                 yield size
 
     def launch(
@@ -120,7 +123,7 @@ class DecodeGraphs:
             self._draw(self._arrays[size], features)
         return self._arrays[size]["req_pool_indices"][:count], self._logits[:count]
 
-    def _forward(self, form: DecodeForm, arrays: Mapping[str, Tensor]) -> None:
+    def _forward(self, form: DecodeForm, arrays: Mapping[str, Tensor], *, num_blocks: int | None = None) -> None:
         """From the numbers of a pass to its logits; of the form nothing but the shapes has a meaning."""
         rows, positions = arrays["req_pool_indices"], arrays["positions"]
         write_cells(self._req_to_token, rows, positions, arrays["out_cache_loc"], impl=self._impl)
@@ -133,7 +136,7 @@ class DecodeGraphs:
             decode_plans=form.plans.decode(arrays),
         )
         ids = known_tokens(arrays["input_ids"], self._last_token, impl=self._impl)
-        hidden = self._model(ids, metadata, self._kv_pool)
+        hidden = self._model(ids, metadata, self._kv_pool, num_blocks=num_blocks)
         self._model.compute_logits(hidden, None, out=self._logits[: len(rows)])
 
     def _draw(self, arrays: Mapping[str, Tensor], features: Features) -> None:

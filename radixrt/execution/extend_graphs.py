@@ -118,9 +118,9 @@ class ExtendGraphs:
             for shape in reversed(self._shapes):
                 for kind in reversed(self._planner.kinds_of_extends(shape.num_tokens)):
                     idle = self._idle(shape, kind)
-                    self._graphs[shape, kind] = self._memory.captured(
-                        partial(self._compute, idle, self._staging.upload(idle.numbers))
-                    )
+                    compute = partial(self._compute, idle, self._staging.upload(idle.numbers))
+                    warm_up = partial(compute, num_blocks=self._model.num_unlike_blocks)
+                    self._graphs[shape, kind] = self._memory.captured(compute, warm_up)
                 yield shape
 
     def fitted(self, batch: ScheduleBatch) -> PaddedPass | None:
@@ -214,7 +214,7 @@ class ExtendGraphs:
             },
         )
 
-    def _compute(self, padded: PaddedPass, arrays: Mapping[str, Tensor]) -> None:
+    def _compute(self, padded: PaddedPass, arrays: Mapping[str, Tensor], *, num_blocks: int | None = None) -> None:
         """From the numbers of a pass on the device to its logits; of `padded` only the shapes have a meaning."""
         metadata = InputMetadata.from_host_and_device(
             padded.host,
@@ -226,7 +226,7 @@ class ExtendGraphs:
             extend_plans=padded.plans.extend(arrays),
         )
         ids = known_tokens(arrays["input_ids"], self._last_token, impl=self._impl)
-        hidden = self._model(ids, metadata, self._kv_pool)
+        hidden = self._model(ids, metadata, self._kv_pool, num_blocks=num_blocks)
         last = arrays["last_tokens"]
         self._finite[: len(last)].copy_(finite_rows(hidden.index_select(0, last), impl=self._impl))
         rows = padded.shape.num_rows

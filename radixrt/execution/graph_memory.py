@@ -22,9 +22,9 @@ class GraphMemory:
         self._device = device
         self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def captured(self, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """A graph of what `compute` launches. It runs once before: what is made on first use is made then."""
-        compute()
+    def captured(self, compute: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of what `compute` launches, after `warm_up`: what is made on first use must be made then."""
+        warm_up()
         graph = torch.cuda.CUDAGraph()
         stream = _capture_stream(self._device)
         with (

@@ -10,7 +10,8 @@ docs/models.md says how.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
+from itertools import islice
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -256,14 +257,28 @@ class Decoder(nn.Module):
         rope = self.config.attention[layer_id].rope
         return None if rope is None else self._rotaries[rope]
 
-    def forward(self, input_ids: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
+    @cached_property
+    def num_unlike_blocks(self) -> int:
+        """The fewest blocks, from the first on, whose kernels are those of all; at least two, for the first adds
+        no residual.
+        """
+        kinds = [
+            (self.config.attention[layer_id], type(block.feed_forward))
+            for layer_id, block in enumerate(self.blocks)
+        ]
+        return min(max(2, *(kinds.index(kind) + 1 for kind in kinds)), len(kinds))
+
+    def forward(
+        self, input_ids: Tensor, metadata: InputMetadata, kv_pool: KVCache, *, num_blocks: int | None = None
+    ) -> Tensor:
         """Run a pass over `input_ids` int32 or int64 `[T]`, writing the tokens' KV into `kv_pool`.
 
-        Returns the hidden states after the last norm, `[T, hidden_size]` in the model's dtype.
+        Returns the hidden states after the last norm, `[T, hidden_size]` in the model's dtype; of the first
+        `num_blocks` blocks alone, which mean nothing, for whoever wants their kernels to be there.
         """
         hidden: Tensor = self.embedding(input_ids)
         residual: Tensor | None = None
-        for block in self.blocks:
+        for block in islice(self.blocks, num_blocks):
             hidden, residual = block(hidden, residual, metadata, kv_pool)
         return self.final_norm(hidden, residual)
 
