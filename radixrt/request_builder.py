@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -25,6 +26,15 @@ Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, 
 Params = SamplingParams | Mapping[str, Any] | None
 
 MAX_NAMED = 8  # bad prompts that one error spells out
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """Parameters, and what follows from them and the model: tokens that end a request, and its bad words."""
+
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    bad_words: tuple[tuple[int, ...], ...]
 
 
 class RequestBuilder:
@@ -70,9 +80,42 @@ class RequestBuilder:
             PromptError: the prompt cannot be run.
             ParameterError: the parameters are out of bounds, or ask for what this model does not have.
         """
-        params = read_params(params)
+        return self._request(prompt, self._terms(params), index, self._namespace(tenant), streams)
+
+    def build_all(
+        self, prompts: Sequence[Prompt], params: Sequence[Params], tenant: str | None
+    ) -> list[Request | PromptError | ParameterError]:
+        """For each prompt its request, or why there is none. Raises ParameterError if the tenant is no string."""
+        out: list[Request | PromptError | ParameterError] = []
+        namespace = self._namespace(tenant)
+        terms: dict[int, _Terms] = {}  # by the identity of the parameters: often all are the same
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                if id(own) not in terms:
+                    terms[id(own)] = self._terms(own)
+                out.append(self._request(prompt, terms[id(own)], index, namespace))
+            except (PromptError, ParameterError) as error:
+                out.append(error)
+        return out
+
+    def _namespace(self, tenant: str | None) -> Namespace:
         if tenant is not None and not isinstance(tenant, str):
             raise ParameterError(f"tenant is {tenant!r}; it must be a string or None")
+        return Namespace(self.weights_version, tenant=tenant)
+
+    def _terms(self, params: Params) -> _Terms:
+        params = read_params(params)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= frozenset(self.config.eos_token_ids)
+        bad_words = self._bad_words(params)
+        self._check_params(params, stop_ids, bad_words)
+        return _Terms(params, stop_ids, bad_words)
+
+    def _request(
+        self, prompt: Prompt, terms: _Terms, index: int, namespace: Namespace, streams: bool = False
+    ) -> Request:
+        params = terms.params
         ids = self.token_ids(prompt)
         longest = self.context_length if params.max_new_tokens == 0 else self.context_length - 1
         if len(ids) > longest:
@@ -83,11 +126,6 @@ class RequestBuilder:
             raise ParameterError(
                 f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(ids)} tokens"
             )
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= frozenset(self.config.eos_token_ids)
-        bad_words = self._bad_words(params)
-        self._check_params(params, stop_ids, bad_words)
         make_text_stop = None
         if params.stop or streams:
             if self.tokenizer is None:
@@ -100,27 +138,15 @@ class RequestBuilder:
             params=params,
             max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),
             seed=_derived_seed(self.seed, index) if params.seed is None else params.seed,
-            stop_ids=stop_ids,
-            bad_words=bad_words,
-            namespace=Namespace(self.weights_version, tenant=tenant),
+            stop_ids=terms.stop_ids,
+            bad_words=terms.bad_words,
+            namespace=namespace,
             make_text_stop=make_text_stop,
         )
         refusal = self._refusal(request)
         if refusal is not None:
             raise PromptError(refusal)
         return request
-
-    def build_all(
-        self, prompts: Sequence[Prompt], params: Sequence[Params], tenant: str | None
-    ) -> list[Request | PromptError | ParameterError]:
-        """For each prompt its request, or why there is none."""
-        out: list[Request | PromptError | ParameterError] = []
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                out.append(self.build(prompt, own, index=index, tenant=tenant))
-            except (PromptError, ParameterError) as error:
-                out.append(error)
-        return out
 
     def token_ids(self, prompt: Prompt) -> NDArray[np.int32]:
         """A prompt as int32 `[n >= 1]`, every id inside the model's vocabulary. Raises PromptError."""
@@ -147,8 +173,8 @@ class RequestBuilder:
             raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
         if len(ids) == 0:
             raise PromptError("is empty: it has no tokens")
-        outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
-        if len(outside):
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
             last = self.config.vocab_size - 1
             raise PromptError(f"holds token id {outside[0]}; the model's ids are 0 to {last}")
         return ids.astype(np.int32)
@@ -206,7 +232,7 @@ def read_params(params: Params) -> SamplingParams:
 def is_token_ids(prompt: object) -> bool:
     """Whether a value is one prompt of token ids; an empty list is not: it is no prompts."""
     if isinstance(prompt, np.ndarray):
-        return prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer)
+        return prompt.ndim == 1 and prompt.dtype.kind in "iu"
     return (
         isinstance(prompt, Sequence)
         and not isinstance(prompt, (str, bytes, bytearray))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 
 from radixrt.bounds import real, whole
 from radixrt.errors import ParameterError
@@ -16,6 +17,8 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024
 MAX_LOGPROBS = 128
+
+_Check = Callable[[str, object], object]  # of a value, given its name: what it is to be; raises ParameterError
 
 
 @dataclass(frozen=True)
@@ -81,37 +84,12 @@ class SamplingParams:
     prompt_logprobs_start: int = 0
 
     def __post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        put("max_new_tokens", whole("max_new_tokens", self.max_new_tokens, 0, 2**31 - 1))
-        put("min_new_tokens", whole("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens))
-        put("n", whole("n", self.n, 1, MAX_SAMPLES))
-        put("temperature", real("temperature", self.temperature, 0.0, 100.0))
-        put("top_k", max(0, whole("top_k", self.top_k, -1, 2**31 - 1)))
-        put("top_p", real("top_p", self.top_p, 0.0, 1.0, above=True))
-        put("min_p", real("min_p", self.min_p, 0.0, 1.0))
-        put("repetition_penalty", real("repetition_penalty", self.repetition_penalty, 0.0, 10.0, above=True))
-        put("presence_penalty", real("presence_penalty", self.presence_penalty, -2.0, 2.0))
-        put("frequency_penalty", real("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
-        if self.seed is not None:
-            put("seed", whole("seed", self.seed, 0, 2**63 - 1))
-        put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
-        if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_TOKEN_ID)
-            if not allowed:
-                raise ParameterError("allowed_token_ids is empty; name at least one token, or None for all")
-            put("allowed_token_ids", allowed)
-        put("logit_bias", _biases(self.logit_bias))
-        put("bad_words", _bad_words(self.bad_words))
-        put("stop", _stop_strings(self.stop))
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                put(name, whole(name, getattr(self, name), 0, MAX_LOGPROBS))
-        put("prompt_logprobs_start", whole("prompt_logprobs_start", self.prompt_logprobs_start, 0, 2**31 - 1))
-        for name in ("ignore_eos", "include_stop_str", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ParameterError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not _DEFAULTS[name]:  # which are as they should be
+                object.__setattr__(self, name, check(name, value))
+        if self.min_new_tokens:
+            whole("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         if self.n > 1 and self.max_new_tokens == 0:
             raise ParameterError(f"n is {self.n}, but max_new_tokens is 0: there is nothing to draw")
 
@@ -119,6 +97,39 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether a penalty changes logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _whole(low: int, high: int) -> _Check:
+    return lambda name, value: whole(name, value, low, high)
+
+
+def _real(low: float, high: float, *, above: bool = False) -> _Check:
+    return lambda name, value: real(name, value, low, high, above=above)
+
+
+def _or_none(check: _Check) -> _Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ParameterError(f"{name} is {value!r}; it must be True or False")
+    return value
+
+
+def _top_k(name: str, value: object) -> int:
+    return max(0, whole(name, value, -1, 2**31 - 1))
+
+
+def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
+    return _token_ids(name, value, MAX_STOP_TOKEN_IDS)
+
+
+def _allowed(name: str, value: object) -> tuple[int, ...]:
+    allowed = _token_ids(name, value, MAX_TOKEN_ID)
+    if not allowed:
+        raise ParameterError(f"{name} is empty; name at least one token, or None for all")
+    return allowed
 
 
 def _listed(name: str, value: object, most: int, what: str) -> Sequence[object]:
@@ -133,41 +144,71 @@ def _token_ids(name: str, value: object, most: int) -> tuple[int, ...]:
     return tuple(whole(name, i, 0, MAX_TOKEN_ID) for i in _listed(name, value, most, "token ids"))
 
 
-def _biases(value: object) -> tuple[tuple[int, float], ...]:
+def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
     """A mapping, or what this made of one before, as sorted pairs."""
     pairs = value if isinstance(value, tuple) else value.items() if isinstance(value, Mapping) else None
     if pairs is None:
-        raise ParameterError(f"logit_bias is {value!r}; it must map token ids to numbers")
+        raise ParameterError(f"{name} is {value!r}; it must map token ids to numbers")
     if len(pairs) > MAX_BIASES:
-        raise ParameterError(f"logit_bias has {len(pairs)} tokens; at most {MAX_BIASES} are taken")
+        raise ParameterError(f"{name} has {len(pairs)} tokens; at most {MAX_BIASES} are taken")
     biases = {}
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ParameterError(f"logit_bias holds {pair!r}; it must map token ids to numbers")
+            raise ParameterError(f"{name} holds {pair!r}; it must map token ids to numbers")
         token, bias = pair
         if isinstance(token, str) and token.isdecimal():  # the keys of JSON objects are strings
             token = int(token)
-        biases[whole("logit_bias", token, 0, MAX_TOKEN_ID)] = real("logit_bias", bias, -100.0, 100.0)
+        biases[whole(name, token, 0, MAX_TOKEN_ID)] = real(name, bias, -100.0, 100.0)
     return tuple(sorted(biases.items()))
 
 
-def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
+def _bad_words(name: str, value: object) -> tuple[str | tuple[int, ...], ...]:
     words: list[str | tuple[int, ...]] = []
-    for word in _listed("bad_words", value, MAX_BAD_WORDS, "strings or lists of token ids"):
-        own = word if isinstance(word, str) else _token_ids("bad_words", word, MAX_STOP_LENGTH)
+    for word in _listed(name, value, MAX_BAD_WORDS, "strings or lists of token ids"):
+        own = word if isinstance(word, str) else _token_ids(name, word, MAX_STOP_LENGTH)
         if not own:
-            raise ParameterError("bad_words holds an empty word")
+            raise ParameterError(f"{name} holds an empty word")
         words.append(own)
     return tuple(words)
 
 
-def _stop_strings(value: object) -> tuple[str, ...]:
+def _stop_strings(name: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
-    strings = [value] if isinstance(value, str) else _listed("stop", value, MAX_STOP_STRINGS, "strings")
+    strings = [value] if isinstance(value, str) else _listed(name, value, MAX_STOP_STRINGS, "strings")
     for string in strings:
         if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_LENGTH:
             raise ParameterError(
-                f"stop holds {string!r}; it must be a string of 1 to {MAX_STOP_LENGTH} characters"
+                f"{name} holds {string!r}; it must be a string of 1 to {MAX_STOP_LENGTH} characters"
             )
     return tuple(str(string) for string in strings)
+
+
+# In the order in which they are looked at. A value may come out as another: in the form that the engine wants.
+_CHECKS: Mapping[str, _Check] = MappingProxyType(
+    {
+        "max_new_tokens": _whole(0, 2**31 - 1),
+        "min_new_tokens": _whole(0, 2**31 - 1),
+        "n": _whole(1, MAX_SAMPLES),
+        "temperature": _real(0.0, 100.0),
+        "top_k": _top_k,
+        "top_p": _real(0.0, 1.0, above=True),
+        "min_p": _real(0.0, 1.0),
+        "repetition_penalty": _real(0.0, 10.0, above=True),
+        "presence_penalty": _real(-2.0, 2.0),
+        "frequency_penalty": _real(-2.0, 2.0),
+        "seed": _or_none(_whole(0, 2**63 - 1)),
+        "stop_token_ids": _stop_token_ids,
+        "allowed_token_ids": _or_none(_allowed),
+        "logit_bias": _biases,
+        "bad_words": _bad_words,
+        "stop": _stop_strings,
+        "logprobs": _or_none(_whole(0, MAX_LOGPROBS)),
+        "prompt_logprobs": _or_none(_whole(0, MAX_LOGPROBS)),
+        "prompt_logprobs_start": _whole(0, 2**31 - 1),
+        "ignore_eos": _flag,
+        "include_stop_str": _flag,
+        "skip_special_tokens": _flag,
+    }
+)
+_DEFAULTS: Mapping[str, object] = MappingProxyType({field.name: field.default for field in fields(SamplingParams)})

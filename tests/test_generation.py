@@ -600,7 +600,7 @@ def test_what_is_of_a_wrong_type_is_refused_and_nothing_breaks(builtin: Runtime)
     ):
         with pytest.raises(PromptError):
             anything.score(prompts, continuations)
-    with pytest.raises(PromptError, match="tenant is"):
+    with pytest.raises(ParameterError, match="tenant is"):
         anything.generate("a", tenant=["t"])
     (output,) = anything.generate(["a"], {"bad_words": ["\ud800"]}, on_error="return")
     assert "bad_words holds what cannot be encoded" in str(output.error)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from radixrt import ParameterError, SamplingParams
+from radixrt.sampling_params import _CHECKS
 
 BAD: list[tuple[str, Any]] = [
     ("max_new_tokens", -2),
@@ -121,3 +122,17 @@ def test_values_are_plain_and_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         params.top_k = 3  # type: ignore[misc]
     assert hash(params) == hash(SamplingParams(3, 1.0, stop_token_ids=(4,)))
+
+
+def test_every_parameter_is_checked() -> None:
+    for field in fields(SamplingParams):
+        with pytest.raises(ParameterError, match=field.name):
+            SamplingParams(**{field.name: object()})  # type: ignore[arg-type]
+
+
+def test_checks_leave_defaults_as_they_are() -> None:
+    defaults = SamplingParams()
+    own = SamplingParams(**{field.name: field.default for field in fields(SamplingParams)})
+    assert own == defaults
+    for field in fields(SamplingParams):
+        assert _CHECKS[field.name](field.name, field.default) == field.default

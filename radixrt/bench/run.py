@@ -60,9 +60,8 @@ def run_once(runtime: Runtime, program: Program, shape: ModelShape, speed: Devic
 
     def timed(asks: Sequence[Ask]) -> list[Answer]:
         nonlocal seconds
-        began = time.perf_counter()
-        answers = answer(runtime, asks)
-        seconds += time.perf_counter() - began
+        answers, taken = _answered(runtime, asks)
+        seconds += taken
         return answers
 
     runtime.flush_cache()
@@ -83,12 +82,23 @@ def run_once(runtime: Runtime, program: Program, shape: ModelShape, speed: Devic
 
 def answer(runtime: Runtime, asks: Sequence[Ask]) -> list[Answer]:
     """Run a round: all of it in one call. A round asks for answers, or for likelihoods."""
-    if asks[0].continuation_ids is not None:
-        return _score(runtime, asks)
+    return _answered(runtime, asks)[0]
+
+
+def _answered(runtime: Runtime, asks: Sequence[Ask]) -> tuple[list[Answer], float]:
+    """The answers, and the seconds of the Runtime's call."""
+    prompts = [ask.prompt_ids for ask in asks]
+    if asks[0].continuation_ids is not None:  # the figures of it are of no interest here
+        continuations = [ask.continuation_ids.tolist() for ask in asks if ask.continuation_ids is not None]
+        began = time.perf_counter()
+        runtime.score(prompts, continuations)
+        return [()] * len(asks), time.perf_counter() - began
     params = [
         SamplingParams(max_new_tokens=ask.max_new_tokens, temperature=TEMPERATURE, ignore_eos=True) for ask in asks
     ]
-    outputs = runtime.generate([ask.prompt_ids for ask in asks], params)
+    began = time.perf_counter()
+    outputs = runtime.generate(prompts, params)
+    seconds = time.perf_counter() - began
     for ask, output in zip(asks, outputs, strict=True):
         if len(output.token_ids) != ask.max_new_tokens:
             why = output.error or f"the context is {runtime.context_length}"
@@ -96,11 +106,4 @@ def answer(runtime: Runtime, asks: Sequence[Ask]) -> list[Answer]:
                 f"a prompt of {len(ask.prompt_ids)} tokens got {len(output.token_ids)} of {ask.max_new_tokens} "
                 f"new ones ({why}): nothing can be compared"
             )
-    return [output.token_ids for output in outputs]
-
-
-def _score(runtime: Runtime, asks: Sequence[Ask]) -> list[Answer]:
-    """Compute the likelihood of each continuation; the figures of it are of no interest here."""
-    continuations = [ask.continuation_ids.tolist() for ask in asks if ask.continuation_ids is not None]
-    runtime.score([ask.prompt_ids for ask in asks], continuations)
-    return [()] * len(asks)
+    return [output.token_ids for output in outputs], seconds
