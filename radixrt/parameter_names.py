@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any
@@ -20,6 +20,12 @@ SPELLINGS = {
 }
 
 
+def known_parameters() -> dict[str, str]:
+    """Every name by which a parameter may be given, and the field of SamplingParams that it means."""
+    names = {field.name: field.name for field in fields(SamplingParams)}
+    return names | {spelling: name for spelling, name in SPELLINGS.items() if name in names}
+
+
 def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
     """SamplingParams from a plain dict, with the spellings of both engines; `defaults` for what is not in it.
 
@@ -29,13 +35,12 @@ def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParam
     """
     if not isinstance(values, Mapping):
         raise ParameterError(f"sampling parameters are a dict or a SamplingParams, not {type(values).__name__}")
-    names = [field.name for field in fields(SamplingParams)]
-    known = {name: name for name in names}
-    known |= {spelling: name for spelling, name in SPELLINGS.items() if name in known}
+    known = known_parameters()
     if unknown := [key for key in values if key not in known]:
         many = "s" if len(unknown) > 1 else ""
-        listed = ", ".join(_with_nearest(key, list(known)) for key in unknown)
-        raise ParameterError(f"unknown sampling parameter{many} {listed}; known are {', '.join(names)}")
+        listed = ", ".join(with_nearest(key, known) for key in unknown)
+        names = ", ".join(dict.fromkeys(known.values()))
+        raise ParameterError(f"unknown sampling parameter{many} {listed}; known are {names}")
     given: dict[str, str] = {}  # field -> the spelling that gave it
     for key in values:
         first = given.setdefault(known[key], key)
@@ -44,6 +49,7 @@ def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParam
     return replace(defaults or SamplingParams(), **{name: values[key] for name, key in given.items()})
 
 
-def _with_nearest(key: object, known: list[str]) -> str:
-    nearest = get_close_matches(key, known, n=1) if isinstance(key, str) else []
+def with_nearest(key: object, known: Iterable[str]) -> str:
+    """A name that is not known, for an error message, with the nearest one that is."""
+    nearest = get_close_matches(key, list(known), n=1) if isinstance(key, str) else []
     return f"{key!r} (did you mean {nearest[0]!r}?)" if nearest else repr(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy.typing as npt
 from radixrt.errors import ParameterError, PromptError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, Usage
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.chat import is_chat
+from radixrt.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 1000
 CONTEXT_LENGTH = 50
@@ -36,6 +38,7 @@ class FakeRuntime:
         self.failing: set[int] = set()  # indices of requests whose run fails
         self.running: list[FakeRequest] = []
         self.aborted: list[FakeRequest] = []
+        self.tokenizer: Tokenizer | None = None
 
     def __enter__(self) -> FakeRuntime:
         return self
@@ -48,8 +51,14 @@ class FakeRuntime:
         return bool(self.running)
 
     def prepare(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, index: int = 0
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        index: int = 0,
     ) -> FakeRequest:
+        if is_chat(prompt):
+            prompt = "".join(message["content"] for message in prompt)
         try:
             ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
         except UnicodeEncodeError as error:

@@ -27,7 +27,7 @@ BAD = [
     b"{}",
     b'{"prompt": ""}',
     b'{"prompt": "a", "token_ids": [1]}',
-    b'{"prompt": "a", "temperature": 0}',
+    b'{"prompt": "a", "temperture": 0}',
     b'{"token_ids": [1000]}',
     b'{"prompt": "' + b"x" * 50 + b'", "custom_id": "id-0"}',
     b'{"prompt": "\\ud800"}',

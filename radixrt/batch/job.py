@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -14,9 +14,12 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm  # not tqdm.auto: a notebook's bar needs more packages
 
-from radixrt.batch.ordered_file import OrderedFile, partial_path
-from radixrt.batch.record import LineError, LineErrorType, error_line, output_line, parse_line
+from radixrt.batch.line_format import LineParser, error_line, output_line
+from radixrt.batch.ordered_file import OrderedFile
+from radixrt.batch.output_file import check_output_name, partial_path
+from radixrt.batch.record import LineError, LineErrorType, Reply
 from radixrt.batch.report import BatchReport
+from radixrt.batch.source import STANDARD, BadLine, read_lines
 from radixrt.errors import (
     BatchFileError,
     ParameterError,
@@ -27,9 +30,10 @@ from radixrt.errors import (
 from radixrt.interrupt import first_interrupt
 from radixrt.output import FinishReason, RequestOutput
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.token_spelling import TokenSpelling
+from radixrt.text.tokenizer import Tokenizer
 from radixrt.workloads import best_hit_rate
 
-_BOM = b"\xef\xbb\xbf"
 _LOG_INTERVAL = 30.0  # seconds between two states of the bar where stderr is not a terminal
 
 
@@ -47,10 +51,17 @@ class BatchRuntime(Protocol[R]):
     """What a batch needs of a `Runtime`."""
 
     @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
     def has_work(self) -> bool: ...
 
     def prepare(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, index: int = 0
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        index: int = 0,
     ) -> R: ...
 
     def submit(self, *requests: R) -> None: ...
@@ -68,25 +79,30 @@ class BatchInterrupted(KeyboardInterrupt):
     """
 
     def __init__(self, report: BatchReport) -> None:
-        super().__init__(
-            f"stopped: {report.written} of {report.requests} records are in {report.output_path}, in input order"
-        )
+        where = report.output_path or "standard output"
+        super().__init__(f"stopped: {report.written} of {report.requests} records are in {where}, in input order")
         self.report = report
 
 
-def check_paths(input_path: Path, output_path: Path, *, overwrite: bool) -> None:
-    """Raise BatchFileError unless the batch can read its input and may write its output."""
+def check_paths(input_path: str | Path, output_path: str | Path, *, overwrite: bool) -> None:
+    """Raise BatchFileError unless the batch can read its input and may write its output; "-" is always fine."""
+    if input_path != STANDARD:
+        input_path = Path(input_path)
+        if not input_path.exists():
+            raise BatchFileError(f"the input {input_path} does not exist")
+        if input_path.is_dir():
+            raise BatchFileError(f"the input {input_path} is a folder; it must be a file of JSON lines")
+    check_output_name(output_path)
+    if output_path == STANDARD:
+        return
+    output_path = Path(output_path)
     partial = partial_path(output_path)
-    if not input_path.exists():
-        raise BatchFileError(f"the input {input_path} does not exist")
-    if input_path.is_dir():
-        raise BatchFileError(f"the input {input_path} is a folder; it must be a file of JSON lines")
     if not output_path.parent.is_dir():
         raise BatchFileError(f"the folder {output_path.parent} of the output does not exist; make it first")
     for path in (output_path, partial):
         if not path.exists():
             continue
-        if path.samefile(input_path):
+        if input_path != STANDARD and path.samefile(input_path):
             raise BatchFileError(f"the input {input_path} would be overwritten; give another output")
         if not path.is_file():
             raise BatchFileError(f"{path} is in the way of the output and is not a plain file")
@@ -108,41 +124,46 @@ def run_batch(
     default_params: SamplingParams | None = None,
     overwrite: bool = False,
     progress: bool = False,
+    created: int | None = None,
 ) -> BatchReport:
     """Answer each line of `input_path` with one record in `output_path`, in input order.
 
-    `radixrt.batch.record` describes the lines. A bad line becomes an error record and changes no other line's
-    record. Records go to `OUTPUT.partial`, which is renamed when it is whole. All lines are read before the
-    first request is submitted, so that the scheduler can order them by what they share.
+    `radixrt.batch.plain_lines` and `openai_batch` describe the lines. A bad line becomes an error record and
+    changes no other line's record. Records go to `OUTPUT.partial`, which is renamed when it is whole. All lines
+    are read before the first request is submitted, so that the scheduler can order them by what they share.
 
     The first Ctrl-C ends the batch after the current pass; a second one ends it at once.
 
     Args:
         runtime: a Runtime without other requests. It stays open.
-        input_path: JSON lines, UTF-8.
-        output_path: a file in a folder that exists.
+        input_path: JSON lines in UTF-8, plain or compressed by gzip or zstd; or parquet; "-" is standard input.
+        output_path: a file in a folder that exists, compressed if its name ends in .gz or .zst; "-" is standard
+            output.
         default_params: parameters of lines that give none.
         overwrite: replace an existing output, or the partial file of a batch that did not end.
         progress: show a bar on stderr; where that is not a terminal, it moves every 30 seconds.
+        created: Unix time in seconds that records in OpenAI's format bear; None is now.
 
     Raises:
         BatchFileError: a file cannot be read, must not be replaced, or cannot be written.
         BatchInterrupted: the batch was stopped by Ctrl-C.
     """
-    input_path, output_path = Path(input_path), Path(output_path)
     check_paths(input_path, output_path, overwrite=overwrite)
     if runtime.has_work:
         raise RadixrtError("the runtime has other requests; a batch needs one without")
     defaults = SamplingParams() if default_params is None else default_params
     with first_interrupt() as interrupted, OrderedFile(output_path, overwrite=overwrite) as output:
-        job = _Job(runtime, output, interrupted, progress)
-        job.read(input_path, defaults)
+        spelling = TokenSpelling(runtime.tokenizer)
+        job = _Job(
+            runtime, output, interrupted, progress, int(time.time()) if created is None else created, spelling
+        )
+        job.read(input_path, LineParser(defaults))
         if not interrupted.is_set():
             job.run()
         complete = job.all_read and not job.unanswered
         if complete:
             output.finish()
-    report = job.report(output_path if complete else output.partial)
+    report = job.report(Path(output_path) if complete and output.partial else output.partial)
     if not complete:
         raise BatchInterrupted(report)
     return report
@@ -154,8 +175,7 @@ class _Unanswered(Generic[R]):
 
     position: int  # of its record in the output
     request: R
-    custom_id: str | None
-    metadata: object
+    reply: Reply
 
 
 @dataclass
@@ -164,6 +184,8 @@ class _Job(Generic[R]):
     output: OrderedFile
     interrupted: threading.Event
     progress: bool
+    created: int
+    spelling: TokenSpelling
     all_read: bool = False
     unanswered: dict[int, _Unanswered[R]] = field(default_factory=dict)  # by index, in input order
     custom_ids: set[str] = field(default_factory=set)  # of the sound lines
@@ -175,27 +197,27 @@ class _Job(Generic[R]):
     cached_tokens: int = 0
     completion_tokens: int = 0
 
-    def read(self, path: Path, defaults: SamplingParams) -> None:
+    def read(self, path: str | Path, parser: LineParser) -> None:
         """Make each input line a request to run, or an error record."""
         with _bar("reading", " lines", None, self.progress) as bar:
-            for index, line in _lines(path):
+            for index, line in read_lines(path):
                 if self.interrupted.is_set():
                     return
                 position = self.requests
                 self.requests += 1
                 try:
-                    self.unanswered[index] = self._prepare(position, index, line, defaults)
+                    self.unanswered[index] = self._prepare(position, index, line, parser)
                 except LineError as error:
                     self._refuse(position, index, error)
                 bar.update()
         self.all_read = True
         self.output.flush()
 
-    def _prepare(self, position: int, index: int, line: bytes, defaults: SamplingParams) -> _Unanswered[R]:
-        record = parse_line(line, defaults)
+    def _prepare(self, position: int, index: int, line: bytes | BadLine, parser: LineParser) -> _Unanswered[R]:
+        record = parser.parse(line)
 
         def bad(type: LineErrorType, message: str) -> LineError:
-            return LineError(type, message, record.custom_id, record.metadata)
+            return LineError(type, message, record.reply)
 
         try:
             request = self.runtime.prepare(record.prompt, record.sampling_params, index=index)
@@ -208,7 +230,7 @@ class _Job(Generic[R]):
             if record.custom_id in self.custom_ids:
                 raise bad(LineErrorType.DUPLICATE_CUSTOM_ID, "a line before this one has the same custom_id")
             self.custom_ids.add(record.custom_id)
-        return _Unanswered(position, request, record.custom_id, record.metadata)
+        return _Unanswered(position, request, record.reply)
 
     def _refuse(self, position: int, index: int, error: LineError) -> None:
         self.errors += 1
@@ -246,7 +268,8 @@ class _Job(Generic[R]):
     def _answer(self, output: RequestOutput) -> None:
         """Write the record of a finished request."""
         line = self.unanswered.pop(output.index)
-        self.output.put(line.position, output_line(output.index, line.custom_id, line.metadata, output))
+        record = output_line(output.index, line.reply, output, created=self.created, spelling=self.spelling)
+        self.output.put(line.position, record)
         if output.finish_reason is FinishReason.ERROR:
             self.errors += 1
             return
@@ -254,7 +277,7 @@ class _Job(Generic[R]):
         self.cached_tokens += output.usage.cached_tokens
         self.completion_tokens += output.usage.completion_tokens
 
-    def report(self, output_path: Path) -> BatchReport:
+    def report(self, output_path: Path | None) -> BatchReport:
         return BatchReport(
             output_path=output_path,
             requests=self.requests,
@@ -266,18 +289,6 @@ class _Job(Generic[R]):
             best_hit_rate=self.best_hit_rate,
             seconds=self.seconds,
         )
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of the file that are not blank, each with its place in the file."""
-    try:
-        with open(path, "rb") as file:
-            for index, line in enumerate(file):
-                text = line.removeprefix(_BOM) if index == 0 else line
-                if text.strip():
-                    yield index, text
-    except OSError as error:
-        raise BatchFileError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _bar(what: str, unit: str, total: int | None, shown: bool) -> tqdm:

@@ -14,7 +14,8 @@ class BatchReport:
     """Figures of one batch. Tokens are those of the requests that ended without an error.
 
     Attributes:
-        output_path: the file with the records; the partial file if the batch was interrupted.
+        output_path: the file with the records; the partial file if the batch was interrupted; None for
+            standard output.
         requests: input lines that are not blank.
         written: records in the output file: `requests`, unless the batch was interrupted.
         errors: records with an error.
@@ -24,7 +25,7 @@ class BatchReport:
         seconds: from the first request submitted to the last one finished; reading the input is not in it.
     """
 
-    output_path: Path
+    output_path: Path | None
     requests: int
     written: int
     errors: int

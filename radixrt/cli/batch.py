@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from radixrt.cli.exit_status import DONE
@@ -21,13 +20,19 @@ example:
   $ cat questions.jsonl
   {"prompt": "Mira likes Oslo.\\nQ: Mira likes?\\nA:", "custom_id": "a", "sampling_params": {"max_new_tokens": 8}}
   {"token_ids": [5, 8, 13], "metadata": {"source": "page 7"}}
+  {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 16}
 
   $ radixrt batch --input questions.jsonl --output answers.jsonl --temperature 0
+  $ zcat more.jsonl.gz | radixrt batch --input - --output answers.jsonl.zst
 
 Each line gives one record in answers.jsonl, in the same order: custom_id, index (the line's place in the
 input, from 0), text, token_ids, finish_reason, usage, timings, metadata and error; with n above 1 outputs, and
 log-probabilities if asked for. A bad line gets a record with its error; the others go on. Ctrl-C stops after
 the current pass and keeps what is done in answers.jsonl.partial.
+
+Lines of OpenAI's Batch API (custom_id, method, url, body) get records in OpenAI's form. The input may be
+compressed by gzip or zstd, or a parquet file whose columns are the keys; the output is compressed if its name
+ends in .gz or .zst. "-" is standard input or output.
 
 exit status: 0 every line has its record; 1 the run failed; 2 the options, the model or a file cannot be used;
 130 stopped by Ctrl-C.
@@ -41,13 +46,13 @@ def add_batch_command(commands: Any) -> None:
         "batch",
         usage="--input FILE --output FILE [options]",
         help="answer a file of prompts",
-        description="Answer a file of prompts (JSON lines) with a file of records, in the same order.",
+        description="Answer a file of prompts with a file of records, in the same order.",
         epilog=_EXAMPLE,
         run=_batch,
     )
     option = parser.add_argument_group("files").add_argument
-    option("--input", type=Path, required=True, metavar="FILE", help="JSON lines, one prompt each")
-    option("--output", type=Path, required=True, metavar="FILE", help="gets one record a line")
+    option("--input", required=True, metavar="FILE", help="JSON lines or parquet, one prompt each")
+    option("--output", required=True, metavar="FILE", help="gets one record a line")
     option("--overwrite", action="store_true", help="replace an output that exists")
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     add_options(parser, "sampling parameters of lines that give none", SAMPLING)
@@ -59,6 +64,7 @@ def _batch(arguments: argparse.Namespace) -> int:
 
     from radixrt.batch.job import check_paths, run_batch
     from radixrt.batch.report import print_report
+    from radixrt.batch.source import STANDARD, place_name
 
     # before the model is loaded: a mistake shows at once
     default_params = sampling_params(arguments)
@@ -72,8 +78,10 @@ def _batch(arguments: argparse.Namespace) -> int:
             overwrite=arguments.overwrite,
             progress=arguments.progress,
         )
+    console = Console(highlight=False, stderr=report.output_path is None)
+    source, output = place_name(arguments.input, "input"), place_name(report.output_path or STANDARD, "output")
     if report.requests:
-        print_report(report, Console(highlight=False), output=str(report.output_path))
+        print_report(report, console, output=output)
     else:
-        print(f"{arguments.input} holds no prompts: {report.output_path} is empty")
+        console.print(f"{source} holds no prompts: {output} is empty", markup=False, soft_wrap=True)
     return DONE

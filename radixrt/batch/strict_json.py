@@ -1,0 +1,88 @@
+"""JSON as a batch reads and writes it: nothing is guessed, and what was read can be written."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import NoReturn
+
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
+def loads(data: bytes) -> object:
+    """The value of one JSON text in UTF-8.
+
+    Raises:
+        ValueError: it is not UTF-8 or not JSON, a key appears twice in an object, or a number is not finite. The
+            message goes on from the name of what was read: "is not JSON: ...".
+        RecursionError: it nests too deep.
+    """
+    try:
+        value: object = _DECODER.decode(data.decode("utf-8"))
+        return value
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error.msg} at character {error.pos}") from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+
+
+def dump_line(record: dict[str, object]) -> bytes:
+    """One line of JSON in UTF-8, with its newline."""
+    # What is escaped here can stand only inside strings. str.splitlines would break a line at some of them;
+    # halves of surrogate pairs have no UTF-8, and Python's escape of them is JSON's.
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def kind(value: object) -> str:
+    """What a JSON value is, for people."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    kinds = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
+    return kinds[type(value)]
+
+
+def short(text: str, most: int = 60) -> str:
+    """`text`, or its beginning where it is longer than `most` characters."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def nests_deeper(value: object, limit: int) -> bool:
+    """Whether lists and objects stand in one another more than `limit` deep."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(limit):
+        if not level:
+            return False
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+    return bool(level)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{short(text)} is out of range")
+    return value
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {short(repr(max(keys, key=keys.count)))} appears twice")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_object)
