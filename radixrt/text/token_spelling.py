@@ -8,6 +8,13 @@ from radixrt.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 
+# Byte-level vocabularies spell bytes as letters: those that are printable in Latin-1 as themselves, the others in
+# their order from U+0100 on (Radford et al. 2019, GPT-2).
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + place): byte for place, byte in enumerate(sorted(set(range(256)).difference(_PRINTABLE)))
+}
+
 
 @dataclass(frozen=True)
 class Spelled:
@@ -15,7 +22,7 @@ class Spelled:
 
     Attributes:
         text: with U+FFFD for what is no whole character.
-        bytes: its UTF-8; None where the token is a part of a character and which one is not known.
+        bytes: its UTF-8, of a part of a character too; None where they cannot be known.
     """
 
     text: str
@@ -53,4 +60,12 @@ def _spelled(tokenizer: Tokenizer | None, token_id: int) -> Spelled:
     prefix = tokenizer.decode(before, skip_special_tokens=False)
     text = tokenizer.decode([*before, token_id], skip_special_tokens=False)
     text = text[len(prefix) :] if text.startswith(prefix) else tokenizer.decode([token_id], False)
-    return Spelled(text, None if _REPLACEMENT in text else text.encode())
+    return Spelled(text, _part(tokenizer.piece(token_id), text) if _REPLACEMENT in text else text.encode())
+
+
+def _part(piece: str, text: str) -> bytes | None:
+    """The bytes of a token that is no whole characters, where its vocabulary spells bytes as letters."""
+    if any(letter not in _LETTERS for letter in piece):
+        return None
+    spelled = bytes(_LETTERS[letter] for letter in piece)
+    return spelled if spelled.decode("utf-8", "replace") == text else None
