@@ -471,7 +471,7 @@ def test_depths_around_the_limit_of_recursion_are_refused() -> None:
     for depth in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit() + 20):
         deep = b"[" * depth + b"]" * depth
         for key in ("body", "url", "method", "x"):
-            value = {"url": CHAT, "body": {}, key: None}
+            value = {**line(), key: None}
             text = (
                 json.dumps(value)
                 .encode()
