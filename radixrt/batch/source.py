@@ -149,8 +149,10 @@ def _json_lines(
                 yield index, BadLine(f"the line has {length:,} bytes; at most {max_line:,} are read")
                 continue
             text = (line.removeprefix(_BOM) if index == 0 else line).strip(_BLANK)
+            line = b""  # while the next one is read, this one is the caller's alone
             if text:
                 yield index, text
+            text = b""
     except damage as error:
         what = "is cut short" if isinstance(error, EOFError) else f"is damaged ({error})"
         raise BatchFileError(f"{name} {what} after line {count:,} ({size:,} bytes): copy it anew") from error
