@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
 import random
@@ -299,6 +301,70 @@ def test_what_can_be_read_can_be_written(files: tuple[Path, Path]) -> None:
     assert 0 < report.errors < len(lines)
 
 
+def test_compressed_from_and_to(tmp_path: Path) -> None:
+    lines = b'{"prompt": "a"}\n\n{"prompt": "b"}\n'
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(lines))
+    report = run_batch(FakeRuntime(), tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl.gz")
+    assert report.output_path == tmp_path / "out.jsonl.gz"
+    written = gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes())
+    assert [json.loads(line)["index"] for line in written.splitlines()] == [0, 2]
+
+    runtime = FakeRuntime(choose=lambda count: count - 1)
+    interrupt_at(runtime, 1)
+    with pytest.raises(BatchInterrupted):
+        run_batch(runtime, tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl.gz", overwrite=True)
+    partial = gzip.decompress((tmp_path / "out.jsonl.gz.partial").read_bytes())
+    assert [json.loads(line)["index"] for line in partial.splitlines()] == [2]
+    assert gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()) == written
+
+
+def test_standard_input_and_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(good(0) + b"\n" + good(1))))
+    monkeypatch.chdir(tmp_path)
+    assert run_batch(FakeRuntime(), "-", "-").output_path is None
+    assert [json.loads(line)["index"] for line in capfd.readouterr().out.splitlines()] == [0, 1]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(good(0) + b"\n" + good(1))))
+    runtime = FakeRuntime()
+    interrupt_at(runtime, 1)
+    with pytest.raises(BatchInterrupted, match="1 of 2 records are in standard output, in input order"):
+        run_batch(runtime, "-", "-")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_line_of_100_mb_is_one_error(files: tuple[Path, Path]) -> None:
+    with open(files[0], "wb") as file:
+        file.write(good(0) + b'\n{"prompt": "')
+        file.seek(100_000_000, os.SEEK_CUR)
+        file.write(b'"}\n' + good(2))
+    run_batch(FakeRuntime(), *files)
+    records = read(files[1])
+    assert [r["index"] for r in records] == [0, 1, 2]
+    assert [r["error"] and r["error"]["message"] for r in records] == [
+        None,
+        "the line has 100,000,015 bytes; at most 67,108,864 are read",
+        None,
+    ]
+
+
+def test_100_000_duplicate_ids(files: tuple[Path, Path]) -> None:
+    write(files[0], [good(0)] * 100_000)
+    report = run_batch(FakeRuntime(), *files)
+    assert (report.requests, report.errors, report.prompt_tokens) == (100_000, 99_999, 2)
+    types = [record["error"] and record["error"]["type"] for record in read(files[1])]
+    assert types == [None] + ["duplicate_custom_id"] * 99_999
+
+
+def test_an_input_that_is_cut_short_runs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "in.gz").write_bytes(gzip.compress(good(0) + b"\n" + good(1) + b"\n")[:-1])
+    runtime = FakeRuntime()
+    runtime.on_step = lambda: pytest.fail("it ran")
+    with pytest.raises(BatchFileError, match=r"in\.gz is cut short after line 2 "):
+        run_batch(runtime, tmp_path / "in.gz", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("content", [b"", b"\n  \n"])
 def test_no_lines_give_an_empty_output(files: tuple[Path, Path], content: bytes) -> None:
     files[0].write_bytes(content)
@@ -333,6 +399,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     write(source, [good(0)])
     refused(source, tmp_path / "no" / "out.jsonl", "the folder .*no of the output does not exist")
     refused(source, tmp_path, "not a plain file")
+    refused(source, tmp_path / "out.parquet", "records are JSON lines")
     refused(source, source, "would be overwritten")
     (tmp_path / "link").symlink_to(source)
     refused(source, tmp_path / "link", "would be overwritten")

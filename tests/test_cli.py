@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import json
 import re
 import runpy
@@ -236,6 +237,20 @@ def test_empty_input(batch: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert main(batch) == 0
     assert "holds no prompts" in capsys.readouterr().out
     assert Path(batch[-1]).read_bytes() == b""
+
+
+def test_records_on_standard_output_are_alone_there(
+    batch: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(Path(batch[2]).read_bytes())))
+    assert main(["batch", "--input", "-", "--output", "-", "--no-progress"]) == 0
+    shown = capfd.readouterr()
+    assert [json.loads(line)["index"] for line in shown.out.splitlines()] == [0, 1]
+    assert re.search(r"requests +2\n(.*\n)*output +standard output\n", shown.err)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert main(["batch", "--input", "-", "--output", "-", "--no-progress"]) == 0
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err) == ("", "standard input holds no prompts: standard output is empty\n")
 
 
 def test_the_script_is_the_command(
