@@ -1,0 +1,1 @@
+"""The order in which known prompts run, and what it will bring, from their tokens alone."""

@@ -1,0 +1,215 @@
+"""Many token sequences in lexicographic order, and what each shares with the one before it. Numpy only.
+
+Sequences are told apart by windows of tokens, most significant first: those that agree so far are a group, and only
+groups of more than one go on. A group whose members all agree in a window passes it without being sorted, and its
+next window is wider. So every token is looked at about once, as long as somebody shares it, and what is resident
+besides the tokens is some tens of bytes a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+WINDOWS = (32, 128, 512, 2048)  # tokens that are compared at a time: the next one after each that all agree in
+CELLS = 1 << 23  # tokens that are compared at once
+ROWS = 1 << 17  # of a window that are sorted at once; in more of them it is narrower
+REGION = 1 << 26  # tokens that may be resident at once
+
+
+@dataclass(frozen=True)
+class PrefixOrder:
+    """N sequences in lexicographic order of their tokens; of equal ones the first comes first.
+
+    Attributes:
+        order: `[N]` int64, which sequence is at each place.
+        shared: `[N]` int32, leading tokens that it has in common with the one at the place before; 0 at first.
+    """
+
+    order: Int64Array
+    shared: Int32Array
+
+
+def prefix_order(
+    tokens: Int32Array, starts: Int64Array, ends: Int64Array, forget: Callable[[], None] = lambda: None
+) -> PrefixOrder:
+    """Sort the sequences tokens[starts[i] : ends[i]], `[N]` each, of ids that are not negative.
+
+    `forget` is called after no more than REGION tokens have been read, which need not stay resident then.
+    """
+    return _Sorting(tokens, starts, ends, forget).run()
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """G ranges [begin, end) of places, each of two or more sequences whose first `depth` tokens agree."""
+
+    begin: Int64Array
+    end: Int64Array
+    depth: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+    def __getitem__(self, which: slice | BoolArray) -> _Groups:
+        return _Groups(self.begin[which], self.end[which], self.depth[which])
+
+    def and_those(self, others: _Groups) -> _Groups:
+        return _Groups(
+            np.concatenate([self.begin, others.begin]),
+            np.concatenate([self.end, others.end]),
+            np.concatenate([self.depth, others.depth]),
+        )
+
+    def places(self) -> tuple[Int64Array, Int64Array]:
+        """All places, group after group, and the number of the group of each."""
+        sizes = self.end - self.begin
+        group = np.repeat(np.arange(len(self)), sizes)
+        first = np.cumsum(sizes) - sizes
+        return np.arange(len(group)) - (first - self.begin)[group], group
+
+    def parts(self, rows: int) -> Iterator[_Groups]:
+        """The groups, some at a time: about `rows` sequences, but at least one group."""
+        upto = np.cumsum(self.end - self.begin)
+        first = 0
+        while first < len(self):
+            before = upto[first - 1] if first else 0
+            last = max(first + 1, int(np.searchsorted(upto, before + rows, side="right")))
+            yield self[first:last]
+            first = last
+
+
+_NONE = _Groups(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+
+
+class _Sorting:
+    def __init__(
+        self, tokens: Int32Array, starts: Int64Array, ends: Int64Array, forget: Callable[[], None]
+    ) -> None:
+        # so that one more than an id is a number too
+        self._tokens = tokens.view(np.uint32) if len(tokens) else np.zeros(1, dtype=np.uint32)
+        self._starts = starts
+        self._ends = ends
+        self._forget = forget
+        self._order = np.arange(len(starts), dtype=np.int64)
+        self._shared = np.zeros(len(starts), dtype=np.int32)
+        self._todo = [_NONE for _ in WINDOWS]  # by the window that comes next
+
+    def run(self) -> PrefixOrder:
+        count = len(self._order)
+        if count > 1:
+            self._todo[0] = _Groups(np.array([0]), np.array([count]), np.array([0]))
+        while any(map(len, self._todo)):
+            level = next(i for i, groups in enumerate(self._todo) if len(groups))
+            groups, self._todo[level] = self._todo[level], _NONE
+            for part in groups.parts(CELLS // WINDOWS[level]):
+                self._pass_or_split(part, level)
+        return PrefixOrder(self._order, self._shared)
+
+    def _pass_or_split(self, groups: _Groups, level: int) -> None:
+        window = WINDOWS[level]
+        agreeing = self._agreeing(groups, window)
+        firsts = self._order[groups.begin]
+        end = self._ends[firsts] - self._starts[firsts]
+        agrees = agreeing == window
+        are_equal = agrees & (end < groups.depth + window)  # the window shows where they end
+        self._share(groups[are_equal], end[are_equal])
+        go_on = groups[agrees & ~are_equal]
+        wider = min(level + 1, len(WINDOWS) - 1)
+        self._add(wider, _Groups(go_on.begin, go_on.end, go_on.depth + window))
+        differ = _Groups(groups.begin, groups.end, groups.depth + agreeing)[~agrees]
+        for part in differ.parts(ROWS):
+            self._split(part)
+
+    def _agreeing(self, groups: _Groups, window: int) -> Int64Array:
+        """How many of the next `window` tokens the sequences of each group agree in, `[G]`."""
+        places, group = groups.places()
+        firsts = self._window(groups.begin, groups.depth, window)
+        found = np.full(len(groups), window, dtype=np.int64)
+        rows = max(1, CELLS // window)
+        for at in range(0, len(places), rows):
+            part = slice(at, at + rows)
+            block = self._window(places[part], groups.depth[group[part]], window)
+            np.minimum.at(found, group[part], _first_true(block != firsts[group[part]]))
+        return found
+
+    def _split(self, groups: _Groups) -> None:
+        """Sort each group by its next tokens. What still agrees then are the next groups."""
+        places, group = groups.places()
+        window = WINDOWS[0] if len(places) <= ROWS else WINDOWS[0] // 4
+        depth = groups.depth[group]
+        keys = np.empty((len(places), 1 + window), dtype=">u4")
+        keys[:, 0] = group
+        keys[:, 1:] = self._window(places, depth, window)
+        ranks = np.argsort(keys.view(f"S{keys.itemsize * (1 + window)}").ravel(), kind="stable")
+        self._order[places] = self._order[places[ranks]]
+        keys = keys[ranks]
+        common = _first_true(keys[1:] != keys[:-1]) - 1  # -1: of another group
+        own = np.flatnonzero((common >= 0) & (common < window))
+        self._shared[places[own + 1]] = depth[own + 1] + common[own]
+        # Runs of sequences that agree in all of the window.
+        is_same = np.concatenate([[False], common == window, [False]])
+        begin, last = np.flatnonzero(~is_same[:-1] & is_same[1:]), np.flatnonzero(is_same[:-1] & ~is_same[1:])
+        runs = _Groups(places[begin], places[last] + 1, depth[begin] + window)
+        firsts = self._order[runs.begin]
+        end = self._ends[firsts] - self._starts[firsts]
+        are_equal = end < runs.depth
+        self._share(runs[are_equal], end[are_equal])
+        self._add(0, runs[~are_equal])
+
+    def _share(self, groups: _Groups, lengths: Int64Array) -> None:
+        """The sequences of each group are equal, and of these lengths."""
+        places, group = groups.places()
+        inner = places != groups.begin[group]
+        self._shared[places[inner]] = lengths[group[inner]]
+
+    def _add(self, level: int, groups: _Groups) -> None:
+        if len(groups):
+            self._todo[level] = self._todo[level].and_those(groups)
+
+    def _window(self, places: Int64Array, depth: Int64Array, window: int) -> npt.NDArray[np.uint32]:
+        """The tokens from `depth` on of the sequences at some places, one more than each; 0 beyond the end."""
+        which = self._order[places]
+        at = self._starts[which] + depth
+        left = self._ends[which] - at
+        if len(self._tokens) <= REGION:
+            block = self._read(at, window)
+        else:
+            block = np.empty((len(places), window), dtype=np.uint32)
+            for part in self._regions(at):
+                block[part] = self._read(at[part], window)
+                self._forget()
+        short = np.flatnonzero(left < window)
+        block[short] *= np.arange(window) < left[short, None]
+        return block
+
+    def _regions(self, at: Int64Array) -> Iterator[Int64Array]:
+        """Which of the places `at` `[R]` lie in the same region of the tokens, region after region."""
+        ascending = np.argsort(at)
+        bounds = np.searchsorted(at[ascending], np.arange(0, len(self._tokens), REGION)[1:])
+        return (part for part in np.split(ascending, bounds) if len(part))
+
+    def _read(self, at: Int64Array, window: int) -> npt.NDArray[np.uint32]:
+        """`window` tokens from each of the places `at` `[R]` on, one more than each; anything beyond the last."""
+        beyond = np.flatnonzero(at > len(self._tokens) - window)
+        if len(beyond) == len(at):
+            block = np.take(self._tokens, at[:, None] + np.arange(window), mode="clip")
+        else:
+            views = np.lib.stride_tricks.sliding_window_view(self._tokens, window)
+            block = views[np.minimum(at, len(views) - 1)]
+            block[beyond] = np.take(self._tokens, at[beyond, None] + np.arange(window), mode="clip")
+        block += 1
+        return block
+
+
+def _first_true(rows: BoolArray) -> Int64Array:
+    """The first column of each row `[R, C]` that is true, C if none is."""
+    first = rows.argmax(axis=1)
+    return np.where(rows[np.arange(len(rows)), first], first, rows.shape[1])

@@ -1,0 +1,92 @@
+"""The radix tree of many token sequences, as arrays. Numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixrt.planning.prefix_order import Int32Array, Int64Array, PrefixOrder
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """The nodes of the radix tree of N sequences that two or more of them share, parents before children.
+
+    What a sequence shares with no other, its leaf, is no node here. Places are those of the lexicographic order,
+    in which the sequences below a node stand side by side. Node 0 is the root: of all sequences, of no tokens.
+
+    Attributes:
+        begin, end: `[K]` int64, the places [begin, end) of the sequences below each node.
+        depth: `[K]` int64, tokens from the root to the node's end.
+        parent: `[K]` int64; -1 of the root.
+        leaf_parent: `[N]` int64, the deepest node above the sequence at each place.
+    """
+
+    begin: Int64Array
+    end: Int64Array
+    depth: Int64Array
+    parent: Int64Array
+    leaf_parent: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+    @property
+    def num_sequences(self) -> Int64Array:
+        """Sequences below each node, `[K]`."""
+        return self.end - self.begin
+
+    @property
+    def num_tokens(self) -> Int64Array:
+        """Tokens of each node's own edge, `[K]`."""
+        return self.depth - np.where(self.parent < 0, 0, self.depth[self.parent])
+
+    @property
+    def fan_out(self) -> Int64Array:
+        """Children of each node, `[K]`: nodes, and sequences that share no more with any other."""
+        above = np.concatenate([self.parent[1:], self.leaf_parent])
+        return np.bincount(above, minlength=len(self))
+
+    @property
+    def saved_tokens(self) -> Int64Array:
+        """Tokens that need not be computed since each node's sequences share its edge, `[K]`."""
+        return self.num_tokens * (self.num_sequences - 1)
+
+
+def prefix_tree(order: PrefixOrder) -> PrefixTree:
+    """The radix tree of sequences in lexicographic order, in linear time: a stack of the nodes that are open."""
+    count = len(order.order)
+    shared = [*order.shared.tolist(), 0][1:]  # with the sequence at the next place
+    begin, end, depth, parent = [0], [count], [0], [-1]
+    deepest = []  # node that each sequence shares with the next one
+    open_nodes = [0]
+    for place, length in enumerate(shared):
+        first, child = place, -1
+        while depth[open_nodes[-1]] > length:
+            child = open_nodes.pop()
+            end[child] = place + 1
+            first = begin[child]
+            parent[child] = open_nodes[-1]
+        if depth[open_nodes[-1]] < length:
+            node = len(begin)
+            begin.append(first)
+            end.append(0)
+            depth.append(length)
+            parent.append(open_nodes[-1])
+            if child >= 0:
+                parent[child] = node
+            open_nodes.append(node)
+        deepest.append(open_nodes[-1])
+    begins, ends, depths, parents, nodes = (
+        np.array(numbers, dtype=np.int64) for numbers in (begin, end, depth, parent, deepest)
+    )
+    preorder = np.lexsort((depths, begins))
+    number = np.empty_like(preorder)
+    number[preorder] = np.arange(len(preorder))
+    parents = parents[preorder]
+    parents[1:] = number[parents[1:]]
+    # The deeper one of those that it shares with its neighbours; after the last one there is only the root.
+    before = np.concatenate([[0], nodes[:-1]])[:count]
+    above = np.where(depths[before] >= depths[nodes], before, nodes)
+    return PrefixTree(begins[preorder], ends[preorder], depths[preorder], parents, number[above])
