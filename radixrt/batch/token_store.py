@@ -163,9 +163,7 @@ class TokenWriter:
             yield
         except OSError as error:
             self._abandon()
-            raise BatchFileError(
-                f"cannot write the tokens in {self.folder}: {error.strerror or error}"
-            ) from error
+            raise BatchFileError(f"cannot write the tokens in {self.folder}: {error.strerror or error}") from error
 
 
 def _checked(prompt: Sequence[int] | npt.NDArray[np.integer]) -> Int32Array:

@@ -1,0 +1,338 @@
+"""The look at a batch before it runs: each line is parsed, tokenised and checked; what it asks for goes to disk.
+
+Nothing of a line stays in memory but some numbers: a million lines of 1,000 tokens are 4 GB of tokens on disk, and
+about 40 MB of numbers, with as much again for the hashes of their custom_ids while they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from radixrt.batch.line_format import LineParser
+from radixrt.batch.record import InputRecord, LineError, LineErrorType, Reply
+from radixrt.batch.source import BadLine
+from radixrt.batch.token_store import TokenStore, TokenWriter
+from radixrt.errors import BatchFileError, ParameterError, PromptError, TokenizerError
+from radixrt.sampling_params import SamplingParams
+from radixrt.text.tokenizer import Tokenizer
+
+MOST_NAMED = 20  # problems that a prescan keeps with their messages
+_BLOCK_LINES, _BLOCK_BYTES = 512, 4 * 2**20  # that are tokenised together
+_ENTRIES_FILE = "entries.jsonl"
+_DEFAULTS = SamplingParams()
+_REMEMBERED = 1024  # parameters that readers keep
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+class Checked(Protocol):
+    """What a prompt has become when it can run."""
+
+    @property
+    def prompt_ids(self) -> Int32Array: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+
+Check = Callable[[Int32Array | str | Sequence[Any], SamplingParams, int], Checked]
+"""Of a prompt, its parameters and its line, whether a model can run them: `RequestBuilder.build`, say. Raises
+PromptError or ParameterError."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a line has an error record.
+
+    Attributes:
+        line: its number in the file, from 1.
+    """
+
+    line: int
+    type: LineErrorType
+    message: str
+
+
+@dataclass(frozen=True)
+class SoundLine:
+    """What a line asks for, but for its tokens."""
+
+    sampling_params: SamplingParams
+    reply: Reply
+
+
+@dataclass(frozen=True)
+class Prescan:
+    """What the N lines of a file that are not blank ask for. Positions count these lines, from 0.
+
+    Attributes:
+        lines: `[N]`, the place of each in the file, from 0.
+        tokens: their prompts; bad lines have none.
+        new_tokens: `[N]`, tokens of each answer at most; 0 for bad lines.
+        num_answers: `[N]`, answers to each prompt.
+        is_bad: `[N]`, whether a line cannot run.
+        input_hash: of all lines that are not blank.
+        tokens_hash: of all prompts' tokens: what the tokenizer and its chat template made of the input.
+        problems: the first MOST_NAMED of them.
+        num_problems: of each kind.
+    """
+
+    lines: Int64Array
+    tokens: TokenStore
+    new_tokens: Int32Array
+    num_answers: Int32Array
+    is_bad: BoolArray
+    input_hash: str
+    tokens_hash: str
+    problems: tuple[Problem, ...]
+    num_problems: dict[LineErrorType, int]
+    _entries: Path
+    _starts: Int64Array  # of the entries in their file, and its end
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def read(self, positions: Iterable[int]) -> Iterator[SoundLine | LineError]:
+        """What lines ask for, or what is wrong with them, in the order in which they are named.
+
+        Raises BatchFileError if the file behind it has gone.
+        """
+        known: dict[str, SamplingParams] = {}
+        try:
+            with open(self._entries, "rb") as file:
+                for position in positions:
+                    start, end = int(self._starts[position]), int(self._starts[position + 1])
+                    file.seek(start)
+                    yield _from_entry(json.loads(file.read(end - start)), known)
+        except OSError as error:
+            raise BatchFileError(f"cannot read {self._entries}: {error.strerror or error}") from error
+
+
+def prescan(
+    lines: Iterable[tuple[int, bytes | BadLine]],
+    folder: Path,
+    *,
+    parser: LineParser,
+    tokenizer: Tokenizer | None,
+    check: Check,
+    seen: Callable[[int], object] = lambda count: None,
+) -> Prescan:
+    """Read all lines.
+
+    Args:
+        lines: as `read_lines` yields them.
+        folder: gets the files; there is one already. What is in their place goes.
+        parser: of the lines.
+        tokenizer: of text; it shares a block of lines out over its threads.
+        check: whether a model can run what a line asks for.
+        seen: called after each block with the number of lines in it.
+
+    A custom_id that a sound line before has makes a line a bad one.
+
+    Raises:
+        BatchFileError: the input cannot be read, or the disk refuses.
+    """
+    with _Writer(folder, tokenizer, check) as writer:
+        for block in _blocks(lines):
+            for line, text in block:
+                writer.add(line, text, parser)
+            writer.write()
+            seen(len(block))
+        return writer.finish()
+
+
+class _Writer:
+    def __init__(self, folder: Path, tokenizer: Tokenizer | None, check: Check) -> None:
+        self._tokenizer = tokenizer
+        self._check = check
+        self._path = folder / _ENTRIES_FILE
+        self._tokens = TokenWriter(folder)
+        self._hash, self._tokens_hash = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+        self._block: list[tuple[int, InputRecord | LineError]] = []
+        self._ids: set[bytes] = set()  # hashes of the sound lines' custom_ids
+        self._columns: list[tuple[int, int, int, bool]] = []  # of the block: line, new tokens, answers, bad
+        self._blocks: list[npt.NDArray[np.int64]] = []
+        self._ends: list[Int64Array] = [np.zeros(1, np.int64)]
+        self._end = 0
+        self._problems: list[Problem] = []
+        self._counts: Counter[LineErrorType] = Counter()
+        with self._refusals():
+            self._file: BinaryIO = open(self._path, "wb")  # noqa: SIM115
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._tokens.__exit__(kind, error, trace)
+
+    def add(self, line: int, text: bytes | BadLine, parser: LineParser) -> None:
+        """Take a line into the block."""
+        told = text.message.encode() if isinstance(text, BadLine) else text
+        self._hash.update(b"%d %d\n" % (line, len(told)) + told)
+        try:
+            self._block.append((line, parser.parse(text)))
+        except LineError as error:
+            self._block.append((line, error))
+
+    def write(self) -> None:
+        """Tokenise, check and write the block."""
+        block, self._block = self._block, []
+        encoded = _encoded([record for _, record in block], self._tokenizer)
+        prompts, entries = [], []
+        for (line, record), ids in zip(block, encoded, strict=True):
+            prompt, entry = self._checked(line, record, ids)
+            prompts.append(prompt)
+            entries.append(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+        for prompt in prompts:
+            self._tokens_hash.update(np.int64(len(prompt)).tobytes() + prompt.astype("<i4").tobytes())
+        self._tokens.append(prompts)
+        with self._refusals():
+            self._file.write(b"".join(entries))
+        self._ends.append(self._end + np.cumsum([len(entry) for entry in entries], dtype=np.int64))
+        self._end = int(self._ends[-1][-1]) if entries else self._end
+        self._blocks.append(np.array(self._columns, dtype=np.int64).reshape(-1, 4))
+        self._columns = []
+
+    def finish(self) -> Prescan:
+        with self._refusals():
+            self._file.close()
+        columns = np.concatenate([np.zeros((0, 4), np.int64), *self._blocks])
+        return Prescan(
+            lines=columns[:, 0].copy(),
+            tokens=self._tokens.finish(),
+            new_tokens=columns[:, 1].astype(np.int32),
+            num_answers=columns[:, 2].astype(np.int32),
+            is_bad=columns[:, 3].astype(np.bool_),
+            input_hash=self._hash.hexdigest(),
+            tokens_hash=self._tokens_hash.hexdigest(),
+            problems=tuple(self._problems),
+            num_problems=dict(self._counts),
+            _entries=self._path,
+            _starts=np.concatenate(self._ends),
+        )
+
+    def _checked(
+        self, line: int, record: InputRecord | LineError, ids: Int32Array | PromptError | None
+    ) -> tuple[Int32Array, dict[str, Any]]:
+        """The tokens of a line and its entry."""
+        try:
+            if isinstance(record, LineError):
+                raise record
+            try:
+                if isinstance(ids, PromptError):
+                    raise ids
+                checked = self._check(record.prompt if ids is None else ids, record.sampling_params, line)
+            except PromptError as error:
+                raise LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", record.reply) from error
+            except ParameterError as error:
+                raise LineError(LineErrorType.INVALID_PARAMETERS, str(error), record.reply) from error
+            self._take_custom_id(record)  # last, so that a bad line takes none from a sound one
+        except LineError as error:
+            self._counts[error.type] += 1
+            if len(self._problems) < MOST_NAMED:
+                self._problems.append(Problem(line + 1, error.type, error.message))
+            self._columns.append((line, 0, 1, True))
+            entry = {"error": error.type.value, "message": error.message, "reply": error.reply}
+            return np.zeros(0, np.int32), entry
+        self._columns.append((line, checked.max_new_tokens, record.sampling_params.n, False))
+        return checked.prompt_ids, {"params": _as_json(record.sampling_params), "reply": record.reply}
+
+    def _take_custom_id(self, record: InputRecord) -> None:
+        if record.custom_id is None:
+            return
+        own = hashlib.blake2b(record.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if own in self._ids:
+            message = "a line before this one has the same custom_id"
+            raise LineError(LineErrorType.DUPLICATE_CUSTOM_ID, message, record.reply)
+        self._ids.add(own)
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise BatchFileError(f"cannot write {self._path}: {error.strerror or error}") from error
+
+
+def _blocks(lines: Iterable[tuple[int, bytes | BadLine]]) -> Iterator[list[tuple[int, bytes | BadLine]]]:
+    block: list[tuple[int, bytes | BadLine]] = []
+    size = 0
+    for line, text in lines:
+        block.append((line, text))
+        size += 0 if isinstance(text, BadLine) else len(text)
+        if len(block) == _BLOCK_LINES or size >= _BLOCK_BYTES:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def _encoded(
+    records: Sequence[InputRecord | LineError], tokenizer: Tokenizer | None
+) -> list[Int32Array | PromptError | None]:
+    """The token ids of each record that is text or chat messages, if there is a tokenizer; None for others."""
+    out: list[Int32Array | PromptError | None] = [None] * len(records)
+    if tokenizer is None:
+        return out
+    texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # with special tokens added, and without; by place
+    for place, record in enumerate(records):
+        if isinstance(record, LineError):
+            continue
+        if isinstance(record.prompt, str):
+            texts[True][place] = record.prompt
+        elif isinstance(record.prompt[0], dict):
+            try:
+                texts[False][place] = tokenizer.chat_text(record.prompt)
+            except TokenizerError as error:
+                out[place] = PromptError(f"cannot be encoded: {error}")
+    for special, by_place in texts.items():
+        for place, ids in zip(by_place, _each(tokenizer, list(by_place.values()), special), strict=True):
+            out[place] = ids
+    return out
+
+
+def _each(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[Int32Array | PromptError]:
+    """All at once; one by one where one of them cannot be encoded."""
+    try:
+        return [*tokenizer.encode_batch(texts, add_special_tokens=special)]
+    except TokenizerError as error:
+        if len(texts) == 1:
+            return [PromptError(f"cannot be encoded: {error}")]
+    return [ids for text in texts for ids in _each(tokenizer, [text], special)]
+
+
+def _as_json(params: SamplingParams) -> dict[str, Any]:
+    """What differs from the defaults; SamplingParams can be made of it."""
+    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    given = {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
+    if "logit_bias" in given:
+        given["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
+    return given
+
+
+def _from_entry(entry: dict[str, Any], known: dict[str, SamplingParams]) -> SoundLine | LineError:
+    """`known` parameters are the same object where they are the same; there is a limit to how many."""
+    if "error" in entry:
+        return LineError(LineErrorType(entry["error"]), entry["message"], entry["reply"])
+    text = repr(entry["params"])
+    if text not in known:
+        if len(known) == _REMEMBERED:
+            known.clear()
+        known[text] = SamplingParams(**entry["params"])
+    return SoundLine(known[text], entry["reply"])
