@@ -9,6 +9,25 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+_REMEDIES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.ESTALE: "see what it was",
+    errno.EIO: "see to the disk",
+}
+
+
+def refusal(error: OSError) -> str:
+    """What the disk said, and what to do."""
+    remedy = _REMEDIES.get(error.errno or 0, "see to it")
+    return f"{error.strerror or error}; {remedy}, then run the same command again"
+
+
+def is_of_the_disk(error: OSError) -> bool:
+    """Whether the disk is at fault, rather than a path or the rights of a user."""
+    return error.errno in _REMEDIES
+
 
 class Disk:
     """Files through the `os` module. A test that wants a call to fail, or power to, gives an object of its own.

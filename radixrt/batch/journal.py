@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from radixrt.batch.disk import Disk
+from radixrt.batch.disk import Disk, refusal
 from radixrt.batch.journal_format import (
     FINISHED,
     SYNCED,
@@ -34,18 +34,6 @@ SYNC_SECONDS = 2.0  # and so long after the first of them
 
 _ORDERED_BYTES = 256 * 2**20  # of records that are put in order at once
 _MOST_NAMED = 5  # damaged lines in a message
-_REMEDIES = {
-    errno.ENOSPC: "make room",
-    errno.EDQUOT: "make room",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-    errno.ESTALE: "see what it was",
-}
-
-
-def refusal(error: OSError) -> str:
-    """What the disk said, and what to do."""
-    remedy = _REMEDIES.get(error.errno or 0, "see to the disk")
-    return f"{error.strerror or error}; {remedy}, then run the same command again"
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from radixrt.batch.disk import DISK, Disk
-from radixrt.batch.journal import Journal, create_journal, partial_journal, refusal
+from radixrt.batch.disk import DISK, Disk, is_of_the_disk, refusal
+from radixrt.batch.journal import Journal, create_journal, partial_journal
 from radixrt.batch.manifest import Manifest
 from radixrt.batch.run_lock import RunLock
 from radixrt.errors import BatchFileError, JournalError
@@ -41,7 +41,8 @@ class RunFolder:
         scratch: of the folder in it.
 
     Raises:
-        BatchFileError: another process holds the lock, or the folder cannot be made.
+        BatchFileError: another process holds the lock, or there can be no such folder.
+        JournalError: the disk refuses.
     """
 
     def __init__(self, output: Path, *, disk: Disk = DISK) -> None:
@@ -58,6 +59,8 @@ class RunFolder:
         try:
             self._lock = self._make()
         except OSError as error:
+            if is_of_the_disk(error):
+                raise JournalError(f"cannot make {self.path}: {refusal(error)}") from error
             raise BatchFileError(f"cannot make {self.path}: {error.strerror or error}") from error
 
     def __enter__(self) -> RunFolder:
@@ -74,7 +77,8 @@ class RunFolder:
                     if not self._disk.exists(self._journal_path):  # there is nothing to go on with
                         self._remove()
         finally:
-            self._lock.release()
+            with self._refusals(self._lock_path):
+                self._lock.release()
 
     def begin(self, manifest: Manifest, *, replace: bool = False, restart: bool = False) -> Journal:
         """Open the journal of the run that the manifest describes.
