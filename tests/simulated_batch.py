@@ -177,10 +177,11 @@ class TaskDisk(Disk):
             call(args[0], args[1][: len(args[1]) // 2])
         if is_last and self._task.kill_when != "after":
             os.kill(os.getpid(), signal.SIGKILL)
-        result = call(*args)
-        if is_last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
+        try:
+            return call(*args)
+        finally:
+            if is_last:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_task(task: Task) -> int:
