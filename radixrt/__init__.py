@@ -38,6 +38,7 @@ __all__ = [
     "CompletionOutput",
     "Conversation",
     "FinishReason",
+    "JournalError",
     "ModelError",
     "ParameterError",
     "PassError",
@@ -100,6 +101,7 @@ if TYPE_CHECKING:
     from radixrt.errors import (
         BatchFileError,
         CacheFileError,
+        JournalError,
         ModelError,
         ParameterError,
         PassError,

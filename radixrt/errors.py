@@ -28,6 +28,10 @@ class BatchFileError(RadixrtError):
     """An input or output file of a batch cannot be used."""
 
 
+class JournalError(BatchFileError):
+    """The disk failed a batch while it ran. What was counted as durable is kept, and the same batch can go on."""
+
+
 class CacheFileError(RadixrtError):
     """A kept cache cannot be written, or is not one that this model can use; the message says why."""
 

@@ -1,0 +1,143 @@
+"""The calls of the operating system that a batch's files are written with."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+_REMEDIES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.ESTALE: "see what it was",
+    errno.EIO: "see to the disk",
+}
+
+
+def refusal(error: OSError) -> str:
+    """What the disk said, and what to do."""
+    remedy = _REMEDIES.get(error.errno or 0, "see to it")
+    return f"{error.strerror or error}; {remedy}, then run the same command again"
+
+
+def is_of_the_disk(error: OSError) -> bool:
+    """Whether the disk is at fault, rather than a path or the rights of a user."""
+    return error.errno in _REMEDIES
+
+
+class Disk:
+    """Files through the `os` module. A test that wants a call to fail, or power to, gives an object of its own.
+
+    All calls raise OSError. One that a signal interrupts is made again, as Python does (PEP 475).
+    """
+
+    def open(self, path: Path, flags: int) -> int:
+        """A file descriptor; the last part of the path must not be a link, and children get none of it by exec."""
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        return os.write(fd, data)
+
+    def pread(self, fd: int, count: int, offset: int) -> bytes:
+        return os.pread(fd, count, offset)
+
+    def fsync(self, fd: int) -> None:
+        """Wait until the file, or the names in the folder, are on the disk. (macOS waits for the drive alone.)"""
+        os.fsync(fd)
+
+    def truncate(self, fd: int, length: int) -> None:
+        os.ftruncate(fd, length)
+
+    def replace(self, old: Path, new: Path) -> None:
+        os.replace(old, new)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def mkdir(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def rmdir(self, path: Path) -> None:
+        os.rmdir(path)
+
+    def flock(self, fd: int) -> None:
+        """Lock the open file, or raise BlockingIOError where another has done so."""
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        return os.fstat(fd)
+
+    def lstat(self, path: Path) -> os.stat_result:
+        return os.lstat(path)
+
+    def list(self, path: Path) -> list[str]:
+        return os.listdir(path)
+
+    def drop_cache(self, fd: int) -> None:
+        """Read the file from the disk next time, as far as the system has the call and heeds it."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def write_all(self, fd: int, data: bytes) -> None:
+        """Write all of `data`, in one call unless the system takes a part of it only."""
+        count = self.write(fd, data)
+        if count == len(data):
+            return
+        rest = memoryview(data)[count:]
+        while len(rest):
+            if not count:
+                raise OSError(errno.EIO, "the system writes nothing and says no error")
+            count = self.write(fd, rest)
+            rest = rest[count:]
+
+    def pread_all(self, fd: int, count: int, offset: int) -> bytes:
+        """So many bytes at an offset, or as many as there are before the end of the file."""
+        data = self.pread(fd, count, offset)
+        while len(data) < count and (more := self.pread(fd, count - len(data), offset + len(data))):
+            data += more
+        return data
+
+    def write_file(self, path: Path, chunks: Iterator[bytes]) -> None:
+        """Make the bytes of a file durable; its name is not."""
+        fd = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            for chunk in chunks:
+                self.write_all(fd, chunk)
+            self.fsync(fd)
+        finally:
+            self.close(fd)
+
+    def fsync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable."""
+        fd = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self.fsync(fd)
+        finally:
+            self.close(fd)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder with all that is in it. Links are removed, not followed."""
+        for name in self.list(path):
+            if stat.S_ISDIR(self.lstat(path / name).st_mode):
+                self.remove_tree(path / name)
+            else:
+                self.unlink(path / name)
+        self.rmdir(path)
+
+    def exists(self, path: Path) -> bool:
+        """Whether something has that name, be it a link to nothing."""
+        try:
+            self.lstat(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+
+DISK = Disk()

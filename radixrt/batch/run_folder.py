@@ -1,0 +1,191 @@
+"""What a run of a batch has on the disk until its output is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from radixrt.batch.disk import DISK, Disk, is_of_the_disk, refusal
+from radixrt.batch.journal import Journal, create_journal, partial_journal
+from radixrt.batch.manifest import Manifest
+from radixrt.batch.run_lock import RunLock
+from radixrt.errors import BatchFileError, JournalError
+
+_CHUNK_BYTES = 2**20  # of the output that are written at once
+
+Encoding = Callable[[Iterator[bytes]], Iterator[bytes]]
+"""What makes the bytes of a file of runs of whole records, as a compression does. The same in, the same out."""
+
+
+class RunFolder:
+    """The folder `OUTPUT.run` beside a batch's output, for the one process that holds its lock.
+
+    In it are
+
+        journal     the finished records, and what the run is of (`journal_format`);
+        lock        who may write;
+        output      the output, while it is made;
+        scratch/    room for files of others that can be made again. An earlier try may have left some there,
+                    perhaps of another input.
+
+    `begin` opens the journal of a new run, or of one that goes on. `finish` makes the output and removes the
+    folder. Leaving the context without `finish` keeps what `begin` needs to go on.
+
+    Attributes:
+        path: of the folder.
+        scratch: of the folder in it.
+
+    Raises:
+        BatchFileError: another process holds the lock, or there can be no such folder.
+        JournalError: the disk refuses.
+    """
+
+    def __init__(self, output: Path, *, disk: Disk = DISK) -> None:
+        self.path = output.with_name(output.name + ".run")
+        self.scratch = self.path / "scratch"
+        self._output = output
+        self._journal_path = self.path / "journal"
+        self._kept_path = self.path / "journal.finished"
+        self._merged_path = self.path / "output"
+        self._lock_path = self.path / "lock"
+        self._disk = disk
+        self._journal: Journal | None = None
+        self._replace = False
+        try:
+            self._lock = self._make()
+        except OSError as error:
+            if is_of_the_disk(error):
+                raise JournalError(f"cannot make {self.path}: {refusal(error)}") from error
+            raise BatchFileError(f"cannot make {self.path}: {error.strerror or error}") from error
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._journal is not None:
+                self._journal.close()
+            else:
+                with self._refusals(self.path):
+                    if not self._disk.exists(self._journal_path):  # there is nothing to go on with
+                        self._remove()
+        finally:
+            with self._refusals(self._lock_path):
+                self._lock.release()
+
+    def begin(self, manifest: Manifest, *, replace: bool = False, restart: bool = False) -> Journal:
+        """Open the journal of the run that the manifest describes.
+
+        Args:
+            manifest: what the run is of. An earlier run of something else is refused.
+            replace: an output that exists may be replaced.
+            restart: forget an earlier run, whatever it was of.
+
+        Raises:
+            BatchFileError: the output exists, or the journal is another run's or damaged.
+            JournalError: the disk refuses.
+        """
+        with self._refusals(self.path):
+            if restart or not self._disk.exists(self._journal_path):
+                self._check_output(replace)
+                create_journal(self._journal_path, manifest, self._disk)
+            self._disk.fsync_folder(self.path)  # always: a process before may have been killed just here
+            self._disk.fsync_folder(self.path.parent)
+            self._journal = Journal(self._journal_path, manifest, self._disk)
+            self._replace = replace or self._journal.is_finished  # then the output may be of this very run
+            self._check_output(self._replace)
+        return self._journal
+
+    def finish(self, encode: Encoding = iter, *, keep: bool = False) -> None:
+        """Make the output of the journal's records, in order, durably and in one step; then remove the folder.
+
+        Args:
+            encode: what the records, one after the other in chunks of whole ones, become in the file.
+            keep: leave the folder, with the journal as `journal.finished`.
+
+        Raises:
+            BatchFileError: records are missing, or the output exists and is not to be replaced.
+            JournalError: the disk refuses.
+        """
+        journal = self._journal
+        assert journal is not None, "begin comes first"
+        journal.check_whole()
+        with self._refusals(self._output):
+            self._check_output(self._replace)
+            self._disk.write_file(self._merged_path, encode(_chunks(journal.records())))
+            journal.mark_finished()
+            self._disk.replace(self._merged_path, self._output)
+            self._disk.fsync_folder(self._output.parent)
+        journal.close()
+        with self._refusals(self.path, f"the output {self._output} is whole, but "):
+            if keep:
+                self._disk.replace(self._journal_path, self._kept_path)
+            else:
+                self._remove()
+
+    def _make(self) -> RunLock:
+        """Make the folder, if it is not there, and lock it."""
+        while True:
+            with contextlib.suppress(FileExistsError):
+                self._disk.mkdir(self.path)
+            try:
+                if not stat.S_ISDIR(self._disk.lstat(self.path).st_mode):
+                    raise BatchFileError(f"{self.path} is in the way of the run's folder; move it away")
+                lock = RunLock(self._lock_path, self._disk)
+            except FileNotFoundError:
+                continue  # its last holder has just removed the folder
+            try:
+                if not lock.is_at(self._lock_path):
+                    lock.release()
+                    continue
+                with contextlib.suppress(FileExistsError):
+                    self._disk.mkdir(self.scratch)
+            except BaseException:
+                lock.release()
+                raise
+            return lock
+
+    def _check_output(self, replace: bool) -> None:
+        if not replace and self._disk.exists(self._output):
+            raise BatchFileError(f"the output {self._output} exists; --overwrite replaces it")
+
+    def _remove(self) -> None:
+        """Remove all that is radixrt's, and the folder unless something else is in it. The lock goes last."""
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.remove_tree(self.scratch)
+        partial = partial_journal(self._journal_path)
+        for path in (self._merged_path, self._kept_path, partial, self._journal_path, self._lock_path):
+            with contextlib.suppress(FileNotFoundError):
+                self._disk.unlink(path)
+        try:
+            self._disk.rmdir(self.path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+    @contextmanager
+    def _refusals(self, path: Path, what_stands: str = "") -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise JournalError(f"{what_stands}cannot write {path}: {refusal(error)}") from error
+
+
+def _chunks(records: Iterator[bytes]) -> Iterator[bytes]:
+    """The records, joined to chunks of about `_CHUNK_BYTES`."""
+    chunk: list[bytes] = []
+    size = 0
+    for record in records:
+        chunk.append(record)
+        size += len(record)
+        if size >= _CHUNK_BYTES:
+            yield b"".join(chunk)
+            chunk, size = [], 0
+    yield b"".join(chunk)
