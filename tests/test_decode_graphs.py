@@ -27,9 +27,9 @@ from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine import Engine
 from radixrt.execution import attention_planner, extend_graphs
-from radixrt.execution.attention_planner import PlanKind
+from radixrt.execution.attention_planner import MERGES_BELOW, PlanKind
 from radixrt.execution.decode_graphs import CAPTURED_DRAWS, MOST_CAPTURED, DecodeGraphs, ladder
-from radixrt.execution.decode_numbers import MERGES_BELOW, PLAN_STEPS
+from radixrt.execution.decode_numbers import PLAN_STEPS
 from radixrt.execution.extend_graphs import TOKEN_STEPS, ExtendGraphs, PaddedPass, pass_shapes
 from radixrt.execution.graph_memory import GraphMemory
 from radixrt.execution.model_runner import ModelRunner
