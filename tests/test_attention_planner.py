@@ -285,6 +285,45 @@ def test_padded_plans_compute_the_same(kernel_device: torch.device, impl: Any, s
     assert PlanKind.CUT in kinds
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("shares", [False, True])
+def test_fronts_of_long_tails_compute_the_same(
+    kernel_device: torch.device, impl: Any, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that share something, and of rows that do not."""
+    monkeypatch.setattr(attention_planner, "TreeCosts", lambda: CHEAP)
+    for name, tokens in (("LONG_TAIL", 50), ("FRONT_PIECE", 40), ("SHORTEST_FRONT", 10)):
+        monkeypatch.setattr(attention_planner, name, tokens)
+    if shares:
+        case = share([(-1, 300), (0, 130), (0, 3), (0, 205), (-1, 140), (-1, 8)], [1, 2, 1, 4, 5, 3])
+    else:
+        case = make_case([140, 3, 205, 1, 56])
+    rows, seq_lens = case.rows.numpy(), case.seq_lens.numpy()
+    q = torch.randn(len(rows) + 2, 4, 16, generator=torch.Generator("cpu").manual_seed(3))
+    here = planner(GPU(capability=90, num_sms=80), None, req_to_token=case.req_to_token.numpy(), tree=True)
+    plans = here.plan_padded(
+        np.append(rows, int32([0, 0])), np.append(seq_lens, int32([0, 0])), least=PlanKind.TREE
+    )
+    assert plans.kind == PlanKind.TREE
+    assert plans.arrays["decode None item_lens"].max() < 60
+    there = on(case, kernel_device)
+    arrays = {name: torch.from_numpy(array).to(kernel_device) for name, array in plans.arrays.items()}
+    out = decode_attention(
+        q.to(kernel_device),
+        there.k_buffer,
+        there.v_buffer,
+        there.req_to_token,
+        plans.decode(arrays)[None],
+        scale=0.3,
+        out=torch.full_like(q, torch.nan).to(kernel_device),
+        impl=impl,
+    )
+    for i, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        expected, _ = dense_attention(q[i : i + 1], keys, values, 0.3)
+        torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, atol=1e-5, rtol=1e-5)
+    assert not out[len(rows) :].any()
+
+
 CHEAP = TreeCosts(item=1e-12, partial_crossings=0.1, launches=1e-12)
 
 
