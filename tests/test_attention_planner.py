@@ -174,9 +174,9 @@ def test_padded_decodes_have_room_where_all_waves_are_full() -> None:
     lens = int32([15_407] * 18)
     assert decode_item_len(H200, 8, lens) == 1472
     assert 18 * -(-15_407 // 1472) == most_decode_items(H200, 8, 24) == 198
-    rows, here = np.arange(24, dtype=np.int32), planner(H200, None, num_kv_heads=8)
-    arrays = here.plan_padded(rows, np.append(lens, int32([0] * 6)), least=PlanKind.CUT).arrays
-    assert arrays["decode None item_query_lens"].sum() == 198 + 6
+    rows, here = np.arange(60, dtype=np.int32), planner(H200, None, num_kv_heads=8)
+    arrays = here.plan_padded(rows, np.append(lens, int32([0] * 42)), least=PlanKind.CUT).arrays
+    assert arrays["decode None item_query_lens"].sum() == 198 + 42
 
 
 def test_a_short_batch_does_not_merge_and_a_long_one_does() -> None:
@@ -224,6 +224,15 @@ def test_one_long_tail_among_many_is_read_as_if_it_were_shared(count: int) -> No
     plans = here.plan_padded(rows, lens, least=PlanKind.CUT)
     assert plans.kind == PlanKind.CUT | PlanKind.TREE
     assert plans.arrays["decode None item_lens"].max() < 8000
+
+
+def test_tails_that_are_alike_are_left_whole() -> None:
+    """However long they are, nobody waits for one of them. Without trees they are cut to fill waves."""
+    rows, lens = np.arange(256, dtype=np.int32), int32([1500] * 256)
+    here = planner(H200, None, num_kv_heads=8, req_to_token=families(300, 2000, 0), tree=True)
+    arrays = here.plan_padded(rows, lens, least=PlanKind.TREE).arrays
+    assert (arrays["decode None item_lens"] == 1500).all()
+    assert not arrays["decode None shared_lens"].any()
 
 
 # --- what they compute ---
@@ -300,12 +309,13 @@ def test_fronts_of_long_tails_compute_the_same(
         case = make_case([140, 3, 205, 1, 56])
     rows, seq_lens = case.rows.numpy(), case.seq_lens.numpy()
     q = torch.randn(len(rows) + 2, 4, 16, generator=torch.Generator("cpu").manual_seed(3))
-    here = planner(GPU(capability=90, num_sms=80), None, req_to_token=case.req_to_token.numpy(), tree=True)
+    here = planner(GPU(capability=90, num_sms=4), None, req_to_token=case.req_to_token.numpy(), tree=True)
     plans = here.plan_padded(
         np.append(rows, int32([0, 0])), np.append(seq_lens, int32([0, 0])), least=PlanKind.TREE
     )
     assert plans.kind == PlanKind.TREE
-    assert plans.arrays["decode None item_lens"].max() < 60
+    assert plans.arrays["decode None item_lens"].max() < 70
+    assert (plans.arrays["decode None shared_query_lens"].max() > 1) == shares
     there = on(case, kernel_device)
     arrays = {name: torch.from_numpy(array).to(kernel_device) for name, array in plans.arrays.items()}
     out = decode_attention(
