@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Idle OpenMP threads that spin slow other processes on the same cores down many times over.
 QUIET := OMP_WAIT_POLICY=PASSIVE
+# Tests run in a process for each core, up to four; in one where there is a GPU, of which some want all memory.
+PROCESSES := $(shell command -v nvidia-smi > /dev/null && echo 0 || echo auto --maxprocesses 4)
 
 .PHONY: help demo test test-long test-eval bench bench-tree bench-kernels bench-throughput lint clean
 
@@ -27,10 +29,10 @@ demo: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/demo.py
 
 test: $(VENV)/.installed
-	$(QUIET) $(BIN)/python -m pytest
+	$(QUIET) $(BIN)/python -m pytest -n $(PROCESSES)
 
 test-long: $(VENV)/.installed
-	$(QUIET) $(BIN)/python -m pytest -m long
+	$(QUIET) $(BIN)/python -m pytest -n $(PROCESSES) -m long
 
 test-eval: $(VENV)/.installed-eval
 	$(QUIET) $(BIN)/python -m pytest tests/test_lm_eval.py

@@ -545,6 +545,12 @@ class Runtime:
         self._driver.check_open()
         return self._requests.build(prompt, sampling_params, index=index, tenant=tenant)
 
+    def identity(self) -> dict[str, Any]:
+        """What answers depend on besides prompts, parameters and seed: a hash of the weights, dtypes, rope and the
+        like, as JSON values. Runtimes with equal ones give the same answers, but for how a GPU rounds.
+        """
+        return self._driver.while_idle(self._identity)
+
     def submit(self, *requests: Request) -> None:
         """Queue requests that `prepare` has made, best all that are known; `step` advances them."""
         self._driver.submit(requests, self._loose)

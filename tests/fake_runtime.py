@@ -24,21 +24,29 @@ class FakeRequest:
     prompt_ids: npt.NDArray[np.int32]
     params: SamplingParams
 
+    @property
+    def max_new_tokens(self) -> int:
+        return self.params.max_new_tokens
+
 
 class FakeRuntime:
     """Ends one request a step: the one that `choose` picks among so many.
 
     Attributes:
         on_step: called at the beginning of each step.
+        on_output: called with each output.
     """
 
     def __init__(self, choose: Callable[[int], int] = lambda count: 0) -> None:
         self.choose = choose
         self.on_step: Callable[[], None] = lambda: None
+        self.on_output: Callable[[RequestOutput], object] = lambda output: None
         self.failing: set[int] = set()  # indices of requests whose run fails
         self.running: list[FakeRequest] = []
         self.aborted: list[FakeRequest] = []
         self.tokenizer: Tokenizer | None = None
+        self.seed = 0
+        self.weights = "those"
 
     def __enter__(self) -> FakeRuntime:
         return self
@@ -49,6 +57,9 @@ class FakeRuntime:
     @property
     def has_work(self) -> bool:
         return bool(self.running)
+
+    def identity(self) -> dict[str, str]:
+        return {"weights": self.weights}
 
     def prepare(
         self,
@@ -88,21 +99,21 @@ class FakeRuntime:
         failed = request.index in self.failing
         ids = (int(request.prompt_ids.sum()), request.params.max_new_tokens)
         cached = len(request.prompt_ids) // 2
-        return [
-            RequestOutput(
-                index=request.index,
-                id=request.index,
-                outputs=(
-                    CompletionOutput(
-                        index=0,
-                        text=f"{ids[0]} é\u2028",
-                        token_ids=ids,
-                        finish_reason=FinishReason.ERROR if failed else FinishReason.LENGTH,
-                        error="the pass failed" if failed else None,
-                    ),
+        output = RequestOutput(
+            index=request.index,
+            id=request.index,
+            outputs=(
+                CompletionOutput(
+                    index=0,
+                    text=f"{ids[0]} é\u2028",
+                    token_ids=ids,
+                    finish_reason=FinishReason.ERROR if failed else FinishReason.LENGTH,
+                    error="the pass failed" if failed else None,
                 ),
-                usage=Usage(len(request.prompt_ids), cached, len(request.prompt_ids) - cached, len(ids)),
-                timings=Timings(queue=0.25, first_token=None if failed else 0.5, total=1.0),
-                prompt_ids=request.prompt_ids,
-            )
-        ]
+            ),
+            usage=Usage(len(request.prompt_ids), cached, len(request.prompt_ids) - cached, len(ids)),
+            timings=Timings(queue=0.25, first_token=None if failed else 0.5, total=1.0),
+            prompt_ids=request.prompt_ids,
+        )
+        self.on_output(output)
+        return [output]

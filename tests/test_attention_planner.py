@@ -16,14 +16,18 @@ from hypothesis import strategies as st
 from layers.input_metadata import InputMetadata
 from radixrt.execution import attention_planner
 from radixrt.execution.attention_planner import (
+    FRONT_PIECE,
     LONG_ITEM,
+    LONG_TAIL,
+    MERGES_BELOW,
     MOST_CUT_TOKENS,
+    SHORTEST_FRONT,
     AttentionPlanner,
     PassPlans,
     PlanKind,
 )
 from radixrt.execution.shared_segments import TreeCosts
-from triton_ops.attention_plan import LENGTH_CLASSES, AttentionPlan, ExtendPlan
+from triton_ops.attention_plan import EMPTY_ROWS, LENGTH_CLASSES, AttentionPlan, ExtendPlan
 from triton_ops.decode_attention import decode_attention, decode_item_len, most_decode_items
 from triton_ops.extend_attention import extend_attention
 from triton_ops.implementation import GPU, compiling_for
@@ -86,7 +90,9 @@ def test_no_batch_has_more_items_than_there_is_room_for(
     )
     most = most_decode_items(gpu, num_kv_heads, len(lens))
     reads = int((lens > 0).sum())
-    assert reads <= len(arrays["item_lens"]) <= most + 1, "one is of all padded decodes"
+    padded = -(-(len(lens) - reads) // EMPTY_ROWS)
+    assert reads <= len(arrays["item_lens"]) - padded <= most
+    assert arrays["item_query_lens"][arrays["item_lens"] == 0].sum() == len(lens) - reads
     assert len(arrays["row_partials"]) <= most
     assert arrays["item_lens"].sum() == read.sum()
 
@@ -168,9 +174,9 @@ def test_padded_decodes_have_room_where_all_waves_are_full() -> None:
     lens = int32([15_407] * 18)
     assert decode_item_len(H200, 8, lens) == 1472
     assert 18 * -(-15_407 // 1472) == most_decode_items(H200, 8, 24) == 198
-    rows, here = np.arange(24, dtype=np.int32), planner(H200, None, num_kv_heads=8)
-    arrays = here.plan_padded(rows, np.append(lens, int32([0] * 6)), least=PlanKind.CUT).arrays
-    assert arrays["decode None item_query_lens"].sum() == 198 + 6
+    rows, here = np.arange(60, dtype=np.int32), planner(H200, None, num_kv_heads=8)
+    arrays = here.plan_padded(rows, np.append(lens, int32([0] * 42)), least=PlanKind.CUT).arrays
+    assert arrays["decode None item_query_lens"].sum() == 198 + 42
 
 
 def test_a_short_batch_does_not_merge_and_a_long_one_does() -> None:
@@ -201,22 +207,32 @@ def test_one_long_tail_among_many_is_read_as_if_it_were_shared(count: int) -> No
     table = families(2 * count, 50_000, 32_000)[:count]  # all but the last are of one family
     table[-1] += 10_000_000
     here = planner(H200, None, num_kv_heads=8, req_to_token=table, tree=True)
-    lens = int32([32_100] * (count - 1) + [4000])
+    lens = int32([32_100] * (count - 1) + [LONG_TAIL + SHORTEST_FRONT - 1])
     plans = here.plan_padded(rows, lens)
     assert plans.kind == PlanKind.TREE
-    assert plans.arrays["decode None item_lens"].max() == 4000
-    lens[-1] = 48_000
+    assert plans.arrays["decode None item_lens"].max() == lens[-1], "hardly longer than it may be"
+    lens[-1] = 4000
     plans = here.plan_padded(rows, lens)
     assert plans.kind == PlanKind.TREE
-    assert plans.arrays["decode None item_lens"].max() == LONG_ITEM
+    longest = plans.arrays["decode None item_lens"].max()
+    assert longest == LONG_TAIL
     shared_lens = plans.arrays["decode None shared_lens"]
     own = shared_lens[plans.arrays["decode None shared_query_lens"] == 1]
-    assert own.sum() == 48_000 - LONG_ITEM
-    assert own.max() <= 1024
+    assert own.sum() == 4000 - longest
+    assert own.max() <= FRONT_PIECE
     assert plans.arrays["decode None item_lens"].sum() + shared_lens.sum() < lens.sum() / 5
     plans = here.plan_padded(rows, lens, least=PlanKind.CUT)
     assert plans.kind == PlanKind.CUT | PlanKind.TREE
     assert plans.arrays["decode None item_lens"].max() < 8000
+
+
+def test_tails_that_are_alike_are_left_whole() -> None:
+    """However long they are, nobody waits for one of them. Without trees they are cut to fill waves."""
+    rows, lens = np.arange(256, dtype=np.int32), int32([1500] * 256)
+    here = planner(H200, None, num_kv_heads=8, req_to_token=families(300, 2000, 0), tree=True)
+    arrays = here.plan_padded(rows, lens, least=PlanKind.TREE).arrays
+    assert (arrays["decode None item_lens"] == 1500).all()
+    assert not arrays["decode None shared_lens"].any()
 
 
 # --- what they compute ---
@@ -276,6 +292,46 @@ def test_padded_plans_compute_the_same(kernel_device: torch.device, impl: Any, s
                 torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, atol=1e-5, rtol=1e-5)
                 torch.testing.assert_close(lse[i : i + 1].cpu().double(), expected_lse, atol=1e-4, rtol=1e-4)
     assert PlanKind.CUT in kinds
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("shares", [False, True])
+def test_fronts_of_long_tails_compute_the_same(
+    kernel_device: torch.device, impl: Any, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that share something, and of rows that do not."""
+    monkeypatch.setattr(attention_planner, "TreeCosts", lambda: CHEAP)
+    for name, tokens in (("LONG_TAIL", 50), ("FRONT_PIECE", 40), ("SHORTEST_FRONT", 10)):
+        monkeypatch.setattr(attention_planner, name, tokens)
+    if shares:
+        case = share([(-1, 300), (0, 130), (0, 3), (0, 205), (-1, 140), (-1, 8)], [1, 2, 1, 4, 5, 3])
+    else:
+        case = make_case([140, 3, 205, 1, 56])
+    rows, seq_lens = case.rows.numpy(), case.seq_lens.numpy()
+    q = torch.randn(len(rows) + 2, 4, 16, generator=torch.Generator("cpu").manual_seed(3))
+    here = planner(GPU(capability=90, num_sms=4), None, req_to_token=case.req_to_token.numpy(), tree=True)
+    plans = here.plan_padded(
+        np.append(rows, int32([0, 0])), np.append(seq_lens, int32([0, 0])), least=PlanKind.TREE
+    )
+    assert plans.kind == PlanKind.TREE
+    assert plans.arrays["decode None item_lens"].max() < 70
+    assert (plans.arrays["decode None shared_query_lens"].max() > 1) == shares
+    there = on(case, kernel_device)
+    arrays = {name: torch.from_numpy(array).to(kernel_device) for name, array in plans.arrays.items()}
+    out = decode_attention(
+        q.to(kernel_device),
+        there.k_buffer,
+        there.v_buffer,
+        there.req_to_token,
+        plans.decode(arrays)[None],
+        scale=0.3,
+        out=torch.full_like(q, torch.nan).to(kernel_device),
+        impl=impl,
+    )
+    for i, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        expected, _ = dense_attention(q[i : i + 1], keys, values, 0.3)
+        torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, atol=1e-5, rtol=1e-5)
+    assert not out[len(rows) :].any()
 
 
 CHEAP = TreeCosts(item=1e-12, partial_crossings=0.1, launches=1e-12)
@@ -403,7 +459,9 @@ class PaddedExtends:
         slots = np.zeros(self.num_tokens + self.num_rows, np.int32)
         return InputMetadata.host_arrays(np.arange(len(new)), prefix + new, prefix, slots)
 
-    def plans(self, here: AttentionPlanner, least: PlanKind = PlanKind.CUT) -> PassPlans | None:
+    def plans(self, here: AttentionPlanner, least: PlanKind | None = None) -> PassPlans | None:
+        if least is None:
+            least = here.kinds_of_extends(self.num_tokens, self.num_rows)[0]
         lens = int32([*self.decodes, *[0] * (self.num_rows - len(self.decodes))])
         return here.plan_padded_extends(self.host(), self.num_extends, len(self.new), lens, least=least)
 
@@ -418,7 +476,7 @@ def padded_extends(draw: st.DrawFn) -> PaddedExtends:
         decodes=tuple(draw(st.lists(st.integers(1, 5000), max_size=20))),
         num_tokens=sum(new) + draw(st.integers(0, 300)),
         num_extends=len(new) + draw(st.integers(1, 20)),
-        num_rows=20,
+        num_rows=draw(st.sampled_from([20, MERGES_BELOW])),
     )
 
 
@@ -433,14 +491,14 @@ def test_shapes_of_padded_extends(
     one: PaddedExtends, gpu: GPU, num_kv_heads: int, windows: tuple[int | None, ...], head: int | None
 ) -> None:
     """With `head`, as many tokens may be shared."""
-    table = None if head is None else families(70, 31_000, head)
+    table = None if head is None else families(120, 31_000, head)
     here = planner(gpu, *windows, num_kv_heads=num_kv_heads, req_to_token=table, tree=head is not None)
     plans = one.plans(here)
     if plans is None:
         assert one.num_tokens > MOST_CUT_TOKENS
         assert max(p + n for p, n in zip(one.prefix, one.new, strict=True)) > LONG_ITEM
         return
-    assert PlanKind.CUT in plans.kind
+    assert plans.kind in here.kinds_of_extends(one.num_tokens, one.num_rows)
     idle = replace(one, prefix=(), new=(), decodes=()).plans(here, plans.kind)
     assert idle is not None
     assert idle.kind == plans.kind
@@ -464,22 +522,29 @@ def test_shapes_of_padded_extends(
         shares = PlanKind.TREE in plans.kind and window is None and is_short
         assert bool(len(plans.arrays[f"extend {window} shared_lens"])) == shares
         assert bool(num_partials) == is_short, "they take memory"
+        decodes = [plans.arrays[f"decode {window} {of}"] for of in ("item_lens", "item_query_lens")]
+        shared = [plans.arrays[f"decode {window} shared_{of}"] for of in ("lens", "query_lens")]
+        read = int32(one.decodes) if window is None else int32(one.decodes).clip(max=window)
+        assert (decodes[0] * decodes[1]).sum() + (shared[0] * shared[1]).sum() == read.sum()
 
 
+@pytest.mark.parametrize("num_rows", [20, MERGES_BELOW])
 @pytest.mark.parametrize("num_tokens", [1500, MOST_CUT_TOKENS, MOST_CUT_TOKENS + 1, 5000])
-def test_padded_extends_share(num_tokens: int) -> None:
+def test_padded_extends_share(num_tokens: int, num_rows: int) -> None:
     """Not behind windows, nor in long passes. Partial results have room."""
-    one = PaddedExtends((2900,) * 90, (3,) * 90, (), num_tokens, num_extends=100, num_rows=20)
-    here = planner(H200, None, 300, num_kv_heads=8, req_to_token=families(120, 3000, 2800), tree=True)
+    one = PaddedExtends((2900,) * 90, (3,) * 90, (), num_tokens, num_extends=100, num_rows=num_rows)
+    here = planner(H200, None, 300, num_kv_heads=8, req_to_token=families(170, 3000, 2800), tree=True)
     plans, padding = one.plans(here), replace(one, prefix=(), new=())
     assert plans is not None
     flat = padding.plans(here)
     assert flat is not None
-    assert flat.kind == PlanKind.CUT
+    both = PlanKind.CUT | PlanKind.TREE
+    assert plans.kind == (both if num_rows < MERGES_BELOW else PlanKind.TREE)
     if num_tokens > MOST_CUT_TOKENS:
-        assert plans.kind == PlanKind.CUT
+        assert flat.kind == plans.kind
+        assert not len(plans.arrays["extend None shared_lens"])
         return
-    assert plans.kind == PlanKind.CUT | PlanKind.TREE
+    assert flat.kind == PlanKind.CUT
     idle = padding.plans(here, plans.kind)
     assert idle is not None
     assert shapes(idle) == shapes(plans)

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_runtime import FakeRequest, FakeRuntime
 from hypothesis import HealthCheck, given, settings
@@ -19,8 +20,10 @@ from hypothesis import strategies as st
 
 import radixrt.batch.job
 from radixrt.batch.job import BatchInterrupted, run_batch
-from radixrt.errors import BatchFileError, RadixrtError, SchedulerError
+from radixrt.batch.run_folder import run_path
+from radixrt.errors import BatchFileError, JournalError, RadixrtError, SchedulerError
 from radixrt.sampling_params import SamplingParams
+from radixrt.workloads import best_hit_rate
 
 BAD = [
     b"{",
@@ -106,7 +109,7 @@ def test_every_line_has_one_record_in_order(files: tuple[Path, Path]) -> None:
     assert (report.errors, report.prompt_tokens, report.cached_tokens) == (len(BAD) + 1, 7, 3)
     assert (report.completion_tokens, report.best_hit_rate) == (8, 0.0)
     assert report.hit_rate == 3 / 7
-    assert not files[1].with_name("out.jsonl.partial").exists()
+    assert not run_path(files[1]).exists()
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
@@ -131,25 +134,6 @@ def test_bad_lines_change_no_other_record(tmp_path: Path, lines: list[bytes], se
     assert alone == [r for r in records if not r["error"]]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_partial_file_is_always_a_whole_prefix(files: tuple[Path, Path], seed: int) -> None:
-    write(files[0], [b"{", *[good(n) for n in range(1, 8)]])
-    runtime = FakeRuntime(choose=random.Random(seed).randrange)
-    seen: list[int] = []
-
-    def look() -> None:
-        assert not files[1].exists()
-        found = indices(files[1].with_name("out.jsonl.partial"))
-        running = [request.index for request in runtime.running]
-        assert found == list(range(min(running)))
-        seen.append(len(found))
-
-    runtime.on_step = look
-    run_batch(runtime, *files)
-    assert indices(files[1]) == list(range(8))
-    assert len(seen) == 7
-
-
 def interrupt_at(runtime: FakeRuntime, *steps: int) -> None:
     count = 0
 
@@ -162,6 +146,12 @@ def interrupt_at(runtime: FakeRuntime, *steps: int) -> None:
     runtime.on_step = on_step
 
 
+def kept(output: Path) -> list[int]:
+    """The lines whose records are in the journal of a run that has not ended, in the order in which they came."""
+    lines = (run_path(output) / "journal").read_bytes().split(b"\n")[1:-1]
+    return [json.loads(line[line.index(b"{") :])["index"] for line in lines if b"{" in line]
+
+
 def test_first_interrupt_keeps_what_is_finished(
     files: tuple[Path, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,10 +159,11 @@ def test_first_interrupt_keeps_what_is_finished(
     runtime = FakeRuntime(choose=lambda count: count // 2)
     interrupt_at(runtime, 3)
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(BatchInterrupted, match=r"4 of 8 records are in .*out\.jsonl\.partial") as caught:
+    with pytest.raises(
+        BatchInterrupted, match=r"4 of 8 records are kept in .*out\.jsonl\.run; the same"
+    ) as caught:
         run_batch(runtime, *files)
-    partial = files[1].with_name("out.jsonl.partial")
-    assert indices(partial) == [1, 3, 4, 5]  # the bad line, and three that finished out of order
+    assert kept(files[1]) == [1, 4, 5, 3]  # the bad line, and three that finished out of order
     assert not files[1].exists()
     assert caught.value.report.written == 4
     assert caught.value.report.completion_tokens == 6
@@ -180,11 +171,114 @@ def test_first_interrupt_keeps_what_is_finished(
     assert signal.getsignal(signal.SIGINT) is before
     assert "Ctrl-C again" in capfd.readouterr().err
 
-    with pytest.raises(BatchFileError, match="a batch that did not end"):
-        run_batch(runtime, *files)
-    assert indices(partial) == [1, 3, 4, 5]
-    run_batch(runtime, *files, overwrite=True)
+    submitted: list[int] = []
+    submit = runtime.submit
+    runtime.submit = lambda *requests: (submitted.extend(r.index for r in requests), submit(*requests))[1]  # type: ignore[method-assign]
+    report = run_batch(runtime, *files)
+    assert sorted(submitted) == [0, 2, 6, 7]
+    assert (report.requests, report.written, report.errors, report.completion_tokens) == (8, 8, 1, 8)
     assert indices(files[1]) == list(range(8))
+    assert not run_path(files[1]).exists()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_interrupted_again_and_again(files: tuple[Path, Path], seed: int) -> None:
+    """Each record is computed once, and stays what it is."""
+    rng = random.Random(seed)
+    write(files[0], [b"{" if n % 5 == 3 else good(n) for n in range(30)])
+    run_batch(FakeRuntime(), files[0], files[1].with_name("whole"))
+    computed: list[int] = []
+    for _ in range(40):
+        runtime = FakeRuntime(choose=rng.randrange)
+        interrupt_at(runtime, rng.randrange(1, 4))
+        runtime.on_output = lambda output: computed.append(output.index)
+        try:
+            run_batch(runtime, *files)
+            break
+        except BatchInterrupted:
+            pass
+    assert sorted(computed) == [n for n in range(30) if n % 5 != 3]
+    assert files[1].read_bytes() == files[1].with_name("whole").read_bytes()
+
+
+def test_a_run_of_something_else_is_not_gone_on_with(files: tuple[Path, Path]) -> None:
+    write(files[0], [good(n) for n in range(4)])
+
+    def interrupted(**options: Any) -> None:
+        runtime = FakeRuntime()
+        interrupt_at(runtime, 1)
+        with pytest.raises(BatchInterrupted):
+            run_batch(runtime, *files, **options)
+
+    def refused(message: str, runtime: FakeRuntime | None = None, **options: Any) -> None:
+        with pytest.raises(BatchFileError, match=f"holds a run of something else: .*{message}"):
+            run_batch(runtime or FakeRuntime(), *files, **options)
+
+    interrupted()
+    refused(
+        "parameters.temperature is not given there and 0.5 here", default_params=SamplingParams(temperature=0.5)
+    )
+    other = FakeRuntime()
+    other.weights = "others"
+    refused('weights.weights is "those" there and "others" here', other)
+    other = FakeRuntime()
+    other.seed = 1
+    refused("settings.seed is 0 there and 1 here", other)
+    write(files[0], [good(n) for n in range(1, 5)])
+    refused("input.lines")
+    refused("input.lines", overwrite=True)
+    interrupted(restart=True)
+    assert kept(files[1]) == [0]
+    run_batch(FakeRuntime(), *files)
+    assert [record["metadata"]["n"] for record in read(files[1])] == [1, 2, 3, 4]
+
+
+def test_two_writers(files: tuple[Path, Path]) -> None:
+    write(files[0], [good(0), good(1)])
+    runtime = FakeRuntime()
+
+    def second() -> None:
+        with pytest.raises(BatchFileError, match="process"):
+            run_batch(FakeRuntime(), *files)
+
+    runtime.on_step = second
+    run_batch(runtime, *files)
+    assert indices(files[1]) == [0, 1]
+
+
+def test_an_output_that_came_in_between_is_not_replaced(files: tuple[Path, Path]) -> None:
+    write(files[0], [good(0), good(1)])
+    runtime = FakeRuntime()
+    runtime.on_step = lambda: files[1].write_text("precious") and None
+    with pytest.raises(BatchFileError, match="exists; --overwrite"):
+        run_batch(runtime, *files)
+    assert files[1].read_text() == "precious"
+    runtime = FakeRuntime()
+    runtime.on_step = lambda: pytest.fail("it ran again")
+    run_batch(runtime, *files, overwrite=True)
+    assert indices(files[1]) == [0, 1]
+
+
+def test_few_at_a_time(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime never knows of more than so many requests, those with a prefix in common one after the other."""
+    monkeypatch.setattr(radixrt.batch.job, "AT_ONCE", 8)
+    lines = [{"token_ids": [n % 5] * 3 + [n]} for n in range(50)]
+    write(files[0], [json.dumps(line).encode() for line in lines])
+    runtime = FakeRuntime()
+    most, prompts = [0], []
+    submit = runtime.submit
+
+    def submitted(*requests: FakeRequest) -> None:
+        submit(*requests)
+        most.append(len(runtime.running))
+        prompts.extend(request.prompt_ids.tolist() for request in requests)
+
+    monkeypatch.setattr(runtime, "submit", submitted)
+    report = run_batch(runtime, *files)
+    assert max(most) == 8
+    assert [prompt[0] for prompt in prompts] == sorted(n % 5 for n in range(50))
+    assert report.best_hit_rate == best_hit_rate([np.array(line["token_ids"]) for line in lines])
+    assert indices(files[1]) == list(range(50))
 
 
 def test_second_interrupt_stops_at_once(files: tuple[Path, Path]) -> None:
@@ -202,9 +296,8 @@ def test_second_interrupt_stops_at_once(files: tuple[Path, Path]) -> None:
     assert len(runtime.running) == 4  # nothing ran any more
 
 
-@pytest.mark.parametrize("line", [good(1), b'{"token_ids": [1000]}'])
-def test_interrupt_while_reading(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
-    write(files[0], [b"{", line, good(2)])
+def test_interrupt_while_reading(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    write(files[0], [b"{", good(1), good(2)])
     runtime = FakeRuntime()
     prepare = runtime.prepare
 
@@ -213,10 +306,22 @@ def test_interrupt_while_reading(files: tuple[Path, Path], monkeypatch: pytest.M
         return prepare(*args, **kwargs)
 
     monkeypatch.setattr(runtime, "prepare", interrupted)
-    with pytest.raises(BatchInterrupted):
+    with pytest.raises(KeyboardInterrupt):
         run_batch(runtime, *files)
-    assert indices(files[1].with_name("out.jsonl.partial")) == ([0] if line == good(1) else [0, 1])
-    assert not runtime.has_work
+    assert os.listdir(files[0].parent) == ["in.jsonl"]
+
+    lines = radixrt.batch.job.read_lines
+
+    def interrupts(path: Path) -> Any:
+        for line in lines(path):
+            yield line
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.undo()
+    monkeypatch.setattr(radixrt.batch.job, "read_lines", interrupts)
+    with pytest.raises(BatchInterrupted, match="nothing has run yet"):
+        run_batch(runtime, *files)
+    assert os.listdir(files[0].parent) == ["in.jsonl"]
 
 
 def test_interrupt_in_the_last_pass_comes_too_late(files: tuple[Path, Path]) -> None:
@@ -246,7 +351,7 @@ def test_an_exception_keeps_what_is_finished(files: tuple[Path, Path]) -> None:
     runtime.on_step = fail
     with pytest.raises(MemoryError):
         run_batch(runtime, *files)
-    assert indices(files[1].with_name("out.jsonl.partial")) == [2, 3]
+    assert kept(files[1]) == [3, 2]
     assert [request.index for request in runtime.aborted] == [0, 1]
 
 
@@ -313,9 +418,10 @@ def test_compressed_from_and_to(tmp_path: Path) -> None:
     interrupt_at(runtime, 1)
     with pytest.raises(BatchInterrupted):
         run_batch(runtime, tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl.gz", overwrite=True)
-    partial = gzip.decompress((tmp_path / "out.jsonl.gz.partial").read_bytes())
-    assert [json.loads(line)["index"] for line in partial.splitlines()] == [2]
+    assert kept(tmp_path / "out.jsonl.gz") == [2]
     assert gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()) == written
+    run_batch(FakeRuntime(), tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl.gz", overwrite=True)
+    assert not run_path(tmp_path / "out.jsonl.gz").exists()
 
 
 def test_standard_input_and_output(
@@ -403,14 +509,9 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     refused(source, source, "would be overwritten")
     (tmp_path / "link").symlink_to(source)
     refused(source, tmp_path / "link", "would be overwritten")
-    partial = tmp_path / "out.jsonl.partial"
-    source.rename(partial)
-    refused(partial, out, "would be overwritten")
-    assert custom_ids(partial) == ["id-0"]
-
-
-def custom_ids(path: Path) -> list[str]:
-    return [record["custom_id"] for record in read(path)]
+    assert read(source)[0]["custom_id"] == "id-0"
+    run_path(out).write_text("not radixrt's")
+    refused(source, out, "is in the way of the run's folder")
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -426,10 +527,13 @@ def test_a_disk_that_refuses_is_fatal(
 
     write(files[0], [good(0)])
     monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(BatchFileError, match=r"cannot write .*\.partial: No space left"):
+    with pytest.raises(JournalError, match=r"cannot write .*: No space left .* run the same command again"):
         run_batch(FakeRuntime(), *files)
     assert calls == 1  # not tried again
     assert not files[1].exists()
+    monkeypatch.undo()
+    run_batch(FakeRuntime(), *files)
+    assert indices(files[1]) == [0]
 
 
 def test_an_input_that_cannot_be_read(files: tuple[Path, Path]) -> None:

@@ -176,7 +176,7 @@ PARAMS = st.builds(
 
 @given(PARAMS)
 def test_parameters_come_back_from_the_disk(params: SamplingParams) -> None:
-    text = json.dumps({"params": prescan_module._as_json(params), "reply": {}})
+    text = json.dumps({"params": prescan_module.parameters_as_json(params), "reply": {}})
     entry = prescan_module._from_entry(json.loads(text), {})
     assert isinstance(entry, SoundLine)
     assert entry.sampling_params == params

@@ -220,7 +220,8 @@ def test_interrupt(batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setitem(vars(radixrt), "Runtime", interrupted)
     assert main([*batch, "--no-progress"]) == 130
     assert re.fullmatch(
-        r"radixrt: stopped: 1 of 2 records are in .*out\.jsonl\.partial, in input order\n", capsys.readouterr().err
+        r"radixrt: stopped: 1 of 2 records are kept in .*out\.jsonl\.run; the same command goes on from there\n",
+        capsys.readouterr().err,
     )
 
 

@@ -22,14 +22,15 @@ from test_models_parity import MODELS
 from transformers import LlamaConfig
 
 import radixrt.runtime
+from layers.radix_attention import RadixAttention
 from radixrt import FinishReason, PassError, RequestOutput, Runtime
 from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine import Engine
 from radixrt.execution import attention_planner, extend_graphs
-from radixrt.execution.attention_planner import PlanKind
+from radixrt.execution.attention_planner import MERGES_BELOW, PlanKind
 from radixrt.execution.decode_graphs import CAPTURED_DRAWS, MOST_CAPTURED, DecodeGraphs, ladder
-from radixrt.execution.decode_numbers import MERGES_BELOW, PLAN_STEPS
+from radixrt.execution.decode_numbers import PLAN_STEPS
 from radixrt.execution.extend_graphs import TOKEN_STEPS, ExtendGraphs, PaddedPass, pass_shapes
 from radixrt.execution.graph_memory import GraphMemory
 from radixrt.execution.model_runner import ModelRunner
@@ -435,13 +436,22 @@ def test_graphs_warm_up_with_one_block_of_each_kind(
     model: Any, num_blocks: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int | None] = []
-    forward = Decoder.forward
+    forward, attention = Decoder.forward, RadixAttention.forward
+    layers: list[RadixAttention] = []  # of the pass
 
     def watched(self: Decoder, *arguments: Any, num_blocks: int | None = None) -> Any:
+        layers.clear()
+        hidden = forward(self, *arguments, num_blocks=num_blocks)
+        assert len(layers) == (num_blocks or self.config.num_layers)
         asked.append(num_blocks)
-        return forward(self, *arguments, num_blocks=num_blocks)
+        return hidden
+
+    def attended(self: RadixAttention, *arguments: Any) -> Any:
+        layers.append(self)
+        return attention(self, *arguments)
 
     monkeypatch.setattr(Decoder, "forward", watched)
+    monkeypatch.setattr(RadixAttention, "forward", attended)
     with runtime_of(write(model, tmp_path)) as runtime:
         assert runtime._model.num_unlike_blocks == num_blocks
         graphs = runner_of(runtime)._graphs

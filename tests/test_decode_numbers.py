@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from test_attention_planner import H200, int32, planner
 
 from layers.input_metadata import InputMetadata
-from radixrt.execution.attention_planner import AttentionPlanner, PlanKind
-from radixrt.execution.decode_numbers import DRAW_DTYPES, MERGES_BELOW, PLAN_STEPS, DecodeForm, DecodeNumbers
+from radixrt.execution.attention_planner import MERGES_BELOW, AttentionPlanner, PlanKind
+from radixrt.execution.decode_numbers import DRAW_DTYPES, PLAN_STEPS, DecodeForm, DecodeNumbers
 from radixrt.execution.sampling_table import Features
 from radixrt.execution.staging import packed
 from triton_ops.implementation import GPU

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+EMPTY_ROWS = 8  # that one program fills with zeros: more would take it longer than others read
 LENGTH_CLASSES = 8  # of items that may stand beside one another for the KV that they share
 
 Int32Array = NDArray[np.int32]
@@ -135,8 +136,8 @@ class AttentionPlan(SharingPlan):
         seq_lens: ArrayLike,
         shared: SharedItems = NOTHING_SHARED,
     ) -> dict[str, Int32Array]:
-        """All arrays of the plan of these narrow items and the shared ones, by field name. Each run of rows that
-        no item covers gets an empty narrow one.
+        """All arrays of the plan of these narrow items and the shared ones, by field name. Rows that no item
+        covers get empty narrow ones, of up to EMPTY_ROWS in a run each.
 
         Raises ValueError where the items' arrays differ in length, or an item's rows are not of the batch.
         """
@@ -148,7 +149,9 @@ class AttentionPlan(SharingPlan):
         covered = _covered(first, count, shared, seq.size)
         bare = np.flatnonzero(covered == 0)
         if bare.size:
-            begins = np.flatnonzero(np.diff(bare, prepend=-2) > 1)  # of runs of them
+            places = np.arange(bare.size)
+            runs = np.maximum.accumulate(np.where(np.diff(bare, prepend=-2) > 1, places, 0))
+            begins = np.flatnonzero((places - runs) % EMPTY_ROWS == 0)
             empty = np.zeros((5, begins.size), np.int32)
             empty[3], empty[4] = bare[begins], np.diff(begins, append=bare.size)
             items = np.concatenate([items, empty], 1)

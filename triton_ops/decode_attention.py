@@ -323,6 +323,11 @@ def most_decode_items(gpu: GPU, num_kv_heads: int, num_rows: int) -> int:
     return (-(-num_rows // wave) + MORE_WAVES - 1) * wave
 
 
+def fair_item_len(gpu: GPU, num_kv_heads: int, lens: Int32Array) -> int:
+    """The tokens of each item if what requests read, `lens` int32 `[R]`, were one wave of items that are alike."""
+    return int(lens.sum(dtype=np.int64)) // _items_of_a_wave(gpu, num_kv_heads)
+
+
 def _items_of_a_wave(gpu: GPU, num_kv_heads: int) -> int:
     return max(1, PROGRAMS_PER_SM * gpu.num_sms // num_kv_heads)
 

@@ -1,39 +1,43 @@
-"""Answer a file of prompts: read, run, write one record a line in input order."""
+"""Answer a file of prompts: look at all of it, run what is sound, write one record a line in input order."""
 
 from __future__ import annotations
 
+import itertools
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm  # not tqdm.auto: a notebook's bar needs more packages
 
+from radixrt.batch.journal import Journal
 from radixrt.batch.line_format import LineParser, error_line, output_line
+from radixrt.batch.manifest import Manifest
 from radixrt.batch.ordered_file import OrderedFile
-from radixrt.batch.output_file import check_output_name, partial_path
-from radixrt.batch.record import LineError, LineErrorType, Reply
+from radixrt.batch.output_file import check_output_name, encoded
+from radixrt.batch.prescan import Prescan, SoundLine, parameters_as_json, prescan
+from radixrt.batch.record import LineError, Reply
 from radixrt.batch.report import BatchReport
+from radixrt.batch.run_folder import RunFolder, run_path
 from radixrt.batch.source import STANDARD, BadLine, read_lines
-from radixrt.errors import (
-    BatchFileError,
-    ParameterError,
-    PromptError,
-    RadixrtError,
-    SchedulerError,
-)
+from radixrt.errors import BatchFileError, RadixrtError, SchedulerError
 from radixrt.interrupt import first_interrupt
 from radixrt.output import FinishReason, RequestOutput
+from radixrt.planning.prefix_order import prefix_order
+from radixrt.planning.prefix_tree import prefix_tree
+from radixrt.planning.run_order import run_order
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.token_spelling import TokenSpelling
 from radixrt.text.tokenizer import Tokenizer
-from radixrt.workloads import best_hit_rate
 
+AT_ONCE = 8192  # requests that a runtime knows of at most
 _LOG_INTERVAL = 30.0  # seconds between two states of the bar where stderr is not a terminal
 
 
@@ -42,6 +46,9 @@ class PreparedRequest(Protocol):
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
 
 
 R = TypeVar("R", bound=PreparedRequest)
@@ -56,9 +63,14 @@ class BatchRuntime(Protocol[R]):
     @property
     def has_work(self) -> bool: ...
 
+    @property
+    def seed(self) -> int: ...
+
+    def identity(self) -> Mapping[str, Any]: ...
+
     def prepare(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
+        prompt: str | Sequence[int] | npt.NDArray[np.int32] | Sequence[Mapping[str, str]],
         sampling_params: SamplingParams | None = None,
         *,
         index: int = 0,
@@ -72,15 +84,23 @@ class BatchRuntime(Protocol[R]):
 
 
 class BatchInterrupted(KeyboardInterrupt):
-    """A batch was stopped by Ctrl-C; what was finished is in the partial file, in input order.
+    """A batch was stopped by Ctrl-C.
 
     Attributes:
         report: the figures up to then.
     """
 
     def __init__(self, report: BatchReport) -> None:
-        where = report.output_path or "standard output"
-        super().__init__(f"stopped: {report.written} of {report.requests} records are in {where}, in input order")
+        if report.output_path is None:
+            where = f"{report.written} of {report.requests} records are in standard output, in input order"
+        elif report.requests:
+            where = (
+                f"{report.written} of {report.requests} records are kept in {report.output_path}; "
+                "the same command goes on from there"
+            )
+        else:
+            where = "nothing has run yet"
+        super().__init__(f"stopped: {where}")
         self.report = report
 
 
@@ -96,24 +116,16 @@ def check_paths(input_path: str | Path, output_path: str | Path, *, overwrite: b
     if output_path == STANDARD:
         return
     output_path = Path(output_path)
-    partial = partial_path(output_path)
     if not output_path.parent.is_dir():
         raise BatchFileError(f"the folder {output_path.parent} of the output does not exist; make it first")
-    for path in (output_path, partial):
-        if not path.exists():
-            continue
-        if input_path != STANDARD and path.samefile(input_path):
-            raise BatchFileError(f"the input {input_path} would be overwritten; give another output")
-        if not path.is_file():
-            raise BatchFileError(f"{path} is in the way of the output and is not a plain file")
-    if not overwrite:
-        if output_path.exists():
-            raise BatchFileError(f"the output {output_path} exists; --overwrite replaces it")
-        if partial.exists():
-            raise BatchFileError(
-                f"{partial} holds the records of a batch that did not end; move it away, "
-                "or --overwrite replaces it"
-            )
+    if not output_path.exists():
+        return
+    if input_path != STANDARD and output_path.samefile(input_path):
+        raise BatchFileError(f"the input {input_path} would be overwritten; give another output")
+    if not output_path.is_file():
+        raise BatchFileError(f"{output_path} is in the way of the output and is not a plain file")
+    if not overwrite and not run_path(output_path).exists():  # a run that has only to be cleared away, perhaps
+        raise BatchFileError(f"the output {output_path} exists; --overwrite replaces it")
 
 
 def run_batch(
@@ -123,14 +135,18 @@ def run_batch(
     *,
     default_params: SamplingParams | None = None,
     overwrite: bool = False,
+    restart: bool = False,
     progress: bool = False,
-    created: int | None = None,
 ) -> BatchReport:
     """Answer each line of `input_path` with one record in `output_path`, in input order.
 
     `radixrt.batch.plain_lines` and `openai_batch` describe the lines. A bad line becomes an error record and
-    changes no other line's record. Records go to `OUTPUT.partial`, which is renamed when it is whole. All lines
-    are read before the first request is submitted, so that the scheduler can order them by what they share.
+    changes no other line's record. All lines are read and checked before the first request runs, in an order in
+    which those that share a prefix follow one another.
+
+    Finished records are kept in the folder `OUTPUT.run`, where nothing that ends the process can touch them. The
+    same call goes on from there: records that are there stay as they are, the others are computed. When all are
+    there, the output gets its name in one step, and the folder goes.
 
     The first Ctrl-C ends the batch after the current pass; a second one ends it at once.
 
@@ -138,35 +154,82 @@ def run_batch(
         runtime: a Runtime without other requests. It stays open.
         input_path: JSON lines in UTF-8, plain or compressed by gzip or zstd; or parquet; "-" is standard input.
         output_path: a file in a folder that exists, compressed if its name ends in .gz or .zst; "-" is standard
-            output.
+            output, in input order; nothing is kept of it.
         default_params: parameters of lines that give none.
-        overwrite: replace an existing output, or the partial file of a batch that did not end.
-        progress: show a bar on stderr; where that is not a terminal, it moves every 30 seconds.
-        created: Unix time in seconds that records in OpenAI's format bear; None is now.
+        overwrite: replace an existing output.
+        restart: forget what an earlier run has left, whatever it was of.
+        progress: show bars on stderr; where that is not a terminal, they move every 30 seconds.
 
     Raises:
-        BatchFileError: a file cannot be read, must not be replaced, or cannot be written.
+        BatchFileError: a file cannot be read, must not be replaced, or cannot be written; another process answers
+            the same file; or `OUTPUT.run` holds a run of another input, model or parameters.
+        JournalError: the disk failed while it ran; the same call goes on later.
         BatchInterrupted: the batch was stopped by Ctrl-C.
     """
     check_paths(input_path, output_path, overwrite=overwrite)
     if runtime.has_work:
         raise RadixrtError("the runtime has other requests; a batch needs one without")
     defaults = SamplingParams() if default_params is None else default_params
-    with first_interrupt() as interrupted, OrderedFile(output_path, overwrite=overwrite) as output:
-        spelling = TokenSpelling(runtime.tokenizer)
-        job = _Job(
-            runtime, output, interrupted, progress, int(time.time()) if created is None else created, spelling
-        )
-        job.read(input_path, LineParser(defaults))
-        if not interrupted.is_set():
-            job.run()
-        complete = job.all_read and not job.unanswered
-        if complete:
-            output.finish()
-    report = job.report(Path(output_path) if complete and output.partial else output.partial)
-    if not complete:
-        raise BatchInterrupted(report)
-    return report
+    with first_interrupt() as interrupted:
+        job = _Job(runtime, interrupted, progress)
+        if output_path == STANDARD:
+            with tempfile.TemporaryDirectory() as scratch, OrderedFile(STANDARD, overwrite=False) as output:
+                if job.look(input_path, defaults, Path(scratch)):
+                    job.run(_Streamed(output))
+                if job.is_complete:
+                    output.finish()
+            return job.ended(None)
+        output_path = Path(output_path)
+        with RunFolder(output_path) as folder:
+            if job.look(input_path, defaults, folder.scratch):
+                journal = folder.begin(job.manifest(defaults), replace=overwrite, restart=restart)
+                job.run(_Journaled(journal))
+                if job.is_complete:
+                    folder.finish(partial(encoded, output_path))
+        return job.ended(output_path if job.is_complete else folder.path)
+
+
+class _Records(Protocol):
+    """Where records go."""
+
+    @property
+    def finished(self) -> npt.NDArray[np.bool_] | None:
+        """Which positions have a record; None: none has."""
+
+    @property
+    def counted(self) -> int:
+        """Records that will not be lost."""
+
+    def put(self, position: int, line: bytes) -> None: ...
+
+    def settle(self) -> None:
+        """A pass has ended: what is due is due now."""
+
+
+class _Journaled:
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.put, self.settle = journal.append, journal.sync_if_due
+
+    @property
+    def finished(self) -> npt.NDArray[np.bool_] | None:
+        return self._journal.finished
+
+    @property
+    def counted(self) -> int:
+        return self._journal.durable
+
+
+class _Streamed:
+    def __init__(self, output: OrderedFile) -> None:
+        self._output = output
+        self.settle = output.flush
+        self.finished = None
+        self.counted = 0
+
+    def put(self, position: int, line: bytes) -> None:
+        self._output.put(position, line)
+        self.counted += 1
 
 
 @dataclass(frozen=True)
@@ -178,117 +241,162 @@ class _Unanswered(Generic[R]):
     reply: Reply
 
 
-@dataclass
 class _Job(Generic[R]):
-    runtime: BatchRuntime[R]
-    output: OrderedFile
-    interrupted: threading.Event
-    progress: bool
-    created: int
-    spelling: TokenSpelling
-    all_read: bool = False
-    unanswered: dict[int, _Unanswered[R]] = field(default_factory=dict)  # by index, in input order
-    custom_ids: set[str] = field(default_factory=set)  # of the sound lines
-    best_hit_rate: float = 0.0
-    seconds: float = 0.0
-    requests: int = 0
-    errors: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
+    def __init__(self, runtime: BatchRuntime[R], interrupted: threading.Event, progress: bool) -> None:
+        self._runtime = runtime
+        self._interrupted = interrupted
+        self._progress = progress
+        self._spelling = TokenSpelling(runtime.tokenizer)
+        self._scan: Prescan | None = None
+        self._records: _Records | None = None
+        self._left = 0  # records to come
+        self._unanswered: dict[int, _Unanswered[R]] = {}  # that run, by line
+        self._best_hit_rate = self._seconds = 0.0
+        self._errors = self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
-    def read(self, path: str | Path, parser: LineParser) -> None:
-        """Make each input line a request to run, or an error record."""
-        with _bar("reading", " lines", None, self.progress) as bar:
-            for index, line in read_lines(path):
-                if self.interrupted.is_set():
-                    return
-                position = self.requests
-                self.requests += 1
-                try:
-                    self.unanswered[index] = self._prepare(position, index, line, parser)
-                except LineError as error:
-                    self._refuse(position, index, error)
-                bar.update()
-        self.all_read = True
-        self.output.flush()
+    @property
+    def is_complete(self) -> bool:
+        return self._records is not None and not self._left
 
-    def _prepare(self, position: int, index: int, line: bytes | BadLine, parser: LineParser) -> _Unanswered[R]:
-        record = parser.parse(line)
+    def look(self, path: str | Path, defaults: SamplingParams, scratch: Path) -> bool:
+        """Read the whole input. False: it was interrupted."""
+        with _bar("reading", " lines", None, self._progress) as bar:
+            try:
+                self._scan = prescan(
+                    self._lines(path),
+                    scratch,
+                    parser=LineParser(defaults),
+                    tokenizer=self._runtime.tokenizer,
+                    check=lambda prompt, params, line: self._runtime.prepare(prompt, params, index=line),
+                    seen=bar.update,
+                )
+            except _Interrupted:
+                return False
+        return not self._interrupted.is_set()
 
-        def bad(type: LineErrorType, message: str) -> LineError:
-            return LineError(type, message, record.reply)
+    def _lines(self, path: str | Path) -> Iterator[tuple[int, bytes | BadLine]]:
+        for line in read_lines(path):
+            if self._interrupted.is_set():
+                raise _Interrupted
+            yield line
 
-        try:
-            request = self.runtime.prepare(record.prompt, record.sampling_params, index=index)
-        except PromptError as error:
-            raise bad(LineErrorType.INVALID_PROMPT, f"the prompt {error}") from error
-        except ParameterError as error:
-            raise bad(LineErrorType.INVALID_PARAMETERS, str(error)) from error
-        # last, so that a bad line takes no custom_id from a sound one
-        if record.custom_id is not None:
-            if record.custom_id in self.custom_ids:
-                raise bad(LineErrorType.DUPLICATE_CUSTOM_ID, "a line before this one has the same custom_id")
-            self.custom_ids.add(record.custom_id)
-        return _Unanswered(position, request, record.reply)
+    def manifest(self, defaults: SamplingParams) -> Manifest:
+        """What the run is of."""
+        scan = self._looked_at
+        return Manifest(
+            num_records=len(scan),
+            input={"lines": scan.input_hash},
+            weights=self._runtime.identity(),
+            tokenizer={"token ids of the input": scan.tokens_hash},
+            parameters=parameters_as_json(defaults),
+            settings={"seed": self._runtime.seed},
+        )
 
-    def _refuse(self, position: int, index: int, error: LineError) -> None:
-        self.errors += 1
-        self.output.put(position, error_line(index, error))
-
-    def run(self) -> None:
-        """Run what was read until all is answered or the batch is interrupted."""
-        self.best_hit_rate = best_hit_rate([line.request.prompt_ids for line in self.unanswered.values()])
+    def run(self, records: _Records) -> None:
+        """Run what has no record until all have one or the batch is interrupted."""
+        scan = self._looked_at
+        finished = np.zeros(len(scan), np.bool_) if records.finished is None else records.finished.copy()
+        self._records, self._left = records, len(scan) - int(finished.sum())
+        self._errors = int(scan.is_bad.sum())
+        bad = np.flatnonzero(scan.is_bad & ~finished).tolist()
+        for position, error in zip(bad, scan.read(bad), strict=True):
+            assert isinstance(error, LineError)
+            self._put(position, error_line(int(scan.lines[position]), error))
+        waiting = self._in_order(np.flatnonzero(~scan.is_bad & ~finished))
         began = time.perf_counter()
         try:
-            with _bar("answering", " requests", self.requests, self.progress) as bar:
-                bar.update(self.errors)
-                self.runtime.submit(*(line.request for line in self.unanswered.values()))
-                while self.runtime.has_work and not self.interrupted.is_set():
-                    outputs = self.runtime.step()
-                    for output in outputs:
+            with _bar("answering", " requests", len(scan), self._progress) as bar:
+                while not self._interrupted.is_set():
+                    if len(self._unanswered) <= AT_ONCE // 2:
+                        self._submit(list(itertools.islice(waiting, AT_ONCE // 2)))
+                    if not self._runtime.has_work:
+                        break
+                    for output in self._runtime.step():
                         self._answer(output)
-                    if outputs:
-                        self.output.flush()
-                        bar.set_postfix_str(self._rates(time.perf_counter() - began), refresh=False)
-                        bar.update(len(outputs))
+                    records.settle()
+                    bar.set_postfix_str(self._rates(time.perf_counter() - began), refresh=False)
+                    bar.update(records.counted - bar.n)
+                bar.update(len(scan) - self._left - bar.n)
         finally:
-            self.seconds = time.perf_counter() - began
-            for line in self.unanswered.values():
-                self.runtime.abort(line.request)
-            while self.runtime.has_work:  # what was aborted leaves the runtime
-                self.runtime.step()
-        if not self.interrupted.is_set() and self.unanswered:
-            raise SchedulerError(f"the runtime ended without an answer to {len(self.unanswered)} requests")
+            self._seconds = time.perf_counter() - began
+            for line in self._unanswered.values():
+                self._runtime.abort(line.request)
+            while self._runtime.has_work:  # what was aborted leaves the runtime
+                self._runtime.step()
+        if self._left and not self._interrupted.is_set():
+            raise SchedulerError(f"the runtime ended without an answer to {self._left} requests")
+
+    def _in_order(self, positions: npt.NDArray[np.int64]) -> Iterator[int]:
+        """The positions, those whose prompts share a prefix one after the other."""
+        tokens, new_tokens = self._looked_at.tokens, self._looked_at.new_tokens
+        starts, ends = tokens.offsets[positions], tokens.offsets[positions + 1]
+        order = prefix_order(tokens.tokens, starts, ends, tokens.forget)
+        planned = run_order(order, prefix_tree(order), ends - starts, new_tokens[positions].astype(np.int64))
+        lengths = (ends - starts)[planned.order]
+        # A prompt that is wholly cached computes its last token again.
+        self._best_hit_rate = float(np.minimum(planned.shared, lengths - 1).sum() / max(1, lengths.sum()))
+        return iter(positions[planned.order].tolist())
+
+    def _submit(self, positions: list[int]) -> None:
+        scan, requests = self._looked_at, []
+        for position, line in zip(positions, scan.read(positions), strict=True):
+            assert isinstance(line, SoundLine)
+            number = int(scan.lines[position])
+            request = self._runtime.prepare(scan.tokens[position], line.sampling_params, index=number)
+            self._unanswered[number] = _Unanswered(position, request, line.reply)
+            requests.append(request)
+        if requests:
+            self._runtime.submit(*requests)
 
     def _rates(self, seconds: float) -> str:
-        hit_rate = self.cached_tokens / max(1, self.prompt_tokens)
-        return f"{self.completion_tokens / seconds:,.0f} tokens/s, hit rate {hit_rate:.1%}"
+        hit_rate = self._cached_tokens / max(1, self._prompt_tokens)
+        return f"{self._completion_tokens / seconds:,.0f} tokens/s, hit rate {hit_rate:.1%}"
 
     def _answer(self, output: RequestOutput) -> None:
         """Write the record of a finished request."""
-        line = self.unanswered.pop(output.index)
-        record = output_line(output.index, line.reply, output, created=self.created, spelling=self.spelling)
-        self.output.put(line.position, record)
-        if output.finish_reason is FinishReason.ERROR:
-            self.errors += 1
-            return
-        self.prompt_tokens += output.usage.prompt_tokens
-        self.cached_tokens += output.usage.cached_tokens
-        self.completion_tokens += output.usage.completion_tokens
-
-    def report(self, output_path: Path | None) -> BatchReport:
-        return BatchReport(
-            output_path=output_path,
-            requests=self.requests,
-            written=self.requests - len(self.unanswered),
-            errors=self.errors,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            completion_tokens=self.completion_tokens,
-            best_hit_rate=self.best_hit_rate,
-            seconds=self.seconds,
+        line = self._unanswered.pop(output.index)
+        now = int(time.time())
+        self._put(
+            line.position, output_line(output.index, line.reply, output, created=now, spelling=self._spelling)
         )
+        if output.finish_reason is FinishReason.ERROR:
+            self._errors += 1
+            return
+        self._prompt_tokens += output.usage.prompt_tokens
+        self._cached_tokens += output.usage.cached_tokens
+        self._completion_tokens += output.usage.completion_tokens
+
+    def _put(self, position: int, line: bytes) -> None:
+        assert self._records is not None  # it runs
+        self._records.put(position, line)
+        self._left -= 1
+
+    @property
+    def _looked_at(self) -> Prescan:
+        assert self._scan is not None  # `look` comes first
+        return self._scan
+
+    def ended(self, output_path: Path | None) -> BatchReport:
+        """The report of a batch that is complete; raises BatchInterrupted with that of another."""
+        requests = 0 if self._scan is None else len(self._scan)
+        report = BatchReport(
+            output_path=output_path,
+            requests=requests,
+            written=0 if self._records is None else requests - self._left,
+            errors=self._errors,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            completion_tokens=self._completion_tokens,
+            best_hit_rate=self._best_hit_rate,
+            seconds=self._seconds,
+        )
+        if not self.is_complete:
+            raise BatchInterrupted(report)
+        return report
+
+
+class _Interrupted(Exception):
+    """Ctrl-C while the input was read."""
 
 
 def _bar(what: str, unit: str, total: int | None, shown: bool) -> tqdm:

@@ -124,6 +124,17 @@ def check_output_name(path: str | Path) -> None:
         _encoder(Path(path))
 
 
+def encoded(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """What is to stand in a file of that name for the bytes of `chunks`: they themselves, or compressed."""
+    encoder = _encoder(path)
+    if encoder is None:
+        yield from chunks
+        return
+    for chunk in chunks:
+        yield encoder.compress(chunk)
+    yield encoder.flush()
+
+
 def _encoder(path: Path) -> _Encoder | None:
     """What compresses a file, by its name."""
     if path.suffix == ".gz":

@@ -251,7 +251,7 @@ class _Writer:
             entry = {"error": error.type.value, "message": error.message, "reply": error.reply}
             return np.zeros(0, np.int32), entry
         self._columns.append((line, checked.max_new_tokens, record.sampling_params.n, False))
-        return checked.prompt_ids, {"params": _as_json(record.sampling_params), "reply": record.reply}
+        return checked.prompt_ids, {"params": parameters_as_json(record.sampling_params), "reply": record.reply}
 
     def _take_custom_id(self, record: InputRecord) -> None:
         if record.custom_id is None:
@@ -317,7 +317,7 @@ def _each(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[Int32Ar
     return [ids for text in texts for ids in _each(tokenizer, [text], special)]
 
 
-def _as_json(params: SamplingParams) -> dict[str, Any]:
+def parameters_as_json(params: SamplingParams) -> dict[str, Any]:
     """What differs from the defaults; SamplingParams can be made of it."""
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     given = {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}

@@ -46,7 +46,7 @@ class RunFolder:
     """
 
     def __init__(self, output: Path, *, disk: Disk = DISK) -> None:
-        self.path = output.with_name(output.name + ".run")
+        self.path = run_path(output)
         self.scratch = self.path / "scratch"
         self._output = output
         self._journal_path = self.path / "journal"
@@ -176,6 +176,11 @@ class RunFolder:
             yield
         except OSError as error:
             raise JournalError(f"{what_stands}cannot write {path}: {refusal(error)}") from error
+
+
+def run_path(output: Path) -> Path:
+    """The folder of the run that makes an output."""
+    return output.with_name(output.name + ".run")
 
 
 def _chunks(records: Iterator[bytes]) -> Iterator[bytes]:

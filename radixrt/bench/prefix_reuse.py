@@ -25,7 +25,7 @@ from radixrt.bench.subject import (
     model_shape,
     one_of,
 )
-from radixrt.bounds import whole
+from radixrt.bounds import real, whole
 from radixrt.errors import ParameterError
 from radixrt.runtime import Runtime
 from radixrt.workloads.lists import VOCAB_SIZE
@@ -80,6 +80,8 @@ class Options:
         whole("seed", self.seed, 0, 2**32)
         whole("repeat", self.repeat, 1, 1000)
         check_speed(self.bandwidth, self.flops)
+        if self.host_memory_gb is not None:
+            real("host_memory_gb", self.host_memory_gb, 0.0, 1e6)
 
 
 def compare(options: Options, *, progress: bool = False) -> list[Comparison]:

@@ -27,15 +27,17 @@ example:
 
 Each line gives one record in answers.jsonl, in the same order: custom_id, index (the line's place in the
 input, from 0), text, token_ids, finish_reason, usage, timings, metadata and error; with n above 1 outputs, and
-log-probabilities if asked for. A bad line gets a record with its error; the others go on. Ctrl-C stops after
-the current pass and keeps what is done in answers.jsonl.partial.
+log-probabilities if asked for. A bad line gets a record with its error; the others go on.
+
+Finished records are kept in the folder answers.jsonl.run until all are there. Whatever stopped a run - Ctrl-C,
+which stops after the current pass, a kill, a full disk - the same command goes on with it.
 
 Lines of OpenAI's Batch API (custom_id, method, url, body) get records in OpenAI's form. The input may be
 compressed by gzip or zstd, or a parquet file whose columns are the keys; the output is compressed if its name
 ends in .gz or .zst. "-" is standard input or output.
 
 exit status: 0 every line has its record; 1 the run failed; 2 the options, the model or a file cannot be used;
-130 stopped by Ctrl-C.
+75 the disk failed; 130 stopped by Ctrl-C. After 1, 75 and 130 the same command goes on.
 """
 
 
@@ -54,6 +56,7 @@ def add_batch_command(commands: Any) -> None:
     option("--input", required=True, metavar="FILE", help="JSON lines or parquet, one prompt each")
     option("--output", required=True, metavar="FILE", help="gets one record a line")
     option("--overwrite", action="store_true", help="replace an output that exists")
+    option("--restart", action="store_true", help="forget what an earlier run has left in OUTPUT.run")
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     add_options(parser, "sampling parameters of lines that give none", SAMPLING)
     add_runtime_options(parser)
@@ -76,6 +79,7 @@ def _batch(arguments: argparse.Namespace) -> int:
             arguments.output,
             default_params=default_params,
             overwrite=arguments.overwrite,
+            restart=arguments.restart,
             progress=arguments.progress,
         )
     console = Console(highlight=False, stderr=report.output_path is None)

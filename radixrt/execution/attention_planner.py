@@ -17,13 +17,14 @@ from radixrt.execution.shared_segments import SharedSegments, TreeCosts
 from radixrt.execution.staging import padded
 from radixrt.models.config import AttentionKind
 from triton_ops.attention_plan import (
+    EMPTY_ROWS,
     NOTHING_SHARED,
     AttentionPlan,
     ExtendPlan,
     Int32Array,
     SharedItems,
 )
-from triton_ops.decode_attention import decode_item_len, most_decode_items
+from triton_ops.decode_attention import decode_item_len, fair_item_len, most_decode_items
 from triton_ops.extend_attention import extend_tile_tokens, most_extra_extend_items, plan_extends, programs_of
 from triton_ops.implementation import GPU, gpu_of, runs_triton
 from triton_ops.shared_attention import shared_rows
@@ -31,7 +32,10 @@ from triton_ops.shared_attention import shared_rows
 # Padded extends of more tokens are not cut, and none of more tokens share: merging all their rows would cost more.
 MOST_CUT_TOKENS = 2048
 LONG_ITEM = 4096  # tokens that a program may read by itself, though a fair share were less
-FRONT_PIECE = 1024  # tokens of such an item that one row alone reads as if it were shared
+# Tokens of a tail that is not cut, though a fair share were less: what is before is read as if it were shared.
+LONG_TAIL = 512
+FRONT_PIECE, SHORTEST_FRONT = 512, 128  # tokens of an item of that, and of what is not worth one
+MERGES_BELOW = 64  # decodes: smaller batches always merge partial results, for their contexts are mostly cut
 SHARED_PROGRAMS_PER_SM = 2  # of shared items, that run side by side
 # Tiles of shared items: an extend of more rows fills most of its own, and gains little by sharing them.
 SHORT_EXTEND = 4
@@ -153,7 +157,7 @@ class AttentionPlanner:
         config, most = self._config, min(num_tokens, MOST_CUT_TOKENS)
         group = config.num_heads // config.num_kv_heads
         tile_tokens = extend_tile_tokens(self._gpu, config.head_dim, group, self._dtype, short=False)
-        partials = most_decode_items(self._gpu, config.num_kv_heads, num_decodes) + 1
+        partials = self._most_items(num_decodes)
         partials += most + most_extra_extend_items(self._gpu, config.num_kv_heads) * tile_tokens
         if self._shared is not None:
             partials += self._shared.room(num_decodes)[1] + self._room_of_extends(most)[1]
@@ -165,14 +169,19 @@ class AttentionPlanner:
         flat = (PlanKind.WHOLE, PlanKind.CUT)
         return flat if self._shared is None else (*flat, *(kind | PlanKind.TREE for kind in flat))
 
-    def kinds_of_extends(self, num_tokens: int) -> tuple[PlanKind, ...]:
-        """Those that plans of padded passes with so many tokens of extends may be of. In long ones it does not
-        show that what reads shared items is launched though there are none.
+    def kinds_of_extends(self, num_tokens: int, num_decodes: int) -> tuple[PlanKind, ...]:
+        """Those that plans of padded passes with so many tokens of extends, and room for so many decodes, may be
+        of. In long ones it does not show that what reads shared items is launched though there are none.
         """
         if self._shared is None:
             return (PlanKind.CUT,)
-        both = PlanKind.CUT | PlanKind.TREE
-        return (PlanKind.CUT, both) if num_tokens <= MOST_CUT_TOKENS else (both,)
+        tree = self._tree_kind(num_decodes)
+        return (PlanKind.CUT, tree) if num_tokens <= MOST_CUT_TOKENS else (tree,)
+
+    @staticmethod
+    def _tree_kind(num_decodes: int) -> PlanKind:
+        """Of passes with extends, where something is shared."""
+        return PlanKind.TREE if num_decodes >= MERGES_BELOW else PlanKind.CUT | PlanKind.TREE
 
     def plan(self, host: Mapping[str, Int32Array], num_extends: int) -> PassPlans:
         """The plans for a pass of `InputMetadata.host_arrays` whose first `num_extends` requests are extends."""
@@ -190,16 +199,16 @@ class AttentionPlanner:
     ) -> PassPlans:
         """The plans for decodes `[R]`, of shapes that depend on R and on their kind alone: what they need, and
         what `least` has. Padded decodes are the last ones, with a `seq_len` of 0. Of both kinds they are only if
-        `least` is CUT.
+        `least` is CUT; if it is TREE, they are of no other.
         """
         assert self._gpu is not None  # the references take any shape
         count = len(rows)
-        decodes = self._decodes(rows, seq_lens, cut_tails=PlanKind.CUT in least)
+        decodes = self._decodes(rows, seq_lens, cut_tails=PlanKind.CUT in least, may_cut=least != PlanKind.TREE)
         plans = PassPlans(decodes, self._windows, None)
         kind = least | plans.kind
         flat = {"item": count}
         if PlanKind.CUT in kind:
-            items = most_decode_items(self._gpu, self._config.num_kv_heads, count) + 1  # the padded decodes'
+            items = self._most_items(count)
             flat = {"item": items, "row_partials": items, "row_partial_starts": count + 1}
         tree = flat
         if PlanKind.TREE in kind:
@@ -246,8 +255,12 @@ class AttentionPlanner:
             for window in self._windows
         }
         if any(len(plan["shared_lines"]) for plan, _ in plans.values()):
-            least |= PlanKind.TREE
-        decodes = self.plan_padded(host["req_pool_indices"][num_extends:], decode_lens, least=least)
+            least = self._tree_kind(len(decode_lens))
+        rows = host["req_pool_indices"][num_extends:]
+        trees_are_whole = least == PlanKind.CUT and self._tree_kind(len(rows)) == PlanKind.TREE
+        decodes = self.plan_padded(rows, decode_lens, least=PlanKind.WHOLE if trees_are_whole else least)
+        if trees_are_whole and PlanKind.TREE not in decodes.kind:
+            decodes = self.plan_padded(rows, decode_lens, least=least)
         arrays, tile_tokens = decodes.arrays, 0
         for window, (plan, tile_tokens) in plans.items():
             fair = int(plan["item_lens"].sum()) * num_kv_heads // programs_of(gpu)
@@ -334,14 +347,16 @@ class AttentionPlanner:
         most_items, most_partials = self._shared.room(num_tokens)
         return most_items + most_partials // self._rows_at_once, most_partials  # all may be of whole tiles
 
-    def _decodes(self, rows: Int32Array, seq_lens: Int32Array, *, cut_tails: bool = True) -> dict[str, Int32Array]:
-        tree = self._tree(rows, seq_lens, cut_tails)
+    def _decodes(
+        self, rows: Int32Array, seq_lens: Int32Array, *, cut_tails: bool = True, may_cut: bool = True
+    ) -> dict[str, Int32Array]:
+        tree = self._tree(rows, seq_lens, cut_tails, must=not may_cut)
         arrays: dict[str, Int32Array] = {}
         for window in self._windows:
             if tree is not None and window is None:
                 decode = tree
             else:
-                decode = self._flat(rows, seq_lens, window, cut=tree is None or cut_tails)
+                decode = self._flat(rows, seq_lens, window, cut=cut_tails or (tree is None and may_cut))
             arrays |= {f"decode {window} {name}": array for name, array in decode.items()}
         return arrays
 
@@ -357,8 +372,8 @@ class AttentionPlanner:
             req_to_token=self._req_to_token,
         )
 
-    def _tree(self, rows: Int32Array, seq_lens: Int32Array, cut: bool) -> dict[str, Int32Array] | None:
-        """None: a flat plan is as cheap."""
+    def _tree(self, rows: Int32Array, seq_lens: Int32Array, cut: bool, must: bool) -> dict[str, Int32Array] | None:
+        """None, unless there must be one: a flat plan is as cheap."""
         if self._shared is None or self._req_to_token is None:
             return None
         most_items, most_partials = self._shared.room(len(rows))
@@ -366,13 +381,23 @@ class AttentionPlanner:
         tail_starts, shared = self._shared.find(
             self._req_to_token, rows, shareable, most_items=most_items, most_partials=most_partials
         )
-        if not len(shared.lines):
+        if not len(shared.lines) and not must:
             return None
         tails = np.maximum(seq_lens - tail_starts, 0)
         item_len = self._item_len(tails) if cut else None
         if not cut:
-            tail_starts, shared = _with_fronts(rows, tail_starts, tails, shared, most_items, most_partials)
+            assert self._gpu is not None
+            longest = max(LONG_TAIL, fair_item_len(self._gpu, self._config.num_kv_heads, tails))
+            tail_starts, shared = _with_fronts(
+                rows, tail_starts, tails, longest, shared, most_items, most_partials
+            )
         return AttentionPlan.tree_arrays(rows, seq_lens, tail_starts, shared, max_item_len=item_len)
+
+    def _most_items(self, num_decodes: int) -> int:
+        """Of decodes that are cut, the padded ones' included."""
+        assert self._gpu is not None
+        most = most_decode_items(self._gpu, self._config.num_kv_heads, num_decodes)
+        return most + -(-num_decodes // EMPTY_ROWS)
 
     def _item_len(self, lens: Int32Array) -> int | None:
         return None if self._gpu is None else decode_item_len(self._gpu, self._config.num_kv_heads, lens)
@@ -382,23 +407,25 @@ def _with_fronts(
     rows: Int32Array,
     tail_starts: Int32Array,
     tails: Int32Array,
+    most: int,
     shared: SharedItems,
     most_items: int,
     most_partials: int,
 ) -> tuple[Int32Array, SharedItems]:
-    """Tails of more than `LONG_ITEM` tokens, which are not cut, shortened to that: what is before becomes shared
-    items of one row each, as far as there is room, for the longest tails first.
+    """Tails that are not cut, but shortened to `most` tokens, so that others need not wait for them: what is
+    before becomes shared items of one row each, for the longest tails first, as far as there is room.
     """
-    fronts = tails - LONG_ITEM
-    longest = np.argsort(-fronts, kind="stable")[: np.count_nonzero(fronts > 0)]
+    fronts = tails - most
+    longest = np.argsort(-fronts, kind="stable")[: np.count_nonzero(fronts >= SHORTEST_FRONT)]
     pieces = -(-fronts[longest] // FRONT_PIECE)
     room = min(most_items - len(shared.lines), most_partials - int(shared.query_lens.sum()))
     fit = np.count_nonzero(np.cumsum(pieces) <= room)
     if not fit:
         return tail_starts, shared
     longest, pieces = longest[:fit], pieces[:fit]
+    queries = np.concatenate([shared.queries, np.setdiff1d(longest, shared.queries).astype(np.int32)])
     place = np.zeros_like(rows)  # of each row among the queries
-    place[shared.queries] = np.arange(len(shared.queries))
+    place[queries] = np.arange(len(queries))
     row = np.repeat(longest, pieces)
     nth = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     own = SharedItems(
@@ -407,10 +434,10 @@ def _with_fronts(
         lens=np.minimum(fronts[row] - nth * FRONT_PIECE, FRONT_PIECE).astype(np.int32),
         query_starts=place[row],
         query_lens=np.ones(len(row), np.int32),
-        queries=shared.queries,
+        queries=queries,
     )
     tail_starts = tail_starts.copy()
     tail_starts[longest] += fronts[longest]
     names = ("lines", "starts", "lens", "query_starts", "query_lens")
     joined = {name: np.concatenate([getattr(shared, name), getattr(own, name)]) for name in names}
-    return tail_starts, SharedItems(**joined, queries=shared.queries)
+    return tail_starts, SharedItems(**joined, queries=queries)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layers.input_metadata import InputMetadata, Int32Array
-from radixrt.execution.attention_planner import AttentionPlanner, PassPlans, PlanKind
+from radixrt.execution.attention_planner import MERGES_BELOW, AttentionPlanner, PassPlans, PlanKind
 from radixrt.execution.sampling_table import Features
 from radixrt.execution.staging import packed, padded
 from radixrt.schedule.batch import ScheduleBatch
@@ -23,7 +23,6 @@ DRAW_DTYPES: Mapping[str, type[np.generic]] = {
     "top_ps": np.float32,
     "min_ps": np.float32,
 }
-MERGES_BELOW = 64  # smaller batches always merge partial results: their contexts are mostly cut
 PLAN_STEPS = 64  # passes that a plan serves at most: it stays exact as contexts grow, but its balance ages
 
 

@@ -109,14 +109,14 @@ class ExtendGraphs:
         most = max(shape.num_extends + shape.num_rows for shape in shapes)
         self._finite = torch.empty(most, dtype=torch.bool, device=device)
         # It must never move: graphs know its address.
-        idle = (self._idle(shape, planner.kinds_of_extends(shape.num_tokens)[-1]) for shape in shapes)
+        idle = (self._idle(shape, self._kinds(shape)[-1]) for shape in shapes)
         self._staging = Staging(device, max(len(packed(padded.numbers)[0]) for padded in idle))
 
     def capture(self) -> Iterator[PassShape]:
         """Capture all shapes, the largest first: the others fit into its memory. Yields each."""
         with torch.inference_mode():
             for shape in reversed(self._shapes):
-                for kind in reversed(self._planner.kinds_of_extends(shape.num_tokens)):
+                for kind in reversed(self._kinds(shape)):
                     idle = self._idle(shape, kind)
                     compute = partial(self._compute, idle, self._staging.upload(idle.numbers))
                     warm_up = partial(compute, num_blocks=self._model.num_unlike_blocks)
@@ -134,7 +134,7 @@ class ExtendGraphs:
                 and shape.num_rows >= num_rows
                 and shape.num_extends > batch.num_extends
             ):
-                return self._padded(batch, shape, self._planner.kinds_of_extends(shape.num_tokens)[0])
+                return self._padded(batch, shape, self._kinds(shape)[0])
         return None
 
     def launch(self, padded: PaddedPass) -> tuple[Tensor, Tensor]:
@@ -148,6 +148,9 @@ class ExtendGraphs:
         self._staging.upload(padded.numbers)
         self._graphs[shape, padded.plans.kind].replay()
         return self._logits[: shape.num_rows], self._finite[: shape.num_extends + shape.num_rows]
+
+    def _kinds(self, shape: PassShape) -> tuple[PlanKind, ...]:
+        return self._planner.kinds_of_extends(shape.num_tokens, shape.num_rows)
 
     def _idle(self, shape: PassShape, kind: PlanKind) -> PaddedPass:
         """A pass of nothing but padding, with plans of that kind."""
