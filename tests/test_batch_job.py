@@ -8,7 +8,10 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -557,3 +560,57 @@ def test_progress(
     assert shown.out == ""
     run_batch(FakeRuntime(), *files, overwrite=True)
     assert capsys.readouterr().err == ""
+
+
+_PROCESS = """
+import random, sys, time
+from fake_runtime import FakeRuntime
+from radixrt.batch.job import run_batch
+
+runtime = FakeRuntime(choose=random.Random(int(sys.argv[3])).randrange)
+runtime.on_output = lambda output: (print(output.index, flush=True), time.sleep(0.001))
+run_batch(runtime, sys.argv[1], sys.argv[2])
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.long)])
+def test_killed_at_random_points(files: tuple[Path, Path], kills: int) -> None:
+    """Records that were kept stay as they are to the last byte, and the output is that of a run in one piece."""
+    rng = random.Random(kills)
+    write(files[0], [b"{" if n % 10 == 3 else good(n) for n in range(40)])
+    whole = files[1].with_name("whole")
+    run_batch(FakeRuntime(), files[0], whole)
+    expected = {json.loads(line)["index"]: line for line in whole.read_bytes().splitlines()}
+    journal = run_path(files[1]) / "journal"
+
+    def start(seed: int) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        arguments = [sys.executable, "-c", _PROCESS, *map(str, files), str(seed)]
+        return subprocess.Popen(arguments, stdout=subprocess.PIPE, env=environment)
+
+    survived: set[int] = set()
+    for seed in range(kills):
+        process = start(seed)
+        assert process.stdout is not None
+        for _ in range(rng.randrange(0, 9)):
+            process.stdout.readline()
+        time.sleep(rng.random() * 0.004)
+        process.kill()
+        process.communicate()
+        if files[1].exists():  # it was quicker
+            assert files[1].read_bytes() == whole.read_bytes()
+            run_batch(FakeRuntime(), *files, overwrite=True)  # what is left of its folder goes
+            files[1].unlink()
+            survived = set()
+            continue
+        lines = journal.read_bytes().split(b"\n")[1:-1] if journal.exists() else []
+        records = [line[line.index(b"{") :] for line in lines if b"{" in line]
+        found = {json.loads(record)["index"]: record for record in records}
+        assert len(found) == len(records), "no line has two"
+        assert survived <= found.keys(), "nothing is lost"
+        assert all(expected[index] == record for index, record in found.items())
+        survived = set(found)
+    assert start(kills).wait() == 0
+    assert files[1].read_bytes() == whole.read_bytes()
+    assert sorted(os.listdir(files[0].parent)) == ["in.jsonl", "out.jsonl", "whole"]
