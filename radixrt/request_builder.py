@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -14,13 +15,15 @@ from numpy.typing import NDArray
 
 from radixrt.cache.radix_tree import Namespace
 from radixrt.errors import ParameterError, PromptError, TokenizerError
-from radixrt.models.config import ModelConfig
+from radixrt.models.config import ModelConfig, read_architecture
+from radixrt.models.loader import model_folder
+from radixrt.models.registry import find_architecture
 from radixrt.parameter_names import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
 from radixrt.text.builder import TextBuilder
 from radixrt.text.chat import Message, is_chat
-from radixrt.text.tokenizer import Tokenizer
+from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]
 Params = SamplingParams | Mapping[str, Any] | None
@@ -216,6 +219,27 @@ class RequestBuilder:
                 left -= stop_ids
             if not left:
                 raise ParameterError("bad_words and min_new_tokens leave none of allowed_token_ids to draw")
+
+
+def builder_without_weights(source: str | Path, context_length: int | None = None) -> RequestBuilder:
+    """What finds out whether the model in `source` can run a request, before its weights are loaded. How much its
+    pool of KV will hold is not known then.
+
+    Raises:
+        ModelError, TokenizerError: there is no such model, or it cannot be read.
+        ParameterError: the model cannot have that context.
+    """
+    folder = model_folder(source, weights=False)
+    config = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
+    if context_length is not None:
+        config = config.with_context_length(context_length)
+    return RequestBuilder(
+        config,
+        tokenizer_of(source),
+        context_length=config.context_length,
+        seed=0,
+        refusal=lambda request: None,
+    )
 
 
 def read_params(params: Params) -> SamplingParams:

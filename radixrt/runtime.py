@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 import torch
@@ -65,16 +65,17 @@ from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.builder import TextBuilder
-from radixrt.text.tokenizer import Tokenizer, load_tokenizer
+from radixrt.text.tokenizer import tokenizer_of
 from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import Impl, runs_triton
+
+if TYPE_CHECKING:
+    from radixrt.batch.report import BatchReport
 
 OnError = Literal["raise", "return"]
 Continuation = str | Sequence[int]
 
 _log = logging.getLogger(__name__)
-
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class Runtime:
                 impl=impl,
             )
         weights_seconds = time.perf_counter() - began
-        self.tokenizer = _tokenizer(source)
+        self.tokenizer = tokenizer_of(source)
         self.context_length = self.config.context_length
 
         weights_dtype = next(decoder.parameters()).dtype
@@ -524,6 +525,25 @@ class Runtime:
             own[0] if isinstance(given, str) or is_token_ids(given) else own
             for own, given in zip(scores, continuations, strict=True)
         ]
+
+    def run_batch(self, input_path: str | Path, output_path: str | Path, **options: Any) -> BatchReport:
+        """Answer a file of prompts with a file of records, as `radixrt batch` does: nothing of what is finished is
+        lost, and the same call goes on where an earlier one was ended.
+
+        Args:
+            input_path, output_path: "-" is standard input or output.
+            options: default_params, overwrite, restart, strict and progress of `radixrt.batch.job.Batch`.
+
+        Returns:
+            The batch's figures.
+
+        Raises:
+            BatchFileError, JournalError: a file cannot be used, or the disk failed.
+            KeyboardInterrupt: Ctrl-C ended it after the current pass.
+        """
+        from radixrt.batch.job import run_batch  # rich takes it a tenth of a second
+
+        return run_batch(self, input_path, output_path, **options)
 
     def prepare(
         self,
@@ -876,11 +896,3 @@ def _score(output: RequestOutput) -> ScoreOutput:
         tokens=scored,
         usage=output.usage,
     )
-
-
-def _tokenizer(source: str | Path) -> Tokenizer | None:
-    """The model's tokenizer; None for a folder without any: its prompts are token ids."""
-    folder = Path(source)
-    if folder.is_dir() and not any(list(folder.glob(name)) for name in _TOKENIZER_FILES):
-        return None
-    return load_tokenizer(source)

@@ -20,6 +20,7 @@ import pytest
 from fake_runtime import FakeRuntime
 
 import radixrt
+import radixrt.request_builder
 from radixrt.cli import main
 from radixrt.cli.options import MODEL, SAMPLING, SCHEDULE, add_options, sampling_params
 from radixrt.errors import ModelError, SchedulerError
@@ -41,10 +42,22 @@ class Recorder(FakeRuntime):
         Recorder.made_with = (args, kwargs)
 
 
+class FakeBuilder:
+    """Takes what a FakeRuntime takes, and notes what it is made with."""
+
+    made_with: tuple[Any, ...]
+    tokenizer = None
+    build = staticmethod(FakeRuntime().prepare)
+
+    def __init__(self, *args: Any) -> None:
+        FakeBuilder.made_with = args
+
+
 @pytest.fixture
 def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Arguments of a batch of two lines, over a Recorder."""
     monkeypatch.setitem(vars(radixrt), "Runtime", Recorder)  # not setattr: it would import the real one
+    monkeypatch.setattr(radixrt.request_builder, "builder_without_weights", FakeBuilder)
     (tmp_path / "in.jsonl").write_text(
         '{"prompt": "ab"}\n{"prompt": "ab", "sampling_params": {"temperature": 1}}\n'
     )
@@ -73,6 +86,32 @@ def test_batch(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
+def test_bad_lines_are_named_before_the_weights_are_loaded(
+    batch: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [b'{"prompt": "ab", "custom_id": "a"}', b"{", b"", b'{"token_ids": [1000], "metadata": 3}']
+    Path(batch[2]).write_bytes(b"\n".join([*lines, *[lines[0]] * 30]))
+    named = [
+        "32 of 33 lines are bad (30 duplicate_custom_id, 1 invalid_line, 1 invalid_prompt):\n",
+        "  line 2: invalid_line: ",
+        "\n  line 4: invalid_prompt: the prompt holds token id 1000; the model's are below 1000\n  line 5: ",
+        "\n  ... and 12 more\n",
+    ]
+    made: list[bool] = []
+    monkeypatch.setitem(vars(radixrt), "Runtime", lambda: made.append(True) or Recorder())
+    assert main([*batch, "--no-progress", "--strict"]) == 2
+    shown = capsys.readouterr().err
+    assert all(part in shown for part in named), shown
+    assert "Nothing has run" in shown
+    assert not made
+    assert not Path(batch[-1]).with_name("out.jsonl.run").exists()
+    assert main([*batch, "--no-progress"]) == 0
+    shown = capsys.readouterr().err
+    assert all(part in shown for part in named), shown
+    assert made == [True]
+    assert len(Path(batch[-1]).read_bytes().splitlines()) == 33
+
+
 def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(Recorder, "submit", lambda self, *requests: seen.extend(r.params for r in requests))
@@ -83,7 +122,8 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
         --chunked-prefill-size 32 --schedule-policy fcfs --no-prefix-cache --force-miss --no-overlap --no-graphs
         --attention flat
     """)
-    assert main([*batch, *options]) == 1  # the requests were taken away
+    assert main([*batch, "--restart", *options]) == 1  # the requests were taken away
+    assert FakeBuilder.made_with == ("m", 64)
     assert Recorder.made_with[1] == {
         "model": "m",
         "dtype": "float32",

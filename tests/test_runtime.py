@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +18,7 @@ import torch
 from checkpoints import LLAMA3_ROPE, VOCAB_SIZE, llama, qwen3, write
 
 from radixrt import (
+    BatchFileError,
     FinishReason,
     ModelError,
     ParameterError,
@@ -188,6 +191,38 @@ def test_retraction_at_every_step_loses_nothing(folder: Path) -> None:
                 runtime._scheduler.retract(running[steps % len(running)])
         assert runtime._scheduler.num_retractions > 5
     assert [got[i] for i in range(len(prompts))] == expected
+
+
+def test_a_batch_from_file_to_file(folder: Path, tmp_path: Path) -> None:
+    """The answers are those of `generate`; a run that was cut in two ends as one in one piece."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, VOCAB_SIZE, n % 9 + 2).tolist() for n in range(12)]
+    lines = [json.dumps({"token_ids": prompt, "temperature": 1.0, "max_new_tokens": 5}) for prompt in prompts]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join([*lines, "{"]), encoding="utf-8")
+    with Runtime(folder, dtype="float32", max_running_requests=3, max_total_tokens=200) as runtime:
+        expected = runtime.generate(prompts, SamplingParams(max_new_tokens=5))
+        step, steps = runtime.step, 0
+
+        def interrupted() -> list[RequestOutput]:
+            nonlocal steps
+            steps += 1
+            if steps == 14:
+                signal.raise_signal(signal.SIGINT)
+            return step()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runtime, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt, match=r"the same command goes on"):
+                runtime.run_batch(source, out)
+        report = runtime.run_batch(source, out)
+        assert (report.requests, report.written, report.errors) == (13, 13, 1)
+        assert 0 < report.completion_tokens < 60
+        with pytest.raises(BatchFileError, match="1 of 13 lines are bad"):
+            runtime.run_batch(source, out, overwrite=True, strict=True)
+    records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [tuple(record["token_ids"]) for record in records[:12]] == [output.token_ids for output in expected]
+    assert records[12]["error"]["type"] == "invalid_line"
 
 
 def test_end_tokens_come_from_generation_config(folder: Path) -> None:

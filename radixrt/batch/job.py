@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -22,12 +24,12 @@ from radixrt.batch.line_format import LineParser, error_line, output_line
 from radixrt.batch.manifest import Manifest
 from radixrt.batch.ordered_file import OrderedFile
 from radixrt.batch.output_file import check_output_name, encoded
-from radixrt.batch.prescan import Prescan, SoundLine, parameters_as_json, prescan
-from radixrt.batch.record import LineError, Reply
+from radixrt.batch.prescan import Check, Prescan, SoundLine, parameters_as_json, prescan
+from radixrt.batch.record import LineError, LineErrorType, Reply
 from radixrt.batch.report import BatchReport
 from radixrt.batch.run_folder import RunFolder, run_path
 from radixrt.batch.source import STANDARD, BadLine, read_lines
-from radixrt.errors import BatchFileError, RadixrtError, SchedulerError
+from radixrt.errors import BatchFileError, ParameterError, PromptError, RadixrtError, SchedulerError
 from radixrt.interrupt import first_interrupt
 from radixrt.output import FinishReason, RequestOutput
 from radixrt.planning.prefix_order import prefix_order
@@ -91,15 +93,13 @@ class BatchInterrupted(KeyboardInterrupt):
     """
 
     def __init__(self, report: BatchReport) -> None:
-        if report.output_path is None:
-            where = f"{report.written} of {report.requests} records are in standard output, in input order"
-        elif report.requests:
-            where = (
-                f"{report.written} of {report.requests} records are kept in {report.output_path}; "
-                "the same command goes on from there"
-            )
-        else:
+        count = f"{report.written} of {report.requests} records are"
+        if not report.requests:
             where = "nothing has run yet"
+        elif report.output_path is None:
+            where = f"{count} in standard output, in input order"
+        else:
+            where = f"{count} kept in {report.output_path}; the same command goes on from there"
         super().__init__(f"stopped: {where}")
         self.report = report
 
@@ -129,14 +129,7 @@ def check_paths(input_path: str | Path, output_path: str | Path, *, overwrite: b
 
 
 def run_batch(
-    runtime: BatchRuntime[R],
-    input_path: str | Path,
-    output_path: str | Path,
-    *,
-    default_params: SamplingParams | None = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    progress: bool = False,
+    runtime: BatchRuntime[R], input_path: str | Path, output_path: str | Path, **others: Any
 ) -> BatchReport:
     """Answer each line of `input_path` with one record in `output_path`, in input order.
 
@@ -152,41 +145,129 @@ def run_batch(
 
     Args:
         runtime: a Runtime without other requests. It stays open.
+        others: as of Batch.
+
+    Raises:
+        BatchFileError, JournalError, BatchInterrupted: as Batch.
+    """
+    if runtime.has_work:
+        raise RadixrtError("the runtime has other requests; a batch needs one without")
+    with Batch(input_path, output_path, **others) as batch:
+        batch.look(runtime.tokenizer, lambda prompt, params, line: runtime.prepare(prompt, params, index=line))
+        return batch.run(runtime)
+
+
+class Batch:
+    """A file of prompts on its way to a file of records. In its context `look` comes first, then `run`.
+
+    Args:
         input_path: JSON lines in UTF-8, plain or compressed by gzip or zstd; or parquet; "-" is standard input.
         output_path: a file in a folder that exists, compressed if its name ends in .gz or .zst; "-" is standard
             output, in input order; nothing is kept of it.
         default_params: parameters of lines that give none.
         overwrite: replace an existing output.
         restart: forget what an earlier run has left, whatever it was of.
+        strict: run nothing if a line is bad.
         progress: show bars on stderr; where that is not a terminal, they move every 30 seconds.
 
     Raises:
         BatchFileError: a file cannot be read, must not be replaced, or cannot be written; another process answers
-            the same file; or `OUTPUT.run` holds a run of another input, model or parameters.
-        JournalError: the disk failed while it ran; the same call goes on later.
-        BatchInterrupted: the batch was stopped by Ctrl-C.
+            the same file; or, by `run`, `OUTPUT.run` holds a run of another input, model or parameters.
+        JournalError: the disk failed while it ran; the same batch goes on later.
+        BatchInterrupted: it was stopped by Ctrl-C.
     """
-    check_paths(input_path, output_path, overwrite=overwrite)
-    if runtime.has_work:
-        raise RadixrtError("the runtime has other requests; a batch needs one without")
-    defaults = SamplingParams() if default_params is None else default_params
-    with first_interrupt() as interrupted:
-        job = _Job(runtime, interrupted, progress)
-        if output_path == STANDARD:
-            with tempfile.TemporaryDirectory() as scratch, OrderedFile(STANDARD, overwrite=False) as output:
-                if job.look(input_path, defaults, Path(scratch)):
-                    job.run(_Streamed(output))
+
+    def __init__(
+        self,
+        input_path: str | Path,
+        output_path: str | Path,
+        *,
+        default_params: SamplingParams | None = None,
+        overwrite: bool = False,
+        restart: bool = False,
+        strict: bool = False,
+        progress: bool = False,
+    ) -> None:
+        check_paths(input_path, output_path, overwrite=overwrite)
+        self._input = input_path
+        self._output = output_path if output_path == STANDARD else Path(output_path)
+        self._defaults = SamplingParams() if default_params is None else default_params
+        self._overwrite, self._restart, self._strict, self._progress = overwrite, restart, strict, progress
+        self._opened = contextlib.ExitStack()
+        self._folder: RunFolder | None = None  # none for standard output
+        self._scan: Prescan | None = None
+
+    def __enter__(self) -> Batch:
+        with contextlib.ExitStack() as opened:
+            if isinstance(self._output, Path):
+                self._folder = opened.enter_context(RunFolder(self._output))
+                self._scratch = self._folder.scratch
+            else:
+                self._scratch = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
+
+    def look(self, tokenizer: Tokenizer | None, check: Check) -> Prescan:
+        """Read the whole input, and check each line. With `strict` a bad one raises BatchFileError.
+
+        Args:
+            tokenizer, check: as of `prescan`.
+        """
+        with first_interrupt() as interrupted, _bar("reading", " lines", None, self._progress) as bar:
+            self._scan = prescan(
+                self._lines(interrupted),
+                self._scratch,
+                parser=LineParser(self._defaults),
+                tokenizer=tokenizer,
+                check=check,
+                seen=bar.update,
+            )
+        if self._strict and self._scan.problems:
+            raise BatchFileError(
+                f"{self._scan.summary()}\nNothing has run. Without strict these get error records."
+            )
+        return self._scan
+
+    def _lines(self, interrupted: threading.Event) -> Iterator[tuple[int, bytes | BadLine]]:
+        for line in read_lines(self._input):
+            yield line
+            if interrupted.is_set():
+                raise BatchInterrupted(BatchReport.of_nothing())
+
+    def run(self, runtime: BatchRuntime[R]) -> BatchReport:
+        """Run what is sound and has no record yet, and write the output."""
+        with first_interrupt() as interrupted:
+            return self._run(runtime, interrupted)
+
+    def _run(self, runtime: BatchRuntime[R], interrupted: threading.Event) -> BatchReport:
+        scan = self._scan
+        assert scan is not None, "look comes first"
+        job = _Job(runtime, scan, interrupted, self._progress)
+        if self._folder is None:
+            with OrderedFile(STANDARD, overwrite=False) as output:
+                job.run(_Streamed(output))
                 if job.is_complete:
                     output.finish()
             return job.ended(None)
-        output_path = Path(output_path)
-        with RunFolder(output_path) as folder:
-            if job.look(input_path, defaults, folder.scratch):
-                journal = folder.begin(job.manifest(defaults), replace=overwrite, restart=restart)
-                job.run(_Journaled(journal))
-                if job.is_complete:
-                    folder.finish(partial(encoded, output_path))
-        return job.ended(output_path if job.is_complete else folder.path)
+        assert isinstance(self._output, Path)
+        manifest = Manifest(
+            num_records=len(scan),
+            input={"lines": scan.input_hash},
+            weights=runtime.identity(),
+            tokenizer={"token ids of the input": scan.tokens_hash},
+            parameters=parameters_as_json(self._defaults),
+            settings={"seed": runtime.seed},
+        )
+        journal = self._folder.begin(manifest, replace=self._overwrite, restart=self._restart)
+        job.run(_Journaled(journal))
+        if job.is_complete:
+            self._folder.finish(partial(encoded, self._output))
+        return job.ended(self._output if job.is_complete else self._folder.path)
 
 
 class _Records(Protocol):
@@ -242,62 +323,32 @@ class _Unanswered(Generic[R]):
 
 
 class _Job(Generic[R]):
-    def __init__(self, runtime: BatchRuntime[R], interrupted: threading.Event, progress: bool) -> None:
+    """The part of a batch that needs a runtime."""
+
+    def __init__(
+        self, runtime: BatchRuntime[R], scan: Prescan, interrupted: threading.Event, progress: bool
+    ) -> None:
         self._runtime = runtime
+        self._scan = scan
         self._interrupted = interrupted
         self._progress = progress
         self._spelling = TokenSpelling(runtime.tokenizer)
-        self._scan: Prescan | None = None
-        self._records: _Records | None = None
-        self._left = 0  # records to come
+        self._records: _Records | None = None  # where they go, once it runs
+        self._left = len(scan)  # records to come
         self._unanswered: dict[int, _Unanswered[R]] = {}  # that run, by line
         self._best_hit_rate = self._seconds = 0.0
-        self._errors = self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+        self._errors = int(scan.is_bad.sum())
+        self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
     @property
     def is_complete(self) -> bool:
-        return self._records is not None and not self._left
-
-    def look(self, path: str | Path, defaults: SamplingParams, scratch: Path) -> bool:
-        """Read the whole input. False: it was interrupted."""
-        with _bar("reading", " lines", None, self._progress) as bar:
-            try:
-                self._scan = prescan(
-                    self._lines(path),
-                    scratch,
-                    parser=LineParser(defaults),
-                    tokenizer=self._runtime.tokenizer,
-                    check=lambda prompt, params, line: self._runtime.prepare(prompt, params, index=line),
-                    seen=bar.update,
-                )
-            except _Interrupted:
-                return False
-        return not self._interrupted.is_set()
-
-    def _lines(self, path: str | Path) -> Iterator[tuple[int, bytes | BadLine]]:
-        for line in read_lines(path):
-            if self._interrupted.is_set():
-                raise _Interrupted
-            yield line
-
-    def manifest(self, defaults: SamplingParams) -> Manifest:
-        """What the run is of."""
-        scan = self._looked_at
-        return Manifest(
-            num_records=len(scan),
-            input={"lines": scan.input_hash},
-            weights=self._runtime.identity(),
-            tokenizer={"token ids of the input": scan.tokens_hash},
-            parameters=parameters_as_json(defaults),
-            settings={"seed": self._runtime.seed},
-        )
+        return not self._left
 
     def run(self, records: _Records) -> None:
         """Run what has no record until all have one or the batch is interrupted."""
-        scan = self._looked_at
+        scan = self._scan
         finished = np.zeros(len(scan), np.bool_) if records.finished is None else records.finished.copy()
         self._records, self._left = records, len(scan) - int(finished.sum())
-        self._errors = int(scan.is_bad.sum())
         bad = np.flatnonzero(scan.is_bad & ~finished).tolist()
         for position, error in zip(bad, scan.read(bad), strict=True):
             assert isinstance(error, LineError)
@@ -328,7 +379,7 @@ class _Job(Generic[R]):
 
     def _in_order(self, positions: npt.NDArray[np.int64]) -> Iterator[int]:
         """The positions, those whose prompts share a prefix one after the other."""
-        tokens, new_tokens = self._looked_at.tokens, self._looked_at.new_tokens
+        tokens, new_tokens = self._scan.tokens, self._scan.new_tokens
         starts, ends = tokens.offsets[positions], tokens.offsets[positions + 1]
         order = prefix_order(tokens.tokens, starts, ends, tokens.forget)
         planned = run_order(order, prefix_tree(order), ends - starts, new_tokens[positions].astype(np.int64))
@@ -338,11 +389,17 @@ class _Job(Generic[R]):
         return iter(positions[planned.order].tolist())
 
     def _submit(self, positions: list[int]) -> None:
-        scan, requests = self._looked_at, []
+        scan, requests = self._scan, []
         for position, line in zip(positions, scan.read(positions), strict=True):
             assert isinstance(line, SoundLine)
             number = int(scan.lines[position])
-            request = self._runtime.prepare(scan.tokens[position], line.sampling_params, index=number)
+            try:
+                request = self._runtime.prepare(scan.tokens[position], line.sampling_params, index=number)
+            except (PromptError, ParameterError) as error:  # such as one too long for the pool of KV
+                self._errors += 1
+                refused = LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", line.reply)
+                self._put(position, error_line(number, refused))
+                continue
             self._unanswered[number] = _Unanswered(position, request, line.reply)
             requests.append(request)
         if requests:
@@ -371,18 +428,12 @@ class _Job(Generic[R]):
         self._records.put(position, line)
         self._left -= 1
 
-    @property
-    def _looked_at(self) -> Prescan:
-        assert self._scan is not None  # `look` comes first
-        return self._scan
-
     def ended(self, output_path: Path | None) -> BatchReport:
         """The report of a batch that is complete; raises BatchInterrupted with that of another."""
-        requests = 0 if self._scan is None else len(self._scan)
         report = BatchReport(
             output_path=output_path,
-            requests=requests,
-            written=0 if self._records is None else requests - self._left,
+            requests=len(self._scan),
+            written=len(self._scan) - self._left,
             errors=self._errors,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
@@ -393,10 +444,6 @@ class _Job(Generic[R]):
         if not self.is_complete:
             raise BatchInterrupted(report)
         return report
-
-
-class _Interrupted(Exception):
-    """Ctrl-C while the input was read."""
 
 
 def _bar(what: str, unit: str, total: int | None, shown: bool) -> tqdm:

@@ -105,6 +105,17 @@ class Prescan:
     def __len__(self) -> int:
         return len(self.lines)
 
+    def summary(self) -> str:
+        """The bad lines: how many there are, and the first of them with what is wrong; "" if there are none."""
+        count = sum(self.num_problems.values())
+        if not count:
+            return ""
+        kinds = ", ".join(f"{number:,} {kind.value}" for kind, number in sorted(self.num_problems.items()))
+        shown = [f"  line {p.line}: {p.type.value}: {p.message}" for p in self.problems]
+        if count > len(shown):
+            shown.append(f"  ... and {count - len(shown):,} more")
+        return "\n".join([f"{count:,} of {len(self):,} lines are bad ({kinds}):", *shown])
+
     def read(self, positions: Iterable[int]) -> Iterator[SoundLine | LineError]:
         """What lines ask for, or what is wrong with them, in the order in which they are named.
 

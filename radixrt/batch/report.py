@@ -35,6 +35,11 @@ class BatchReport:
     best_hit_rate: float
     seconds: float
 
+    @classmethod
+    def of_nothing(cls) -> BatchReport:
+        """That of a batch that has not begun to run."""
+        return cls(None, 0, 0, 0, 0, 0, 0, 0.0, 0.0)
+
     @property
     def hit_rate(self) -> float:
         """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from radixrt.cli.exit_status import DONE
@@ -12,6 +13,7 @@ from radixrt.cli.options import (
     add_command,
     add_options,
     add_runtime_options,
+    runtime_options,
     sampling_params,
 )
 
@@ -27,7 +29,8 @@ example:
 
 Each line gives one record in answers.jsonl, in the same order: custom_id, index (the line's place in the
 input, from 0), text, token_ids, finish_reason, usage, timings, metadata and error; with n above 1 outputs, and
-log-probabilities if asked for. A bad line gets a record with its error; the others go on.
+log-probabilities if asked for. All lines are checked before the weights are loaded. A bad one is named with
+its number, and gets a record with its error; the others go on.
 
 Finished records are kept in the folder answers.jsonl.run until all are there. Whatever stopped a run - Ctrl-C,
 which stops after the current pass, a kill, a full disk - the same command goes on with it.
@@ -57,6 +60,7 @@ def add_batch_command(commands: Any) -> None:
     option("--output", required=True, metavar="FILE", help="gets one record a line")
     option("--overwrite", action="store_true", help="replace an output that exists")
     option("--restart", action="store_true", help="forget what an earlier run has left in OUTPUT.run")
+    option("--strict", action="store_true", help="run nothing if a line is bad")
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     add_options(parser, "sampling parameters of lines that give none", SAMPLING)
     add_runtime_options(parser)
@@ -65,23 +69,31 @@ def add_batch_command(commands: Any) -> None:
 def _batch(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from radixrt.batch.job import check_paths, run_batch
+    from radixrt.batch.job import Batch
     from radixrt.batch.report import print_report
     from radixrt.batch.source import STANDARD, place_name
+    from radixrt.builtin import MODEL_PATH
+    from radixrt.request_builder import builder_without_weights
 
-    # before the model is loaded: a mistake shows at once
-    default_params = sampling_params(arguments)
-    check_paths(arguments.input, arguments.output, overwrite=arguments.overwrite)
-    with runtime_with_cache(arguments, progress=arguments.progress) as runtime:
-        report = run_batch(
-            runtime,
-            arguments.input,
-            arguments.output,
-            default_params=default_params,
-            overwrite=arguments.overwrite,
-            restart=arguments.restart,
-            progress=arguments.progress,
+    options = runtime_options(arguments)
+    with Batch(
+        arguments.input,
+        arguments.output,
+        default_params=sampling_params(arguments),
+        overwrite=arguments.overwrite,
+        restart=arguments.restart,
+        strict=arguments.strict,
+        progress=arguments.progress,
+    ) as batch:
+        # Before the weights are loaded: mistakes show within seconds.
+        builder = builder_without_weights(options.get("model", MODEL_PATH), options.get("context_length"))
+        scan = batch.look(
+            builder.tokenizer, lambda prompt, params, line: builder.build(prompt, params, index=line)
         )
+        if scan.problems:
+            print(f"radixrt: {scan.summary()}", file=sys.stderr)
+        with runtime_with_cache(arguments, progress=arguments.progress) as runtime:
+            report = batch.run(runtime)
     console = Console(highlight=False, stderr=report.output_path is None)
     source, output = place_name(arguments.input, "input"), place_name(report.output_path or STANDARD, "output")
     if report.requests:

@@ -17,6 +17,7 @@ from radixrt.errors import TokenizerError
 from radixrt.text.chat import Message, render
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
+_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 TokenIds = npt.NDArray[np.int32]
@@ -145,6 +146,18 @@ class Tokenizer:
         if ids and min(ids) < 0:
             raise TokenizerError(f"token id {min(ids)} at position {ids.index(min(ids))} is negative")
         return self._decode([i for i in ids if i < self.vocab_size], skip_special_tokens)
+
+
+def tokenizer_of(source: str | Path) -> Tokenizer | None:
+    """The tokenizer of a model; None for a folder without any: its prompts are token ids.
+
+    Raises:
+        TokenizerError: as `load_tokenizer`.
+    """
+    folder = Path(source)
+    if folder.is_dir() and not any(list(folder.glob(name)) for name in _FILES):
+        return None
+    return load_tokenizer(source)
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
