@@ -440,6 +440,10 @@ def test_standard_input_and_output(
     with pytest.raises(BatchInterrupted, match="1 of 2 records are in standard output, in input order"):
         run_batch(runtime, "-", "-")
     assert os.listdir(tmp_path) == []
+    (tmp_path / "out").touch()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(good(0))))
+    run_batch(FakeRuntime(), "-", tmp_path / "out", overwrite=True)
+    assert indices(tmp_path / "out") == [0]
 
 
 def test_a_line_of_100_mb_is_one_error(files: tuple[Path, Path]) -> None:

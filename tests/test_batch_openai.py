@@ -174,9 +174,19 @@ def test_log_probabilities_of_a_completion() -> None:
         {"token_id:7": -0.5, "token_id:8": -1.5, "token_id:9": -3.0},
     ]
     by_string = CompletionOutput(0, "ab", (7, 9, 2), FinishReason.STOP, matched="x", logprobs=tokens)
-    assert len(answered(parse(line(COMPLETIONS)), output_of(by_string)).choices[0].logprobs.tokens) == 3
+    logprobs = answered(parse(line(COMPLETIONS)), output_of(by_string)).choices[0].logprobs
+    assert len(logprobs.tokens) == 3
+    assert logprobs.text_offset == [0, 10, 20]
     by_length = CompletionOutput(0, "ab", (7, 9, 2), FinishReason.LENGTH, logprobs=tokens)
     assert len(answered(parse(line(COMPLETIONS)), output_of(by_length)).choices[0].logprobs.tokens) == 3
+
+
+def test_tokens_that_spell_the_same_and_tokens_next_to_impossible() -> None:
+    token = TokenLogprob(7, -math.inf, 9, ((5, -0.5), (5, -2.5)))
+    answer = CompletionOutput(0, "a", (7,), FinishReason.LENGTH, logprobs=(token,))
+    logprobs = answered(parse(line(COMPLETIONS)), output_of(answer)).choices[0].logprobs
+    assert logprobs.top_logprobs == [{"token_id:5": -0.5, "token_id:7": -9999.0}]
+    assert logprobs.token_logprobs == [-9999.0]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])

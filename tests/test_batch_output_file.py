@@ -24,6 +24,7 @@ except BatchFileError:
     ZSTD = None
 needs_zstd = pytest.mark.skipif(ZSTD is None, reason="neither Python's own zstd nor backports.zstd is there")
 
+HOME = Path(radixrt.__file__).resolve().parent.parent
 LINES = [b'{"text": "%d"}\n' % (n * n) for n in range(3000)]
 NAMES = [
     pytest.param("out.jsonl", bytes, id="plain"),
@@ -56,6 +57,20 @@ def test_what_is_written_is_read(tmp_path: Path, name: str, decompress: Decompre
     assert write(path, overwrite=True) == written  # at any time
     assert decompress(write(path, [], overwrite=True)) == b""
     assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize(("name", "decompress"), NAMES[1:])
+def test_damage_is_found_by_who_reads(tmp_path: Path, name: str, decompress: Decompress) -> None:
+    path = tmp_path / name
+    written = write(path, LINES[:100])
+    assert decompress(written) == b"".join(LINES[:100])
+    for position in range(4, len(written)):
+        path.write_bytes(written[:position] + bytes([written[position] ^ 0x10]) + written[position + 1 :])
+        try:
+            lines = [line for _, line in read_lines(path)]
+        except BatchFileError:
+            continue
+        assert b"\n".join(lines) + b"\n" == b"".join(LINES[:100])  # what changed has no meaning
 
 
 @names
@@ -160,14 +175,30 @@ def test_lines_that_wait_are_kept_when_it_is_left(tmp_path: Path) -> None:
 
 
 def test_standard_output(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    sys.stdout.write("before\n")  # waits in Python's own buffer
     with OutputFile(STANDARD, overwrite=False) as file:
         assert file.partial is None
         file.write(b"\xff\n")
         file.flush()
+        assert capfdbinary.readouterr().out == b"\xff\n"
+        file.write(b"a\n")
         file.finish()
-    print("behind", flush=True)
-    assert capfdbinary.readouterr().out == b"before\n\xff\nbehind\n"
+    os.write(1, b"behind\n")  # it is not closed
+    assert capfdbinary.readouterr().out == b"a\nbehind\n"
+
+
+def test_what_was_printed_before_stays_before() -> None:
+    code = """
+from radixrt.batch.output_file import OutputFile
+print("before")
+with OutputFile("-", overwrite=False) as file:
+    file.write(b"record\\n")
+    file.finish()
+print("behind")
+"""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=HOME, env=buffered, capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("before\nrecord\nbehind\n", "")
 
 
 def test_standard_output_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,9 +222,8 @@ except BatchFileError as error:
     sys.stderr.write(str(error))
     sys.exit(2)
 """
-    home = Path(radixrt.__file__).resolve().parent.parent
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], cwd=HOME, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stderr is not None

@@ -235,6 +235,7 @@ def test_mistakes_show_in_one_line_before_the_model_loads(
 
     fails([*batch, "--temperature", "-1"], 2, r"temperature is -1\.0")
     fails([*batch[:2], "nothing.jsonl", *batch[3:]], 2, r"nothing\.jsonl does not exist")
+    fails([*batch[:-1], "out.parquet"], 2, r"records are JSON lines; name it \.jsonl, .*")
     Path(batch[-1]).write_text("precious")
     fails(batch, 2, "--overwrite replaces it")
     assert Path(batch[-1]).read_text() == "precious"

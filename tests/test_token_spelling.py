@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_tokenizers import KINDS, small_tokenizer
 
-from radixrt.text.token_spelling import Spelled, TokenSpelling
+from radixrt.text.token_spelling import Spelled, TokenSpelling, _part
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("wordpiece", "no decoder")])
@@ -43,6 +43,13 @@ def test_parts_of_characters_have_their_bytes() -> None:
     assert len(spelled) > 2
     assert any(one.text == "\ufffd" for one in spelled)
     assert b"".join(one.bytes or b"?" for one in spelled) == "\u00ff\u2603".encode()
+
+
+def test_bytes_are_not_guessed() -> None:
+    """A piece that could be bytes in letters, of a token that spells something else."""
+    assert _part("Ã", "\ufffd") == b"\xc3"
+    assert _part("Ã", "\ufffd!") is None
+    assert _part("▁Ã", "\ufffd") is None
 
 
 def test_special_tokens_are_spelled() -> None:
