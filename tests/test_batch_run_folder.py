@@ -189,6 +189,24 @@ def test_folders_that_cannot_be(output: Path, tmp_path: Path) -> None:
     run(tmp_path / ("x" * 251), 3)
 
 
+def test_links(tmp_path: Path) -> None:
+    """To the folder of the output they are followed; in the run's folder they are refused."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    output = tmp_path / "link" / "answers.jsonl"
+    part_of_a_run(output, 5, range(2))
+    run(output, 5)
+    assert output.read_bytes() == whole(5)
+    (tmp_path / "precious").write_text("precious")
+    for name, message in (("lock", "cannot make"), ("journal", "cannot use"), ("journal.partial", "cannot write")):
+        folder_of(output).mkdir()
+        (folder_of(output) / name).symlink_to(tmp_path / "precious")
+        with pytest.raises(BatchFileError, match=f"{message} .*(symbolic links|Too many)"):
+            run(output, 5, replace=True)
+        shutil.rmtree(folder_of(output), ignore_errors=True)
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 def test_a_compressed_output(output: Path) -> None:
     def compressed(chunks: Iterator[bytes]) -> Iterator[bytes]:
         compressor = zlib.compressobj(wbits=31)
