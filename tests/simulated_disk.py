@@ -154,7 +154,7 @@ class Machine:
             return rng.choice([seen, kept]) if loss < 1 else kept
         if loss >= 1:
             return kept
-        rest = bytearray(seen[len(kept) : rng.randint(len(kept), len(seen))])
+        rest = bytearray(seen[len(kept) : rng.choice([len(seen), rng.randint(len(kept), len(seen))])])
         for start in range(0, len(rest), BLOCK):
             if rng.random() < loss / 4:
                 rest[start : start + BLOCK] = bytes(len(rest[start : start + BLOCK]))

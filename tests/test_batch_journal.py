@@ -341,6 +341,31 @@ def test_a_tail_torn_anywhere_is_cut() -> None:
         goes_on(machine, found)
 
 
+def test_what_was_found_counts_as_durable() -> None:
+    """So it is marked, and damage to it is never taken for a torn tail. First of all, what was cut is gone."""
+    data = synced_and_not()
+    machine = Machine()
+    new_journal(9, Process(machine))
+    set_data(machine, data + b"torn")
+    calls: list[str] = []
+    process = Process(machine, late_fault=lambda kind, number: calls.append(kind))
+    journal = Journal(ALONE, manifest(9), process)
+    assert journal.durable == 7
+    assert [call for call in calls if call != "pread"] == (
+        ["open", "fsync", "drop_cache", "fstat", "truncate", "fsync", "write"]
+    )
+    marked = data_of(machine)
+    assert marked[: len(data)] == data
+    assert [kind for _, kind, _ in lines_of(marked)][-2:] == ["6", "synced"]
+    process.kill()
+    reopened(machine, 9).close()
+    assert data_of(machine) == marked  # once is enough
+    set_data(machine, damaged := marked.replace(b'"index": 6', b'"index": 5'))
+    with pytest.raises(BatchFileError, match="is damaged now, in line 9: "):
+        reopened(machine, 9)
+    assert data_of(machine) == damaged
+
+
 def test_a_journal_without_its_first_line_is_refused() -> None:
     data = synced_and_not()
     header = lines_of(data)[0][0]
@@ -578,6 +603,7 @@ def test_every_call_fails_once(kind: str, resumed: bool, how: str) -> None:
                 "No space left on device; make room" if kind == "write" else "Input/output error; see to the disk"
             )
             assert f"{said}, then run the same command again" in error
+        assert process.open_files == (kind == "open" and how == "after")  # nobody knows of that one
         process.kill()
         if number % 2 or kind == "fsync":
             machine.cut_power(random.Random(number), loss=1.0 if number % 4 == 1 else 0.5)
@@ -622,6 +648,7 @@ def test_a_disk_that_takes_nothing_is_no_endless_loop() -> None:
     process = Process(Machine())
     journal = new_journal(2, process)
     process.most = 0
+    process.fault = Nth("write", process.calls["write"] + 20, AssertionError)
     with pytest.raises(JournalError, match="the system writes nothing and says no error"):
         journal.append(0, answer(0))
 

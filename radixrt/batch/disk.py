@@ -36,8 +36,8 @@ class Disk:
     """
 
     def open(self, path: Path, flags: int) -> int:
-        """A file descriptor; the last part of the path must not be a link, and children get none of it by exec."""
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        """A file descriptor that programs started later do not get."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -105,8 +105,8 @@ class Disk:
         return data
 
     def write_file(self, path: Path, chunks: Iterator[bytes]) -> None:
-        """Make the bytes of a file durable; its name is not."""
-        fd = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        """Make the bytes of a file durable; its name is not. A link in its place is refused."""
+        fd = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
         try:
             for chunk in chunks:
                 self.write_all(fd, chunk)
