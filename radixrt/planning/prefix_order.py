@@ -18,7 +18,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-WINDOWS = (32, 128, 512, 2048)  # tokens that are compared at a time: the next one after each that all agree in
+WINDOWS = (32, 64, 128, 256, 512)  # tokens that are compared at a time: the next one after each that all agree in
 CELLS = 1 << 23  # tokens that are compared at once
 ROWS = 1 << 17  # of a window that are sorted at once; in more of them it is narrower
 REGION = 1 << 26  # tokens that may be resident at once

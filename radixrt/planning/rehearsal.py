@@ -18,6 +18,7 @@ from memory_pool.slot_allocator import SlotAllocator
 from radixrt.batch.token_store import TokenStore
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.engine import Engine
+from radixrt.planning.limits import RunLimits
 from radixrt.planning.prefix_order import Int32Array, Int64Array
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.batch import PassResult, ScheduleBatch
@@ -26,21 +27,6 @@ from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 
 SUBMITTED_AT_ONCE = 2048  # requests, whenever fewer wait than the scheduler looks at
-
-
-@dataclass(frozen=True)
-class RunLimits:
-    """What a Runtime runs within.
-
-    Attributes:
-        pool_tokens: tokens that the KV pool holds.
-        max_running_requests: requests that run at once.
-        chunked_prefill_size: prompt tokens that one pass computes.
-    """
-
-    pool_tokens: int
-    max_running_requests: int = 512
-    chunked_prefill_size: int = 16_384
 
 
 @dataclass(frozen=True)
