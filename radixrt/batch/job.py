@@ -169,6 +169,7 @@ class Batch:
         restart: forget what an earlier run has left, whatever it was of.
         strict: run nothing if a line is bad.
         progress: show bars on stderr; where that is not a terminal, they move every 30 seconds.
+        created: Unix time in seconds that records in OpenAI's format bear; None: each that of its answer.
 
     Raises:
         BatchFileError: a file cannot be read, must not be replaced, or cannot be written; another process answers
@@ -187,12 +188,14 @@ class Batch:
         restart: bool = False,
         strict: bool = False,
         progress: bool = False,
+        created: int | None = None,
     ) -> None:
         check_paths(input_path, output_path, overwrite=overwrite)
         self._input = input_path
         self._output = output_path if output_path == STANDARD else Path(output_path)
         self._defaults = SamplingParams() if default_params is None else default_params
         self._overwrite, self._restart, self._strict, self._progress = overwrite, restart, strict, progress
+        self._created = created
         self._opened = contextlib.ExitStack()
         self._folder: RunFolder | None = None  # none for standard output
         self._scan: Prescan | None = None
@@ -247,7 +250,7 @@ class Batch:
     def _run(self, runtime: BatchRuntime[R], interrupted: threading.Event) -> BatchReport:
         scan = self._scan
         assert scan is not None, "look comes first"
-        job = _Job(runtime, scan, interrupted, self._progress)
+        job = _Job(runtime, scan, interrupted, self._progress, self._created)
         if self._folder is None:
             with OrderedFile(STANDARD, overwrite=False) as output:
                 job.run(_Streamed(output))
@@ -326,12 +329,18 @@ class _Job(Generic[R]):
     """The part of a batch that needs a runtime."""
 
     def __init__(
-        self, runtime: BatchRuntime[R], scan: Prescan, interrupted: threading.Event, progress: bool
+        self,
+        runtime: BatchRuntime[R],
+        scan: Prescan,
+        interrupted: threading.Event,
+        progress: bool,
+        created: int | None,
     ) -> None:
         self._runtime = runtime
         self._scan = scan
         self._interrupted = interrupted
         self._progress = progress
+        self._created = created
         self._spelling = TokenSpelling(runtime.tokenizer)
         self._records: _Records | None = None  # where they go, once it runs
         self._left = len(scan)  # records to come
