@@ -421,10 +421,9 @@ class _Job(Generic[R]):
     def _answer(self, output: RequestOutput) -> None:
         """Write the record of a finished request."""
         line = self._unanswered.pop(output.index)
-        now = int(time.time())
-        self._put(
-            line.position, output_line(output.index, line.reply, output, created=now, spelling=self._spelling)
-        )
+        created = int(time.time()) if self._created is None else self._created
+        record = output_line(output.index, line.reply, output, created=created, spelling=self._spelling)
+        self._put(line.position, record)
         if output.finish_reason is FinishReason.ERROR:
             self._errors += 1
             return

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Iterator
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -147,7 +147,7 @@ class TokenWriter:
 
     def _write(self, file: int, numbers: npt.NDArray[np.integer]) -> None:
         little = numbers.astype(numbers.dtype.newbyteorder("<"), copy=False)
-        self._files[file].write(memoryview(little).cast("B"))
+        self._files[file].write(little.data.cast("B"))
 
     def _abandon(self) -> None:
         for file in self._files:
@@ -168,12 +168,12 @@ class TokenWriter:
 
 def _checked(prompt: Sequence[int] | npt.NDArray[np.integer]) -> Int32Array:
     ids = np.asarray(prompt)
-    if len(ids) and not (0 <= ids.min() and ids.max() < 2**31):
+    if len(ids) and not (ids.min() >= 0 and ids.max() < 2**31):
         raise ValueError(f"token ids from {ids.min()} to {ids.max()} are not all in 0..{2**31 - 1}")
     return ids.astype(np.int32, copy=False)
 
 
-def _mapped(path: Path, dtype: np.dtype[np.signedinteger]) -> tuple[npt.NDArray, mmap.mmap | None]:
+def _mapped(path: Path, dtype: np.dtype[np.signedinteger]) -> tuple[npt.NDArray[Any], mmap.mmap | None]:
     """The numbers in a file, and what maps it; nothing does if it is empty."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,9 +1,9 @@
 """Many token sequences in lexicographic order, and what each shares with the one before it. Numpy only.
 
-Sequences are told apart by windows of tokens, most significant first: those that agree so far are a group, and only
-groups of more than one go on. A group whose members all agree in a window passes it without being sorted, and its
-next window is wider. So every token is looked at about once, as long as somebody shares it, and what is resident
-besides the tokens is some tens of bytes a sequence.
+Sequences are told apart by windows of tokens, most significant first: those that agree so far are a group, and
+only groups of more than one go on. A group whose members all agree in a window passes it without being sorted, and
+its next window is wider. So every token is looked at about once, as long as somebody shares it, and what is
+resident besides the tokens is some tens of bytes a sequence.
 """
 
 from __future__ import annotations
@@ -212,4 +212,5 @@ class _Sorting:
 def _first_true(rows: BoolArray) -> Int64Array:
     """The first column of each row `[R, C]` that is true, C if none is."""
     first = rows.argmax(axis=1)
-    return np.where(rows[np.arange(len(rows)), first], first, rows.shape[1])
+    found: Int64Array = np.where(rows[np.arange(len(rows)), first], first, rows.shape[1])
+    return found

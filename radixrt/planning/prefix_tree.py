@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixrt.planning.prefix_order import Int32Array, Int64Array, PrefixOrder
+from radixrt.planning.prefix_order import Int64Array, PrefixOrder
 
 
 @dataclass(frozen=True)
