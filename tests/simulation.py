@@ -402,6 +402,7 @@ class Sizes:
     enabled: bool = True
     force_miss: bool = False
     lag: int = LAG
+    drops: bool = False  # some requests say how little of them later ones need
 
 
 class CheckedEngine:
@@ -571,6 +572,12 @@ class World:
                     self.computed[lease] = int(end)
             return process(batch, result)
 
+        def watched_cut_off(leaf: Node, keep: int) -> np.ndarray:
+            self.events["dropped in part" if keep else "dropped"] += 1
+            return cut_off(leaf, keep)
+
+        cut_off = self.cache.tree._cut_off
+        self.cache.tree._cut_off = watched_cut_off
         process = self.scheduler.process
         self.scheduler.process = watched_process
         evict_from_host = self.cache.tree.evict_from_host
@@ -623,7 +630,9 @@ class World:
         n: int = 1,
         scored_from: int | None = None,
     ) -> Request:
-        """A request that nobody has submitted. Some want log-probabilities, some have many stop tokens."""
+        """A request that nobody has submitted. Some want log-probabilities, some have many stop tokens, and some
+        leave no more than a part of their prompt to others.
+        """
         index = len(self.requests)
         if stop_ids and index % 5 == 3:
             stop_ids |= frozenset(range(VOCAB, VOCAB + MOST_STOPS))  # these are never sampled
@@ -641,6 +650,7 @@ class World:
             seed=0,
             stop_ids=stop_ids,
             namespace=namespace or self.namespace(),
+            keep=index % (len(prompt) + 1) if self.sizes.drops and index % 3 == 2 else None,
         )
 
     def submit(
@@ -1199,4 +1209,5 @@ def random_sizes(seed: int, host_slots: int = 0) -> Sizes:
         max_samples=r.choice([0, 4, 8]),
         host_slots=host_slots,
         lag=LAG if r.random() > 0.2 else 0,
+        drops=True,
     )

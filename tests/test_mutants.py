@@ -42,7 +42,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 # A tight pool, chunks, several rows: everything happens here. With forced misses every prompt is remapped. First
 # come, first served lets a prompt that is scored compute what the tree has, before those that match more of it.
-SIZES = Sizes(num_slots=48, num_rows=6, max_running=4, chunk=5)
+SIZES = Sizes(num_slots=48, num_rows=6, max_running=4, chunk=5, drops=True)
 ALL_SIZES = [
     SIZES,
     replace(SIZES, force_miss=True, num_slots=64),
@@ -117,7 +117,7 @@ def match_the_last_token_too(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("4:", "9:")
 def forget_to_unlock(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RadixTree, "unlock", lambda self, node: None)
+    patch.setattr(RadixTree, "unlock", lambda self, node, keep=None: np.zeros(0, dtype=np.int32))
 
 
 @mutant("4:", "5:", "2:")
@@ -189,9 +189,9 @@ def look_for_leaders_at_the_match_alone(patch: pytest.MonkeyPatch) -> None:
 def commit_what_is_only_launched(patch: pytest.MonkeyPatch) -> None:
     let_go, computed = Scheduler._let_go, Request.computed
 
-    def hasty(self: Scheduler, request: Request) -> None:
+    def hasty(self: Scheduler, request: Request, keep: int | None = None) -> None:
         patch.setattr(Request, "computed", property(lambda self: min(self.launched, self.num_known)))
-        let_go(self, request)
+        let_go(self, request, keep)
         patch.setattr(Request, "computed", computed)
 
     patch.setattr(Scheduler, "_let_go", hasty)
@@ -213,12 +213,56 @@ def release_twice(patch: pytest.MonkeyPatch) -> None:
     """Two ways out of a request each release it, and release does not notice."""
     release = PrefixCache.release
 
-    def again(self: PrefixCache, lease: Lease) -> None:
-        release(self, lease)
+    def again(self: PrefixCache, lease: Lease, keep: int | None = None) -> None:
+        release(self, lease, keep)
         lease.released = False
-        release(self, lease)
+        release(self, lease, keep)
 
     patch.setattr(PrefixCache, "release", again)
+
+
+@mutant("1:")
+def drop_what_nobody_needs_and_lose_its_slots(patch: pytest.MonkeyPatch) -> None:
+    unlock = RadixTree.unlock
+
+    def careless(self: RadixTree, node: Node, keep: int | None = None) -> np.ndarray:
+        unlock(self, node, keep)
+        return np.zeros(0, dtype=np.int32)
+
+    patch.setattr(RadixTree, "unlock", careless)
+
+
+@mutant("4:", "5:", "2:", "unlocking")
+def drop_what_others_hold(patch: pytest.MonkeyPatch) -> None:
+    """What nobody after it needs goes, although a request beside it still reads it."""
+    settle = PrefixCache._settle
+
+    def ruthless(self: PrefixCache, pending: Any) -> None:
+        lease = pending.lease
+        if lease is not None and lease.keep is not None:
+            for step in self.tree.path(lease.node):
+                step.lock = 1
+        settle(self, pending)
+
+    patch.setattr(PrefixCache, "_settle", ruthless)
+
+
+@mutant("9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES)
+def drop_what_the_host_has_a_copy_of(patch: pytest.MonkeyPatch) -> None:
+    """Its node leaves the tree, and its slots on the host with it."""
+    unlock = RadixTree.unlock
+
+    def blind(self: RadixTree, node: Node, keep: int | None = None) -> np.ndarray:
+        copies = [(step, step.host_slots) for step in self.path(node)]
+        for step, _ in copies:
+            step.host_slots = None
+        freed = unlock(self, node, keep)
+        for step, host_slots in copies:
+            if len(step.tokens):
+                step.host_slots = host_slots
+        return freed
+
+    patch.setattr(RadixTree, "unlock", blind)
 
 
 @mutant("6:", "7:")
@@ -435,9 +479,9 @@ def decode_whoever_decoded_before(patch: pytest.MonkeyPatch) -> None:
     """That a request was let go is not noticed."""
     let_go = Scheduler._let_go
 
-    def unnoticed(self: Scheduler, request: Request) -> None:
+    def unnoticed(self: Scheduler, request: Request, keep: int | None = None) -> None:
         was_current = self._is_current
-        let_go(self, request)
+        let_go(self, request, keep)
         self._is_current = was_current
 
     patch.setattr(Scheduler, "_let_go", unnoticed)

@@ -83,10 +83,17 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.slots_of(node).tolist() == expected
 
     @precondition(lambda self: self.locked)
-    @rule(data=st.data())
-    def unlock(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), keep=st.none() | st.integers(0, 9))
+    def unlock(self, data: st.DataObject, keep: int | None) -> None:
         which = data.draw(st.integers(0, len(self.locked) - 1))
-        self.tree.unlock(self.locked.pop(which)[2])
+        namespace, path, node = self.locked.pop(which)
+        expected = []
+        for n in range(len(path), len(path) if keep is None else keep, -1):
+            key = (namespace, path[:n])
+            if self.is_locked(*key) or any(ns == namespace and p[:-1] == path[:n] for ns, p in self.known):
+                break
+            expected.append(self.known.pop(key)[0])
+        assert sorted(self.tree.unlock(node, keep).tolist()) == sorted(expected)
 
     @rule(count=st.integers(1, 12))
     def evict(self, count: int) -> None:

@@ -83,6 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
                 enabled=cache != "off",
                 force_miss=cache == "force_miss",
                 host_slots=host,
+                drops=True,
             )
         )
 
@@ -274,7 +275,8 @@ def test_state_machine_long() -> None:
     run_machine(examples=850, steps=60)
     print(dict(EVENTS))
     assert EVENTS["steps"] >= 20_000
-    for event in ("retraction", "eviction", "split", "remap", "abort in flight", "n answers", "scored prompt"):
+    often = ("retraction", "eviction", "split", "remap", "abort in flight", "n answers", "scored prompt")
+    for event in (*often, "dropped", "dropped in part"):
         assert EVENTS[event] >= 200, (event, EVENTS)
     for event in ("fork of a running request", "weights update", "first token drawn apart"):
         assert EVENTS[event] >= 200, (event, EVENTS)

@@ -82,6 +82,13 @@ class TokenStore:
         """Tokens of each prompt, `[N]`."""
         return np.diff(self.offsets)
 
+    def without_empty(self) -> TokenStore:
+        """The store of those prompts that have tokens."""
+        some = self.lengths > 0
+        store = TokenStore(self.tokens, np.append(self.offsets[:-1][some], self.offsets[-1]))
+        store._mapping = self._mapping
+        return store
+
     def forget(self) -> None:
         """Tell the operating system that what was read need not stay in this process. Reading goes on."""
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
@@ -146,7 +153,7 @@ class TokenWriter:
         return all(file.closed for file in self._files)
 
     def _write(self, file: int, numbers: npt.NDArray[np.integer]) -> None:
-        little = numbers.astype(numbers.dtype.newbyteorder("<"), copy=False)
+        little = np.ascontiguousarray(numbers, dtype=numbers.dtype.newbyteorder("<"))
         self._files[file].write(little.data.cast("B"))
 
     def _abandon(self) -> None:
@@ -168,7 +175,7 @@ class TokenWriter:
 
 def _checked(prompt: Sequence[int] | npt.NDArray[np.integer]) -> Int32Array:
     ids = np.asarray(prompt)
-    if len(ids) and not (ids.min() >= 0 and ids.max() < 2**31):
+    if len(ids) and (ids.min() < 0 or ids.max() >= 2**31):
         raise ValueError(f"token ids from {ids.min()} to {ids.max()} are not all in 0..{2**31 - 1}")
     return ids.astype(np.int32, copy=False)
 

@@ -13,6 +13,7 @@ Every slot is in exactly one of these states:
     free --extend--> private --commit--> locked <--unlock/lock--> evictable --evict--> free
                         |  \\--duplicate of a token the tree has--> pending
                         \\--release--> pending --(passes in flight have ended)--> free
+                                         locked --(the same, where nobody wants it)--> free
     free --begin_adoption--> arriving --adopt--> evictable
                                  \\--give_up--> free
 
@@ -58,6 +59,7 @@ class Lease:
         loaded: those of them that only the host had.
         frontier: where others can see that it computes what comes next; None if it computes nothing for others.
         target: the tokens `[n]` that it computes up to.
+        keep: once it has been released, how many of its leading tokens anybody wants; None: perhaps all.
     """
 
     row: int
@@ -69,6 +71,7 @@ class Lease:
     released: bool = False
     frontier: Frontier | None = None
     target: Tokens = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    keep: int | None = None
 
     @property
     def allocated(self) -> int:
@@ -298,11 +301,16 @@ class PrefixCache:
         lease.committed = computed
         self._announce(lease, tokens)
 
-    def release(self, lease: Lease) -> None:
-        """Let go of all that a lease holds, once the passes in flight have ended. A second call does nothing."""
+    def release(self, lease: Lease, keep: int | None = None) -> None:
+        """Let go of all that a lease holds, once the passes in flight have ended. A second call does nothing.
+
+        `keep`: no request to come shares more than so many of its leading tokens. The others that it published
+        need not wait to be evicted: they are free then, as far as no other request holds them.
+        """
         if lease.released:
             return
         lease.released = True
+        lease.keep = keep
         self._withdraw(lease)
         self._retire(_Pending(self.passes_launched, lease=lease, tokens=self.reclaimable(lease)))
 
@@ -486,7 +494,7 @@ class PrefixCache:
         lease = pending.lease
         if lease is not None:
             self.slots.free(self._private(lease))
-            self.tree.unlock(lease.node)
+            self.slots.free(self.tree.unlock(lease.node, lease.keep))
             self.rows.free(lease.row)
             self.leases.remove(lease)
 

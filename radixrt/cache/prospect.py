@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from radixrt.cache.prefix_cache import Frontier, Lease, PrefixCache
-from radixrt.cache.radix_tree import Match, Namespace, Tokens
+from radixrt.cache.radix_tree import Match, Namespace, Tokens, common_prefix
 
 
 class Prospect:
@@ -20,6 +20,7 @@ class Prospect:
     """
 
     __slots__ = (
+        "_awaited",
         "_cache",
         "_edge",
         "_frontier",
@@ -38,6 +39,7 @@ class Prospect:
         self._tokens = tokens
         self._limit = limit
         self._leader: Lease | None = None
+        self._awaited: int | None = None  # what `awaited` has found
         self._frontier: Frontier | None = None  # of the leader, when it was last asked for
         self._version = cache.tree.version
         self._look_up()
@@ -65,7 +67,17 @@ class Prospect:
         # An edge may have been split where the match is as long as before.
         leader = self._leader = self._cache.leader(self.match(), self._tokens, self._limit)
         self._frontier = None if leader is None else leader.frontier
+        self._awaited = None
         return leader is not None
+
+    def awaited(self) -> int:
+        """How many of the tokens will be in the cache once their leader, which there is, has come to its end."""
+        if self._awaited is None:
+            leader = self._leader
+            assert leader is not None  # it is awaited
+            length = min(len(leader.target), self._limit)
+            self._awaited = common_prefix(leader.target[:length], self._tokens[:length])
+        return self._awaited
 
     def _look_up(self) -> None:
         match = self._cache.match(self._namespace, self._tokens, self._limit)

@@ -115,7 +115,7 @@ class Insertion:
     canonical: Slots
 
 
-def _common_prefix(a: Tokens, b: Tokens) -> int:
+def common_prefix(a: Tokens, b: Tokens) -> int:
     """How many leading tokens of two arrays of one length agree."""
     differs = a != b
     first = int(differs.argmax())
@@ -175,7 +175,7 @@ class RadixTree:
         done, n = 0, len(tokens)
         if inside < len(node.tokens) and done < n:
             length = min(len(node.tokens) - inside, n)
-            done = _common_prefix(node.tokens[inside : inside + length], tokens[:length])
+            done = common_prefix(node.tokens[inside : inside + length], tokens[:length])
             inside += done
             if inside < len(node.tokens):
                 return node, inside, done
@@ -184,7 +184,7 @@ class RadixTree:
             if child is None:
                 break
             length = min(len(child.tokens), n - done)
-            agree = _common_prefix(child.tokens[:length], tokens[done : done + length])
+            agree = common_prefix(child.tokens[:length], tokens[done : done + length])
             done += agree
             node, inside = child, agree
             if agree < len(child.tokens):
@@ -234,19 +234,31 @@ class RadixTree:
                 self.locked_tokens += len(step.tokens)
             step.lock += 1
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: Node, keep: int | None = None) -> Slots:
         """Count one live request less on a path.
+
+        `keep`: only so many leading tokens of the path are wanted any more. Those after them are removed, as far
+        as nothing but this path needs them, and the host has no copy. Returns the slots of what was removed.
 
         Raises:
             ValueError: the path is not locked.
         """
-        for step in list(self.path(node)):
+        steps = list(self.path(node))
+        freed: list[Slots] = []
+        end = 0 if keep is None else sum(len(step.tokens) for step in steps)
+        for step in steps:
             if step.lock == 0:
                 raise ValueError("unlocking a path that no request has locked")
             step.lock -= 1
+            start = end - len(step.tokens)
             if step.lock == 0:
                 self.locked_tokens -= len(step.tokens)
-                self._offer(step)
+                if keep is not None and end > keep and not step.children and step.host_slots is None:
+                    freed.append(self._cut_off(step, max(0, keep - start)))
+                if len(step.tokens) or step.parent is None:
+                    self._offer(step)
+            end = start
+        return np.concatenate(freed) if freed else _EMPTY
 
     def insert(self, node: Node, tokens: Tokens, slots: Slots) -> Insertion:
         """Add `tokens` `[n]` with their `slots` `[n]` below `node`, which is on the device.
@@ -269,7 +281,7 @@ class RadixTree:
                 node = leaf
                 break
             n = min(len(child.tokens), len(tokens) - done)
-            agree = _common_prefix(child.tokens[:n], tokens[done : done + n])
+            agree = common_prefix(child.tokens[:n], tokens[done : done + n])
             node = child if agree == len(child.tokens) else self._split(child, agree)
             if node.slots is None:  # and so are all below it: what is canonical comes before
                 self.put_on_device(node, slots[done : done + agree].copy())
@@ -301,7 +313,7 @@ class RadixTree:
             if child.slots is not None:
                 raise ValueError(f"token {first} is there already")
             length = min(len(child.tokens), len(tokens) - done)
-            agree = _common_prefix(child.tokens[:length], tokens[done : done + length])
+            agree = common_prefix(child.tokens[:length], tokens[done : done + length])
             node = self.cut(child, agree)
             self.put_on_device(node, slots[done : done + agree].copy())
             done += agree
@@ -445,6 +457,23 @@ class RadixTree:
         node.parent = upper
         upper.children[int(node.tokens[0])] = node
         return upper
+
+    def _cut_off(self, leaf: Node, keep: int) -> Slots:
+        """Remove all but the first `keep` tokens of an unlocked leaf, which only the device has; with none left it
+        leaves the tree. Returns the slots of what was removed.
+        """
+        slots = leaf.slots
+        assert slots is not None  # it was locked
+        self.device_tokens -= len(slots) - keep
+        self.version += 1
+        if keep:
+            leaf.tokens, leaf.slots = leaf.tokens[:keep], slots[:keep]
+        else:
+            assert leaf.parent is not None  # a root has no tokens
+            leaf.slots = None
+            leaf.parent.device_children -= 1
+            self._forget(leaf)
+        return slots[keep:]
 
     def _forget(self, node: Node) -> None:
         """Take a node that is in no tier out of the tree."""

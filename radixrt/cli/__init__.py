@@ -14,6 +14,7 @@ from radixrt.cli.chat import add_chat_command
 from radixrt.cli.exit_status import INTERRUPTED, PIPE_CLOSED, exit_status
 from radixrt.cli.generate import add_generate_command
 from radixrt.cli.models import add_models_command
+from radixrt.cli.plan import add_plan_command
 from radixrt.errors import RadixrtError
 
 _EXAMPLES = """\
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add_generate_command(commands)
     add_chat_command(commands)
     add_batch_command(commands)
+    add_plan_command(commands)
     add_bench_command(commands)
     add_models_command(commands)
     return parser

@@ -1,9 +1,9 @@
 """Many token sequences in lexicographic order, and what each shares with the one before it. Numpy only.
 
-Sequences are told apart by windows of tokens, most significant first: those that agree so far are a group, and
-only groups of more than one go on. A group whose members all agree in a window passes it without being sorted, and
-its next window is wider. So every token is looked at about once, as long as somebody shares it, and what is
-resident besides the tokens is some tens of bytes a sequence.
+Sequences are told apart by windows of tokens, the first ones first: those that agree so far are a group, and only
+groups of more than one go on. A group whose members all agree in a window passes it without being sorted, and its
+next window is wider. So every token is looked at about once, as long as somebody shares it. Large files are read
+region by region, in order, and what was read is forgotten.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def run_order(order: PrefixOrder, tree: PrefixTree, lengths: Int64Array, new_tok
     Args:
         order: of the N prompts.
         tree: of that order.
-        lengths: `[N]` tokens of each prompt, by its number.
-        new_tokens: `[N]` tokens that are expected of its answer.
+        lengths: tokens of each prompt, by its number.
+        new_tokens: tokens that are expected of its answer, likewise.
     """
     count, nodes = len(order.order), len(tree)
     expected, ends_there = new_tokens[order.order], lengths[order.order] == tree.depth[tree.leaf_parent]

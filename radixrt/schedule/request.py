@@ -60,6 +60,8 @@ class Request:
         make_text_stop: makes what is told of each token of an answer and ends it at a stop string, if anything is.
         sample_index: which of the prompt's n answers it is.
         parent: the request for the first of the n answers, which computed the prompt; None for that one itself.
+        keep: leading tokens of the prompt that requests submitted after it begin with, at most, where all are
+            known: what it leaves in the cache beyond them can go when it ends. None: all of it may be wanted.
     """
 
     index: int
@@ -73,6 +75,7 @@ class Request:
     make_text_stop: Callable[[], TextStop] | None = None
     sample_index: int = 0
     parent: Request | None = None
+    keep: int | None = None
     id: int = -1  # of the request in its Runtime; its other answers have none
 
     state: RequestState = RequestState.WAITING
@@ -264,6 +267,7 @@ class Request:
             make_text_stop=self.make_text_stop,
             sample_index=sample_index,
             parent=self,
+            keep=self.keep,
             arrival=self.arrival,
             cached_tokens=len(self.prompt_ids),  # counted once, for the first answer
             launched_before=len(self.prompt_ids),

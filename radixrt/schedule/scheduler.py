@@ -349,9 +349,9 @@ class Scheduler:
                 continue  # just retracted: what it has in flight is still to come
             prospect = self._prospect(request)
             if prospect.is_awaited():
-                # A follower: its leader is computing what it needs next. Room is kept for it, or leaders of other
-                # prefixes would evict this one before it comes.
-                promised += self._estimate.expected(request)
+                # A follower: its leader is computing what it needs next. Room is kept for the rest of it, or
+                # leaders of other prefixes would take that, and evict this prefix before it comes.
+                promised += max(0, self._demand(request) - prospect.awaited())
                 continue
             tokens = request.tokens()
             # Whoever runs alone runs to its end: submit has checked that it fits.
@@ -568,7 +568,9 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if request.state is RequestState.RUNNING:
-            self._let_go(request)
+            # `keep` leaves out requests before it that still wait: rarely, for it has overtaken them.
+            overtaken = bool(self.waiting) and self.waiting[0].arrival <= request.arrival
+            self._let_go(request, None if overtaken else request.keep)
         else:
             self._leave_queue(request)
         if request.num_output:
@@ -578,12 +580,13 @@ class Scheduler:
         request.error = error
         request.finished_at = time.perf_counter()
 
-    def _let_go(self, request: Request) -> None:
-        """Publish what a running request has computed, and release all it holds."""
+    def _let_go(self, request: Request, keep: int | None = None) -> None:
+        """Publish what a running request has computed, at most `keep` tokens, and release all it holds."""
         lease = request.lease
         assert lease is not None  # it runs
-        self.cache.commit(lease, request.tokens(request.computed), request.computed)
-        self.cache.release(lease)
+        published = request.computed if keep is None else min(request.computed, keep)
+        self.cache.commit(lease, request.tokens(published), published)
+        self.cache.release(lease, keep)
         self.running.remove(request)
         request.cease()
         request.let_go_at = self.cache.passes_launched

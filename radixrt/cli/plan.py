@@ -1,0 +1,152 @@
+"""`radixrt plan`: what a file of prompts shares, and what running it will bring."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from radixrt.cli.exit_status import DONE
+from radixrt.cli.options import SAMPLING, Option, add_command, add_options, sampling_params
+from radixrt.errors import BatchFileError, ParameterError
+
+if TYPE_CHECKING:
+    from radixrt.models.config import ModelConfig
+    from radixrt.planning.cards import Card
+    from radixrt.planning.limits import RunLimits
+    from radixrt.workloads.bound import ModelShape
+
+_EXAMPLE = """\
+example:
+  radixrt plan questions.jsonl --model Qwen/Qwen3-0.6B --max-new-tokens 32
+  radixrt plan questions.jsonl --html plan.html
+
+Nothing is run, and no weights are read: of the model only its tokenizer and its config.json are wanted. Hits
+and time are those of a run in the planned order with the options given here; time is that of --card, from what
+the engine took over the physical bound in docs/benchmarks.md. Answers are expected to have max_new_tokens, unless
+--mean-new-tokens says that they end earlier.
+"""
+
+_OPTIONS = (
+    Option("model", "Hugging Face folder or hub id (the small built-in model)", "FOLDER_OR_ID"),
+    Option("max_total_tokens", "tokens that the KV pool holds (what the card has room for)", "N", int),
+    Option("max_running_requests", "most requests in a pass (512)", "N", int),
+    Option("chunked_prefill_size", "most prompt tokens in a pass (16384)", "N", int),
+    Option("mean_new_tokens", "expected tokens of an answer, at most its max_new_tokens", "N", int),
+)
+
+
+def add_plan_command(commands: Any) -> None:
+    """Add `plan` to the subparsers of `radixrt`."""
+    parser = add_command(
+        commands,
+        "plan",
+        usage="FILE [options]",
+        help="what a file of prompts shares, and what running it will bring",
+        description="Plan a file of prompts (JSON lines, as for `radixrt batch`) without running it.",
+        epilog=_EXAMPLE,
+        run=_plan,
+    )
+    option = parser.add_argument_group("files").add_argument
+    option("input", metavar="FILE", help="JSON lines or parquet, one prompt each; - is standard input")
+    option("--html", type=Path, metavar="FILE", help="write the plan as a page that folds and unfolds")
+    option("--prefixes", type=int, default=20, metavar="N", help="shared prefixes that are shown (20)")
+    add_options(parser, "the run", _OPTIONS)
+    card = parser.add_argument_group("the card").add_argument
+    card("--card", default="h200", metavar="NAME", help="h200, which is measured (h200)")
+    card("--bandwidth", type=float, metavar="BYTES/S", help="of another card's memory, such as 2.0e12")
+    card("--flops", type=float, metavar="OPS/S", help="its dense products of the dtype, such as 250e12")
+    card("--memory-gb", type=float, metavar="GB", help="its memory, in gigabytes (10^9 bytes)")
+    add_options(parser, "sampling parameters of lines that give none", SAMPLING)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    import tempfile
+
+    import numpy as np
+    from rich.console import Console
+
+    from radixrt.batch.line_format import LineParser
+    from radixrt.batch.prescan import prescan
+    from radixrt.batch.source import place_name, read_lines
+    from radixrt.builtin import MODEL_PATH
+    from radixrt.planning.batch_plan import plan_batch
+    from radixrt.planning.cards import find_card
+    from radixrt.planning.plan_page import plan_page
+    from radixrt.planning.plan_view import print_plan
+    from radixrt.request_builder import builder_without_weights
+
+    if arguments.prefixes < 0:
+        raise ParameterError(f"prefixes is {arguments.prefixes}; it must be at least 0")
+    card = find_card(arguments.card, arguments.bandwidth, arguments.flops, arguments.memory_gb)
+    defaults = sampling_params(arguments)
+    source = getattr(arguments, "model", MODEL_PATH)
+    builder = builder_without_weights(source)
+    shape, tokenizer = _shape(builder.config), builder.tokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        scan = prescan(
+            read_lines(arguments.input),
+            Path(folder),
+            parser=LineParser(defaults),
+            tokenizer=builder.tokenizer,
+            check=lambda prompt, params, line: builder.build(prompt, params, index=line),
+        )
+        if scan.problems:
+            print(f"radixrt: {scan.summary()}", file=sys.stderr)
+        new_tokens = (scan.new_tokens.astype(np.int64) * scan.num_answers)[~scan.is_bad]
+        if hasattr(arguments, "mean_new_tokens"):
+            new_tokens = new_tokens.clip(max=max(1, arguments.mean_new_tokens))
+        store = scan.tokens.without_empty()
+        plan = plan_batch(store, new_tokens)
+        limits = _limits(arguments, card, shape)
+        if plan.longest_request > limits.pool_tokens:
+            raise ParameterError(
+                f"the longest request needs {plan.longest_request:,} tokens, but the pool holds "
+                f"{limits.pool_tokens:,}: raise --max-total-tokens"
+            )
+        expectation = plan.expect(limits, shape, card.speed)
+        told: dict[str, Any] = {
+            "expectation": expectation,
+            "kv_bytes": shape.kv_bytes,
+        }
+        if tokenizer is not None:
+            told["show"] = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
+        console = Console(highlight=False)
+        print_plan(plan, console, most_prefixes=arguments.prefixes, **told)
+        if arguments.html is not None:
+            page = plan_page(plan, title=place_name(arguments.input, "input"), **told)
+            try:
+                arguments.html.write_text(page, encoding="utf-8", errors="backslashreplace")
+            except OSError as error:
+                raise BatchFileError(f"cannot write {arguments.html}: {error.strerror or error}") from error
+    return DONE
+
+
+def _shape(config: ModelConfig) -> ModelShape:
+    """The sizes of a model that decide what a token costs. Of experts, those count that a token goes through."""
+    from radixrt.models.mixtral import MixtureConfig
+    from radixrt.workloads.bound import ModelShape
+
+    size = config.intermediate_size
+    if isinstance(config, MixtureConfig):
+        size = config.top_k * config.expert_size
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        bytes_per_value=config.dtype.itemsize,
+    )
+
+
+def _limits(arguments: argparse.Namespace, card: Card, shape: ModelShape) -> RunLimits:
+    from radixrt.planning.limits import RunLimits
+
+    names = ("max_running_requests", "chunked_prefill_size")
+    given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    pool = getattr(arguments, "max_total_tokens", None)
+    return RunLimits(card.pool_tokens(shape) if pool is None else pool, **given)

@@ -1,0 +1,284 @@
+"""A model of a run over a cache of limited size: one step a request, where the engine takes many passes.
+
+The tree is that of the prompts, known beforehand, so that no tokens are compared. What is modelled: admission in
+order, as long as budget, requests and memory that is not promised to others last; followers that wait for their
+leader; prefixes that are locked while requests run on them; the least recently used leaf evicted, its tail first;
+answers that grow with time, and stay as leaves or go with all that nobody needs. What is not: that others are
+admitted while a follower waits, and that a long prompt is published chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from radixrt.planning.limits import RunLimits
+from radixrt.planning.prefix_order import Int32Array, Int64Array, PrefixOrder
+from radixrt.planning.prefix_tree import PrefixTree
+
+UNTIL_PUBLISHED = 2  # passes after the one that computes a prefix until others can be admitted that begin with it
+UNTIL_FREE = 3  # passes after a request's last one until its memory can be had: two, for one is planned ahead
+
+Float64Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What runs in a run, in stretches during which that stays the same, but for the answers' growth.
+
+    Attributes:
+        passes: `[S]` float64, passes of each stretch.
+        running: `[S]` float64, requests that run.
+        distinct_tokens: `[S]` float64, tokens of KV that they read in a pass on average, what they share counted
+            once.
+        context_tokens: `[S]` float64, the same with what they share counted for each.
+    """
+
+    passes: Float64Array
+    running: Float64Array
+    distinct_tokens: Float64Array
+    context_tokens: Float64Array
+
+
+@dataclass(frozen=True)
+class ModelledRun:
+    """What a run is expected to do.
+
+    Attributes:
+        prompt_tokens, cached_tokens: of all prompts, and those of them that are found in the cache.
+        timeline: what runs, and for how long.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    timeline: Timeline
+
+    @property
+    def hit_rate(self) -> float:
+        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def model_run(
+    order: PrefixOrder,
+    tree: PrefixTree,
+    lengths: Int64Array,
+    new_tokens: Int64Array,
+    run: Int64Array,
+    limits: RunLimits,
+    keep: Int32Array | None = None,
+) -> ModelledRun:
+    """Model a run of N prompts, first come, first served.
+
+    Args:
+        order: of the prompts, in lexicographic order.
+        tree: of that order.
+        lengths: tokens of each prompt by its number, at least one.
+        new_tokens: tokens of each answer, at least one.
+        run: `[N]` the numbers of the prompts in the order in which they run.
+        limits: what the run has.
+        keep: `[N]` leading tokens of the prompt at each place of `run` that later ones need; None: nobody knows.
+    """
+    place = np.zeros(len(lengths), dtype=np.int64)
+    place[order.order] = np.arange(len(order.order))
+    above = tree.leaf_parent[place[run]]
+    model = _Model(tree, limits)
+    for prompt in zip(
+        above.tolist(),
+        lengths[run].tolist(),
+        (lengths[run] - tree.depth[above]).tolist(),
+        (new_tokens[run] - 1).tolist(),
+        [None] * len(run) if keep is None else keep.tolist(),
+        strict=True,
+    ):
+        model.run(*prompt)
+    model.finish()
+    timeline = np.array(model.stretches, dtype=np.float64).reshape(-1, 4).T
+    return ModelledRun(int(lengths[run].sum()), model.cached_tokens, Timeline(*timeline))
+
+
+class _Model:
+    """Nodes of the tree have their numbers; the leaf that a request leaves behind gets the next one."""
+
+    def __init__(self, tree: PrefixTree, limits: RunLimits) -> None:
+        self.parent: list[int] = tree.parent.tolist()
+        self.size: list[int] = tree.num_tokens.tolist()
+        self.depth: list[int] = tree.depth.tolist()
+        self.have = [0] * len(tree)  # of the tokens of a node, the first ones are cached
+        self.locks = [0] * len(tree)
+        self.children = [0] * len(tree)  # that are cached
+        self.last_access = [0] * len(tree)
+        self.ready = [0] * len(tree)  # the pass in which others find a node that somebody computes
+        self.locks[0] = 1  # the root is never evicted
+        self.evictable: list[tuple[int, int]] = []  # a heap of (last access, node), some of them outdated
+        self.clock = 0
+        self.capacity, self.budget = limits.pool_tokens, limits.chunked_prefill_size
+        self.max_running = limits.max_running_requests
+        self.cached_tokens = 0  # found by requests
+        self.cached = 0  # tokens that nodes have
+        self.locked = 0  # of nodes
+        self.own = 0  # tokens of running prompts that are no node's, as far as they have slots
+        self.starting: list[tuple[int, int]] = []  # when those of the others get theirs, and how many: a heap
+        self.promised = 0  # tokens that running requests will have beside those of nodes
+        self.context = 0  # tokens of running prompts
+        self.now = 0  # pass
+        self.spent = 0  # of its budget
+        self.sum_of_starts = 0  # of decoding, of what runs
+        self.running: list[tuple[int, int, int, int, int, int, int | None]] = []  # a heap by end
+        self.active: list[int] = []  # when the running requests will have launched all they compute: a heap
+        self.last_launch = 0  # and the last of them
+        self.stretches: list[tuple[float, int, float, float]] = []
+
+    def run(self, above: int, length: int, own: int, growth: int, keep: int | None) -> None:
+        """Admit a request as soon as it fits: its deepest node, its tokens, those that are no node's, its answer's
+        tokens that are cached, and how many leading tokens later ones need.
+        """
+        if self.spent >= self.budget:
+            self._pass_time(self.now + self.spent // self.budget, self.spent % self.budget)
+        self._end_until(self.now)
+        while self.running and not self._fits(above, own + growth):
+            self._wait_for_memory()
+        while len(self.active) >= self.max_running:
+            self._end_until(self.active[0])
+        path = self._path(above)
+        found = 0
+        for node in path:
+            found += self.have[node]
+            if self.have[node] < self.size[node]:
+                break
+        found = min(found, length - 1)
+        self.cached_tokens += found
+        self.spent += length - found
+        start = self.now + (self.spent - 1) // self.budget
+        self.clock += 1
+        for node in path:
+            if not self.locks[node]:
+                self.locked += self.size[node]
+            self.locks[node] += 1
+            self.last_access[node] = self.clock
+            if not self.have[node]:
+                self.children[self.parent[node]] += 1
+            self.cached += self.size[node] - self.have[node]
+            if self.have[node] == self.size[node]:
+                start = max(start, self.ready[node])  # it waits for its leader
+            else:
+                self.have[node] = self.size[node]
+                self.ready[node] = start + UNTIL_PUBLISHED
+        heapq.heappush(self.starting, (start, own))
+        self.promised += own + growth
+        self.context += length
+        self.sum_of_starts += start
+        heapq.heappush(self.active, start + growth + 1)
+        self.last_launch = max(self.last_launch, start + growth + 1)
+        heapq.heappush(self.running, (start + growth + UNTIL_FREE, above, length, own, growth, start, keep))
+        self._evict()
+
+    def finish(self) -> None:
+        """Let all that runs come to its end."""
+        while self.running:
+            self._wait_for_memory()
+
+    def _wait_for_memory(self) -> None:
+        """Until a request ends; or, where nothing has anything left to launch, until all have ended."""
+        end = self.running[0][0]
+        if self.last_launch >= end:
+            self._end_until(end)
+            return
+        self._end_until(max(self.now, self.last_launch))
+        while self.running:
+            self._end(*heapq.heappop(self.running)[1:])
+
+    def _path(self, node: int) -> list[int]:
+        """The nodes from below the root down to `node`."""
+        path = []
+        while node > 0:
+            path.append(node)
+            node = self.parent[node]
+        return path[::-1]
+
+    def _fits(self, above: int, rest: int) -> bool:
+        needed = self.locked + self.promised + rest
+        node = above
+        while not self.locks[node]:
+            needed += self.size[node]
+            node = self.parent[node]
+        return needed <= self.capacity
+
+    def _pass_time(self, now: int, spent: int = 0) -> None:
+        passes = now - self.now
+        count = len(self.running)
+        if passes > 0 and count:
+            growth = max(0.0, count * (self.now + now) / 2 - self.sum_of_starts)
+            self.stretches.append((passes, count, self.locked + self.own + growth, self.context + growth))
+        self.now, self.spent = now, spent
+        self._evict()
+
+    def _end_until(self, now: int) -> None:
+        if now > self.now:
+            self._pass_time(now)
+        while self.active and self.active[0] <= now:
+            heapq.heappop(self.active)
+        while self.running and self.running[0][0] <= now:
+            self._end(*heapq.heappop(self.running)[1:])
+
+    def _end(self, above: int, length: int, own: int, growth: int, start: int, keep: int | None) -> None:
+        self.own -= own
+        self.promised -= own + growth
+        self.context -= length
+        self.sum_of_starts -= start
+        self.clock += 1
+        if keep is None and own + growth:
+            self._leave_leaf(above, own + growth)
+        node = above
+        while node > 0:
+            self.last_access[node] = self.clock
+            self.locks[node] -= 1
+            if not self.locks[node]:
+                self.locked -= self.size[node]
+                if not self.children[node]:
+                    if keep is not None and self.depth[node] > keep:
+                        self._shrink(node, min(self.size[node], self.depth[node] - keep))
+                    if self.have[node]:
+                        heapq.heappush(self.evictable, (self.clock, node))
+            node = self.parent[node]
+
+    def _leave_leaf(self, above: int, size: int) -> None:
+        heapq.heappush(self.evictable, (self.clock, len(self.have)))
+        self.parent.append(above)
+        self.have.append(size)
+        self.locks.append(0)
+        self.children.append(0)
+        self.last_access.append(self.clock)
+        self.children[above] += 1
+        self.cached += size
+
+    def _shrink(self, node: int, by: int) -> None:
+        self.have[node] -= by
+        self.cached -= by
+        if not self.have[node]:
+            self.children[self.parent[node]] -= 1
+
+    def _evict(self) -> None:
+        """Evict what is too much: the tails of the leaves that were used longest ago."""
+        while self.starting and self.starting[0][0] <= self.now:
+            self.own += heapq.heappop(self.starting)[1]
+        growth = max(0, len(self.running) * self.now - self.sum_of_starts)
+        over = self.cached + self.own + growth - self.capacity
+        while over > 0 and self.evictable:
+            last_access, node = self.evictable[0]
+            if self.locks[node] or self.children[node] or not self.have[node]:
+                heapq.heappop(self.evictable)
+            elif last_access != self.last_access[node]:
+                heapq.heapreplace(self.evictable, (self.last_access[node], node))
+            else:
+                by = min(over, self.have[node])
+                self._shrink(node, by)
+                over -= by
+                if not self.have[node]:
+                    heapq.heappop(self.evictable)
+                    above = self.parent[node]
+                    if not self.locks[above] and not self.children[above]:
+                        heapq.heappush(self.evictable, (self.last_access[above], above))

@@ -1,0 +1,185 @@
+"""Sharing that something small near the start of prompts ruins: a timestamp, a counter, a name. Numpy only.
+
+Below a node of the tree prompts go different ways. Where many of them come upon the same run of tokens soon after
+that, and at different places of the tree, what lies between is what keeps them apart. How much would be shared
+without it is counted, not guessed: the prompts' rests are sorted like prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from radixrt.batch.token_store import TokenStore
+from radixrt.planning.prefix_order import BoolArray, Int64Array, PrefixOrder, prefix_order
+from radixrt.planning.prefix_tree import PrefixTree
+
+RUN = 16  # tokens in a row that prompts have to agree in
+REACH = 48  # tokens that may differ before it
+SAMPLED = 512  # prompts of a node that are looked at first
+FEWEST = 4  # ways by which prompts come upon the run
+SEARCHES = 512  # the nodes with the most tokens below them are searched
+LEAST_REST = 64  # tokens that a way must have in common with others after what differs
+LEAST_SHARE = 0.01  # of all prompt tokens: what is less is not worth telling
+ROWS = 1 << 12  # prompts that are searched at once
+
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class Hint:
+    """Prompts that differ in a few tokens and agree after them.
+
+    Attributes:
+        prompts: `[n]` int64, their numbers.
+        position: tokens that all of them begin with; what differs comes next.
+        differing: `[n]` int64, how many tokens of each differ.
+        tokens: how many more of their tokens would be shared if these came last.
+    """
+
+    prompts: Int64Array
+    position: int
+    differing: Int64Array
+    tokens: int
+
+
+def find_hints(store: TokenStore, order: PrefixOrder, tree: PrefixTree) -> list[Hint]:
+    """What ruins sharing, the worst first; nothing unless all together would save LEAST_SHARE of the tokens."""
+    hints = sorted(_Search(store, order, tree).hints(), key=lambda hint: -hint.tokens)
+    enough = LEAST_SHARE * int((store.offsets[order.order + 1] - store.offsets[order.order]).sum())
+    return hints if sum(hint.tokens for hint in hints) >= max(1, enough) else []
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Places whose prompts hold a run, and where in their window it begins."""
+
+    places: Int64Array
+    at: Int64Array
+
+
+class _Search:
+    def __init__(self, store: TokenStore, order: PrefixOrder, tree: PrefixTree) -> None:
+        self._store = store
+        self._tree = tree
+        self._order = order.order
+        self._starts = store.offsets[order.order]
+        self._ends = store.offsets[order.order + 1]
+        self._shared = order.shared
+        self._explained = np.zeros(len(order.order), dtype=bool)
+
+    def hints(self) -> list[Hint]:
+        """Those of each node as one: what differs is in the same place in all of them."""
+        tree, left = self._tree, SEARCHES
+        hints: dict[int, list[Hint]] = {}  # by the deepest node above all of their prompts
+        distinct = np.concatenate([[0], np.cumsum(self._ends - self._starts - self._shared)])
+        below = distinct[tree.end] - distinct[np.minimum(tree.begin + 1, len(distinct) - 1)]
+        largest = np.argsort(-below, kind="stable")[:SEARCHES]
+        for node in np.sort(largest).tolist():  # parents first
+            depth = int(tree.depth[node])
+            while left > 0:
+                left -= 1
+                places = np.flatnonzero(~self._explained[tree.begin[node] : tree.end[node]]) + tree.begin[node]
+                run = self._common_run(places, depth)
+                if run is None:
+                    break
+                found = self._find(places, depth, run)
+                self._explained[found.places] = True
+                hint = self._hint(found, depth)
+                if hint is not None:
+                    hints.setdefault(self._node_above(found.places), []).append(hint)
+        return [_united(found) for found in hints.values()]
+
+    def _node_above(self, places: Int64Array) -> int:
+        """The deepest node above all of some ascending places."""
+        node = int(self._tree.leaf_parent[places[0]])
+        while self._tree.end[node] <= places[-1]:
+            node = int(self._tree.parent[node])
+        return node
+
+    def _common_run(self, places: Int64Array, depth: int) -> np.uint64 | None:
+        """The hash of the run upon which the most ways lead, if there are some."""
+        if len(places) < FEWEST:
+            return None
+        places = places[np.unique(np.linspace(0, len(places) - 1, SAMPLED).astype(np.int64))]
+        hashes, is_run = self._hashes(places, depth)
+        row, at = np.nonzero(is_run)
+        if not len(row):
+            return None
+        run = hashes[row, at]
+        ranks = np.lexsort((at, row, run))
+        row, at, run = row[ranks], at[ranks], run[ranks]
+        is_first = np.append(True, (run[1:] != run[:-1]) | (row[1:] != row[:-1]))  # of its row
+        row, at, run = row[is_first], at[is_first], run[is_first]
+        # Another way parts from that of the row before, of those with this run, before the run begins.
+        is_same = run[1:] == run[:-1]
+        common = _least_between_all(_least_between(self._shared, places))
+        is_other_way = is_same & (common[row[:-1], row[1:]] < depth + at[1:])
+        begins = np.flatnonzero(np.append(True, ~is_same))
+        ways = 1 + np.add.reduceat(np.append(False, is_other_way), begins, dtype=np.int64)
+        mean_at = np.add.reduceat(at, begins) / np.diff(np.append(begins, len(run)))
+        best = np.lexsort((mean_at, -ways))[0]
+        return np.uint64(run[begins[best]]) if ways[best] >= FEWEST else None
+
+    def _find(self, places: Int64Array, depth: int, run: np.uint64) -> _Found:
+        """All of the places whose prompts come upon the run."""
+        found, where = [], []
+        for first in range(0, len(places), ROWS):
+            part = places[first : first + ROWS]
+            hashes, is_run = self._hashes(part, depth)
+            is_here = is_run & (hashes == run)
+            has_it = is_here.any(axis=1)
+            found.append(part[has_it])
+            where.append(is_here[has_it].argmax(axis=1))
+        return _Found(np.concatenate(found), np.concatenate(where))
+
+    def _hint(self, found: _Found, depth: int) -> Hint | None:
+        places, at = found.places, found.at
+        starts = self._starts[places] + depth + at
+        rests = prefix_order(self._store.tokens, starts, self._ends[places], self._store.forget)
+        common = _least_between(self._shared, places)
+        already = np.maximum(0, common - depth - at[1:])
+        ways = 1 + int((common < depth + at[1:]).sum())
+        more = int(rests.shared.sum()) - int(already.sum())
+        if ways < FEWEST or more < LEAST_REST * (ways - 1):
+            return None
+        position = int(common.min())
+        return Hint(self._order[places], position, at + depth - position, more)
+
+    def _hashes(self, places: Int64Array, depth: int) -> tuple[npt.NDArray[np.uint64], BoolArray]:
+        """Hashes `[R, REACH]` of the runs that begin at each token from `depth` on; which of them are there."""
+        at = self._starts[places, None] + depth + np.arange(REACH + RUN - 1)
+        is_there = at < self._ends[places, None]
+        tokens = np.zeros(at.shape, dtype=np.uint64)
+        tokens[is_there] = self._store.tokens[at[is_there]]
+        hashes = np.zeros((len(places), REACH), dtype=np.uint64)
+        for k in range(RUN):
+            hashes = hashes * _BASE + tokens[:, k : k + REACH] + np.uint64(1)
+        return hashes, is_there[:, RUN - 1 :]
+
+
+def _united(hints: list[Hint]) -> Hint:
+    """Several of the same position as one."""
+    return Hint(
+        np.concatenate([hint.prompts for hint in hints]),
+        hints[0].position,
+        np.concatenate([hint.differing for hint in hints]),
+        sum(hint.tokens for hint in hints),
+    )
+
+
+def _least_between_all(common: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """What neighbours share `[n - 1]` -> what the i-th and the j-th do, i < j: `[n, n]`."""
+    least = np.zeros((len(common) + 1, len(common) + 1), dtype=np.int32)
+    for i in range(len(common)):
+        least[i, i + 1 :] = np.minimum.accumulate(common[i:])
+    return least
+
+
+def _least_between(shared: npt.NDArray[np.int32], places: Int64Array) -> npt.NDArray[np.int32]:
+    """What the prompts at neighbouring ones of some ascending `places` `[n]` share, `[n - 1]`."""
+    if len(places) < 2:
+        return np.zeros(0, dtype=np.int32)
+    return np.minimum.reduceat(shared[: places[-1] + 1], places[:-1] + 1)

@@ -1,0 +1,82 @@
+"""The largest shared prefixes of a plan, as a tree that people can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from radixrt.planning.batch_plan import BatchPlan
+from radixrt.planning.prefix_order import Int32Array
+
+Show = Callable[[Int32Array], str]  # token ids `[n]` -> text
+
+
+@dataclass
+class Prefix:
+    """A shared prefix, less what the one above it in the outline has.
+
+    Attributes:
+        tokens: `[n]` int32.
+        prompts: that begin with it.
+        ways: in which these go on.
+        saved_tokens: that need not be computed since `tokens` are shared.
+        children: the shared prefixes below it that are in the outline, those that save most first.
+        others: shared prefixes below it that are not, and below none of the children.
+    """
+
+    tokens: Int32Array
+    prompts: int
+    ways: int
+    saved_tokens: int
+    children: list[Prefix] = field(default_factory=list)
+    others: int = 0
+
+
+def outline(plan: BatchPlan, most: int) -> Prefix:
+    """The `most` shared prefixes that save the most tokens, below the empty one that all prompts begin with."""
+    tree = plan.tree
+    saved, prompts, ways = tree.saved_tokens, tree.num_sequences, tree.fan_out
+    largest = np.argsort(-saved, kind="stable")[:most]
+    chosen = {int(node) for node in largest if saved[node] > 0} | {0}
+    listed: dict[int, Prefix] = {}
+    above: list[int] = []  # the nearest chosen node at or above each
+    for node, parent in enumerate(tree.parent.tolist()):
+        if node not in chosen:
+            above.append(above[parent])
+            listed[above[parent]].others += 1
+            continue
+        above.append(node)
+        start = 0 if parent < 0 else int(tree.depth[above[parent]])
+        end = int(tree.depth[node])
+        tokens = plan.store[int(plan.order.order[tree.begin[node]])][start:end] if end else _NO_TOKENS
+        below = int(prompts[node])
+        listed[node] = Prefix(tokens, below, int(ways[node]), len(tokens) * max(0, below - 1))
+        if parent >= 0:
+            listed[above[parent]].children.append(listed[node])
+    for prefix in listed.values():
+        prefix.children.sort(key=lambda child: -child.saved_tokens)
+    return listed[0]
+
+
+def shortened(tokens: Int32Array, show: Show, most_tokens: int, most_characters: int) -> str:
+    """The beginning of a text in one line; dots stand for what is left out."""
+    shown = show(tokens[:most_tokens])
+    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in shown)
+    if len(tokens) <= most_tokens and len(text) <= most_characters:
+        return text
+    return text[: most_characters - 3] + "..."
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def as_ids(tokens: Int32Array) -> str:
+    """Token ids as text, where there is no tokenizer."""
+    return " ".join(map(str, tokens.tolist()))
+
+
+_NO_TOKENS = np.zeros(0, dtype=np.int32)

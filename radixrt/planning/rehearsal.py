@@ -1,0 +1,129 @@
+"""A run without a model: the real scheduler and cache, and a runner that computes nothing.
+
+All that decides about hits is real, so they are those of a run whose answers have the expected lengths. No more
+requests exist at a time than the scheduler looks at.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from memory_pool.kv_transfers import KVTransfer
+from memory_pool.req_to_token_pool import ReqToTokenPool
+from memory_pool.slot_allocator import SlotAllocator
+from radixrt.batch.token_store import TokenStore
+from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.engine import Engine
+from radixrt.planning.limits import RunLimits
+from radixrt.planning.prefix_order import Int32Array, Int64Array
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.schedule.policy import RANKED, SchedulePolicy
+from radixrt.schedule.request import Request
+from radixrt.schedule.scheduler import Scheduler
+
+SUBMITTED_AT_ONCE = 2048  # requests, whenever fewer wait than the scheduler looks at
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a run would do.
+
+    Attributes:
+        prompt_tokens, cached_tokens: of all prompts, and those of them that are found in the cache.
+        recomputed_tokens: tokens that are computed again after a retraction.
+        passes: passes that it takes.
+        most_running: the most requests that run at once.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    recomputed_tokens: int
+    passes: int
+    most_running: int
+
+    @property
+    def hit_rate(self) -> float:
+        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def rehearse(
+    store: TokenStore,
+    order: Int64Array,
+    new_tokens: Int64Array,
+    limits: RunLimits,
+    keep: Int32Array | None = None,
+) -> Rehearsal:
+    """Run the prompts of a store first come, first served, in the given order.
+
+    Args:
+        order: `[N]` numbers of prompts, none of them empty.
+        new_tokens: `[len(store)]` tokens of each prompt's answer, by its number.
+        keep: `[N]` leading tokens of the prompt at each place that prompts after it need; None: nobody knows.
+
+    Raises:
+        ValueError: a request does not fit in the pool.
+    """
+    lengths = store.lengths
+    longest = int((lengths[order] + new_tokens[order]).max(initial=1))
+    max_running = limits.max_running_requests
+    cache = PrefixCache(
+        ReqToTokenPool(max_running + max_running // 2 + 1, longest), SlotAllocator(limits.pool_tokens + 1)
+    )
+    scheduler = Scheduler(
+        cache,
+        max_running_requests=max_running,
+        chunked_prefill_size=limits.chunked_prefill_size,
+        policy=SchedulePolicy.FCFS,
+    )
+    engine = Engine(scheduler, _NoModel())
+    batches = _requests(store, order, new_tokens, keep)
+    passes = most_running = 0
+    while True:
+        if len(scheduler.waiting) < RANKED:
+            engine.submit_all(next(batches, ()))
+        if not engine.has_work:
+            break
+        engine.step()
+        passes = cache.passes_launched
+        most_running = max(most_running, len(scheduler.running))
+    return Rehearsal(cache.prompt_tokens, cache.cached_tokens, cache.recomputed_tokens, passes, most_running)
+
+
+def _requests(
+    store: TokenStore, order: Int64Array, new_tokens: Int64Array, keep: Int32Array | None
+) -> Iterator[list[Request]]:
+    params = SamplingParams()
+    for first in range(0, len(order), SUBMITTED_AT_ONCE):
+        places = range(first, min(first + SUBMITTED_AT_ONCE, len(order)))
+        yield [
+            Request(
+                index=place,
+                prompt_ids=store[order[place]],
+                params=params,
+                max_new_tokens=int(new_tokens[order[place]]),
+                seed=0,
+                keep=None if keep is None else int(keep[place]),
+            )
+            for place in places
+        ]
+
+
+class _NoModel:
+    """Samples token 0 whenever a token is wanted; no request ends with it."""
+
+    def transfer(self, transfers: deque[KVTransfer]) -> None:
+        transfers.clear()
+
+    def launch(self, batch: ScheduleBatch) -> ScheduleBatch:
+        return batch
+
+    def collect(self, handle: object) -> PassResult:
+        assert isinstance(handle, ScheduleBatch)  # what `launch` returned
+        tokens = np.zeros(int(handle.num_samples.sum()), dtype=np.int32)
+        return PassResult(tokens, np.ones(len(handle.requests), dtype=bool))

@@ -1,0 +1,88 @@
+"""What a run will cost on a card: operations, bytes, and the seconds between which it should take. Numpy only.
+
+The least time is the bound of `radixrt.workloads.bound`, for no more requests at once than the run's limits allow:
+every computed token once through the layers with its causal attention, and every decode step the larger of its
+bytes over bandwidth and its operations over speed, distinct KV read once. No engine is as fast as that; the range
+comes from what this one took of it in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixrt.planning.cache_model import ModelledRun
+from radixrt.planning.prefix_order import Int32Array, Int64Array
+from radixrt.workloads.bound import DeviceSpeed, ModelShape
+
+# What was measured over the bound, for five lists at two shapes (docs/benchmarks.md, "What stands").
+QUICKEST, SLOWEST = 1.2, 2.7
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a run, and the least seconds that it takes.
+
+    Attributes:
+        computed_tokens: prompt tokens that go through the layers.
+        generated_tokens: tokens of all answers.
+        decode_steps: passes in which requests decode.
+        prefill_seconds, decode_seconds: what no engine can beat.
+    """
+
+    computed_tokens: int
+    generated_tokens: int
+    decode_steps: int
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def least_seconds(self) -> float:
+        """What no engine can beat."""
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def expected_seconds(self) -> tuple[float, float]:
+        """Between which this engine should be, going by what it took of the bound before."""
+        return QUICKEST * self.least_seconds, SLOWEST * self.least_seconds
+
+
+def expected_work(
+    run: ModelledRun,
+    lengths: Int64Array,
+    shared: Int32Array,
+    new_tokens: Int64Array,
+    shape: ModelShape,
+    speed: DeviceSpeed,
+) -> Work:
+    """The work of N prompts in the order of their run.
+
+    Args:
+        run: what is expected of the run.
+        lengths: `[N]` tokens of each prompt.
+        shared: `[N]` leading tokens that it shares with the one before it.
+        new_tokens: `[N]` tokens of its answer.
+        shape: of the model.
+        speed: of the card.
+    """
+    own = (lengths - shared).astype(np.float64)
+    attended = float((own * shared + own * (own + 1) / 2).sum())
+    computed = run.prompt_tokens - run.cached_tokens
+    prefill_ops = (
+        2.0 * shape.layer_weights * computed
+        + 2.0 * shape.head_weights * len(lengths)
+        + shape.attention_ops * attended
+    )
+    line = run.timeline
+    weights = shape.layer_weights + shape.head_weights
+    step_bytes = weights * shape.bytes_per_value + line.distinct_tokens * shape.kv_bytes
+    step_ops = 2 * weights * line.running + shape.attention_ops * line.context_tokens
+    seconds = line.passes * np.maximum(step_bytes / speed.bandwidth, step_ops / speed.flops)
+    return Work(
+        computed_tokens=computed,
+        generated_tokens=int(new_tokens.sum()),
+        decode_steps=int(line.passes.sum()),
+        prefill_seconds=prefill_ops / speed.flops,
+        decode_seconds=float(seconds.sum()),
+    )
