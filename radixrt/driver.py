@@ -82,14 +82,18 @@ class Driver:
             finally:
                 self._working = False
 
-    def submit(self, requests: Iterable[Request], call: Call) -> None:
-        """Queue requests as part of a call. Raises ParameterError if one of its names is taken."""
+    def submit(self, requests: Iterable[Request], call: Call, *, in_order: bool = False) -> None:
+        """Queue requests as part of a call, to be served `in_order`, or as the policy says.
+
+        Raises:
+            ParameterError: one of its names is taken.
+        """
         requests = list(requests)
         with self._alone(), uninterrupted():
             named = {call.names[r.index]: r for r in requests if r.index in call.names}
             for name in named.keys() & self._named.keys():
                 raise ParameterError(f"request id {name!r} is that of another request that has not ended")
-            self._engine.submit_all(requests)
+            self._engine.submit_all(requests, in_order=in_order)
             self._named |= named
             for request in requests:
                 call.requests[request.id] = request

@@ -56,9 +56,9 @@ class Engine:
         """End a request, and the other answers to its prompt, at the next step."""
         self._aborts.append(request)
 
-    def submit_all(self, requests: Iterable[Request]) -> None:
-        """Queue requests that are known together, in the order that the policy wants them in."""
-        self.scheduler.submit_all(requests)
+    def submit_all(self, requests: Iterable[Request], *, in_order: bool = False) -> None:
+        """Queue requests that are known together, in the order that the policy wants them in, or as they are."""
+        self.scheduler.submit_all(requests, in_order=in_order)
 
     def check_whole(self) -> None:
         """Raise SchedulerError if a step has been cut in two."""

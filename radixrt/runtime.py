@@ -50,6 +50,7 @@ from radixrt.execution.weight_fingerprint import weight_fingerprint
 from radixrt.interrupt import uninterrupted
 from radixrt.models.loader import LoadFormat, load_model, reload_weights
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, ScoreOutput, StreamChunk
+from radixrt.planning.limits import RunLimits
 from radixrt.request_builder import (
     Params,
     Prompt,
@@ -135,6 +136,8 @@ class Runtime:
             mean; "auto" is kernels on a GPU where Triton is installed, else references.
 
     Attributes:
+        limits: tokens of the KV pool, requests that run at once, and prompt tokens of a pass.
+        reuses_prefixes: whether what prompts share is computed once.
         start_up: seconds that making this took: "weights", "memory" (running the largest pass, to know what it
             takes), "graphs", and "total" with all else.
 
@@ -261,6 +264,8 @@ class Runtime:
             enabled=enable_prefix_cache,
             force_miss=force_miss,
         )
+        self.reuses_prefixes = enable_prefix_cache and not force_miss
+        self.limits = RunLimits(slots, max_running_requests, chunked_prefill_size)
         self._scheduler = Scheduler(
             self._cache,
             max_running_requests=max_running_requests,
@@ -552,18 +557,23 @@ class Runtime:
         *,
         index: int = 0,
         tenant: str | None = None,
+        keep: int | None = None,
     ) -> Request:
         """Make a request for `submit`.
 
         Args:
             index: comes back in its output; with the Runtime's seed it also gives the request's own.
+            keep: leading tokens of the prompt that are wanted again: when it has ended, the rest of it leaves the
+                cache at once. None: all of it may be wanted.
 
         Raises:
             PromptError: the prompt cannot be run.
             ParameterError: its parameters ask for what this model does not have.
         """
         self._driver.check_open()
-        return self._requests.build(prompt, sampling_params, index=index, tenant=tenant)
+        request = self._requests.build(prompt, sampling_params, index=index, tenant=tenant)
+        request.keep = keep
+        return request
 
     def identity(self) -> dict[str, Any]:
         """What answers depend on besides prompts, parameters and seed: a hash of the weights, dtypes, rope and the
@@ -571,9 +581,12 @@ class Runtime:
         """
         return self._driver.while_idle(self._identity)
 
-    def submit(self, *requests: Request) -> None:
-        """Queue requests that `prepare` has made, best all that are known; `step` advances them."""
-        self._driver.submit(requests, self._loose)
+    def submit(self, *requests: Request, in_order: bool = False) -> None:
+        """Queue requests that `prepare` has made, best all that are known; `step` advances them.
+
+        `in_order`: they are served first come, first served, as they are given here, whatever the policy.
+        """
+        self._driver.submit(requests, self._loose, in_order=in_order)
 
     def step(self) -> list[RequestOutput]:
         """Advance all requests by one pass. Returns what has ended of those from `submit`, failed ones too."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from radixrt.errors import ParameterError, PromptError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, Usage
+from radixrt.planning.limits import RunLimits
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import is_chat
 from radixrt.text.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ class FakeRequest:
     index: int
     prompt_ids: npt.NDArray[np.int32]
     params: SamplingParams
+    keep: int | None = None
 
     @property
     def max_new_tokens(self) -> int:
@@ -46,6 +48,8 @@ class FakeRuntime:
         self.aborted: list[FakeRequest] = []
         self.tokenizer: Tokenizer | None = None
         self.seed = 0
+        self.limits = RunLimits(pool_tokens=100_000)
+        self.reuses_prefixes = True
         self.weights = "those"
 
     def __enter__(self) -> FakeRuntime:
@@ -67,6 +71,7 @@ class FakeRuntime:
         sampling_params: SamplingParams | None = None,
         *,
         index: int = 0,
+        keep: int | None = None,
     ) -> FakeRequest:
         if is_chat(prompt):
             prompt = "".join(message["content"] for message in prompt)
@@ -81,9 +86,9 @@ class FakeRuntime:
         params = sampling_params or SamplingParams()
         if any(token >= VOCAB_SIZE for token in params.stop_token_ids):
             raise ParameterError("stop_token_ids holds an id that the model does not have")
-        return FakeRequest(index, np.array(ids, dtype=np.int32), params)
+        return FakeRequest(index, np.array(ids, dtype=np.int32), params, keep)
 
-    def submit(self, *requests: FakeRequest) -> None:
+    def submit(self, *requests: FakeRequest, in_order: bool = False) -> None:
         self.running += requests
 
     def abort(self, request: FakeRequest) -> None:

@@ -176,7 +176,7 @@ def test_first_interrupt_keeps_what_is_finished(
 
     submitted: list[int] = []
     submit = runtime.submit
-    runtime.submit = lambda *requests: (submitted.extend(r.index for r in requests), submit(*requests))[1]  # type: ignore[method-assign]
+    runtime.submit = lambda *requests, **_: (submitted.extend(r.index for r in requests), submit(*requests))[1]  # type: ignore[method-assign]
     report = run_batch(runtime, *files)
     assert sorted(submitted) == [0, 2, 6, 7]
     assert (report.requests, report.written, report.errors, report.completion_tokens) == (8, 8, 1, 8)
@@ -271,7 +271,8 @@ def test_few_at_a_time(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
     most, prompts = [0], []
     submit = runtime.submit
 
-    def submitted(*requests: FakeRequest) -> None:
+    def submitted(*requests: FakeRequest, in_order: bool = False) -> None:
+        assert in_order
         submit(*requests)
         most.append(len(runtime.running))
         prompts.extend(request.prompt_ids.tolist() for request in requests)
@@ -388,7 +389,7 @@ def test_seeds_and_indices_are_those_of_a_list(files: tuple[Path, Path], monkeyp
     write(files[0], [good(0), b"", b"{", good(3)])
     runtime = FakeRuntime()
     submitted: list[int] = []
-    monkeypatch.setattr(runtime, "submit", lambda *requests: submitted.extend(r.index for r in requests))
+    monkeypatch.setattr(runtime, "submit", lambda *requests, **_: submitted.extend(r.index for r in requests))
     with pytest.raises(SchedulerError):
         run_batch(runtime, *files)
     assert submitted == [0, 3]

@@ -186,7 +186,7 @@ def test_many_requests_are_never_objects_at_once(monkeypatch: pytest.MonkeyPatch
     waiting: list[int] = []
     submit_all = Scheduler.submit_all
 
-    def watched(self: Scheduler, requests: list[Request]) -> None:
+    def watched(self: Scheduler, requests: list[Request], **_: object) -> None:
         submit_all(self, requests)
         waiting.append(len(self.waiting))
 

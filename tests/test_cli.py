@@ -114,7 +114,7 @@ def test_bad_lines_are_named_before_the_weights_are_loaded(
 
 def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(Recorder, "submit", lambda self, *requests: seen.extend(r.params for r in requests))
+    monkeypatch.setattr(Recorder, "submit", lambda self, *requests, **_: seen.extend(r.params for r in requests))
     options = shlex.split("""
         --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --max-new-tokens 4
         --model m --dtype float32 --device cpu --impl torch --load-format dummy --context-length 64 --seed 5

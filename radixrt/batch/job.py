@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +32,13 @@ from radixrt.batch.source import STANDARD, BadLine, read_lines
 from radixrt.errors import BatchFileError, ParameterError, PromptError, RadixrtError, SchedulerError
 from radixrt.interrupt import first_interrupt
 from radixrt.output import FinishReason, RequestOutput
-from radixrt.planning.prefix_order import prefix_order
-from radixrt.planning.prefix_tree import prefix_tree
-from radixrt.planning.run_order import run_order
+from radixrt.planning.batch_plan import plan_batch
+from radixrt.planning.limits import RunLimits
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.token_spelling import TokenSpelling
 from radixrt.text.tokenizer import Tokenizer
+
+Order = Literal["planned", "file"]
 
 AT_ONCE = 8192  # requests that a runtime knows of at most
 _LOG_INTERVAL = 30.0  # seconds between two states of the bar where stderr is not a terminal
@@ -68,6 +69,12 @@ class BatchRuntime(Protocol[R]):
     @property
     def seed(self) -> int: ...
 
+    @property
+    def limits(self) -> RunLimits: ...
+
+    @property
+    def reuses_prefixes(self) -> bool: ...
+
     def identity(self) -> Mapping[str, Any]: ...
 
     def prepare(
@@ -76,9 +83,10 @@ class BatchRuntime(Protocol[R]):
         sampling_params: SamplingParams | None = None,
         *,
         index: int = 0,
+        keep: int | None = None,
     ) -> R: ...
 
-    def submit(self, *requests: R) -> None: ...
+    def submit(self, *requests: R, in_order: bool = False) -> None: ...
 
     def step(self) -> list[RequestOutput]: ...
 
@@ -168,6 +176,10 @@ class Batch:
         overwrite: replace an existing output.
         restart: forget what an earlier run has left, whatever it was of.
         strict: run nothing if a line is bad.
+        order: in which prompts run: "planned", so that those that share a prefix follow one another, those with
+            the longest answers first; or "file", first come, first served: for comparison.
+        keep_cache: what the pool has room for stays cached when the batch has ended. Else what no prompt to come
+            begins with leaves the cache at once, if there is no room for all.
         progress: show bars on stderr; where that is not a terminal, they move every 30 seconds.
         created: Unix time in seconds that records in OpenAI's format bear; None: each that of its answer.
 
@@ -187,14 +199,19 @@ class Batch:
         overwrite: bool = False,
         restart: bool = False,
         strict: bool = False,
+        order: Order = "planned",
+        keep_cache: bool = False,
         progress: bool = False,
         created: int | None = None,
     ) -> None:
+        if order not in ("planned", "file"):
+            raise ParameterError(f"order is {order!r}; it must be 'planned' or 'file'")
         check_paths(input_path, output_path, overwrite=overwrite)
         self._input = input_path
         self._output = output_path if output_path == STANDARD else Path(output_path)
         self._defaults = SamplingParams() if default_params is None else default_params
         self._overwrite, self._restart, self._strict, self._progress = overwrite, restart, strict, progress
+        self._order, self._keep_cache = order, keep_cache
         self._created = created
         self._opened = contextlib.ExitStack()
         self._folder: RunFolder | None = None  # none for standard output
@@ -250,7 +267,15 @@ class Batch:
     def _run(self, runtime: BatchRuntime[R], interrupted: threading.Event) -> BatchReport:
         scan = self._scan
         assert scan is not None, "look comes first"
-        job = _Job(runtime, scan, interrupted, self._progress, self._created)
+        job = _Job(
+            runtime,
+            scan,
+            interrupted,
+            order=self._order,
+            keep_cache=self._keep_cache,
+            progress=self._progress,
+            created=self._created,
+        )
         if self._folder is None:
             with OrderedFile(STANDARD, overwrite=False) as output:
                 job.run(_Streamed(output))
@@ -333,12 +358,17 @@ class _Job(Generic[R]):
         runtime: BatchRuntime[R],
         scan: Prescan,
         interrupted: threading.Event,
+        *,
+        order: Order,
+        keep_cache: bool,
         progress: bool,
         created: int | None,
     ) -> None:
         self._runtime = runtime
         self._scan = scan
         self._interrupted = interrupted
+        self._order = order
+        self._keep_cache = keep_cache
         self._progress = progress
         self._created = created
         self._spelling = TokenSpelling(runtime.tokenizer)
@@ -346,6 +376,7 @@ class _Job(Generic[R]):
         self._left = len(scan)  # records to come
         self._unanswered: dict[int, _Unanswered[R]] = {}  # that run, by line
         self._best_hit_rate = self._seconds = 0.0
+        self._predicted_hit_rate: float | None = None
         self._errors = int(scan.is_bad.sum())
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
@@ -386,24 +417,28 @@ class _Job(Generic[R]):
         if self._left and not self._interrupted.is_set():
             raise SchedulerError(f"the runtime ended without an answer to {self._left} requests")
 
-    def _in_order(self, positions: npt.NDArray[np.int64]) -> Iterator[int]:
-        """The positions, those whose prompts share a prefix one after the other."""
-        tokens, new_tokens = self._scan.tokens, self._scan.new_tokens
-        starts, ends = tokens.offsets[positions], tokens.offsets[positions + 1]
-        order = prefix_order(tokens.tokens, starts, ends, tokens.forget)
-        planned = run_order(order, prefix_tree(order), ends - starts, new_tokens[positions].astype(np.int64))
-        lengths = (ends - starts)[planned.order]
-        # A prompt that is wholly cached computes its last token again.
-        self._best_hit_rate = float(np.minimum(planned.shared, lengths - 1).sum() / max(1, lengths.sum()))
-        return iter(positions[planned.order].tolist())
+    def _in_order(self, positions: npt.NDArray[np.int64]) -> Iterator[tuple[int, int | None]]:
+        """The positions as they are to run, each with the tokens of its prompt that are wanted again after it."""
+        scan, limits = self._scan, self._runtime.limits
+        plan = plan_batch(scan.tokens, scan.new_tokens.astype(np.int64) * scan.num_answers, positions)
+        self._best_hit_rate = plan.statistics.best_hit_rate
+        if self._order == "file":
+            return zip(positions.tolist(), itertools.repeat(None))
+        if self._runtime.reuses_prefixes and plan.longest_request <= limits.pool_tokens:
+            self._predicted_hit_rate = plan.predict(limits).hit_rate
+        if self._keep_cache or plan.most_tokens <= limits.pool_tokens:
+            return zip(plan.run.order.tolist(), itertools.repeat(None))
+        return zip(plan.run.order.tolist(), plan.keep.tolist(), strict=True)
 
-    def _submit(self, positions: list[int]) -> None:
+    def _submit(self, planned: list[tuple[int, int | None]]) -> None:
         scan, requests = self._scan, []
-        for position, line in zip(positions, scan.read(positions), strict=True):
+        lines = scan.read([position for position, _ in planned])
+        for (position, keep), line in zip(planned, lines, strict=True):
             assert isinstance(line, SoundLine)
             number = int(scan.lines[position])
             try:
-                request = self._runtime.prepare(scan.tokens[position], line.sampling_params, index=number)
+                tokens = scan.tokens[position]
+                request = self._runtime.prepare(tokens, line.sampling_params, index=number, keep=keep)
             except (PromptError, ParameterError) as error:  # such as one too long for the pool of KV
                 self._errors += 1
                 refused = LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", line.reply)
@@ -412,7 +447,7 @@ class _Job(Generic[R]):
             self._unanswered[number] = _Unanswered(position, request, line.reply)
             requests.append(request)
         if requests:
-            self._runtime.submit(*requests)
+            self._runtime.submit(*requests, in_order=True)
 
     def _rates(self, seconds: float) -> str:
         hit_rate = self._cached_tokens / max(1, self._prompt_tokens)
@@ -448,6 +483,7 @@ class _Job(Generic[R]):
             completion_tokens=self._completion_tokens,
             best_hit_rate=self._best_hit_rate,
             seconds=self._seconds,
+            predicted_hit_rate=self._predicted_hit_rate,
         )
         if not self.is_complete:
             raise BatchInterrupted(report)

@@ -22,6 +22,7 @@ class BatchReport:
         prompt_tokens, cached_tokens: tokens of the prompts, and those of them that were found in the cache.
         completion_tokens: generated tokens.
         best_hit_rate: the hit rate that no engine can exceed on these prompts, from an empty cache.
+        predicted_hit_rate: what the plan expected; None where it was not followed, or could not be.
         seconds: from the first request submitted to the last one finished; reading the input is not in it.
     """
 
@@ -34,6 +35,7 @@ class BatchReport:
     completion_tokens: int
     best_hit_rate: float
     seconds: float
+    predicted_hit_rate: float | None = None
 
     @classmethod
     def of_nothing(cls) -> BatchReport:

@@ -61,6 +61,12 @@ def add_batch_command(commands: Any) -> None:
     option("--overwrite", action="store_true", help="replace an output that exists")
     option("--restart", action="store_true", help="forget what an earlier run has left in OUTPUT.run")
     option("--strict", action="store_true", help="run nothing if a line is bad")
+    option(
+        "--order",
+        choices=("planned", "file"),
+        default="planned",
+        help="planned: those that share a prefix follow one another; file: as they stand (planned)",
+    )
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     add_options(parser, "sampling parameters of lines that give none", SAMPLING)
     add_runtime_options(parser)
@@ -83,6 +89,8 @@ def _batch(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
         restart=arguments.restart,
         strict=arguments.strict,
+        order=arguments.order,
+        keep_cache=hasattr(arguments, "save_cache"),
         progress=arguments.progress,
     ) as batch:
         # Before the weights are loaded: mistakes show within seconds.

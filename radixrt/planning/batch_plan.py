@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -70,7 +71,6 @@ class BatchPlan:
         tree: of that order.
         run: the order in which they run, with what each shares with the one before it.
         statistics: token counts; its best_hit_rate is the best possible one.
-        hints: what ruins sharing, the worst first.
     """
 
     store: TokenStore
@@ -79,7 +79,6 @@ class BatchPlan:
     tree: PrefixTree
     run: RunOrder
     statistics: TokenStatistics
-    hints: tuple[Hint, ...]
 
     def __len__(self) -> int:
         return len(self.run.order)
@@ -88,6 +87,16 @@ class BatchPlan:
     def keep(self) -> Int32Array:
         """For each place in the run: leading tokens of its prompt that later ones need (`Request.keep`), `[N]`."""
         return self.run.keep
+
+    @cached_property
+    def hints(self) -> tuple[Hint, ...]:
+        """What ruins sharing, the worst first."""
+        return tuple(find_hints(self.store, self.order, self.tree))
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a pool that holds all prompts and answers at once, and from which nothing has to go."""
+        return self.statistics.distinct_tokens + int(self._grown.sum())
 
     @property
     def longest_request(self) -> int:
@@ -102,6 +111,15 @@ class BatchPlan:
         last = np.minimum(first + running, len(own))
         return int((upto[last] - upto[first] + self.run.shared[first]).max(initial=0))
 
+    def predict(self, limits: RunLimits) -> Prediction:
+        """Hits of the planned order within `limits`, modelled: some 10 us a prompt.
+
+        Raises:
+            ValueError: the pool does not hold the longest request.
+        """
+        self._check_fits(limits)
+        return _modelled(self._model(self._useful(limits), self.run.order, self.keep))
+
     def expect(
         self, limits: RunLimits, shape: ModelShape | None = None, speed: DeviceSpeed | None = None
     ) -> Expectation:
@@ -113,13 +131,8 @@ class BatchPlan:
         Raises:
             ValueError: the pool does not hold the longest request.
         """
-        if self.longest_request > limits.pool_tokens:
-            raise ValueError(
-                f"the longest request needs {self.longest_request:,} tokens, but the pool holds "
-                f"{limits.pool_tokens:,}"
-            )
-        enough = int((self._lengths + self._grown).sum()) + limits.chunked_prefill_size  # if nothing were shared
-        useful = replace(limits, pool_tokens=min(limits.pool_tokens, enough))
+        self._check_fits(limits)
+        useful = self._useful(limits)
         planned, modelled = self._predict(useful, self.run.order, self.keep)
         file_order, _ = self._predict(useful, np.sort(self.run.order), None)
         work = None
@@ -138,26 +151,47 @@ class BatchPlan:
         """Tokens of each answer that need memory, in the order of the run, `[N]`: the last one does not."""
         return self.new_tokens[self.run.order] - 1
 
+    def _check_fits(self, limits: RunLimits) -> None:
+        if self.longest_request > limits.pool_tokens:
+            raise ValueError(
+                f"the longest request needs {self.longest_request:,} tokens, but the pool holds "
+                f"{limits.pool_tokens:,}"
+            )
+
+    def _useful(self, limits: RunLimits) -> RunLimits:
+        """The limits, with no larger pool than one that would do if nothing were shared."""
+        enough = int((self._lengths + self._grown).sum()) + limits.chunked_prefill_size
+        return replace(limits, pool_tokens=min(limits.pool_tokens, enough))
+
+    def _model(self, limits: RunLimits, order: Int64Array, keep: Int32Array | None) -> ModelledRun:
+        return model_run(self.order, self.tree, self.store.lengths, self.new_tokens, order, limits, keep)
+
     def _predict(
         self, limits: RunLimits, order: Int64Array, keep: Int32Array | None
     ) -> tuple[Prediction, ModelledRun]:
-        model = model_run(self.order, self.tree, self.store.lengths, self.new_tokens, order, limits, keep)
+        model = self._model(limits, order, keep)
         if len(self) <= REHEARSED_PROMPTS and model.timeline.passes.sum() <= REHEARSED_PASSES:
             real = rehearse(self.store, order, self.new_tokens, limits, keep)
             return Prediction(real.prompt_tokens, real.cached_tokens, is_rehearsed=True), model
-        return Prediction(model.prompt_tokens, model.cached_tokens, is_rehearsed=False), model
+        return _modelled(model), model
 
 
-def plan_batch(store: TokenStore, new_tokens: Int64Array | int) -> BatchPlan:
+def _modelled(run: ModelledRun) -> Prediction:
+    return Prediction(run.prompt_tokens, run.cached_tokens, is_rehearsed=False)
+
+
+def plan_batch(store: TokenStore, new_tokens: Int64Array | int, prompts: Int64Array | None = None) -> BatchPlan:
     """Plan the prompts of a store, leaving out those without tokens.
 
     Args:
         new_tokens: expected tokens of each prompt's answer `[len(store)]`, or of every one: max_new_tokens, or
             what is known of the answers' lengths.
+        prompts: numbers of those that are to run, ascending; None: all.
     """
     expected = np.maximum(1, np.broadcast_to(np.asarray(new_tokens, dtype=np.int64), len(store)))
     lengths = store.lengths
-    prompts = np.flatnonzero(lengths)
+    prompts = np.arange(len(store)) if prompts is None else prompts
+    prompts = prompts[lengths[prompts] > 0]
     order = prefix_order(store.tokens, store.offsets[prompts], store.offsets[prompts + 1], store.forget)
     order = PrefixOrder(prompts[order.order], order.shared)
     tree = prefix_tree(order)
@@ -168,5 +202,4 @@ def plan_batch(store: TokenStore, new_tokens: Int64Array | int) -> BatchPlan:
         distinct_tokens=int((in_run - run.shared).sum()),
         best_cached_tokens=int(np.minimum(run.shared, in_run - 1).sum()),
     )
-    hints = find_hints(store, order, tree)
-    return BatchPlan(store, expected, order, tree, run, statistics, tuple(hints))
+    return BatchPlan(store, expected, order, tree, run, statistics)

@@ -29,12 +29,15 @@ def admission_order(
 ) -> list[Request]:
     """The requests to consider for admission, in this order; `waiting` is in order of arrival.
 
-    Under LPM the oldest request goes first once MAX_OVERTAKEN others have been admitted before it.
+    Under LPM the oldest request goes first once MAX_OVERTAKEN others have been admitted before it, or if it came
+    in an order that is to be kept.
     """
     ranked = list(waiting[:RANKED])
     if policy is SchedulePolicy.FCFS or not ranked:
         return ranked
     head = ranked[0]
+    if head.in_order:
+        return ranked
     ranked.sort(key=match_length, reverse=True)  # stable: equal matches stay in order of arrival
     if is_overdue(head):
         ranked.remove(head)

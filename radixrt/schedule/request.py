@@ -62,6 +62,8 @@ class Request:
         parent: the request for the first of the n answers, which computed the prompt; None for that one itself.
         keep: leading tokens of the prompt that requests submitted after it begin with, at most, where all are
             known: what it leaves in the cache beyond them can go when it ends. None: all of it may be wanted.
+        in_order: it was submitted in an order that is known to be good: whoever comes after it does not go before
+            it for a longer match.
     """
 
     index: int
@@ -76,6 +78,7 @@ class Request:
     sample_index: int = 0
     parent: Request | None = None
     keep: int | None = None
+    in_order: bool = False
     id: int = -1  # of the request in its Runtime; its other answers have none
 
     state: RequestState = RequestState.WAITING
@@ -268,6 +271,7 @@ class Request:
             sample_index=sample_index,
             parent=self,
             keep=self.keep,
+            in_order=self.in_order,
             arrival=self.arrival,
             cached_tokens=len(self.prompt_ids),  # counted once, for the first answer
             launched_before=len(self.prompt_ids),

@@ -112,19 +112,23 @@ class Scheduler:
             )
         return None
 
-    def submit_all(self, requests: Iterable[Request]) -> None:
+    def submit_all(self, requests: Iterable[Request], *, in_order: bool = False) -> None:
         """Queue requests that are known together.
 
         Under LPM they queue in lexicographic order of their tokens, the depth-first order of their radix tree:
         those that share a prefix come one after the other, which wants the least memory for the most hits (Zheng
-        et al. 2024, theorem 3.1).
+        et al. 2024, theorem 3.1). With `in_order` they queue as they are given, and are served first come, first
+        served: for who has planned that.
         """
         requests = list(requests)
         for request in requests:  # all or none
             self._check(request)
         if len({id(request) for request in requests}) < len(requests):
             raise ValueError("a request is submitted twice")
-        if self.policy is SchedulePolicy.LPM:
+        if in_order:
+            for request in requests:
+                request.in_order = True
+        elif self.policy is SchedulePolicy.LPM:
             requests = sorted(requests, key=lambda r: r.tokens().astype(">i4").tobytes())
         for request in requests:
             self.submit(request)
