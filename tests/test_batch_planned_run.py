@@ -161,3 +161,18 @@ def test_without_a_cache_nothing_is_predicted(files: tuple[Path, Path]) -> None:
         report = runtime.run_batch(*files)
     assert report.predicted_hit_rate is None
     assert report.hit_rate == 0
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_requests_in_order_are_not_sorted(in_order: bool) -> None:
+    """Neither when they are submitted nor when they are admitted, though the longest match would come first."""
+    prompts = [[9, 9, 9, 1], [5, 5, 1], [9, 9, 9, 2], [5, 5, 2], [7], [9, 9, 9, 1, 4]]
+    params = radixrt.SamplingParams(max_new_tokens=2, temperature=0, ignore_eos=True)
+    with radixrt.Runtime(device="cpu", max_total_tokens=200, max_running_requests=1) as runtime:
+        runtime.submit(
+            *(runtime.prepare(prompt, params, index=i) for i, prompt in enumerate(prompts)), in_order=in_order
+        )
+        ended = []
+        while runtime.has_work:
+            ended += [output.index for output in runtime.step()]
+    assert (ended == list(range(len(prompts)))) == in_order
