@@ -19,10 +19,8 @@ from radixrt.batch.token_store import TokenStore, TokenWriter
 from radixrt.planning.batch_plan import plan_batch
 from radixrt.planning.cache_model import model_run
 from radixrt.planning.limits import RunLimits
-from radixrt.planning.prefix_order import Int32Array, prefix_order
-from radixrt.planning.prefix_tree import prefix_tree
+from radixrt.planning.prefix_order import Int32Array
 from radixrt.planning.rehearsal import rehearse
-from radixrt.planning.run_order import run_order
 from radixrt.workloads.lists import Ask, TokenSource, docqa, fewshot, samples, system_prompt, unshared
 
 VOCAB_SIZE = 30_000
@@ -43,16 +41,16 @@ class Speed:
     """Seconds of one CPU core, and bytes.
 
     Attributes:
-        order, tree, all: for order and shared tokens; for tree and order of the run; for all of `plan_batch`.
+        plan: for all of `plan_batch`.
+        hints: to look for what ruins sharing.
         model: for a model of the run in one order.
         memory: that the process had at most, mapped pages of the file included.
     """
 
     prompts: int
     tokens: int
-    order: float
-    tree: float
-    all: float
+    plan: float
+    hints: float
     model: float
     memory: int
 
@@ -89,21 +87,14 @@ def _measure(folder: Path, prompts: int, tokens: int) -> Speed:
     store = TokenStore.open(folder)
     new_tokens = np.full(prompts, NEW_TOKENS, dtype=np.int64)
     began = time.process_time()
-    order = prefix_order(store.tokens, store.offsets[:-1], store.offsets[1:], store.forget)
-    ordered = time.process_time()
-    tree = prefix_tree(order)
-    run = run_order(order, tree, store.lengths, new_tokens)
-    ended = time.process_time()
-    del order, tree, run
-    again = time.process_time()
     plan = plan_batch(store, new_tokens)
     planned = time.process_time()
+    _ = plan.hints
+    hinted = time.process_time()
     limits = RunLimits(max(500_000, 2 * plan.longest_request))
     model_run(plan.order, plan.tree, store.lengths, new_tokens, plan.run.order, limits, plan.keep)
     modelled = time.process_time()
-    return Speed(
-        prompts, tokens, ordered - began, ended - ordered, planned - again, modelled - planned, _most_memory()
-    )
+    return Speed(prompts, tokens, planned - began, hinted - planned, modelled - hinted, _most_memory())
 
 
 def _most_memory() -> int:
@@ -183,11 +174,11 @@ def main() -> None:
     parser.add_argument("--no-predictions", dest="predictions", action="store_false", help="speed alone")
     arguments = parser.parse_args()
     console = Console()
-    table = Table("prompts", "case", "tokens", "order, s", "tree, s", "plan, s", "model, s", "memory, MB")
+    table = Table("prompts", "case", "tokens", "plan, s", "hints, s", "model, s", "memory, MB")
     for case, (length, _, _) in CASES.items():
         prompts = arguments.prompts if length <= 1_000 else arguments.prompts // 5
         speed = measure_speed(case, prompts)
-        seconds = (f"{value:.1f}" for value in (speed.order, speed.tree, speed.all, speed.model))
+        seconds = (f"{value:.1f}" for value in (speed.plan, speed.hints, speed.model))
         table.add_row(f"{prompts:,}", case, f"{speed.tokens:,}", *seconds, f"{speed.memory / 1e6:,.0f}")
     console.print(table)
     if not arguments.predictions:
