@@ -19,16 +19,16 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm  # not tqdm.auto: a notebook's bar needs more packages
 
+from radixrt.batch.compression import check_output_name, encoded
 from radixrt.batch.journal import Journal
 from radixrt.batch.line_format import LineParser, error_line, output_line
 from radixrt.batch.manifest import Manifest
-from radixrt.batch.ordered_file import OrderedFile
-from radixrt.batch.output_file import check_output_name, encoded
 from radixrt.batch.prescan import Check, Prescan, SoundLine, parameters_as_json, prescan
 from radixrt.batch.record import LineError, LineErrorType, Reply
 from radixrt.batch.report import BatchReport
 from radixrt.batch.run_folder import RunFolder, run_path
 from radixrt.batch.source import STANDARD, BadLine, read_lines
+from radixrt.batch.standard_output import StandardOutput
 from radixrt.errors import BatchFileError, ParameterError, PromptError, RadixrtError, SchedulerError
 from radixrt.interrupt import first_interrupt
 from radixrt.output import FinishReason, RequestOutput
@@ -252,10 +252,8 @@ class Batch:
         assert scan is not None, "look comes first"
         job = _Job(runtime, scan, interrupted, self._progress, self._created)
         if self._folder is None:
-            with OrderedFile(STANDARD, overwrite=False) as output:
+            with StandardOutput() as output:
                 job.run(_Streamed(output))
-                if job.is_complete:
-                    output.finish()
             return job.ended(None)
         assert isinstance(self._output, Path)
         manifest = Manifest(
@@ -305,7 +303,7 @@ class _Journaled:
 
 
 class _Streamed:
-    def __init__(self, output: OrderedFile) -> None:
+    def __init__(self, output: StandardOutput) -> None:
         self._output = output
         self.settle = output.flush
         self.finished = None
