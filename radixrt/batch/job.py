@@ -26,7 +26,7 @@ from radixrt.batch.manifest import Manifest
 from radixrt.batch.prescan import Check, Prescan, SoundLine, parameters_as_json, prescan
 from radixrt.batch.record import LineError, LineErrorType, Reply
 from radixrt.batch.report import BatchReport
-from radixrt.batch.run_folder import RunFolder, run_path
+from radixrt.batch.run_folder import RunFolder, has_run
 from radixrt.batch.source import STANDARD, BadLine, read_lines
 from radixrt.batch.standard_output import StandardOutput
 from radixrt.errors import BatchFileError, ParameterError, PromptError, RadixrtError, SchedulerError
@@ -124,7 +124,7 @@ def check_paths(input_path: str | Path, output_path: str | Path, *, overwrite: b
         raise BatchFileError(f"the input {input_path} would be overwritten; give another output")
     if not output_path.is_file():
         raise BatchFileError(f"{output_path} is in the way of the output and is not a plain file")
-    if not overwrite and not run_path(output_path).exists():  # a run that has only to be cleared away, perhaps
+    if not overwrite and not has_run(output_path):  # one that has only to be cleared away, perhaps
         raise BatchFileError(f"the output {output_path} exists; --overwrite replaces it")
 
 

@@ -36,6 +36,9 @@ class RunFolder:
     `begin` opens the journal of a new run, or of one that goes on. `finish` makes the output and removes the
     folder. Leaving the context without `finish` keeps what `begin` needs to go on.
 
+    While the folder is removed, the journal stands beside it as `OUTPUT.run.finished`, and goes last of all: a
+    process that is killed before leaves enough for the next one to know that the output is this run's.
+
     Attributes:
         path: of the folder.
         scratch: of the folder in it.
@@ -53,6 +56,7 @@ class RunFolder:
         self._kept_path = self.path / "journal.finished"
         self._merged_path = self.path / "output"
         self._lock_path = self.path / "lock"
+        self._aside_path = aside_path(output)
         self._disk = disk
         self._journal: Journal | None = None
         self._replace = False
@@ -132,6 +136,7 @@ class RunFolder:
 
     def _make(self) -> RunLock:
         """Make the folder, if it is not there, and lock it."""
+        self._disk.exists(self._aside_path)  # a name that is too long is refused before anything is made
         while True:
             with contextlib.suppress(FileExistsError):
                 self._disk.mkdir(self.path)
@@ -147,6 +152,7 @@ class RunFolder:
                     continue
                 with contextlib.suppress(FileExistsError):
                     self._disk.mkdir(self.scratch)
+                self._take_back()
             except BaseException:
                 lock.release()
                 raise
@@ -156,19 +162,38 @@ class RunFolder:
         if not replace and self._disk.exists(self._output):
             raise BatchFileError(f"the output {self._output} exists; --overwrite replaces it")
 
+    def _take_back(self) -> None:
+        """Put the journal to its place if a process was killed while it removed the folder."""
+        if self._disk.exists(self._aside_path):
+            if self._disk.exists(self._journal_path):  # of a later run, and a power cut brought the other one back
+                self._unlink(self._aside_path)
+            else:
+                self._disk.replace(self._aside_path, self._journal_path)
+
     def _remove(self) -> None:
-        """Remove all that is radixrt's, and the folder unless something else is in it. The lock goes last."""
+        """Remove all that is radixrt's, and the folder unless something else is in it. The journal goes last."""
         with contextlib.suppress(FileNotFoundError):
             self._disk.remove_tree(self.scratch)
-        partial = partial_journal(self._journal_path)
-        for path in (self._merged_path, self._kept_path, partial, self._journal_path, self._lock_path):
-            with contextlib.suppress(FileNotFoundError):
-                self._disk.unlink(path)
+        for path in (self._merged_path, self._kept_path, partial_journal(self._journal_path)):
+            self._unlink(path)
+        is_aside = True
+        try:
+            self._disk.replace(self._journal_path, self._aside_path)
+        except FileNotFoundError:
+            is_aside = False
+        self._unlink(self._lock_path)
         try:
             self._disk.rmdir(self.path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
+        if is_aside:
+            self._disk.fsync_folder(self.path.parent)  # a power cut leaves no folder and no journal, or both
+            self._unlink(self._aside_path)
+
+    def _unlink(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.unlink(path)
 
     @contextmanager
     def _refusals(self, path: Path, what_stands: str = "") -> Iterator[None]:
@@ -181,6 +206,16 @@ class RunFolder:
 def run_path(output: Path) -> Path:
     """The folder of the run that makes an output."""
     return output.with_name(output.name + ".run")
+
+
+def aside_path(output: Path) -> Path:
+    """Where the journal stands while the folder is removed."""
+    return output.with_name(output.name + ".run.finished")
+
+
+def has_run(output: Path) -> bool:
+    """Whether a run that makes an output has left something, be it only what is to be cleared away."""
+    return run_path(output).exists() or aside_path(output).exists()
 
 
 def _chunks(records: Iterator[bytes]) -> Iterator[bytes]:
