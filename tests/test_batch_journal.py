@@ -73,7 +73,15 @@ def new_journal(num_records: int, disk: Disk | None = None, clock: Callable[[], 
 
 
 def reopened(machine: Machine, num_records: int) -> Journal:
-    return Journal(ALONE, manifest(num_records), Process(machine), Clock())
+    return with_what_was_found(num_records, Process(machine), Clock())
+
+
+def with_what_was_found(num_records: int, process: Process, clock: Clock) -> Journal:
+    """The journal, which has told of each of its records once."""
+    told: list[bytes] = []
+    journal = Journal(ALONE, manifest(num_records), process, clock, told.append)
+    assert sorted(told) == sorted(journal.records())
+    return journal
 
 
 def contents(journal: Journal) -> dict[int, bytes]:
@@ -844,7 +852,7 @@ class Journals(RuleBasedStateMachine):
     def reopen(self, required: set[int]) -> None:
         self.process.kill()
         self.process = Process(self.machine)
-        self.journal = Journal(ALONE, manifest(self.num_records), self.process, self.clock)
+        self.journal = with_what_was_found(self.num_records, self.process, self.clock)
         found = contents(self.journal)
         assert required <= set(found)
         assert all(self.tried[position] == line for position, line in found.items())

@@ -21,7 +21,7 @@ from tqdm import tqdm  # not tqdm.auto: a notebook's bar needs more packages
 
 from radixrt.batch.compression import check_output_name, encoded
 from radixrt.batch.journal import Journal
-from radixrt.batch.line_format import LineParser, error_line, output_line
+from radixrt.batch.line_format import LineParser, error_line, output_line, tally
 from radixrt.batch.manifest import Manifest
 from radixrt.batch.prescan import Check, Prescan, SoundLine, parameters_as_json, prescan
 from radixrt.batch.record import LineError, LineErrorType, Reply
@@ -29,9 +29,10 @@ from radixrt.batch.report import BatchReport
 from radixrt.batch.run_folder import RunFolder, has_run
 from radixrt.batch.source import STANDARD, BadLine, read_lines
 from radixrt.batch.standard_output import StandardOutput
+from radixrt.batch.tally import Tally
 from radixrt.errors import BatchFileError, ParameterError, PromptError, RadixrtError, SchedulerError
 from radixrt.interrupt import first_interrupt
-from radixrt.output import FinishReason, RequestOutput
+from radixrt.output import RequestOutput
 from radixrt.planning.prefix_order import prefix_order
 from radixrt.planning.prefix_tree import prefix_tree
 from radixrt.planning.run_order import run_order
@@ -264,7 +265,7 @@ class Batch:
             parameters=parameters_as_json(self._defaults),
             settings={"seed": runtime.seed},
         )
-        journal = self._folder.begin(manifest, replace=self._overwrite, restart=self._restart)
+        journal = self._folder.begin(manifest, replace=self._overwrite, restart=self._restart, found=job.found)
         job.run(_Journaled(journal))
         if job.is_complete:
             self._folder.finish(partial(encoded, self._output))
@@ -344,12 +345,15 @@ class _Job(Generic[R]):
         self._left = len(scan)  # records to come
         self._unanswered: dict[int, _Unanswered[R]] = {}  # that run, by line
         self._best_hit_rate = self._seconds = 0.0
-        self._errors = int(scan.is_bad.sum())
-        self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+        self._earlier = self._own = Tally()
 
     @property
     def is_complete(self) -> bool:
         return not self._left
+
+    def found(self, record: bytes) -> None:
+        """Count a record that an earlier run has left."""
+        self._earlier += tally(record)
 
     def run(self, records: _Records) -> None:
         """Run what has no record until all have one or the batch is interrupted."""
@@ -403,7 +407,6 @@ class _Job(Generic[R]):
             try:
                 request = self._runtime.prepare(scan.tokens[position], line.sampling_params, index=number)
             except (PromptError, ParameterError) as error:  # such as one too long for the pool of KV
-                self._errors += 1
                 refused = LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", line.reply)
                 self._put(position, error_line(number, refused))
                 continue
@@ -413,8 +416,7 @@ class _Job(Generic[R]):
             self._runtime.submit(*requests)
 
     def _rates(self, seconds: float) -> str:
-        hit_rate = self._cached_tokens / max(1, self._prompt_tokens)
-        return f"{self._completion_tokens / seconds:,.0f} tokens/s, hit rate {hit_rate:.1%}"
+        return f"{self._own.completion_tokens / seconds:,.0f} tokens/s, hit rate {self._own.hit_rate:.1%}"
 
     def _answer(self, output: RequestOutput) -> None:
         """Write the record of a finished request."""
@@ -422,30 +424,27 @@ class _Job(Generic[R]):
         created = int(time.time()) if self._created is None else self._created
         record = output_line(output.index, line.reply, output, created=created, spelling=self._spelling)
         self._put(line.position, record)
-        if output.finish_reason is FinishReason.ERROR:
-            self._errors += 1
-            return
-        self._prompt_tokens += output.usage.prompt_tokens
-        self._cached_tokens += output.usage.cached_tokens
-        self._completion_tokens += output.usage.completion_tokens
 
     def _put(self, position: int, line: bytes) -> None:
         assert self._records is not None  # it runs
         self._records.put(position, line)
+        self._own += tally(line)
         self._left -= 1
 
     def ended(self, output_path: Path | None) -> BatchReport:
         """The report of a batch that is complete; raises BatchInterrupted with that of another."""
+        total = self._earlier + self._own
         report = BatchReport(
             output_path=output_path,
             requests=len(self._scan),
-            written=len(self._scan) - self._left,
-            errors=self._errors,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            completion_tokens=self._completion_tokens,
+            written=total.records,
+            errors=total.errors,
+            prompt_tokens=total.prompt_tokens,
+            cached_tokens=total.cached_tokens,
+            completion_tokens=total.completion_tokens,
             best_hit_rate=self._best_hit_rate,
             seconds=self._seconds,
+            own=self._own,
         )
         if not self.is_complete:
             raise BatchInterrupted(report)

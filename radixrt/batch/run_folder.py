@@ -84,13 +84,21 @@ class RunFolder:
             with self._refusals(self._lock_path):
                 self._lock.release()
 
-    def begin(self, manifest: Manifest, *, replace: bool = False, restart: bool = False) -> Journal:
+    def begin(
+        self,
+        manifest: Manifest,
+        *,
+        replace: bool = False,
+        restart: bool = False,
+        found: Callable[[bytes], object] = lambda record: None,
+    ) -> Journal:
         """Open the journal of the run that the manifest describes.
 
         Args:
             manifest: what the run is of. An earlier run of something else is refused.
             replace: an output that exists may be replaced.
             restart: forget an earlier run, whatever it was of.
+            found: called with each record that an earlier run has left, in any order.
 
         Raises:
             BatchFileError: the output exists, or the journal is another run's or damaged.
@@ -102,7 +110,7 @@ class RunFolder:
                 create_journal(self._journal_path, manifest, self._disk)
             self._disk.fsync_folder(self.path)  # always: a process before may have been killed just here
             self._disk.fsync_folder(self.path.parent)
-            self._journal = Journal(self._journal_path, manifest, self._disk)
+            self._journal = Journal(self._journal_path, manifest, self._disk, found=found)
             self._replace = replace or self._journal.is_finished  # then the output may be of this very run
             self._check_output(self._replace)
         return self._journal
@@ -176,18 +184,16 @@ class RunFolder:
             self._disk.remove_tree(self.scratch)
         for path in (self._merged_path, self._kept_path, partial_journal(self._journal_path)):
             self._unlink(path)
-        is_aside = True
-        try:
+        has_journal = self._disk.exists(self._journal_path)
+        if has_journal:
             self._disk.replace(self._journal_path, self._aside_path)
-        except FileNotFoundError:
-            is_aside = False
         self._unlink(self._lock_path)
         try:
             self._disk.rmdir(self.path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        if is_aside:
+        if has_journal:
             self._disk.fsync_folder(self.path.parent)  # a power cut leaves no folder and no journal, or both
             self._unlink(self._aside_path)
 
