@@ -26,9 +26,9 @@ def memory(name):
 def measured(what, call):
     def measure(*args, **kwargs):
         Path("/proc/self/clear_refs").write_text("5")  # the greatest resident size begins anew
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.process_time()
         result = call(*args, **kwargs)
-        parts[what] = [time.perf_counter() - began, memory("VmHWM") - loaded]
+        parts[what] = [time.perf_counter() - began, time.process_time() - busy, memory("VmHWM") - loaded]
         return result
     return measure
 
@@ -37,8 +37,7 @@ loaded, parts = memory("VmRSS"), {}
 job.Batch.look = measured("look", job.Batch.look)
 job._Job._in_order = measured("order", job._Job._in_order)
 RunFolder.finish = measured("output", RunFolder.finish)
-run = measured("run", job._Job.run)
-job._Job.run = run
+job._Job.run = measured("run", job._Job.run)  # the order among it
 report = job.run_batch(runtime, sys.argv[1], sys.argv[2])
 assert "torch" not in sys.modules
 print(json.dumps({"parts": parts, "records": report.written, "errors": report.errors, "hit_rate": report.hit_rate,
@@ -63,14 +62,14 @@ def test_100_000_lines_of_1000_tokens(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     print(f"\n{LINES:,} lines of {TOKENS:,} tokens, {source.stat().st_size / 2**20:,.0f} MiB")
-    for part, (seconds, mebibytes) in told["parts"].items():
-        print(f"{part:8} {seconds:6.1f} s, at most {mebibytes:6.0f} MiB more than before")
+    for part, (seconds, busy, mebibytes) in told["parts"].items():
+        print(f"{part:8} {seconds:6.1f} s ({busy:.1f} s of CPU), at most {mebibytes:4.0f} MiB more than before")
     print(f"hit rate {told['hit_rate']:.2%}, best possible {told['best_hit_rate']:.2%}")
     assert (told["records"], told["errors"], told["tokens"]) == (LINES, 0, LINES * TOKENS)
     with open(output, "rb") as file:
         assert [json.loads(line)["custom_id"] for line in file] == [f"id-{n}" for n in range(LINES)]
     assert told["hit_rate"] > 0.99 * told["best_hit_rate"] > 0.5
-    assert max(mebibytes for _, mebibytes in told["parts"].values()) < 2048
+    assert max(mebibytes for _, _, mebibytes in told["parts"].values()) < 1024  # half of what is promised
 
 
 def write(path: Path) -> None:
