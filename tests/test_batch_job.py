@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,14 @@ import pytest
 from fake_runtime import FakeRequest, FakeRuntime
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import radixrt.batch.job
+from radixrt.batch.disk import DISK
 from radixrt.batch.job import BatchInterrupted, run_batch
-from radixrt.batch.run_folder import run_path
+from radixrt.batch.report import BatchReport, print_report
+from radixrt.batch.run_folder import has_run, run_path
+from radixrt.batch.tally import Tally
 from radixrt.errors import BatchFileError, JournalError, RadixrtError, SchedulerError
 from radixrt.sampling_params import SamplingParams
 from radixrt.workloads import best_hit_rate
@@ -59,6 +64,19 @@ def good(number: int) -> bytes:
     return json.dumps(
         {"prompt": [number, number], "custom_id": f"id-{number}", "metadata": {"n": number}}
     ).encode()
+
+
+def openai(number: int) -> bytes:
+    body = {"prompt": [number, number]}
+    line = {"custom_id": f"id-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(line).encode()
+
+
+def figures(report: BatchReport) -> Tally:
+    """The figures of the whole file."""
+    return Tally(
+        report.written, report.errors, report.prompt_tokens, report.cached_tokens, report.completion_tokens
+    )
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -179,29 +197,108 @@ def test_first_interrupt_keeps_what_is_finished(
     runtime.submit = lambda *requests, **_: (submitted.extend(r.index for r in requests), submit(*requests))[1]  # type: ignore[method-assign]
     report = run_batch(runtime, *files)
     assert sorted(submitted) == [0, 2, 6, 7]
-    assert (report.requests, report.written, report.errors, report.completion_tokens) == (8, 8, 1, 8)
+    assert (report.requests, report.written, report.errors, report.completion_tokens) == (8, 8, 1, 14)
+    assert report.own == Tally(4, 0, 8, 4, 8)
+    assert report.tokens_per_second == 8 / report.seconds
     assert indices(files[1]) == list(range(8))
     assert not run_path(files[1]).exists()
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_interrupted_again_and_again(files: tuple[Path, Path], seed: int) -> None:
-    """Each record is computed once, and stays what it is."""
+    """Each record is computed once, and stays what it is; all are counted, whoever made them."""
     rng = random.Random(seed)
-    write(files[0], [b"{" if n % 5 == 3 else good(n) for n in range(30)])
-    run_batch(FakeRuntime(), files[0], files[1].with_name("whole"))
+    write(files[0], [b"{" if n % 5 == 3 else openai(n) if n % 3 else good(n) for n in range(30)])
+    failing = {1, 2, 6}  # in both formats
+    runtime = FakeRuntime()
+    runtime.failing = failing
+    whole = run_batch(runtime, files[0], files[1].with_name("whole"), created=7)
     computed: list[int] = []
+    own = Tally()
     for _ in range(40):
         runtime = FakeRuntime(choose=rng.randrange)
+        runtime.failing = failing
         interrupt_at(runtime, rng.randrange(1, 4))
         runtime.on_output = lambda output: computed.append(output.index)
         try:
-            run_batch(runtime, *files)
+            report = run_batch(runtime, *files, created=7)
+        except BatchInterrupted as interrupted:
+            report = interrupted.report
+        own += report.own
+        assert figures(report) == own
+        if files[1].exists():
             break
-        except BatchInterrupted:
-            pass
     assert sorted(computed) == [n for n in range(30) if n % 5 != 3]
     assert files[1].read_bytes() == files[1].with_name("whole").read_bytes()
+    assert figures(report) == figures(whole) == whole.own
+    assert figures(whole) == Tally(records=30, errors=9, prompt_tokens=42, cached_tokens=21, completion_tokens=42)
+
+
+def test_a_batch_whose_removal_was_cut_short_is_complete(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same call says so with the figures of all, and runs nothing; another one does not pass for it."""
+    write(files[0], [b"{", *[good(n) for n in range(1, 5)]])
+    for call in ("unlink", "rmdir", "fsync_folder"):
+
+        def killed(path: Path, real: Callable[[Path], None] = getattr(DISK, call)) -> None:  # noqa: B008
+            if files[1].exists():
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+            real(path)
+
+        monkeypatch.setattr(DISK, call, killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_batch(FakeRuntime(), *files)
+        assert has_run(files[1])
+        written = files[1].read_bytes()
+        with pytest.raises(BatchFileError, match="holds a run of something else"):
+            run_batch(FakeRuntime(), *files, default_params=SamplingParams(temperature=0.5))
+        with pytest.raises(BatchFileError, match="Nothing has run"):
+            run_batch(FakeRuntime(), *files, strict=True)
+        runtime = FakeRuntime()
+        runtime.on_step = lambda: pytest.fail("it ran again")
+        report = run_batch(runtime, *files)
+        assert (report.output_path, report.requests, report.own) == (files[1], 5, Tally())
+        assert figures(report) == Tally(5, 1, 8, 4, 8)
+        assert files[1].read_bytes() == written
+        assert sorted(os.listdir(files[1].parent)) == ["in.jsonl", "out.jsonl"]
+        with pytest.raises(BatchFileError, match="exists; --overwrite"):
+            run_batch(FakeRuntime(), *files)
+        files[1].unlink()
+
+
+def test_the_printed_figures(files: tuple[Path, Path]) -> None:
+    """Rates are those of the process, the rest is of all records."""
+    write(
+        files[0], [b"{", *[good(n) for n in range(1, 6)], b'{"token_ids": [6, 6, 6]}', b'{"token_ids": [7, 7, 7]}']
+    )
+    runtime = FakeRuntime()
+    interrupt_at(runtime, 5)
+    with pytest.raises(BatchInterrupted) as caught:
+        run_batch(runtime, *files)
+    assert shown(caught.value.report)[:6] == [
+        "requests          8",
+        "errors            1",
+        "prompt tokens     10",
+        "cached tokens     5",
+        "hit rate          50.00% (best possible 0.00%)",
+        "generated tokens  10",
+    ]
+    assert shown(run_batch(FakeRuntime(), *files))[:6] == [
+        "requests          8 (6 of them answered before)",
+        "errors            1",
+        "prompt tokens     16",
+        "cached tokens     7",
+        "hit rate          33.33% (best possible 0.00%)",
+        "generated tokens  14",
+    ]
+
+
+def shown(report: BatchReport) -> list[str]:
+    file = io.StringIO()
+    print_report(report, Console(file=file, highlight=False))
+    return file.getvalue().splitlines()
 
 
 def test_a_run_of_something_else_is_not_gone_on_with(files: tuple[Path, Path]) -> None:

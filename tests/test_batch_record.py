@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixrt.batch.line_format import LineParser, error_line, output_line
+from radixrt.batch.line_format import LineParser, error_line, output_line, tally
 from radixrt.batch.record import Format, InputRecord, LineError, LineErrorType, ParameterReader
+from radixrt.batch.tally import Tally
 from radixrt.errors import ParameterError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
 from radixrt.sampling_params import SamplingParams
@@ -167,6 +169,49 @@ def test_a_failed_run_has_an_error_and_no_answer() -> None:
     assert record["error"] == {"type": "failed", "message": "not finite"}
     assert (record["text"], record["token_ids"], record["finish_reason"]) == (None, None, "error")
     assert (record["custom_id"], record["metadata"], record["usage"]["completion_tokens"]) == ("a", [1], 1)
+
+
+def test_one_failed_answer_of_several_makes_the_record_an_error() -> None:
+    """Wherever it stands. What the others say is not lost."""
+    good = CompletionOutput(0, "a", (1,), FinishReason.STOP)
+    failed = CompletionOutput(0, "b", (2,), FinishReason.ERROR, error="not finite")
+    for answers in permutations((good, failed, good)):
+        output = RequestOutput(0, 0, answers, Usage(2, 1, 1, 3), Timings(0.1, None, 0.2), (1, 2))
+        record = answered(0, parse_line(b'{"prompt": "a", "n": 3}'), output)
+        assert (record["text"], record["token_ids"], record["finish_reason"]) == (None, None, "error")
+        assert record["error"] == {"type": "failed", "message": "not finite"}
+        assert [each["text"] for each in record["outputs"]] == [answer.text for answer in answers]
+
+
+FAILED, ENDED = {FinishReason.ERROR}, {FinishReason.STOP, FinishReason.LENGTH}
+
+
+@given(
+    openai=st.booleans(),
+    reasons=st.lists(st.sampled_from(sorted(FAILED | ENDED)), min_size=1, max_size=3),
+    usage=st.builds(Usage, *[st.integers(0, 2**40)] * 5),
+    text=st.text(max_size=20),
+)
+def test_a_record_tells_its_numbers(openai: bool, reasons: list[FinishReason], usage: Usage, text: str) -> None:
+    prompt = {"prompt": "a", "logprobs": 1, "n": len(reasons)}
+    line = {"custom_id": text, "method": "POST", "url": "/v1/completions", "body": prompt} if openai else prompt
+    answers = tuple(
+        CompletionOutput(index, text, (1,), reason, logprobs=(), error="bad" if reason in FAILED else None)
+        for index, reason in enumerate(reasons)
+    )
+    record = parse_line(json.dumps(line).encode())
+    output = RequestOutput(0, 0, answers, usage, Timings(0.1, None, 0.2), (1, 2))
+    written = output_line(5, record.reply, output, created=7, spelling=TokenSpelling(None))
+    if FAILED & set(reasons):
+        assert tally(written) == Tally(records=1, errors=1)
+    else:
+        assert tally(written) == Tally(1, 0, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    assert tally(error_line(5, LineError(LineErrorType.INVALID_PROMPT, text, record.reply))) == Tally(1, 1)
+
+
+def test_tallies_add_up() -> None:
+    assert Tally(1, 2, 3, 4, 5) + Tally(10, 20, 30, 40, 50) == Tally(11, 22, 33, 44, 55)
+    assert (Tally().hit_rate, Tally(1, 0, 8, 2, 1).hit_rate) == (0.0, 0.25)
 
 
 def test_several_answers_and_their_log_probabilities() -> None:

@@ -27,7 +27,7 @@ from simulated_batch import Task, TaskDisk, answer, manifest, run
 
 from radixrt.batch import journal as journal_module
 from radixrt.batch.disk import Disk
-from radixrt.batch.run_folder import RunFolder
+from radixrt.batch.run_folder import RunFolder, aside_path, has_run
 from radixrt.cli.exit_status import DONE, RESUMABLE, UNUSABLE
 from radixrt.errors import BatchFileError, JournalError
 
@@ -149,6 +149,93 @@ def test_the_folder_is_kept_if_asked_for(output: Path) -> None:
     assert os.listdir(output.parent) == [output.name]
 
 
+class Interrupted(TaskDisk):
+    """Ctrl-C before the n-th call that changes something once the output has its name, from 0."""
+
+    def __init__(self, output: Path, number: int) -> None:
+        super().__init__(Task(str(output), 0, 0))
+        self._output = output
+        self.left = number
+
+    def _call(self, name: str, call: Any, *args: Any) -> Any:
+        if self._output.exists():
+            self.left -= 1
+            if self.left == -1:
+                raise KeyboardInterrupt
+        return call(*args)
+
+
+def ended_at(output: Path, number: int) -> bool:
+    """End a run at that call of the removal of its folder; whether there was such a call."""
+    disk = Interrupted(output, number)
+    with suppress(KeyboardInterrupt):
+        run(output, 5, disk=disk)
+    return disk.left < 0
+
+
+def test_ended_while_its_folder_is_removed(output: Path) -> None:
+    """The same run goes on to its end, computes nothing again, and another one is told which it was."""
+    number = 0
+    while ended_at(output, number):
+        assert output.read_bytes() == whole(5)
+        assert has_run(output) == (os.listdir(output.parent) != [output.name])
+        if not has_run(output):
+            break
+        with RunFolder(output) as folder, pytest.raises(BatchFileError, match="a run of something else: num_rec"):
+            folder.begin(manifest(6), replace=True)
+        assert output.read_bytes() == whole(5)
+        with RunFolder(output):  # such as one that finds its input bad
+            pass
+        with RunFolder(output) as folder:
+            assert folder.begin(manifest(5)).finished.all()
+            folder.finish()
+        assert os.listdir(output.parent) == [output.name]
+        assert output.read_bytes() == whole(5)
+        output.unlink()
+        number += 1
+    assert number > 8
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_begin_anew_after_an_end_while_the_folder_is_removed(output: Path, is_there: bool) -> None:
+    """What another run has left aside neither goes into a new one nor stands in its way."""
+    number = 0
+    while ended_at(output, number) and has_run(output):
+        if not is_there:
+            output.unlink()
+        else:
+            with RunFolder(output) as folder, pytest.raises(BatchFileError, match="exists; --overwrite"):
+                folder.begin(manifest(6), restart=True)
+        with RunFolder(output) as folder:
+            assert folder.begin(manifest(6), restart=True, replace=is_there).written == 0
+        run(output, 6, replace=is_there)
+        assert output.read_bytes() == whole(6)
+        assert os.listdir(output.parent) == [output.name]
+        output.unlink()
+        number += 1
+    assert number > 8
+
+
+def test_an_output_that_is_lost_while_the_folder_is_removed_is_made_again(output: Path) -> None:
+    number = 0
+    while ended_at(output, number) and has_run(output):
+        output.unlink()
+        run(output, 5, attempt=1)
+        assert output.read_bytes() == whole(5)
+        output.unlink()
+        number += 1
+    assert number > 8
+
+
+def test_a_journal_aside_of_a_run_before_does_not_replace_a_later_one(output: Path) -> None:
+    """A power cut may bring it back."""
+    part_of_a_run(output, 5, range(3))
+    aside_path(output).write_bytes(b"of a run before")
+    run(output, 5)
+    assert output.read_bytes() == whole(5)
+    assert os.listdir(output.parent) == [output.name]
+
+
 def test_what_is_not_of_the_run_is_left_alone(output: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").write_text("precious")
@@ -176,7 +263,8 @@ def test_folders_that_cannot_be(output: Path, tmp_path: Path) -> None:
     with pytest.raises(BatchFileError, match=r"cannot make .*no.*: No such file or directory"):
         RunFolder(tmp_path / "no" / "answers.jsonl")
     with pytest.raises(BatchFileError, match="File name too long"):
-        RunFolder(tmp_path / ("x" * 253))
+        RunFolder(tmp_path / ("x" * 243))
+    assert os.listdir(tmp_path) == []
     folder_of(output).write_text("a file")
     with pytest.raises(BatchFileError, match="is in the way of the run's folder; move it away"):
         RunFolder(output)
@@ -186,7 +274,7 @@ def test_folders_that_cannot_be(output: Path, tmp_path: Path) -> None:
         with pytest.raises(BatchFileError, match="is in the way of the run's folder; move it away"):
             RunFolder(output)
         folder_of(output).unlink()
-    run(tmp_path / ("x" * 251), 3)
+    run(tmp_path / ("x" * 242), 3)
 
 
 def test_links(tmp_path: Path) -> None:
@@ -253,9 +341,11 @@ def test_the_order_of_calls(output: Path) -> None:
         f"fsync {parent}",
         "unlink tokens",
         "rmdir scratch",
-        "unlink journal",
+        f"replace journal {aside_path(output).name}",
         "unlink lock",
         f"rmdir {run_name}",
+        f"fsync {parent}",
+        f"unlink {aside_path(output).name}",
     ]
 
 
@@ -279,7 +369,7 @@ def test_a_second_writer_is_refused(output: Path) -> None:
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from radixrt.batch.run_folder import RunFolder
+from radixrt.batch.run_folder import RunFolder, aside_path, has_run
 from simulated_batch import answer, manifest
 
 with RunFolder(Path(sys.argv[1])) as folder:
@@ -443,6 +533,8 @@ class Attempts:
         """What the journal, or in its absence the output, holds; read by other code than radixrt's."""
         journal = self.output.with_name(self.output.name + ".run") / "journal"
         if not journal.exists():
+            journal = aside_path(self.output)
+        if not journal.exists():
             if not self.output.exists():
                 return None
             return {json.loads(line)["index"]: line + b"\n" for line in self.output.read_bytes().split(b"\n")[:-1]}
@@ -459,16 +551,13 @@ class Attempts:
         return found
 
     def has_ended(self) -> bool:
-        return self.output.exists() and not (self.output.with_name(self.output.name + ".run") / "journal").exists()
+        return os.listdir(self.output.parent) == [self.output.name]
 
     def check_end(self, **options: Any) -> None:
         """After a last attempt the output has each record once, as it was journalled."""
-        status = self.run(**options)
-        if status == UNUSABLE:  # it was killed when all had been done
-            assert self.has_ended()
-        else:
-            assert status == DONE
-            assert os.listdir(self.output.parent) == [self.output.name]
+        had_ended = self.has_ended()  # it was killed when all had been done
+        assert self.run(**options) == (UNUSABLE if had_ended else DONE)
+        assert self.has_ended()
         lines = self.output.read_bytes().split(b"\n")
         assert lines.pop() == b""
         assert [json.loads(line)["index"] for line in lines] == list(range(self.num_records))
@@ -636,7 +725,7 @@ import os, sys, time
 from pathlib import Path
 import numpy as np
 from radixrt.batch.manifest import Manifest
-from radixrt.batch.run_folder import RunFolder
+from radixrt.batch.run_folder import RunFolder, aside_path, has_run
 
 output, num_records = Path(sys.argv[1]), int(sys.argv[2])
 manifest = Manifest(num_records, {}, {}, {}, {})

@@ -19,19 +19,20 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm  # not tqdm.auto: a notebook's bar needs more packages
 
+from radixrt.batch.compression import check_output_name, encoded
 from radixrt.batch.journal import Journal
-from radixrt.batch.line_format import LineParser, error_line, output_line
+from radixrt.batch.line_format import LineParser, error_line, output_line, tally
 from radixrt.batch.manifest import Manifest
-from radixrt.batch.ordered_file import OrderedFile
-from radixrt.batch.output_file import check_output_name, encoded
 from radixrt.batch.prescan import Check, Prescan, SoundLine, parameters_as_json, prescan
 from radixrt.batch.record import LineError, LineErrorType, Reply
 from radixrt.batch.report import BatchReport
-from radixrt.batch.run_folder import RunFolder, run_path
+from radixrt.batch.run_folder import RunFolder, has_run
 from radixrt.batch.source import STANDARD, BadLine, read_lines
+from radixrt.batch.standard_output import StandardOutput
+from radixrt.batch.tally import Tally
 from radixrt.errors import BatchFileError, ParameterError, PromptError, RadixrtError, SchedulerError
 from radixrt.interrupt import first_interrupt
-from radixrt.output import FinishReason, RequestOutput
+from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import plan_batch
 from radixrt.planning.limits import RunLimits
 from radixrt.sampling_params import SamplingParams
@@ -132,7 +133,7 @@ def check_paths(input_path: str | Path, output_path: str | Path, *, overwrite: b
         raise BatchFileError(f"the input {input_path} would be overwritten; give another output")
     if not output_path.is_file():
         raise BatchFileError(f"{output_path} is in the way of the output and is not a plain file")
-    if not overwrite and not run_path(output_path).exists():  # a run that has only to be cleared away, perhaps
+    if not overwrite and not has_run(output_path):  # one that has only to be cleared away, perhaps
         raise BatchFileError(f"the output {output_path} exists; --overwrite replaces it")
 
 
@@ -277,10 +278,8 @@ class Batch:
             created=self._created,
         )
         if self._folder is None:
-            with OrderedFile(STANDARD, overwrite=False) as output:
+            with StandardOutput() as output:
                 job.run(_Streamed(output))
-                if job.is_complete:
-                    output.finish()
             return job.ended(None)
         assert isinstance(self._output, Path)
         manifest = Manifest(
@@ -291,7 +290,7 @@ class Batch:
             parameters=parameters_as_json(self._defaults),
             settings={"seed": runtime.seed},
         )
-        journal = self._folder.begin(manifest, replace=self._overwrite, restart=self._restart)
+        journal = self._folder.begin(manifest, replace=self._overwrite, restart=self._restart, found=job.found)
         job.run(_Journaled(journal))
         if job.is_complete:
             self._folder.finish(partial(encoded, self._output))
@@ -330,7 +329,7 @@ class _Journaled:
 
 
 class _Streamed:
-    def __init__(self, output: OrderedFile) -> None:
+    def __init__(self, output: StandardOutput) -> None:
         self._output = output
         self.settle = output.flush
         self.finished = None
@@ -377,12 +376,15 @@ class _Job(Generic[R]):
         self._unanswered: dict[int, _Unanswered[R]] = {}  # that run, by line
         self._best_hit_rate = self._seconds = 0.0
         self._predicted_hit_rate: float | None = None
-        self._errors = int(scan.is_bad.sum())
-        self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+        self._earlier = self._own = Tally()
 
     @property
     def is_complete(self) -> bool:
         return not self._left
+
+    def found(self, record: bytes) -> None:
+        """Count a record that an earlier run has left."""
+        self._earlier += tally(record)
 
     def run(self, records: _Records) -> None:
         """Run what has no record until all have one or the batch is interrupted."""
@@ -440,7 +442,6 @@ class _Job(Generic[R]):
                 tokens = scan.tokens[position]
                 request = self._runtime.prepare(tokens, line.sampling_params, index=number, keep=keep)
             except (PromptError, ParameterError) as error:  # such as one too long for the pool of KV
-                self._errors += 1
                 refused = LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", line.reply)
                 self._put(position, error_line(number, refused))
                 continue
@@ -450,8 +451,7 @@ class _Job(Generic[R]):
             self._runtime.submit(*requests, in_order=True)
 
     def _rates(self, seconds: float) -> str:
-        hit_rate = self._cached_tokens / max(1, self._prompt_tokens)
-        return f"{self._completion_tokens / seconds:,.0f} tokens/s, hit rate {hit_rate:.1%}"
+        return f"{self._own.completion_tokens / seconds:,.0f} tokens/s, hit rate {self._own.hit_rate:.1%}"
 
     def _answer(self, output: RequestOutput) -> None:
         """Write the record of a finished request."""
@@ -459,30 +459,27 @@ class _Job(Generic[R]):
         created = int(time.time()) if self._created is None else self._created
         record = output_line(output.index, line.reply, output, created=created, spelling=self._spelling)
         self._put(line.position, record)
-        if output.finish_reason is FinishReason.ERROR:
-            self._errors += 1
-            return
-        self._prompt_tokens += output.usage.prompt_tokens
-        self._cached_tokens += output.usage.cached_tokens
-        self._completion_tokens += output.usage.completion_tokens
 
     def _put(self, position: int, line: bytes) -> None:
         assert self._records is not None  # it runs
         self._records.put(position, line)
+        self._own += tally(line)
         self._left -= 1
 
     def ended(self, output_path: Path | None) -> BatchReport:
         """The report of a batch that is complete; raises BatchInterrupted with that of another."""
+        total = self._earlier + self._own
         report = BatchReport(
             output_path=output_path,
             requests=len(self._scan),
-            written=len(self._scan) - self._left,
-            errors=self._errors,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            completion_tokens=self._completion_tokens,
+            written=total.records,
+            errors=total.errors,
+            prompt_tokens=total.prompt_tokens,
+            cached_tokens=total.cached_tokens,
+            completion_tokens=total.completion_tokens,
             best_hit_rate=self._best_hit_rate,
             seconds=self._seconds,
+            own=self._own,
             predicted_hit_rate=self._predicted_hit_rate,
         )
         if not self.is_complete:

@@ -75,6 +75,9 @@ class Journal:
     When the disk refuses, or an exception such as Ctrl-C cuts a call in two, the journal is dead: nothing is tried
     again, for a second fsync may succeed with data lost, and every call but `close` raises.
 
+    Args:
+        found: called with each record that is there and counts, with its newline, in any order.
+
     Attributes:
         num_records: of the whole run; positions are below it.
         written: records that are in the file.
@@ -88,7 +91,12 @@ class Journal:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, disk: Disk, clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        manifest: Manifest,
+        disk: Disk,
+        clock: Callable[[], float] = time.monotonic,
+        found: Callable[[bytes], object] = lambda record: None,
     ) -> None:
         self._path = path
         self._disk = disk
@@ -106,7 +114,7 @@ class Journal:
         try:
             with self._unless_dead():
                 self._check_header(manifest)
-                self.recovery = self._recover()
+                self.recovery = self._recover(found)
         except BaseException:
             self.close()
             raise
@@ -239,12 +247,12 @@ class Journal:
                 f"begun with to go on with it, choose another output, or {anew}"
             )
 
-    def _recover(self) -> Recovery:
+    def _recover(self, found: Callable[[bytes], object]) -> Recovery:
         """Book what the file holds, and cut what a kill or a power cut has left at its end."""
         self._disk.fsync(self._fd)  # what a process before left in memory
         self._disk.drop_cache(self._fd)  # what a failed fsync left there alone is not read
         size = self._disk.fstat(self._fd).st_size
-        duplicates, is_synced = self._scan()
+        duplicates, is_synced = self._scan(found)
         cut_bytes = size - self._end
         if cut_bytes:
             self._disk.truncate(self._fd, self._end)
@@ -254,7 +262,7 @@ class Journal:
             self._write(journal_line(SYNCED))
         return Recovery(self.written, cut_bytes, duplicates)
 
-    def _scan(self) -> tuple[int, bool]:
+    def _scan(self, found: Callable[[bytes], object]) -> tuple[int, bool]:
         """Book the records before the first wrong line.
 
         Returns:
@@ -266,7 +274,7 @@ class Journal:
         lines = whole_lines(self._disk, self._fd)
         self._end = len(next(lines)) + 1
         for number, line in enumerate(lines, 2):
-            kind, _ = parse_line(line) or (None, 0)
+            kind, start = parse_line(line) or (None, 0)
             if kind is None or (kind.isdigit() and int(kind) >= self.num_records):
                 wrong.append(number)
             elif kind == SYNCED:
@@ -279,6 +287,7 @@ class Journal:
                 duplicates += 1
             else:
                 self._book(int(kind), self._end, self._end + len(line) + 1)
+                found(line[start:] + b"\n")
                 is_synced = False
             if not wrong:
                 self._end += len(line) + 1

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from radixrt.batch.openai_batch import openai_answer, openai_error, openai_reply, read_openai
-from radixrt.batch.plain_lines import PROMPTS, plain_answer, plain_error, plain_reply, read_plain
+from radixrt.batch.openai_batch import openai_answer, openai_error, openai_reply, openai_tally, read_openai
+from radixrt.batch.plain_lines import PROMPTS, plain_answer, plain_error, plain_reply, plain_tally, read_plain
 from radixrt.batch.record import Format, InputRecord, LineError, LineErrorType, ParameterReader, Reply
 from radixrt.batch.source import BadLine
 from radixrt.batch.strict_json import dump_line, kind, loads
+from radixrt.batch.tally import Tally
 from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.token_spelling import TokenSpelling
@@ -96,3 +98,9 @@ def error_line(index: int, error: LineError) -> bytes:
     """The record of a bad line, with its newline."""
     is_openai = error.reply["format"] == Format.OPENAI
     return dump_line(openai_error(index, error) if is_openai else plain_error(index, error))
+
+
+def tally(record: bytes) -> Tally:
+    """The numbers of one record that `output_line` or `error_line` has made."""
+    value: dict[str, Any] = json.loads(record)
+    return openai_tally(value) if "response" in value else plain_tally(value)

@@ -25,6 +25,7 @@ from typing import Any
 from radixrt.batch.plain_lines import check_token_ids
 from radixrt.batch.record import Format, InputRecord, LineError, LineErrorType, ParameterReader, Reply
 from radixrt.batch.strict_json import kind, short
+from radixrt.batch.tally import ERROR_RECORD, Tally
 from radixrt.bounds import whole
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
@@ -271,6 +272,15 @@ def openai_error(index: int, error: LineError) -> dict[str, object]:
     # Its line, counted from 1, is the only way back to a line without a custom_id.
     beside: dict[str, object] = {"code": error.type, "message": error.message, "param": None, "line": index + 1}
     return _record(_digest(index, error.reply), error.reply, 500 if failed else 400, body, beside)
+
+
+def openai_tally(record: dict[str, Any]) -> Tally:
+    """The numbers of a record of this format."""
+    if record["error"] is not None:
+        return ERROR_RECORD
+    usage = record["response"]["body"]["usage"]
+    cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+    return Tally(1, 0, usage["prompt_tokens"], cached_tokens, usage["completion_tokens"])
 
 
 _FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH)  # those that OpenAI's answers may have

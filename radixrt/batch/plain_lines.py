@@ -26,7 +26,8 @@ An output line is a JSON object with
     metadata          as given, or null;
     error             null, or {"type": see `LineErrorType`, "message"}; then text and token_ids are null;
     outputs           with n > 1: text, token_ids, finish_reason and, if asked for, logprobs of each answer; the
-                      first one's are also those of the record;
+                      first one's are also those of the record. If one of them failed, the record is an error, and
+                      the others stand here;
     logprobs          if asked for: for each token {"token_id", "logprob", "rank", "top": [[id, logprob], ...]};
     prompt_logprobs   if asked for: the same for tokens of the prompt.
 """
@@ -38,6 +39,7 @@ from typing import Any, NoReturn
 
 from radixrt.batch.record import Format, InputRecord, LineError, LineErrorType, ParameterReader, Reply
 from radixrt.batch.strict_json import kind, nests_deeper, short
+from radixrt.batch.tally import ERROR_RECORD, Tally
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.output import FinishReason, RequestOutput, TokenLogprob
 from radixrt.parameter_names import known_parameters, with_nearest
@@ -136,7 +138,8 @@ def _given(line: dict[str, Any]) -> dict[str, Any]:
 
 def plain_answer(index: int, reply: Reply, output: RequestOutput) -> dict[str, object]:
     """The record of a line whose request ran."""
-    failed = output.finish_reason is FinishReason.ERROR
+    first = output.outputs[0]
+    failed = next((answer for answer in output.outputs if answer.finish_reason is FinishReason.ERROR), None)
     more: dict[str, object] = {}
     if len(output.outputs) > 1:
         more["outputs"] = [
@@ -152,16 +155,16 @@ def plain_answer(index: int, reply: Reply, output: RequestOutput) -> dict[str, o
     return {
         "custom_id": reply["custom_id"],
         "index": index,
-        "text": None if failed else output.text,
-        "token_ids": None if failed else output.token_ids,
-        "finish_reason": output.finish_reason,
+        "text": None if failed else first.text,
+        "token_ids": None if failed else first.token_ids,
+        "finish_reason": (failed or first).finish_reason,
         "usage": asdict(output.usage),
         "timings": {
             name: None if seconds is None else round(seconds, 6)
             for name, seconds in asdict(output.timings).items()
         },
         "metadata": reply["metadata"],
-        "error": {"type": LineErrorType.FAILED, "message": output.error} if failed else None,
+        "error": {"type": LineErrorType.FAILED, "message": failed.error} if failed else None,
         **more,
     }
 
@@ -183,3 +186,11 @@ def plain_error(index: int, error: LineError) -> dict[str, object]:
         "metadata": error.reply["metadata"],
         "error": {"type": error.type, "message": error.message},
     }
+
+
+def plain_tally(record: dict[str, Any]) -> Tally:
+    """The numbers of a record of this format."""
+    if record["error"] is not None:
+        return ERROR_RECORD
+    usage = record["usage"]
+    return Tally(1, 0, usage["prompt_tokens"], usage["cached_tokens"], usage["completion_tokens"])

@@ -36,6 +36,9 @@ class RunFolder:
     `begin` opens the journal of a new run, or of one that goes on. `finish` makes the output and removes the
     folder. Leaving the context without `finish` keeps what `begin` needs to go on.
 
+    While the folder is removed, the journal stands beside it as `OUTPUT.run.finished`, and goes last of all: a
+    process that is killed before leaves enough for the next one to know that the output is this run's.
+
     Attributes:
         path: of the folder.
         scratch: of the folder in it.
@@ -53,6 +56,7 @@ class RunFolder:
         self._kept_path = self.path / "journal.finished"
         self._merged_path = self.path / "output"
         self._lock_path = self.path / "lock"
+        self._aside_path = aside_path(output)
         self._disk = disk
         self._journal: Journal | None = None
         self._replace = False
@@ -80,13 +84,21 @@ class RunFolder:
             with self._refusals(self._lock_path):
                 self._lock.release()
 
-    def begin(self, manifest: Manifest, *, replace: bool = False, restart: bool = False) -> Journal:
+    def begin(
+        self,
+        manifest: Manifest,
+        *,
+        replace: bool = False,
+        restart: bool = False,
+        found: Callable[[bytes], object] = lambda record: None,
+    ) -> Journal:
         """Open the journal of the run that the manifest describes.
 
         Args:
             manifest: what the run is of. An earlier run of something else is refused.
             replace: an output that exists may be replaced.
             restart: forget an earlier run, whatever it was of.
+            found: called with each record that an earlier run has left, in any order.
 
         Raises:
             BatchFileError: the output exists, or the journal is another run's or damaged.
@@ -98,7 +110,7 @@ class RunFolder:
                 create_journal(self._journal_path, manifest, self._disk)
             self._disk.fsync_folder(self.path)  # always: a process before may have been killed just here
             self._disk.fsync_folder(self.path.parent)
-            self._journal = Journal(self._journal_path, manifest, self._disk)
+            self._journal = Journal(self._journal_path, manifest, self._disk, found=found)
             self._replace = replace or self._journal.is_finished  # then the output may be of this very run
             self._check_output(self._replace)
         return self._journal
@@ -132,6 +144,7 @@ class RunFolder:
 
     def _make(self) -> RunLock:
         """Make the folder, if it is not there, and lock it."""
+        self._disk.exists(self._aside_path)  # a name that is too long is refused before anything is made
         while True:
             with contextlib.suppress(FileExistsError):
                 self._disk.mkdir(self.path)
@@ -147,6 +160,7 @@ class RunFolder:
                     continue
                 with contextlib.suppress(FileExistsError):
                     self._disk.mkdir(self.scratch)
+                self._take_back()
             except BaseException:
                 lock.release()
                 raise
@@ -156,19 +170,36 @@ class RunFolder:
         if not replace and self._disk.exists(self._output):
             raise BatchFileError(f"the output {self._output} exists; --overwrite replaces it")
 
+    def _take_back(self) -> None:
+        """Put the journal to its place if a process was killed while it removed the folder."""
+        if self._disk.exists(self._aside_path):
+            if self._disk.exists(self._journal_path):  # of a later run, and a power cut brought the other one back
+                self._unlink(self._aside_path)
+            else:
+                self._disk.replace(self._aside_path, self._journal_path)
+
     def _remove(self) -> None:
-        """Remove all that is radixrt's, and the folder unless something else is in it. The lock goes last."""
+        """Remove all that is radixrt's, and the folder unless something else is in it. The journal goes last."""
         with contextlib.suppress(FileNotFoundError):
             self._disk.remove_tree(self.scratch)
-        partial = partial_journal(self._journal_path)
-        for path in (self._merged_path, self._kept_path, partial, self._journal_path, self._lock_path):
-            with contextlib.suppress(FileNotFoundError):
-                self._disk.unlink(path)
+        for path in (self._merged_path, self._kept_path, partial_journal(self._journal_path)):
+            self._unlink(path)
+        has_journal = self._disk.exists(self._journal_path)
+        if has_journal:
+            self._disk.replace(self._journal_path, self._aside_path)
+        self._unlink(self._lock_path)
         try:
             self._disk.rmdir(self.path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
+        if has_journal:
+            self._disk.fsync_folder(self.path.parent)  # a power cut leaves no folder and no journal, or both
+            self._unlink(self._aside_path)
+
+    def _unlink(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.unlink(path)
 
     @contextmanager
     def _refusals(self, path: Path, what_stands: str = "") -> Iterator[None]:
@@ -181,6 +212,16 @@ class RunFolder:
 def run_path(output: Path) -> Path:
     """The folder of the run that makes an output."""
     return output.with_name(output.name + ".run")
+
+
+def aside_path(output: Path) -> Path:
+    """Where the journal stands while the folder is removed."""
+    return output.with_name(output.name + ".run.finished")
+
+
+def has_run(output: Path) -> bool:
+    """Whether a run that makes an output has left something, be it only what is to be cleared away."""
+    return run_path(output).exists() or aside_path(output).exists()
 
 
 def _chunks(records: Iterator[bytes]) -> Iterator[bytes]:

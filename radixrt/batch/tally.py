@@ -1,0 +1,40 @@
+"""What records hold, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Numbers of some records. Tokens are those of the records without an error.
+
+    Attributes:
+        records: how many there are.
+        errors: those of them with an error, be it in one of several answers.
+        prompt_tokens, cached_tokens: tokens of the prompts, and those of them that were found in the cache.
+        completion_tokens: generated tokens, of all answers.
+    """
+
+    records: int = 0
+    errors: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            self.records + other.records,
+            self.errors + other.errors,
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.completion_tokens + other.completion_tokens,
+        )
+
+    @property
+    def hit_rate(self) -> float:
+        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+ERROR_RECORD = Tally(records=1, errors=1)
