@@ -23,6 +23,7 @@ class FakeRequest:
     index: int
     prompt_ids: npt.NDArray[np.int32]
     params: SamplingParams
+    has_begun: bool = False
 
     @property
     def max_new_tokens(self) -> int:

@@ -4,33 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm  # not tqdm.auto: a notebook's bar needs more packages
 
-from radixrt.batch.journal import Journal
+from radixrt.batch.batch_runtime import BatchRuntime, R
+from radixrt.batch.error_limit import ErrorLimit
+from radixrt.batch.interruption import BatchInterrupted, what_is_kept
 from radixrt.batch.line_format import LineParser, error_line, output_line
 from radixrt.batch.manifest import Manifest
 from radixrt.batch.ordered_file import OrderedFile
-from radixrt.batch.output_file import check_output_name, encoded
+from radixrt.batch.output_file import encoded
+from radixrt.batch.paths import check_paths
 from radixrt.batch.prescan import Check, Prescan, SoundLine, parameters_as_json, prescan
 from radixrt.batch.record import LineError, LineErrorType, Reply
+from radixrt.batch.records import Journaled, Records, Streamed
 from radixrt.batch.report import BatchReport
-from radixrt.batch.run_folder import RunFolder, run_path
+from radixrt.batch.retry import Retries
+from radixrt.batch.run_folder import RunFolder
 from radixrt.batch.source import STANDARD, BadLine, read_lines
-from radixrt.errors import BatchFileError, ParameterError, PromptError, RadixrtError, SchedulerError
-from radixrt.interrupt import first_interrupt
+from radixrt.bounds import real
+from radixrt.errors import (
+    BatchFileError,
+    DeviceLostError,
+    ErrorRateError,
+    ParameterError,
+    PromptError,
+    RadixrtError,
+    SchedulerError,
+)
+from radixrt.interrupt import DRAIN_SECONDS, FirstSignal, first_interrupt
 from radixrt.output import FinishReason, RequestOutput
 from radixrt.planning.prefix_order import prefix_order
 from radixrt.planning.prefix_tree import prefix_tree
@@ -42,90 +56,7 @@ from radixrt.text.tokenizer import Tokenizer
 AT_ONCE = 8192  # requests that a runtime knows of at most
 _LOG_INTERVAL = 30.0  # seconds between two states of the bar where stderr is not a terminal
 
-
-class PreparedRequest(Protocol):
-    """A request as `BatchRuntime.prepare` makes it."""
-
-    @property
-    def prompt_ids(self) -> npt.NDArray[np.int32]: ...
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-
-R = TypeVar("R", bound=PreparedRequest)
-
-
-class BatchRuntime(Protocol[R]):
-    """What a batch needs of a `Runtime`."""
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    def identity(self) -> Mapping[str, Any]: ...
-
-    def prepare(
-        self,
-        prompt: str | Sequence[int] | npt.NDArray[np.int32] | Sequence[Mapping[str, str]],
-        sampling_params: SamplingParams | None = None,
-        *,
-        index: int = 0,
-    ) -> R: ...
-
-    def submit(self, *requests: R) -> None: ...
-
-    def step(self) -> list[RequestOutput]: ...
-
-    def abort(self, request: R) -> object: ...
-
-
-class BatchInterrupted(KeyboardInterrupt):
-    """A batch was stopped by Ctrl-C.
-
-    Attributes:
-        report: the figures up to then.
-    """
-
-    def __init__(self, report: BatchReport) -> None:
-        count = f"{report.written} of {report.requests} records are"
-        if not report.requests:
-            where = "nothing has run yet"
-        elif report.output_path is None:
-            where = f"{count} in standard output, in input order"
-        else:
-            where = f"{count} kept in {report.output_path}; the same command goes on from there"
-        super().__init__(f"stopped: {where}")
-        self.report = report
-
-
-def check_paths(input_path: str | Path, output_path: str | Path, *, overwrite: bool) -> None:
-    """Raise BatchFileError unless the batch can read its input and may write its output; "-" is always fine."""
-    if input_path != STANDARD:
-        input_path = Path(input_path)
-        if not input_path.exists():
-            raise BatchFileError(f"the input {input_path} does not exist")
-        if input_path.is_dir():
-            raise BatchFileError(f"the input {input_path} is a folder; it must be a file of JSON lines")
-    check_output_name(output_path)
-    if output_path == STANDARD:
-        return
-    output_path = Path(output_path)
-    if not output_path.parent.is_dir():
-        raise BatchFileError(f"the folder {output_path.parent} of the output does not exist; make it first")
-    if not output_path.exists():
-        return
-    if input_path != STANDARD and output_path.samefile(input_path):
-        raise BatchFileError(f"the input {input_path} would be overwritten; give another output")
-    if not output_path.is_file():
-        raise BatchFileError(f"{output_path} is in the way of the output and is not a plain file")
-    if not overwrite and not run_path(output_path).exists():  # a run that has only to be cleared away, perhaps
-        raise BatchFileError(f"the output {output_path} exists; --overwrite replaces it")
+_log = logging.getLogger(__name__)
 
 
 def run_batch(
@@ -141,7 +72,8 @@ def run_batch(
     same call goes on from there: records that are there stay as they are, the others are computed. When all are
     there, the output gets its name in one step, and the folder goes.
 
-    The first Ctrl-C ends the batch after the current pass; a second one ends it at once.
+    At the first Ctrl-C or SIGTERM no more requests are begun, and those that have begun get some seconds to end; a
+    second one ends the batch after the current pass.
 
     Args:
         runtime: a Runtime without other requests. It stays open.
@@ -170,12 +102,17 @@ class Batch:
         strict: run nothing if a line is bad.
         progress: show bars on stderr; where that is not a terminal, they move every 30 seconds.
         created: Unix time in seconds that records in OpenAI's format bear; None: each that of its answer.
+        max_error_rate: stop once more than this share of all lines, 0 to 1, have error records; None: go on.
+        drain_seconds: that requests which have begun may run on after the first signal.
 
     Raises:
+        ParameterError: max_error_rate or drain_seconds is outside its bounds.
         BatchFileError: a file cannot be read, must not be replaced, or cannot be written; another process answers
             the same file; or, by `run`, `OUTPUT.run` holds a run of another input, model or parameters.
         JournalError: the disk failed while it ran; the same batch goes on later.
-        BatchInterrupted: it was stopped by Ctrl-C.
+        DeviceLostError: the device works no more; the same batch goes on in a new process.
+        ErrorRateError: more lines have errors than max_error_rate allows; with a higher one it goes on.
+        BatchInterrupted: it was stopped by Ctrl-C or SIGTERM.
     """
 
     def __init__(
@@ -189,7 +126,11 @@ class Batch:
         strict: bool = False,
         progress: bool = False,
         created: int | None = None,
+        max_error_rate: float | None = None,
+        drain_seconds: float = DRAIN_SECONDS,
     ) -> None:
+        self._error_limit = ErrorLimit(max_error_rate)
+        self._drain_seconds = real("drain_seconds", drain_seconds, 0.0, 1e6)
         check_paths(input_path, output_path, overwrite=overwrite)
         self._input = input_path
         self._output = output_path if output_path == STANDARD else Path(output_path)
@@ -216,12 +157,14 @@ class Batch:
         self._opened.__exit__(kind, error, trace)
 
     def look(self, tokenizer: Tokenizer | None, check: Check) -> Prescan:
-        """Read the whole input, and check each line. With `strict` a bad one raises BatchFileError.
+        """Read the whole input, and check each line. With `strict` a bad one raises BatchFileError, and too many
+        of them raise ErrorRateError.
 
         Args:
             tokenizer, check: as of `prescan`.
         """
-        with first_interrupt() as interrupted, _bar("reading", " lines", None, self._progress) as bar:
+        notice = "stopping; nothing has run yet"
+        with first_interrupt(notice) as interrupted, _bar("reading", " lines", None, self._progress) as bar:
             self._scan = prescan(
                 self._lines(interrupted),
                 self._scratch,
@@ -234,26 +177,36 @@ class Batch:
             raise BatchFileError(
                 f"{self._scan.summary()}\nNothing has run. Without strict these get error records."
             )
+        self._error_limit.check(self._scan)
         return self._scan
 
-    def _lines(self, interrupted: threading.Event) -> Iterator[tuple[int, bytes | BadLine]]:
+    def _lines(self, interrupted: FirstSignal) -> Iterator[tuple[int, bytes | BadLine]]:
         for line in read_lines(self._input):
             yield line
-            if interrupted.is_set():
-                raise BatchInterrupted(BatchReport.of_nothing())
+            if interrupted.number is not None:
+                raise BatchInterrupted(BatchReport.of_nothing(), interrupted.number)
 
     def run(self, runtime: BatchRuntime[R]) -> BatchReport:
         """Run what is sound and has no record yet, and write the output."""
-        with first_interrupt() as interrupted:
+        notice = f"stopping; requests that have begun get {self._drain_seconds:g} seconds to end"
+        with first_interrupt(notice) as interrupted:
             return self._run(runtime, interrupted)
 
-    def _run(self, runtime: BatchRuntime[R], interrupted: threading.Event) -> BatchReport:
+    def _run(self, runtime: BatchRuntime[R], interrupted: FirstSignal) -> BatchReport:
         scan = self._scan
         assert scan is not None, "look comes first"
-        job = _Job(runtime, scan, interrupted, self._progress, self._created)
+        job = _Job(
+            runtime,
+            scan,
+            interrupted,
+            self._error_limit,
+            drain_seconds=self._drain_seconds,
+            progress=self._progress,
+            created=self._created,
+        )
         if self._folder is None:
             with OrderedFile(STANDARD, overwrite=False) as output:
-                job.run(_Streamed(output))
+                job.run(Streamed(output), None)
                 if job.is_complete:
                     output.finish()
             return job.ended(None)
@@ -267,53 +220,11 @@ class Batch:
             settings={"seed": runtime.seed},
         )
         journal = self._folder.begin(manifest, replace=self._overwrite, restart=self._restart)
-        job.run(_Journaled(journal))
+        job.run(Journaled(journal), self._folder.path)
         if job.is_complete:
+            interrupted.notice = "all records are there, and the output is being made"
             self._folder.finish(partial(encoded, self._output))
         return job.ended(self._output if job.is_complete else self._folder.path)
-
-
-class _Records(Protocol):
-    """Where records go."""
-
-    @property
-    def finished(self) -> npt.NDArray[np.bool_] | None:
-        """Which positions have a record; None: none has."""
-
-    @property
-    def counted(self) -> int:
-        """Records that will not be lost."""
-
-    def put(self, position: int, line: bytes) -> None: ...
-
-    def settle(self) -> None:
-        """A pass has ended: what is due is due now."""
-
-
-class _Journaled:
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self.put, self.settle = journal.append, journal.sync_if_due
-
-    @property
-    def finished(self) -> npt.NDArray[np.bool_] | None:
-        return self._journal.finished
-
-    @property
-    def counted(self) -> int:
-        return self._journal.durable
-
-
-class _Streamed:
-    def __init__(self, output: OrderedFile) -> None:
-        self._output = output
-        self.settle = output.flush
-        self.finished = None
-        self.counted = 0
-
-    def put(self, position: int, line: bytes) -> None:
-        self._output.put(position, line)
-        self.counted += 1
 
 
 @dataclass(frozen=True)
@@ -332,19 +243,25 @@ class _Job(Generic[R]):
         self,
         runtime: BatchRuntime[R],
         scan: Prescan,
-        interrupted: threading.Event,
+        interrupted: FirstSignal,
+        error_limit: ErrorLimit,
+        *,
+        drain_seconds: float,
         progress: bool,
         created: int | None,
     ) -> None:
         self._runtime = runtime
         self._scan = scan
         self._interrupted = interrupted
+        self._error_limit = error_limit
+        self._drain_seconds = drain_seconds
         self._progress = progress
         self._created = created
         self._spelling = TokenSpelling(runtime.tokenizer)
-        self._records: _Records | None = None  # where they go, once it runs
+        self._records: Records | None = None  # where they go, once it runs
         self._left = len(scan)  # records to come
-        self._unanswered: dict[int, _Unanswered[R]] = {}  # that run, by line
+        self._unanswered: dict[int, _Unanswered[R]] = {}  # that the runtime knows of, by line
+        self._retries = Retries()
         self._best_hit_rate = self._seconds = 0.0
         self._errors = int(scan.is_bad.sum())
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
@@ -353,26 +270,34 @@ class _Job(Generic[R]):
     def is_complete(self) -> bool:
         return not self._left
 
-    def run(self, records: _Records) -> None:
-        """Run what has no record until all have one or the batch is interrupted."""
+    def run(self, records: Records, kept_in: Path | None) -> None:
+        """Run what has no record until all have one or the batch is interrupted.
+
+        `kept_in` is where records are kept, for messages.
+        """
+        try:
+            self._run(records)
+        except DeviceLostError as error:
+            raise DeviceLostError(f"{error}\n{what_is_kept(self._report(kept_in))}") from error
+        except ErrorRateError as error:
+            kept = what_is_kept(self._report(kept_in), "with a higher max_error_rate the same command")
+            raise ErrorRateError(f"{error}\n{kept}") from error
+
+    def _run(self, records: Records) -> None:
         scan = self._scan
         finished = np.zeros(len(scan), np.bool_) if records.finished is None else records.finished.copy()
         self._records, self._left = records, len(scan) - int(finished.sum())
+        self._error_limit.count_kept(records.kept())
         bad = np.flatnonzero(scan.is_bad & ~finished).tolist()
         for position, error in zip(bad, scan.read(bad), strict=True):
             assert isinstance(error, LineError)
-            self._put(position, error_line(int(scan.lines[position]), error))
+            self._refuse(position, error)
         waiting = self._in_order(np.flatnonzero(~scan.is_bad & ~finished))
         began = time.perf_counter()
         try:
             with _bar("answering", " requests", len(scan), self._progress) as bar:
-                while not self._interrupted.is_set():
-                    if len(self._unanswered) <= AT_ONCE // 2:
-                        self._submit(list(itertools.islice(waiting, AT_ONCE // 2)))
-                    if not self._runtime.has_work:
-                        break
-                    for output in self._runtime.step():
-                        self._answer(output)
+                while self._goes_on(waiting):
+                    self._book(self._runtime.step())
                     records.settle()
                     bar.set_postfix_str(self._rates(time.perf_counter() - began), refresh=False)
                     bar.update(records.counted - bar.n)
@@ -381,10 +306,37 @@ class _Job(Generic[R]):
             self._seconds = time.perf_counter() - began
             for line in self._unanswered.values():
                 self._runtime.abort(line.request)
-            while self._runtime.has_work:  # what was aborted leaves the runtime
+            while self._runtime.has_work:  # what was aborted leaves the runtime, unless that can run no more
                 self._runtime.step()
         if self._left and not self._interrupted.is_set():
             raise SchedulerError(f"the runtime ended without an answer to {self._left} requests")
+
+    def _goes_on(self, waiting: Iterator[int]) -> bool:
+        """Submit lines that wait, unless the batch is to end. Whether there is a pass to run."""
+        if not self._interrupted.is_set():
+            self._feed(waiting)
+            return self._runtime.has_work
+        self._withdraw()
+        in_time = self._interrupted.age < self._drain_seconds
+        return bool(self._unanswered) and in_time and self._runtime.has_work
+
+    def _feed(self, waiting: Iterator[int]) -> None:
+        """Submit lines if there is room: those whose pass failed, once nothing else runs, or the next ones."""
+        while True:
+            positions = [] if self._unanswered else self._retries.take()
+            if not self._retries and len(self._unanswered) <= AT_ONCE // 2:
+                positions = list(itertools.islice(waiting, AT_ONCE // 2))
+            if positions:
+                self._submit(positions)
+            if self._unanswered or not positions:
+                return
+
+    def _withdraw(self) -> None:
+        """Take back the requests that have not begun."""
+        for index, line in list(self._unanswered.items()):
+            if not line.request.has_begun:
+                self._runtime.abort(line.request)
+                del self._unanswered[index]
 
     def _in_order(self, positions: npt.NDArray[np.int64]) -> Iterator[int]:
         """The positions, those whose prompts share a prefix one after the other."""
@@ -406,8 +358,7 @@ class _Job(Generic[R]):
                 request = self._runtime.prepare(scan.tokens[position], line.sampling_params, index=number)
             except (PromptError, ParameterError) as error:  # such as one too long for the pool of KV
                 self._errors += 1
-                refused = LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", line.reply)
-                self._put(position, error_line(number, refused))
+                self._refuse(position, LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", line.reply))
                 continue
             self._unanswered[number] = _Unanswered(position, request, line.reply)
             requests.append(request)
@@ -418,18 +369,46 @@ class _Job(Generic[R]):
         hit_rate = self._cached_tokens / max(1, self._prompt_tokens)
         return f"{self._completion_tokens / seconds:,.0f} tokens/s, hit rate {hit_rate:.1%}"
 
-    def _answer(self, output: RequestOutput) -> None:
-        """Write the record of a finished request."""
-        line = self._unanswered.pop(output.index)
+    def _book(self, outputs: list[RequestOutput]) -> None:
+        """Write the records of requests that have ended, unless they were withdrawn or are to be run again."""
+        failed: dict[int, list[tuple[_Unanswered[R], RequestOutput]]] = {}  # by the exception of their pass
+        for output in outputs:
+            line = self._unanswered.pop(output.index, None)
+            if line is not None and output.cause is None:
+                self._answer(line, output)
+            elif line is not None:
+                failed.setdefault(id(output.cause), []).append((line, output))
+        for group in failed.values():
+            if not self._retries.book([line.position for line, _ in group]):
+                for line, output in group:
+                    self._answer(line, output)
+
+    def _answer(self, line: _Unanswered[R], output: RequestOutput) -> None:
+        """Write the record of a request that has ended for good."""
         created = int(time.time()) if self._created is None else self._created
-        record = output_line(output.index, line.reply, output, created=created, spelling=self._spelling)
+        try:
+            record = output_line(output.index, line.reply, output, created=created, spelling=self._spelling)
+        except Exception as error:  # one line's record must not cost the others theirs
+            _log.exception("no record can be made of the answer to line %d", output.index + 1)
+            self._errors += 1
+            why = f"no record can be made of its answer: {type(error).__name__}: {error}"
+            self._refuse(line.position, LineError(LineErrorType.FAILED, why, line.reply))
+            return
         self._put(line.position, record)
+        errors = [answer.error for answer in output.outputs if answer.finish_reason is FinishReason.ERROR]
+        if errors:
+            self._error_limit.count(LineErrorType.FAILED, errors[0] or "")
         if output.finish_reason is FinishReason.ERROR:
             self._errors += 1
             return
         self._prompt_tokens += output.usage.prompt_tokens
         self._cached_tokens += output.usage.cached_tokens
         self._completion_tokens += output.usage.completion_tokens
+
+    def _refuse(self, position: int, error: LineError) -> None:
+        """Write the record of a line that has no answer."""
+        self._put(position, error_line(int(self._scan.lines[position]), error))
+        self._error_limit.count(error.type, error.message)
 
     def _put(self, position: int, line: bytes) -> None:
         assert self._records is not None  # it runs
@@ -438,7 +417,13 @@ class _Job(Generic[R]):
 
     def ended(self, output_path: Path | None) -> BatchReport:
         """The report of a batch that is complete; raises BatchInterrupted with that of another."""
-        report = BatchReport(
+        report = self._report(output_path)
+        if self._interrupted.number is not None and not self.is_complete:
+            raise BatchInterrupted(report, self._interrupted.number)
+        return report
+
+    def _report(self, output_path: Path | None) -> BatchReport:
+        return BatchReport(
             output_path=output_path,
             requests=len(self._scan),
             written=len(self._scan) - self._left,
@@ -449,9 +434,6 @@ class _Job(Generic[R]):
             best_hit_rate=self._best_hit_rate,
             seconds=self._seconds,
         )
-        if not self.is_complete:
-            raise BatchInterrupted(report)
-        return report
 
 
 def _bar(what: str, unit: str, total: int | None, shown: bool) -> tqdm:
