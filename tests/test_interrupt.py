@@ -13,8 +13,8 @@ from radixrt.interrupt import (
     FirstSignal,
     Interrupted,
     first_interrupt,
-    sigterm_raises,
     signal_of,
+    sigterm_raises,
     uninterrupted,
 )
 
@@ -44,16 +44,14 @@ def test_the_first_is_noted_and_the_second_raises(
 ) -> None:
     now = [5.0]
     monkeypatch.setattr("radixrt.interrupt.time.monotonic", lambda: now[0])
-    passed = False
-    with pytest.raises(KeyboardInterrupt) as error, first_interrupt("stopping") as interrupted:
+    with first_interrupt("stopping") as interrupted:
         assert (interrupted.is_set(), interrupted.number, interrupted.age) == (False, None, 0.0)
         interrupted.notice = "really stopping"
         signal.raise_signal(first)
         now[0] = 7.5
         assert (interrupted.is_set(), interrupted.number, interrupted.age) == (True, first, 2.5)
-        passed = True
-        signal.raise_signal(second)
-    assert passed
+        with pytest.raises(KeyboardInterrupt) as error:
+            signal.raise_signal(second)
     assert signal_of(error.value) == second
     assert isinstance(error.value, Interrupted) == (second == TERM)
     assert capfd.readouterr().err == "\nreally stopping; Ctrl-C again stops at once\n"
@@ -111,24 +109,31 @@ def test_an_interrupt_that_the_application_handles_is_its_own_at_the_second() ->
 
 @pytest.mark.parametrize("number", [INT, TERM])
 def test_held_up_to_the_end(number: int) -> None:
-    done = False
-    with sigterm_raises():
-        with pytest.raises(KeyboardInterrupt) as error:
-            with uninterrupted(), uninterrupted():
-                signal.raise_signal(number)
-                signal.raise_signal(number)
-                done = True
-        assert signal_of(error.value) == number
+    done = []
+
+    def work() -> None:
+        with uninterrupted(), uninterrupted():
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+            done.append(True)
+
+    with sigterm_raises(), pytest.raises(KeyboardInterrupt) as error:
+        work()
+    assert signal_of(error.value) == number
     assert done
 
 
 @pytest.mark.parametrize("number", [INT, TERM])
 def test_the_third_one_is_not_held_up(number: int) -> None:
-    with sigterm_raises(), pytest.raises(KeyboardInterrupt) as error, uninterrupted():
-        signal.raise_signal(INT)
-        signal.raise_signal(TERM)
-        signal.raise_signal(number)
-        pytest.fail("it was held up")
+    def work() -> None:
+        with uninterrupted():
+            signal.raise_signal(INT)
+            signal.raise_signal(TERM)
+            signal.raise_signal(number)
+            pytest.fail("it was held up")
+
+    with sigterm_raises(), pytest.raises(KeyboardInterrupt) as error:
+        work()
     assert signal_of(error.value) == number
 
 
@@ -143,10 +148,15 @@ def test_held_up_and_then_noted() -> None:
 
 
 def test_an_exception_inside_is_what_comes_out() -> None:
-    with pytest.raises(ValueError, match="mine"), first_interrupt("") as interrupted, uninterrupted():
-        signal.raise_signal(INT)
-        raise ValueError("mine")
-    assert not interrupted.is_set()
+    def work() -> None:
+        with uninterrupted():
+            signal.raise_signal(INT)
+            raise ValueError("mine")
+
+    with first_interrupt("") as interrupted:
+        with pytest.raises(ValueError, match="mine"):
+            work()
+        assert not interrupted.is_set()
 
 
 def test_sigterm_without_a_handler_is_not_held_up() -> None:

@@ -173,6 +173,7 @@ class Batch:
                 check=check,
                 seen=bar.update,
             )
+            _stop_if(interrupted)  # it may have come behind the last line
         if self._strict and self._scan.problems:
             raise BatchFileError(
                 f"{self._scan.summary()}\nNothing has run. Without strict these get error records."
@@ -183,8 +184,7 @@ class Batch:
     def _lines(self, interrupted: FirstSignal) -> Iterator[tuple[int, bytes | BadLine]]:
         for line in read_lines(self._input):
             yield line
-            if interrupted.number is not None:
-                raise BatchInterrupted(BatchReport.of_nothing(), interrupted.number)
+            _stop_if(interrupted)
 
     def run(self, runtime: BatchRuntime[R]) -> BatchReport:
         """Run what is sound and has no record yet, and write the output."""
@@ -434,6 +434,12 @@ class _Job(Generic[R]):
             best_hit_rate=self._best_hit_rate,
             seconds=self._seconds,
         )
+
+
+def _stop_if(interrupted: FirstSignal) -> None:
+    """Raise BatchInterrupted if a signal has come before anything has run."""
+    if interrupted.number is not None:
+        raise BatchInterrupted(BatchReport.of_nothing(), interrupted.number)
 
 
 def _bar(what: str, unit: str, total: int | None, shown: bool) -> tqdm:
