@@ -101,22 +101,18 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = [(number, handler) for number in _SIGNALS if callable(handler := signal.getsignal(number))]
-    pending: list[int] = []
-
-    def remember(signal_number: int, frame: FrameType | None) -> None:
-        pending.append(signal_number)
-        if len(pending) > 2:
-            if signal_number == signal.SIGTERM:
-                _terminate(signal_number, frame)
-            raise KeyboardInterrupt
-
+    before = [(number, signal.getsignal(number)) for number in _SIGNALS]
+    # What is held up already by a context around this one has its effect at the end of that.
+    before = [
+        (number, handler) for number, handler in before if callable(handler) and type(handler) is not _Pending
+    ]
+    pending = _Pending()
     try:
-        _install([(number, remember) for number, _ in before])
+        _install([(number, pending) for number, _ in before])
         yield
     finally:
         _install(before)
-    for number in pending:
+    for number in pending.numbers:
         signal.raise_signal(number)
 
 
@@ -132,6 +128,20 @@ def sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class _Pending:
+    """A handler that remembers signals, and raises at the third."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def __call__(self, signal_number: int, frame: FrameType | None) -> None:
+        self.numbers.append(signal_number)
+        if len(self.numbers) > 2:
+            if signal_number == signal.SIGTERM:
+                _terminate(signal_number, frame)
+            raise KeyboardInterrupt
 
 
 def _terminate(signal_number: int, frame: FrameType | None) -> None:
