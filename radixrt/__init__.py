@@ -37,6 +37,8 @@ __all__ = [
     "CacheFileError",
     "CompletionOutput",
     "Conversation",
+    "DeviceLostError",
+    "ErrorRateError",
     "FinishReason",
     "JournalError",
     "ModelError",
@@ -101,6 +103,8 @@ if TYPE_CHECKING:
     from radixrt.errors import (
         BatchFileError,
         CacheFileError,
+        DeviceLostError,
+        ErrorRateError,
         JournalError,
         ModelError,
         ParameterError,

@@ -1,7 +1,8 @@
-"""Python's garbage collector, kept from what was there before a call."""
+"""Python's garbage collector, kept from what was there before a call, and from what must never be freed."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from collections.abc import Iterator
@@ -30,3 +31,13 @@ def old_objects_left_alone() -> Iterator[None]:
             _calls -= 1
             if _calls == 0:
                 gc.unfreeze()
+
+
+def keep_for_good(*objects: object) -> None:
+    """Keep objects, and what they refer to, as long as the process lives.
+
+    For what is on a device that was lost: freeing page-locked memory that it has used records an event there, and
+    the error of that, raised where C++ destroys an object, would end the process at once.
+    """
+    for kept in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from radixrt.engine import Engine
-from radixrt.errors import ParameterError, RadixrtError
+from radixrt.errors import DeviceLostError, ParameterError, RadixrtError
 from radixrt.interrupt import uninterrupted
 from radixrt.output import RequestOutput
 from radixrt.schedule.request import Request
@@ -49,6 +49,9 @@ class Driver:
     Args:
         engine: nobody else steps it.
         make_output: turns a request whose answers have all ended into its output.
+
+    Attributes:
+        device_lost: a step has lost the device; nothing may be asked of it any more.
     """
 
     def __init__(self, engine: Engine, make_output: Callable[[Request], RequestOutput]) -> None:
@@ -59,10 +62,11 @@ class Driver:
         self._working = False  # whoever holds the lock is in the middle of something
         self._calls: dict[int, Call] = {}  # by the id of each request that has not ended
         self._named: dict[str, Request] = {}  # those of them that have an id of the caller's
+        self.device_lost = False
 
     @property
     def has_work(self) -> bool:
-        """Whether requests have not ended, or passes are in flight."""
+        """Whether requests have not ended, or passes are in flight, and there can be a next step."""
         return self._engine.has_work and not self._engine.is_cut
 
     @property
@@ -180,7 +184,12 @@ class Driver:
 
     def _step(self) -> None:
         with uninterrupted():  # booking included: an output that is not delivered now never is
-            for request in self._engine.step():
+            try:
+                ended = self._engine.step()
+            except DeviceLostError:
+                self.device_lost = True
+                raise
+            for request in ended:
                 first = request.family[0]
                 if first.id in self._calls and all(answer.finished for answer in first.family):
                     call = self._calls.pop(first.id)

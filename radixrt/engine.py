@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from radixrt.errors import SchedulerError
+from radixrt.collector import keep_for_good
+from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.interrupt import uninterrupted
 from radixrt.schedule.batch import Runner, ScheduleBatch
 from radixrt.schedule.request import Request
@@ -42,6 +43,7 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._aborts: deque[Request] = deque()
         self.is_cut = False  # a step has ended in its middle
+        self.is_lost = False  # because the device was lost
 
     @property
     def has_work(self) -> bool:
@@ -61,7 +63,9 @@ class Engine:
         self.scheduler.submit_all(requests, in_order=in_order)
 
     def check_whole(self) -> None:
-        """Raise SchedulerError if a step has been cut in two."""
+        """Raise SchedulerError if a step has been cut in two, DeviceLostError if the device was lost in it."""
+        if self.is_lost:
+            raise DeviceLostError("the device was lost in an earlier step; go on in a new process")
         if self.is_cut:
             raise SchedulerError("an earlier step was cut in two; close this Runtime and make another one")
 
@@ -82,6 +86,7 @@ class Engine:
         after the step.
 
         Raises:
+            DeviceLostError: a pass has raised, and the device works no more. No request has ended for it.
             SchedulerError: requests wait, and nothing can run; or a step before this one was cut in two by what
                 it could not handle (a third Ctrl-C), so that nobody knows what is in memory.
         """
@@ -114,6 +119,7 @@ class Engine:
             # The device may not have got the changes, and some concern rows of other requests: send them again.
             self.scheduler.cache.rows.give_back(batch.row_changes)
             _log.exception("a pass of %d requests could not be launched", len(batch.requests))
+            self._check_device(error)
             return _InFlight(batch, error=error)
 
     def _collect(self, flight: _InFlight) -> list[Request]:
@@ -123,8 +129,18 @@ class Engine:
                 result = self.runner.collect(flight.handle)
             except Exception as raised:
                 _log.exception("a pass of %d requests failed", len(flight.batch.requests))
+                self._check_device(raised)
                 error = raised
         self.scheduler.cache.pass_ended()
         if error is not None:
             return self.scheduler.fail(flight.batch, error)
         return self.scheduler.process(flight.batch, result)
+
+    def _check_device(self, error: Exception) -> None:
+        """Make the device ready after a pass that raised, or raise DeviceLostError."""
+        try:
+            self.runner.check_device(error)
+        except DeviceLostError:
+            self.is_lost = True
+            keep_for_good(self, error)  # with it the passes in flight, and what the one that raised had made
+            raise

@@ -43,5 +43,16 @@ class PassError(RadixrtError):
     """
 
 
+class DeviceLostError(RadixrtError):
+    """The device computes no more, after an illegal access or a fault of its own. No request was ended for it.
+
+    Only a new process can use the device again. What the pass had raised is the `__cause__`.
+    """
+
+
+class ErrorRateError(RadixrtError):
+    """More lines of a batch have error records than `max_error_rate` allows. A higher rate goes on with it."""
+
+
 class SchedulerError(RadixrtError):
     """Nothing can run and nothing is running, though requests wait: a defect of radixrt."""

@@ -1,4 +1,4 @@
-"""Ending long work cleanly at Ctrl-C."""
+"""Ending long work cleanly when a signal asks for it: SIGINT, which is Ctrl-C, or SIGTERM."""
 
 from __future__ import annotations
 
@@ -6,54 +6,159 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+
+DRAIN_SECONDS = 20.0  # that a batch gives to what has begun, after the first signal
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+Handler = Callable[[int, FrameType | None], object] | int | None
+"""Of a signal, as `signal.getsignal` gives it."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has ended what ran.
+
+    Attributes:
+        signal_number: the signal.
+    """
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+
+
+def signal_of(error: KeyboardInterrupt) -> int:
+    """The signal behind an exception: SIGINT, unless it says another."""
+    return error.signal_number if isinstance(error, Interrupted) else signal.SIGINT
+
+
+class FirstSignal:
+    """The first signal that asks for an end, once it has come.
+
+    Attributes:
+        notice: what is said on stderr when it comes; whoever waits for it may change this.
+        number: the signal; None before it has come.
+    """
+
+    def __init__(self, notice: str) -> None:
+        self.notice = notice
+        self.number: int | None = None
+        self._moment = 0.0
+
+    def is_set(self) -> bool:
+        """Whether it has come."""
+        return self.number is not None
+
+    @property
+    def age(self) -> float:
+        """Seconds since it came; 0 before it has come."""
+        return time.monotonic() - self._moment if self.is_set() else 0.0
+
+    def _set(self, number: int) -> None:
+        self._moment, self.number = time.monotonic(), number
 
 
 @contextlib.contextmanager
-def first_interrupt() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets, so that no pass is cut in two. The second one does what it did before.
+def first_interrupt(notice: str) -> Iterator[FirstSignal]:
+    """What stands inside looks for the first SIGINT or SIGTERM, so that no pass is cut in two.
 
-    Outside the main thread, which alone gets signals, and where Ctrl-C is ignored, nothing changes.
+    The second one raises: SIGINT what it raised before, SIGTERM `Interrupted`. A signal that is ignored stays so,
+    and so does a handler for SIGTERM that is the application's own. Outside the main thread, which alone gets
+    signals, nothing changes.
+
+    Args:
+        notice: as in FirstSignal.
     """
-    interrupted = threading.Event()
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield interrupted
+    first = FirstSignal(notice)
+    if threading.current_thread() is not threading.main_thread():
+        yield first
         return
+    before = [(number, signal.getsignal(number)) for number in _SIGNALS]
+    taken = [(number, handler) for number, handler in before if _is_ours(number, handler)]
+    at_second = [(number, _terminate if number == signal.SIGTERM else handler) for number, handler in taken]
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, before)
+        first._set(signal_number)
+        _install(at_second)
         with contextlib.suppress(OSError):  # not print: a signal may come in the middle of another one
-            os.write(2, b"\nstopping after the current pass; Ctrl-C again stops at once\n")
+            os.write(2, f"\n{first.notice}; Ctrl-C again stops at once\n".encode())
 
-    signal.signal(signal.SIGINT, stop)
     try:
-        yield interrupted
+        _install([(number, stop) for number, _ in taken])
+        yield first
     finally:
-        signal.signal(signal.SIGINT, before)
+        _install(taken)
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C inside has its effect at the end, so that what stands here is not cut in two; a third one at once."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    """SIGINT and SIGTERM inside have their effect at the end, so that what stands here is not cut in two; a third
+    one has it at once. A signal without a handler of Python's, which ends the process, is not held up.
+    """
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    pressed = 0
+    before = [(number, signal.getsignal(number)) for number in _SIGNALS]
+    # What is held up already by a context around this one has its effect at the end of that.
+    before = [
+        (number, handler) for number, handler in before if callable(handler) and type(handler) is not _Pending
+    ]
+    pending = _Pending()
+    try:
+        _install([(number, pending) for number, _ in before])
+        yield
+    finally:
+        _install(before)
+    for number in pending.numbers:
+        signal.raise_signal(number)
 
-    def remember(signal_number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed += 1
-        if pressed > 2:
-            raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, remember)
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """SIGTERM inside raises `Interrupted`, where it would end the process without another word."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    for _ in range(pressed):
-        signal.raise_signal(signal.SIGINT)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class _Pending:
+    """A handler that remembers signals, and raises at the third."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def __call__(self, signal_number: int, frame: FrameType | None) -> None:
+        self.numbers.append(signal_number)
+        if len(self.numbers) > 2:
+            if signal_number == signal.SIGTERM:
+                _terminate(signal_number, frame)
+            raise KeyboardInterrupt
+
+
+def _terminate(signal_number: int, frame: FrameType | None) -> None:
+    raise Interrupted("terminated", signal_number)
+
+
+def _is_ours(number: int, handler: Handler) -> bool:
+    """Whether a signal with this handler is for radixrt to take."""
+    if number == signal.SIGTERM:
+        return handler in (signal.SIG_DFL, _terminate)
+    return callable(handler)
+
+
+def _install(handlers: Sequence[tuple[int, Handler]]) -> None:
+    """All of them, whatever one of the signals raises meanwhile."""
+    if handlers:
+        try:
+            signal.signal(*handlers[0])
+        finally:
+            _install(handlers[1:])

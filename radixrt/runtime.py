@@ -366,6 +366,7 @@ class Runtime:
             PromptError: names every prompt that cannot be run; nothing has run then.
             ParameterError: sampling_params or request_ids do not go with the prompts, or an id is taken.
             PassError: a pass failed, out of memory for instance. All other requests of the call are ended.
+            DeviceLostError: a pass failed, and the device works no more: go on in a new process.
         """
         listed, many = listed_prompts(prompts)
         params = one_each(sampling_params, len(listed), many)
@@ -537,14 +538,16 @@ class Runtime:
 
         Args:
             input_path, output_path: "-" is standard input or output.
-            options: default_params, overwrite, restart, strict and progress of `radixrt.batch.job.Batch`.
+            options: those of `radixrt.batch.job.Batch`, such as overwrite, strict and max_error_rate.
 
         Returns:
             The batch's figures.
 
         Raises:
             BatchFileError, JournalError: a file cannot be used, or the disk failed.
-            KeyboardInterrupt: Ctrl-C ended it after the current pass.
+            DeviceLostError: the device works no more; the same call in a new process goes on.
+            ErrorRateError: more lines have errors than max_error_rate allows.
+            KeyboardInterrupt: Ctrl-C or SIGTERM ended it.
         """
         from radixrt.batch.job import run_batch  # rich takes it a tenth of a second
 
@@ -724,7 +727,7 @@ class Runtime:
         self.__dict__.pop("_model", None)
         self.__dict__.pop("_kv_pool", None)
         self.__dict__.pop("_storage", None)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self._driver.device_lost:
             gc.collect()  # graphs hold on to their memory
             torch.cuda.empty_cache()
 

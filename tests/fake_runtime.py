@@ -25,6 +25,7 @@ class FakeRequest:
     prompt_ids: npt.NDArray[np.int32]
     params: SamplingParams
     keep: int | None = None
+    has_begun: bool = False
 
     @property
     def max_new_tokens(self) -> int:

@@ -25,6 +25,7 @@ from radixrt.cache.radix_tree import Match, Namespace, Node
 from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.driver import Driver
 from radixrt.engine import LAG, Engine
+from radixrt.errors import DeviceLostError
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule import policy as policies
@@ -169,6 +170,7 @@ class SimulatedRunner:
         self.ends: dict[Lease, int] = {}  # positions launched, or found, of each lease that there was
         self.met: set[Lease] = set()  # those that were in a pass
         self.last_batch: ScheduleBatch | None = None
+        self.is_lost = False  # after the next pass that fails
         self.lines_of = own_lines  # how a pass reads: `SimulatedPass.lines`
         self.violation: Violation | None = None  # kept for `World.check`: the engine takes it for a failed pass
         self.tokens_launched: Counter[int] = Counter()
@@ -269,6 +271,10 @@ class SimulatedRunner:
             raise handle.error
         assert handle.result is not None
         return handle.result
+
+    def check_device(self, error: Exception) -> None:
+        if self.is_lost:
+            raise DeviceLostError("the simulated device works no more") from error
 
     def _planned(self, batch: ScheduleBatch) -> list[np.ndarray]:
         try:

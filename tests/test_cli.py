@@ -23,7 +23,7 @@ import radixrt
 import radixrt.request_builder
 from radixrt.cli import main
 from radixrt.cli.options import MODEL, SAMPLING, SCHEDULE, add_options, sampling_params
-from radixrt.errors import ModelError, SchedulerError
+from radixrt.errors import DeviceLostError, ModelError, SchedulerError
 from radixrt.models.families import FAMILIES
 from radixrt.models.registry import ARCHITECTURES, find_architecture
 from radixrt.parameter_names import SPELLINGS
@@ -241,7 +241,10 @@ def test_mistakes_show_in_one_line_before_the_model_loads(
     assert Path(batch[-1]).read_text() == "precious"
 
 
-@pytest.mark.parametrize(("error", "status"), [(ModelError("no such model"), 2), (SchedulerError("stuck"), 1)])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ModelError("no such model"), 2), (SchedulerError("stuck"), 1), (DeviceLostError("it works no more"), 75)],
+)
 def test_status_says_whose_fault_it_is(
     batch: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
 ) -> None:
@@ -266,12 +269,21 @@ def test_interrupt(batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: py
     )
 
 
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
+)
 def test_interrupt_while_the_model_loads(
-    batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    batch: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: str,
+    status: int,
+    said: str,
 ) -> None:
-    monkeypatch.setitem(vars(radixrt), "Runtime", lambda: signal.raise_signal(signal.SIGINT))
-    assert main(batch) == 130
-    assert capsys.readouterr().err == "radixrt: interrupted\n"
+    monkeypatch.setitem(vars(radixrt), "Runtime", lambda: signal.raise_signal(signal.Signals[number]))
+    assert main(batch) == status
+    assert capsys.readouterr().err == f"radixrt: {said}\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_empty_input(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:

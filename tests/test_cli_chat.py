@@ -16,7 +16,7 @@ import pytest
 import radixrt
 from radixrt.builtin import MODEL_PATH
 from radixrt.cli import main
-from radixrt.errors import PassError, SchedulerError
+from radixrt.errors import DeviceLostError, PassError, SchedulerError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, StreamChunk, Timings, Usage
 from radixrt.runtime import Runtime
 
@@ -148,6 +148,29 @@ def test_ctrl_c_ends_the_answer_and_the_turn_is_forgotten(
     ]
     assert err == ""
     assert not runtime.has_work
+
+
+def test_sigterm_ends_the_chat(runtime: Runtime, typed: Typist, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Runtime.stream
+
+    def stream(prompt: Any, params: Any) -> Iterator[StreamChunk]:
+        for chunk in real(runtime, prompt, params):
+            signal.raise_signal(signal.SIGTERM)
+            yield chunk
+
+    monkeypatch.setattr(runtime, "stream", stream)
+    _, err = typed("Tarek counts?", "Mira likes?", status=143)
+    assert err == "radixrt: terminated\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_lost_device_ends_the_chat(runtime: Runtime, typed: Typist, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stream(*_: Any) -> Iterator[StreamChunk]:
+        raise DeviceLostError("it works no more")
+
+    monkeypatch.setattr(runtime, "stream", stream)
+    _, err = typed("Tarek counts?", "Mira likes?", status=75)
+    assert err == "radixrt: error: it works no more\n"
 
 
 @pytest.mark.parametrize("presses", [1, 2])

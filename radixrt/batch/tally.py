@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixrt.output import FinishReason, RequestOutput
+
 
 @dataclass(frozen=True)
 class Tally:
@@ -38,3 +40,11 @@ class Tally:
 
 
 ERROR_RECORD = Tally(records=1, errors=1)
+
+
+def output_tally(output: RequestOutput) -> Tally:
+    """The numbers of the record of an output."""
+    if any(answer.finish_reason is FinishReason.ERROR for answer in output.outputs):
+        return ERROR_RECORD
+    usage = output.usage
+    return Tally(1, 0, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)

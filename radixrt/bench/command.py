@@ -106,7 +106,8 @@ examples:
 
 The saved cache takes as much room on the disk as the documents' KV. Weights are random unless there is a model.
 
-exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C.
+exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C,
+143 by SIGTERM.
 """,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,  # what is not given keeps the default of Options
@@ -210,7 +211,7 @@ where they are not 32/8 and 128. A pattern that matches nothing gets the names. 
 is shown as -, with the reason below the tables.
 
 exit status: 0 done; 1 one of our kernels failed or was wrong; 2 there is no GPU, or the options or a file cannot
-be used; 130 stopped by Ctrl-C.
+be used; 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
 
 
@@ -244,7 +245,8 @@ sizes at --scale cpu, in tokens (those of --scale full are in docs/benchmarks.md
 All requests of a round are submitted at once, and answers have fixed lengths. unshared to samples are lists known
 beforehand; the prompts of chat and tree_search depend on the answers before; choices wants likelihoods.
 
-exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C.
+exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C,
+143 by SIGTERM.
 """
 
 

@@ -11,11 +11,12 @@ import radixrt
 from radixrt.bench.command import add_bench_command
 from radixrt.cli.batch import add_batch_command
 from radixrt.cli.chat import add_chat_command
-from radixrt.cli.exit_status import INTERRUPTED, PIPE_CLOSED, exit_status
+from radixrt.cli.exit_status import PIPE_CLOSED, exit_status, interrupt_status
 from radixrt.cli.generate import add_generate_command
 from radixrt.cli.models import add_models_command
 from radixrt.cli.plan import add_plan_command
 from radixrt.errors import RadixrtError
+from radixrt.interrupt import sigterm_raises
 
 _EXAMPLES = """\
 examples, with the small built-in model (--model FOLDER_OR_ID takes another one):
@@ -29,6 +30,11 @@ examples, with the small built-in model (--model FOLDER_OR_ID takes another one)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv` (sys.argv without the program's name if None); returns the exit status."""
+    with sigterm_raises():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         status = int(arguments.run(arguments))
@@ -39,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_status(error)
     except KeyboardInterrupt as error:
         print(f"radixrt: {str(error) or 'interrupted'}", file=sys.stderr)
-        return INTERRUPTED
+        return interrupt_status(error)
     except BrokenPipeError:  # such as `| head`: nobody reads on, which is no mistake
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
         return PIPE_CLOSED

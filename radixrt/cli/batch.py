@@ -16,6 +16,7 @@ from radixrt.cli.options import (
     runtime_options,
     sampling_params,
 )
+from radixrt.interrupt import DRAIN_SECONDS
 
 _EXAMPLE = """\
 example:
@@ -32,15 +33,18 @@ input, from 0), text, token_ids, finish_reason, usage, timings, metadata and err
 log-probabilities if asked for. All lines are checked before the weights are loaded. A bad one is named with
 its number, and gets a record with its error; the others go on.
 
-Finished records are kept in the folder answers.jsonl.run until all are there. Whatever stopped a run - Ctrl-C,
-which stops after the current pass, a kill, a full disk - the same command goes on with it.
+Finished records are kept in the folder answers.jsonl.run until all are there. Whatever stopped a run - Ctrl-C, a
+kill, a full disk, a GPU that failed - the same command goes on with it. At the first Ctrl-C or SIGTERM nothing
+more is begun, and what has begun gets --drain-seconds to end; the second one stops after the current pass. If a
+pass fails, its lines are run again, apart from the others, so that only a line that fails alone has an error.
 
 Lines of OpenAI's Batch API (custom_id, method, url, body) get records in OpenAI's form. The input may be
 compressed by gzip or zstd, or a parquet file whose columns are the keys; the output is compressed if its name
 ends in .gz or .zst. "-" is standard input or output.
 
-exit status: 0 every line has its record; 1 the run failed; 2 the options, the model or a file cannot be used;
-75 the disk failed; 130 stopped by Ctrl-C. After 1, 75 and 130 the same command goes on.
+exit status: 0 every line has its record; 1 the run failed, or more lines have errors than --max-error-rate
+allows; 2 the options, the model or a file cannot be used; 75 the disk or the GPU failed; 130 stopped by Ctrl-C,
+143 by SIGTERM. After 1, 75, 130 and 143 the same command goes on, after too many errors with a higher rate.
 """
 
 
@@ -67,6 +71,19 @@ def add_batch_command(commands: Any) -> None:
         default="planned",
         help="planned: those that share a prefix follow one another; file: as they stand (planned)",
     )
+    option(
+        "--max-error-rate",
+        type=float,
+        metavar="R",
+        help="stop once more than this share of all lines, 0 to 1, have error records (never stop)",
+    )
+    option(
+        "--drain-seconds",
+        type=float,
+        default=DRAIN_SECONDS,
+        metavar="S",
+        help=f"for what has begun, after the first Ctrl-C or SIGTERM ({DRAIN_SECONDS:g})",
+    )
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     add_options(parser, "sampling parameters of lines that give none", SAMPLING)
     add_runtime_options(parser)
@@ -92,6 +109,8 @@ def _batch(arguments: argparse.Namespace) -> int:
         order=arguments.order,
         keep_cache=hasattr(arguments, "save_cache"),
         progress=arguments.progress,
+        max_error_rate=arguments.max_error_rate,
+        drain_seconds=arguments.drain_seconds,
     ) as batch:
         # Before the weights are loaded: mistakes show within seconds.
         builder = builder_without_weights(options.get("model", MODEL_PATH), options.get("context_length"))

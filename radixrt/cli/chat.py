@@ -18,7 +18,8 @@ from radixrt.cli.options import (
     runtime_options,
     sampling_params,
 )
-from radixrt.errors import ParameterError, PromptError, RadixrtError, SchedulerError
+from radixrt.errors import DeviceLostError, ParameterError, PromptError, RadixrtError, SchedulerError
+from radixrt.interrupt import Interrupted
 from radixrt.output import FinishReason, RequestOutput
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ A base model, which has no chat template, goes on with plain text: what is said 
 ended, and --turn says what is written around it.
 
 exit status: 0 all turns were answered; 1 or 2 a turn failed in a pass, or could not be run (that of the last one
-counts); 2 the options or the model cannot be used; 130 stopped by Ctrl-C outside an answer, on no terminal.
+counts); 2 the options or the model cannot be used; 75 the GPU failed; 130 stopped by Ctrl-C outside an answer, on
+no terminal, 143 by SIGTERM.
 """
 
 
@@ -126,7 +128,7 @@ class _Chat:
             elif line.strip():
                 try:
                     failed = self._say(self._turn.replace("{}", line))
-                except SchedulerError:
+                except (SchedulerError, DeviceLostError):
                     raise
                 except RadixrtError as error:  # the conversation is as it was before
                     print(f"radixrt: error: {error}", file=sys.stderr)
@@ -155,10 +157,14 @@ class _Chat:
         """Stream the answer, then say how much was found in the cache. Returns FAILED if it has failed."""
         output = None
         # Ctrl-C is raised between two passes, those of a long prompt too; leaving the stream ends its request.
-        with contextlib.suppress(KeyboardInterrupt):
+        try:
             for chunk in self._talk.stream(text):
                 output = chunk.output
                 print(chunk.text, end="", flush=True)
+        except Interrupted:  # SIGTERM, which ends the chat
+            raise
+        except KeyboardInterrupt:
+            pass
         print()
         if output is None:
             _note("stopped; this turn is forgotten")
@@ -200,6 +206,8 @@ def _typed_lines() -> Iterator[str]:
             return
         except UnicodeDecodeError as error:
             raise PromptError(f"standard input is not text: {error}") from None
+        except Interrupted:
+            raise
         except KeyboardInterrupt:
             if not terminal:
                 raise

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from radixrt.errors import JournalError, PassError, RadixrtError, SchedulerError
+import signal
+
+from radixrt.errors import (
+    DeviceLostError,
+    ErrorRateError,
+    JournalError,
+    PassError,
+    RadixrtError,
+    SchedulerError,
+)
+from radixrt.interrupt import signal_of
 
 DONE = 0
 FAILED = 1  # something failed while it ran
 UNUSABLE = 2  # options, prompts, model or files; also argparse's number
-RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: a batch stopped, and the same command goes on with it
+RESUMABLE = (
+    75  # EX_TEMPFAIL of sysexits.h: the disk or the device failed, and the same command goes on with a batch
+)
 INTERRUPTED = 130  # the shell's number for a process that Ctrl-C ended
+TERMINATED = 143  # and for one that SIGTERM did
 PIPE_CLOSED = 141  # the shell's number for a process whose reader has gone
 
 
 def exit_status(error: RadixrtError) -> int:
     """The status of a command that an error has ended."""
-    if isinstance(error, JournalError):
+    if isinstance(error, (JournalError, DeviceLostError)):
         return RESUMABLE
-    return FAILED if isinstance(error, (PassError, SchedulerError)) else UNUSABLE
+    return FAILED if isinstance(error, (PassError, SchedulerError, ErrorRateError)) else UNUSABLE
+
+
+def interrupt_status(error: KeyboardInterrupt) -> int:
+    """The status of a command that a signal has ended."""
+    return TERMINATED if signal_of(error) == signal.SIGTERM else INTERRUPTED

@@ -34,7 +34,8 @@ each comes after a line that says whose it is, or --json prints one object a lin
 (id, finish_reason, prompt_tokens, completion_tokens, cached_tokens, e2e_latency, and log-probabilities if asked
 for), n lines for a prompt with n answers.
 
-exit status: 0 done; 1 a pass failed; 2 the options, a prompt or the model cannot be used; 130 stopped by Ctrl-C.
+exit status: 0 done; 1 a pass failed; 2 the options, a prompt or the model cannot be used; 75 the GPU failed; 130
+stopped by Ctrl-C, 143 by SIGTERM.
 """
 
 

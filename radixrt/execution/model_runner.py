@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.errors import DeviceLostError
 from radixrt.execution.attention_planner import AttentionPlanner
 from radixrt.execution.decode_graphs import DecodeGraphs
 from radixrt.execution.extend_graphs import ExtendGraphs, pass_shapes
@@ -45,6 +47,7 @@ from triton_ops.sampling import finite_rows
 _Computed = tuple[Tensor | None, Tensor, Tensor, dict[str, Tensor]]
 
 SCORED_AT_ONCE = 512  # rows of logits that are held at a time to score prompt tokens
+_PROBE_WORDS = 1024  # that a device has to count up to show that it works
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class ModelRunner:
             (rows.max_requests + 1, rows.max_context_len), dtype=torch.int32, device=device
         )
         self._last_token = torch.zeros(rows.max_requests + 1, dtype=torch.int32, device=device)
+        self._probe = torch.zeros(_PROBE_WORDS, dtype=torch.int32, device=device)  # each is `_probes`
+        self._probes = 0
         self._staging = Staging(device)
         self._planner = AttentionPlanner(
             model.config, model.placement, rows.req_to_token, kv_pool.buffer.dtype, tree=tree
@@ -305,6 +310,38 @@ class ModelRunner:
             self._graphs.results.give_back(handle.borrowed)
         return PassResult(token_ids, finite, _to_numpy(handle.logprobs), _to_numpy(handle.prompt_logprobs))
 
+    def check_device(self, error: Exception) -> None:
+        """Make ready for other passes after one that raised: what it held on the device is free again.
+
+        Raises:
+            DeviceLostError: the device does not count right any more. A CPU always does.
+        """
+        if self.device.type != "cuda":
+            return
+        try:
+            with self._on_device():
+                works = self._counts_right()
+        except RuntimeError as found:
+            raise DeviceLostError(self._lost(found)) from error
+        if not works:
+            raise DeviceLostError(self._lost(error)) from error
+        # The error's frames hold on to what the pass has made; whoever keeps the error would keep that.
+        traceback.clear_frames(error.__traceback__)
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+
+    def _counts_right(self) -> bool:
+        """Whether a kernel does what it should, after all that was launched before. Takes no memory there."""
+        torch.cuda.synchronize(self.device)
+        with torch.inference_mode():
+            self._probe += 1
+        self._probes += 1
+        return bool((self._probe.cpu() == self._probes).all())
+
+    def _lost(self, error: Exception) -> str:
+        said = str(error).partition("\n")[0] or type(error).__name__
+        return f"the device {self.device} works no more ({said}); only a new process can use it again"
+
     def _send_back(
         self,
         token_ids: Tensor,
@@ -312,13 +349,12 @@ class ModelRunner:
         logprobs: LogprobTensors | None,
         prompt_logprobs: LogprobTensors | None,
     ) -> PassInFlight:
-        return PassInFlight(
-            self._to_host(token_ids),
-            self._to_host(finite),
-            self._all_to_host(logprobs),
-            self._all_to_host(prompt_logprobs),
-            self._mark(),
-        )
+        # One by one: what has a name is not freed where the next call raises (`keep_for_good` says why).
+        token_ids = self._to_host(token_ids)
+        finite = self._to_host(finite)
+        logprobs = self._all_to_host(logprobs)
+        prompt_logprobs = self._all_to_host(prompt_logprobs)
+        return PassInFlight(token_ids, finite, logprobs, prompt_logprobs, self._mark())
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         """A copy, started; on a CPU, too, where the next passes overwrite what this one has staged."""

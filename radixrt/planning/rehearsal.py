@@ -127,3 +127,6 @@ class _NoModel:
         assert isinstance(handle, ScheduleBatch)  # what `launch` returned
         tokens = np.zeros(int(handle.num_samples.sum()), dtype=np.int32)
         return PassResult(tokens, np.ones(len(handle.requests), dtype=bool))
+
+    def check_device(self, error: Exception) -> None:
+        """There is none."""

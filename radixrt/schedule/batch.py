@@ -109,3 +109,10 @@ class Runner(Protocol):
 
     def collect(self, handle: object) -> PassResult:
         """Wait for a pass, the oldest in flight, and return its result."""
+
+    def check_device(self, error: Exception) -> None:
+        """Make ready for other passes after one that raised `error`, which may have run out of memory.
+
+        Raises:
+            DeviceLostError: no pass can run any more.
+        """

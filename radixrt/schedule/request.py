@@ -206,6 +206,11 @@ class Request:
         return self.launched < self.extend_end
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a pass has computed some of it, though it may wait again after a retraction."""
+        return self.launched_at is not None
+
+    @property
     def finished(self) -> bool:
         return self.state is RequestState.FINISHED
 

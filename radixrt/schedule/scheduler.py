@@ -8,6 +8,7 @@ end token may be in one more pass, whose result for it is thrown away.
 from __future__ import annotations
 
 import bisect
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -29,8 +30,9 @@ from radixrt.schedule.request import Request, RequestState
 LOADED_CHUNKS = 4  # a pass waits for no more than about this many chunks of tokens from the host
 PASSES_OF_ROOM = 4  # once requests must be retracted, make room for this many decode passes
 
-
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -544,7 +546,12 @@ class Scheduler:
         num_top = request.params.logprobs
         if result.logprobs is not None and num_top is not None:
             request.logprobs.append(_logprob(result.logprobs, logprob, token_id, num_top))
-        reason = self._why_ended(request, token_id)
+        try:
+            reason = self._why_ended(request, token_id)
+        except Exception as error:  # of its text: one request's must not cost the others theirs
+            _log.exception("the text of request %d cannot be made", request.index)
+            self._end(request, FinishReason.ERROR, f"no text can be made of its answer: {error}")
+            return True
         if reason is None:
             return False
         self._end(request, reason)
