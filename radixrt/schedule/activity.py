@@ -55,24 +55,27 @@ class ActivityMeter:
 
     Args:
         clock: seconds of the host.
-
-    Attributes:
-        activity: up to the end of the last step: a value that nobody changes, so that any thread may take it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.activity = Activity()
         self._clock = clock
         self._passes = self._extend_passes = self._extended_tokens = self._decoded_tokens = 0
         self._prefill_seconds = self._decode_seconds = self._scheduling_seconds = 0.0
         self._began = 0.0
+        # At the end of the last step: one value, so that another thread does not see half of a step.
+        self._snapshot = 0, 0, 0, 0, 0.0, 0.0, 0.0
+
+    @property
+    def activity(self) -> Activity:
+        """Up to the end of the last step; from any thread."""
+        return Activity(*self._snapshot)
 
     def begin_step(self) -> None:
         self._began = self._clock()
 
     def end_step(self) -> None:
         self._scheduling_seconds += self._clock() - self._began
-        self.activity = Activity(
+        self._snapshot = (
             self._passes,
             self._extend_passes,
             self._extended_tokens,
