@@ -45,6 +45,7 @@ class PassTimer:
     def end(self) -> TimedPass:
         """All of the pass has been launched."""
         events, self._events = self._events, None
+        assert events is not None or not self._on_gpu  # it has begun
         if events is not None:
             events[1].record()
         return TimedPass(time.perf_counter() - self._began, events)
