@@ -91,7 +91,7 @@ class PassResult:
         prompt_logprobs: of the P scored tokens, if there are any.
         seconds: that the device took; None: nobody has measured. A pass that was launched while the one before it
             was computed begins when that ends, so that the seconds of passes are what the device was busy, gaps
-            between the kernels of a pass included.
+            between the kernels of a pass included. What it waits for transfers between the tiers is not in it.
         launch_seconds: that launching took the host, beside the device; 0 where launching computes the pass.
     """
 
