@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Runtime": "radixrt.runtime",
+    "Activity": "radixrt.schedule.activity",
     "Conversation": "radixrt.conversation",
     "CompletionOutput": "radixrt.output",
     "ScoreOutput": "radixrt.output",
@@ -33,6 +34,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Activity",
     "BatchFileError",
     "CacheFileError",
     "CompletionOutput",
@@ -126,3 +128,4 @@ if TYPE_CHECKING:
     )
     from radixrt.runtime import Runtime
     from radixrt.sampling_params import SamplingParams
+    from radixrt.schedule.activity import Activity

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from radixrt.collector import keep_for_good
 from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.interrupt import uninterrupted
+from radixrt.schedule.activity import Activity, ActivityMeter
 from radixrt.schedule.batch import Runner, ScheduleBatch
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
@@ -34,14 +36,23 @@ class Engine:
         runner: computes it.
         lag: passes that may be in flight while the next one is planned. 0: each is booked before the next one is
             planned, so that the device waits for the host.
+        clock: seconds of the host.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, lag: int = LAG) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        lag: int = LAG,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self._lag = lag
         self._in_flight: deque[_InFlight] = deque()
         self._aborts: deque[Request] = deque()
+        self._meter = ActivityMeter(clock)
         self.is_cut = False  # a step has ended in its middle
         self.is_lost = False  # because the device was lost
 
@@ -49,6 +60,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether requests have not ended, or passes are in flight."""
         return self.scheduler.has_work or bool(self._in_flight)
+
+    @property
+    def activity(self) -> Activity:
+        """What it has done up to the end of the last step; from any thread."""
+        return self._meter.activity
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it can never run."""
@@ -93,7 +109,9 @@ class Engine:
         self.check_whole()
         with uninterrupted():
             self.is_cut = True
+            self._meter.begin_step()
             ended = self._step()
+            self._meter.end_step()
             self.is_cut = False
         return ended
 
@@ -114,7 +132,7 @@ class Engine:
         self.scheduler.cache.pass_launched()
         try:
             self.make_transfers()
-            return _InFlight(batch, handle=self.runner.launch(batch))
+            return _InFlight(batch, handle=self._meter.in_runner(self.runner.launch, batch))
         except Exception as error:
             # The device may not have got the changes, and some concern rows of other requests: send them again.
             self.scheduler.cache.rows.give_back(batch.row_changes)
@@ -126,7 +144,8 @@ class Engine:
         error = flight.error
         if error is None:
             try:
-                result = self.runner.collect(flight.handle)
+                result = self._meter.in_runner(self.runner.collect, flight.handle)
+                self._meter.count(flight.batch, result)
             except Exception as raised:
                 _log.exception("a pass of %d requests failed", len(flight.batch.requests))
                 self._check_device(raised)

@@ -62,6 +62,7 @@ from radixrt.request_builder import (
     own_ids,
 )
 from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.activity import Activity
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
@@ -611,6 +612,26 @@ class Runtime:
     def has_work(self) -> bool:
         """Whether submitted requests have not ended."""
         return self._driver.has_work
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are admitted and have not ended; of n answers to a prompt each is one."""
+        self._driver.check_open()
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Submitted requests that are not admitted yet, or wait again after a retraction."""
+        self._driver.check_open()
+        return len(self._scheduler.waiting)
+
+    def activity(self) -> Activity:
+        """What passes have computed since the Runtime was made, and where the time went: on the device in prefill
+        and in decode, on the host in scheduling. `later - earlier` is what came between two calls.
+
+        It stands as it was at the end of the last step. Any thread may ask.
+        """
+        return self._driver.check_open().activity
 
     # -- the cache, the weights and the end ----------------------------------------------------------------
 

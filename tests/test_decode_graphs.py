@@ -28,13 +28,15 @@ from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine import Engine
 from radixrt.execution import attention_planner, extend_graphs
-from radixrt.execution.attention_planner import MERGES_BELOW, PlanKind
+from radixrt.execution.attention_planner import MERGES_BELOW, AttentionPlanner, PlanKind
 from radixrt.execution.decode_graphs import CAPTURED_DRAWS, MOST_CAPTURED, DecodeGraphs, ladder
 from radixrt.execution.decode_numbers import PLAN_STEPS
 from radixrt.execution.extend_graphs import TOKEN_STEPS, ExtendGraphs, PaddedPass, pass_shapes
 from radixrt.execution.graph_memory import GraphMemory
 from radixrt.execution.model_runner import ModelRunner
+from radixrt.execution.pass_timer import PassTimer
 from radixrt.execution.shared_segments import TreeCosts
+from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.batch import PassResult, ScheduleBatch
 from triton_ops.e4m3 import FIRST_CAPABILITY
@@ -238,6 +240,51 @@ def test_an_extend_that_is_not_finite_ends_alone(folder: Path, extend_replays: l
     assert outputs[0].finish_reason is FinishReason.ERROR
     for output in outputs[1:]:
         assert output.finish_reason is not FinishReason.ERROR or bad[4] in output.token_ids
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_a_pass_begins_on_the_device_once_the_host_has_planned_it(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replays: list[tuple[int, int, bool]],
+    extend_replays: list[PaddedPass],
+    chunk: int,
+) -> None:
+    """Whichever way it goes, and before anything of it is sent there."""
+    events: list[str] = []
+
+    def watch(owner: type, method: str, name: str) -> None:
+        original = getattr(owner, method)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            events.append(name)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, method, watched)
+
+    with runtime_of(folder, chunked_prefill_size=chunk) as runtime:
+        for method in ("begin", "start", "end"):
+            watch(PassTimer, method, method)
+        for method in ("plan", "plan_padded", "plan_padded_extends"):
+            watch(AttentionPlanner, method, "plan")
+        watch(Staging, "_copy", "copy")
+        prompts = random_prompts(len(KINDS) + 1, most=40, seed=21)
+        prompts[-1] = random_prompts(1, least=200, most=200)[0]
+        runtime.generate(prompts, [*KINDS.values(), GREEDY])
+        passes = runtime.activity().passes
+    launches = " ".join(events).split("begin ")[1:]
+    assert len(launches) == passes
+    for launch in launches:
+        names = launch.split()
+        start, end = names.index("start"), names.index("end")
+        assert names.count("start") == names.count("end") == 1
+        assert "copy" in names[start:end]
+        assert set(names[:start]) <= {"plan"}
+        assert set(names[start + 1 : end]) == {"copy"}
+        assert end == len(names) - 1
+    assert replays
+    assert extend_replays
+    assert len(launches) > len(replays) + len(extend_replays)  # some go kernel by kernel
 
 
 # --- the same outputs ---

@@ -103,18 +103,21 @@ class DecodeGraphs:
                     self._draws[size, features] = self._memory.captured(draw, warm_up=draw)
                 yield size
 
-    def launch(
-        self, batch: ScheduleBatch, features: Features, draws: Mapping[str, NDArray[Any]]
-    ) -> tuple[Tensor, Tensor]:
+    def filled(self, batch: ScheduleBatch, features: Features, draws: Mapping[str, NDArray[Any]]) -> DecodeForm:
+        """The numbers of a pass of B decodes, as `launch` wants them next.
+
+        `draws` has the arrays that the features name, each `[B]`.
+        """
+        size = self._sizes[bisect_left(self._sizes, len(batch.requests))]
+        return self._numbers.of(batch, size, features, draws)
+
+    def launch(self, batch: ScheduleBatch, features: Features, form: DecodeForm) -> tuple[Tensor, Tensor]:
         """Start a decode pass of B requests, each of which samples one token: `results` and `last_token` get it.
 
-        The tables on the device lack nothing but the new tokens' slots. `draws` has the arrays that the
-        features name, each `[B]`. Returns rows int32 `[B]` and logits `[B, vocab_size]`, which are valid until the
-        next launch.
+        The tables on the device lack nothing but the new tokens' slots. Returns rows int32 `[B]` and logits
+        `[B, vocab_size]`, which are valid until the next launch.
         """
-        count = len(batch.requests)
-        size = self._sizes[bisect_left(self._sizes, count)]
-        form = self._numbers.of(batch, size, features, draws)
+        count, size = len(batch.requests), form.size
         self._staging.send(form.words)
         self._forwards[size, form.kind].replay()
         if features in CAPTURED_DRAWS:

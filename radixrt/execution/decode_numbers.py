@@ -30,6 +30,7 @@ class DecodeForm:
     """Numbers of passes of `size` decodes, the last of which pad, with plans of one kind.
 
     Attributes:
+        size: of the passes.
         host: what `InputMetadata` is made of, `[size]` each, by field name; parts of `words`.
         arrays: all arrays by name, parts of `words`; those of the plans come last.
         words: int32, what is sent.
@@ -40,6 +41,7 @@ class DecodeForm:
     def __init__(self, size: int, padding_row: int, kind: PlanKind, plans: PassPlans) -> None:
         zeros = np.zeros(size, np.int32)
         host = InputMetadata.host_arrays(zeros + np.int32(padding_row), zeros + 1, zeros, zeros)
+        self.size = size
         self.kind = kind
         self.plans = plans
         self.words, self.arrays = packed(

@@ -25,6 +25,7 @@ from radixrt.execution.decode_graphs import DecodeGraphs
 from radixrt.execution.extend_graphs import ExtendGraphs, pass_shapes
 from radixrt.execution.graph_memory import GraphMemory
 from radixrt.execution.kv_mover import KVMover
+from radixrt.execution.pass_timer import PassTimer, TimedPass
 from radixrt.execution.result_buffer import SampledTokens
 from radixrt.execution.sampler import (
     DrawPlan,
@@ -52,7 +53,7 @@ _PROBE_WORDS = 1024  # that a device has to count up to show that it works
 
 @dataclass(frozen=True)
 class PassInFlight:
-    """A launched pass: tensors that are on the host, and hold its result, once `done`.
+    """A launched pass: tensors that are on the host, and hold its result, once it has ended.
 
     `borrowed`: the memory of `token_ids` and `finite`, which other passes use after this one.
     """
@@ -61,7 +62,7 @@ class PassInFlight:
     finite: Tensor
     logprobs: LogprobTensors | None
     prompt_logprobs: LogprobTensors | None
-    done: torch.cuda.Event | None
+    timed: TimedPass
     borrowed: SampledTokens | None = None
 
 
@@ -108,6 +109,7 @@ class ModelRunner:
         self._probe = torch.zeros(_PROBE_WORDS, dtype=torch.int32, device=device)  # each is `_probes`
         self._probes = 0
         self._staging = Staging(device)
+        self._timer = PassTimer(device)
         self._planner = AttentionPlanner(
             model.config, model.placement, rows.req_to_token, kv_pool.buffer.dtype, tree=tree
         )
@@ -146,6 +148,7 @@ class ModelRunner:
 
     def launch(self, batch: ScheduleBatch) -> PassInFlight:
         """Start a pass. On a GPU this returns before the pass has run."""
+        self._timer.begin()
         with torch.inference_mode(), self._on_device():
             try:
                 return self._launch(batch)
@@ -200,6 +203,7 @@ class ModelRunner:
         padded = graphs.fitted(batch)
         if padded is None:
             return None
+        self._timer.start()
         arrays = self._staging.upload(own)
         self._write_rows(arrays)
         logits, finite = graphs.launch(padded)
@@ -219,6 +223,7 @@ class ModelRunner:
             "logits_indices": last_tokens[sampling],
         }
         plans = self._planner.plan(host, batch.num_extends)
+        self._timer.start()
         arrays = self._staging.upload({**host, **ids, **own, **plans.arrays})
         self._write_rows(arrays)
         metadata = InputMetadata.from_host_and_device(
@@ -241,12 +246,14 @@ class ModelRunner:
         changes = batch.row_changes
         if len(changes) > len(batch.requests):  # the new tokens' are written by the graph
             own |= _row_changes(changes)
+        form = graphs.filled(batch, draws.features, draws.arrays)
+        self._timer.start()
         arrays = self._staging.upload(own) if own else {}
         if "changed_rows" in arrays:
             self._write_rows(arrays)
         # The graph replaces the last tokens by those that it draws; special draws depend on the ones before.
         last_token = self._last_token if draws.special is None else self._last_token.clone()
-        rows, logits = graphs.launch(batch, draws.features, draws.arrays)
+        rows, logits = graphs.launch(batch, draws.features, form)
         token_ids, finite = graphs.results.token_ids[: len(rows)], graphs.results.finite[: len(rows)]
         logprobs = self._draw_others(logits, arrays, draws, last_token, token_ids, finite)
         if draws.special is not None:
@@ -257,7 +264,7 @@ class ModelRunner:
             sampled.finite[: len(rows)],
             self._all_to_host(logprobs),
             None,
-            self._mark(),
+            self._timer.end(),
             borrowed=sampled,
         )
 
@@ -301,14 +308,14 @@ class ModelRunner:
     def collect(self, handle: object) -> PassResult:
         """Wait for a pass and return what it found."""
         assert isinstance(handle, PassInFlight)
-        if handle.done is not None:
-            handle.done.synchronize()
+        seconds, launching = self._timer.wait(handle.timed)
         token_ids, finite = handle.token_ids.numpy(), handle.finite.numpy()
         if handle.borrowed is not None:
             assert self._graphs is not None  # it is theirs
             token_ids, finite = token_ids.copy(), finite.copy()
             self._graphs.results.give_back(handle.borrowed)
-        return PassResult(token_ids, finite, _to_numpy(handle.logprobs), _to_numpy(handle.prompt_logprobs))
+        logprobs, prompt_logprobs = _to_numpy(handle.logprobs), _to_numpy(handle.prompt_logprobs)
+        return PassResult(token_ids, finite, logprobs, prompt_logprobs, seconds, launching)
 
     def check_device(self, error: Exception) -> None:
         """Make ready for other passes after one that raised: what it held on the device is free again.
@@ -354,7 +361,7 @@ class ModelRunner:
         finite = self._to_host(finite)
         logprobs = self._all_to_host(logprobs)
         prompt_logprobs = self._all_to_host(prompt_logprobs)
-        return PassInFlight(token_ids, finite, logprobs, prompt_logprobs, self._mark())
+        return PassInFlight(token_ids, finite, logprobs, prompt_logprobs, self._timer.end())
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         """A copy, started; on a CPU, too, where the next passes overwrite what this one has staged."""
@@ -367,14 +374,6 @@ class ModelRunner:
             return None
         chosen, ranks, top_ids, top = map(self._to_host, tensors)
         return chosen, ranks, top_ids, top
-
-    def _mark(self) -> torch.cuda.Event | None:
-        """An event behind all that has been launched."""
-        if self.device.type != "cuda":
-            return None
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return done
 
 
 def _is_decode(batch: ScheduleBatch) -> bool:

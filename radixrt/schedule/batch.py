@@ -38,6 +38,7 @@ class ScheduleBatch:
         num_scored: `[B]`, how many of the P belong to each request, in order.
         row_changes: cells of `req_to_token` to change before the pass.
         admitted: (row, request) of each request that is in a pass for the first time under its lease.
+        extended_tokens: those of the T tokens that extends compute; decodes compute the others.
 
     While the same requests decode pass after pass, and nothing else is computed, `requests` and `leases` are the
     same tuples, and `req_pool_indices` is the same array. Arrays may be shared between passes: nobody changes
@@ -58,6 +59,7 @@ class ScheduleBatch:
     num_scored: Int32Array
     row_changes: RowChanges
     admitted: tuple[tuple[int, Request], ...]
+    extended_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,18 @@ class PassResult:
         logprobs: of those of the S sampled tokens whose request asked for them (`params.logprobs`), in order, if
             there are any.
         prompt_logprobs: of the P scored tokens, if there are any.
+        seconds: that the device took; None: nobody has measured. A pass that was launched while the one before it
+            was computed begins when that ends, so that the seconds of passes are what the device was busy, gaps
+            between the kernels of a pass included. What it waits for transfers between the tiers is not in it.
+        launch_seconds: that launching took the host, beside the device; 0 where launching computes the pass.
     """
 
     token_ids: Int32Array
     finite: NDArray[np.bool_]
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    seconds: float | None = None
+    launch_seconds: float = 0.0
 
 
 class Runner(Protocol):

@@ -491,6 +491,7 @@ class Scheduler:
             num_scored=column(map(len, positions), decodes.num_scored),
             row_changes=self.cache.rows.take_changes(),
             admitted=tuple((p.lease.row, p.request) for p in admitted),
+            extended_tokens=sum(lengths),
         )
 
     def _count_launches(self, pieces: list[_Piece]) -> None:
