@@ -532,7 +532,8 @@ class Runtime:
 
         Args:
             input_path, output_path: "-" is standard input or output.
-            options: default_params, overwrite, restart, strict and progress of `radixrt.batch.job.Batch`.
+            options: default_params, overwrite, restart, strict, progress, report and price_per_hour of
+                `radixrt.batch.job.Batch`.
 
         Returns:
             The batch's figures.

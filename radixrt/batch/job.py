@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import sys
 import tempfile
 import threading
@@ -22,24 +23,27 @@ from tqdm import tqdm  # not tqdm.auto: a notebook's bar needs more packages
 from radixrt.batch.journal import Journal
 from radixrt.batch.line_format import LineParser, error_line, output_line
 from radixrt.batch.manifest import Manifest
+from radixrt.batch.meter import Meter, MeteredRuntime
 from radixrt.batch.ordered_file import OrderedFile
 from radixrt.batch.output_file import check_output_name, encoded
 from radixrt.batch.prescan import Check, Prescan, SoundLine, parameters_as_json, prescan
 from radixrt.batch.record import LineError, LineErrorType, Reply
 from radixrt.batch.report import BatchReport
+from radixrt.batch.report_files import Paths, ReportFiles, SharedPrefixes
 from radixrt.batch.run_folder import RunFolder, run_path
 from radixrt.batch.source import STANDARD, BadLine, read_lines
+from radixrt.bounds import real
 from radixrt.errors import BatchFileError, ParameterError, PromptError, RadixrtError, SchedulerError
 from radixrt.interrupt import first_interrupt
 from radixrt.output import FinishReason, RequestOutput
-from radixrt.planning.prefix_order import prefix_order
-from radixrt.planning.prefix_tree import prefix_tree
 from radixrt.planning.run_order import run_order
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.token_spelling import TokenSpelling
 from radixrt.text.tokenizer import Tokenizer
 
 AT_ONCE = 8192  # requests that a runtime knows of at most
+_log = logging.getLogger(__name__)
+
 _LOG_INTERVAL = 30.0  # seconds between two states of the bar where stderr is not a terminal
 
 
@@ -56,7 +60,7 @@ class PreparedRequest(Protocol):
 R = TypeVar("R", bound=PreparedRequest)
 
 
-class BatchRuntime(Protocol[R]):
+class BatchRuntime(MeteredRuntime, Protocol[R]):
     """What a batch needs of a `Runtime`."""
 
     @property
@@ -170,10 +174,14 @@ class Batch:
         strict: run nothing if a line is bad.
         progress: show bars on stderr; where that is not a terminal, they move every 30 seconds.
         created: Unix time in seconds that records in OpenAI's format bear; None: each that of its answer.
+        report: files that get the report, also if the batch is interrupted: .html is a page with plots, which
+            needs matplotlib, .json its figures (`BatchReport.to_json`). They are replaced if they are there.
+        price_per_hour: of the machine, in any currency, for the report.
 
     Raises:
         BatchFileError: a file cannot be read, must not be replaced, or cannot be written; another process answers
             the same file; or, by `run`, `OUTPUT.run` holds a run of another input, model or parameters.
+        ParameterError: price_per_hour is not a number from 0 to 1e9.
         JournalError: the disk failed while it ran; the same batch goes on later.
         BatchInterrupted: it was stopped by Ctrl-C.
     """
@@ -189,6 +197,8 @@ class Batch:
         strict: bool = False,
         progress: bool = False,
         created: int | None = None,
+        report: Paths = (),
+        price_per_hour: float | None = None,
     ) -> None:
         check_paths(input_path, output_path, overwrite=overwrite)
         self._input = input_path
@@ -196,6 +206,8 @@ class Batch:
         self._defaults = SamplingParams() if default_params is None else default_params
         self._overwrite, self._restart, self._strict, self._progress = overwrite, restart, strict, progress
         self._created = created
+        self._reports = ReportFiles(report, input_path, output_path)
+        self._price = None if price_per_hour is None else real("price_per_hour", price_per_hour, 0.0, 1e9)
         self._opened = contextlib.ExitStack()
         self._folder: RunFolder | None = None  # none for standard output
         self._scan: Prescan | None = None
@@ -251,12 +263,21 @@ class Batch:
         scan = self._scan
         assert scan is not None, "look comes first"
         job = _Job(runtime, scan, interrupted, self._progress, self._created)
+        output_path = self._answer(job, runtime, scan)
+        report = job.report(output_path, self._price)
+        self._write_report(report, job, runtime.tokenizer)
+        if not job.is_complete:
+            raise BatchInterrupted(report)
+        return report
+
+    def _answer(self, job: _Job[R], runtime: BatchRuntime[R], scan: Prescan) -> Path | None:
+        """Run the job, and make the output if it is complete. Returns where the records are."""
         if self._folder is None:
             with OrderedFile(STANDARD, overwrite=False) as output:
                 job.run(_Streamed(output))
                 if job.is_complete:
                     output.finish()
-            return job.ended(None)
+            return None
         assert isinstance(self._output, Path)
         manifest = Manifest(
             num_records=len(scan),
@@ -270,7 +291,16 @@ class Batch:
         job.run(_Journaled(journal))
         if job.is_complete:
             self._folder.finish(partial(encoded, self._output))
-        return job.ended(self._output if job.is_complete else self._folder.path)
+            return self._output
+        return self._folder.path
+
+    def _write_report(self, report: BatchReport, job: _Job[R], tokenizer: Tokenizer | None) -> None:
+        try:
+            self._reports.write(report, job.shared_prefixes() if self._reports.has_page else None, tokenizer)
+        except BatchFileError as error:
+            if job.is_complete:
+                raise
+            _log.warning("%s", error)  # that the batch was interrupted matters more
 
 
 class _Records(Protocol):
@@ -345,7 +375,10 @@ class _Job(Generic[R]):
         self._records: _Records | None = None  # where they go, once it runs
         self._left = len(scan)  # records to come
         self._unanswered: dict[int, _Unanswered[R]] = {}  # that run, by line
-        self._best_hit_rate = self._seconds = 0.0
+        self._kept = 0  # records of earlier runs
+        self._meter = Meter(runtime)
+        self._shared: SharedPrefixes | None = None  # of what runs
+        self._best_hit_rate = 0.0
         self._errors = int(scan.is_bad.sum())
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
 
@@ -357,13 +390,14 @@ class _Job(Generic[R]):
         """Run what has no record until all have one or the batch is interrupted."""
         scan = self._scan
         finished = np.zeros(len(scan), np.bool_) if records.finished is None else records.finished.copy()
-        self._records, self._left = records, len(scan) - int(finished.sum())
+        self._records, self._kept = records, int(finished.sum())
+        self._left = len(scan) - self._kept
         bad = np.flatnonzero(scan.is_bad & ~finished).tolist()
         for position, error in zip(bad, scan.read(bad), strict=True):
             assert isinstance(error, LineError)
             self._put(position, error_line(int(scan.lines[position]), error))
         waiting = self._in_order(np.flatnonzero(~scan.is_bad & ~finished))
-        began = time.perf_counter()
+        self._meter.begin(self._written)
         try:
             with _bar("answering", " requests", len(scan), self._progress) as bar:
                 while not self._interrupted.is_set():
@@ -374,11 +408,12 @@ class _Job(Generic[R]):
                     for output in self._runtime.step():
                         self._answer(output)
                     records.settle()
-                    bar.set_postfix_str(self._rates(time.perf_counter() - began), refresh=False)
+                    self._meter.look(self._written)
+                    bar.set_postfix_str(self._meter.rates, refresh=False)
                     bar.update(records.counted - bar.n)
-                bar.update(len(scan) - self._left - bar.n)
+                self._meter.end(self._written)
+                bar.update(self._written - bar.n)
         finally:
-            self._seconds = time.perf_counter() - began
             for line in self._unanswered.values():
                 self._runtime.abort(line.request)
             while self._runtime.has_work:  # what was aborted leaves the runtime
@@ -388,14 +423,13 @@ class _Job(Generic[R]):
 
     def _in_order(self, positions: npt.NDArray[np.int64]) -> Iterator[int]:
         """The positions, those whose prompts share a prefix one after the other."""
-        tokens, new_tokens = self._scan.tokens, self._scan.new_tokens
-        starts, ends = tokens.offsets[positions], tokens.offsets[positions + 1]
-        order = prefix_order(tokens.tokens, starts, ends, tokens.forget)
-        planned = run_order(order, prefix_tree(order), ends - starts, new_tokens[positions].astype(np.int64))
-        lengths = (ends - starts)[planned.order]
+        shared, lengths = SharedPrefixes.of(self._scan.tokens, positions), self._scan.tokens.lengths
+        planned = run_order(shared.order, shared.tree, lengths, self._scan.new_tokens.astype(np.int64))
+        lengths = lengths[planned.order]
         # A prompt that is wholly cached computes its last token again.
         self._best_hit_rate = float(np.minimum(planned.shared, lengths - 1).sum() / max(1, lengths.sum()))
-        return iter(positions[planned.order].tolist())
+        self._shared = shared
+        return iter(planned.order.tolist())
 
     def _submit(self, positions: list[int]) -> None:
         scan, requests = self._scan, []
@@ -414,16 +448,13 @@ class _Job(Generic[R]):
         if requests:
             self._runtime.submit(*requests)
 
-    def _rates(self, seconds: float) -> str:
-        hit_rate = self._cached_tokens / max(1, self._prompt_tokens)
-        return f"{self._completion_tokens / seconds:,.0f} tokens/s, hit rate {hit_rate:.1%}"
-
     def _answer(self, output: RequestOutput) -> None:
         """Write the record of a finished request."""
         line = self._unanswered.pop(output.index)
         created = int(time.time()) if self._created is None else self._created
         record = output_line(output.index, line.reply, output, created=created, spelling=self._spelling)
         self._put(line.position, record)
+        self._meter.count(output)
         if output.finish_reason is FinishReason.ERROR:
             self._errors += 1
             return
@@ -436,22 +467,32 @@ class _Job(Generic[R]):
         self._records.put(position, line)
         self._left -= 1
 
-    def ended(self, output_path: Path | None) -> BatchReport:
-        """The report of a batch that is complete; raises BatchInterrupted with that of another."""
-        report = BatchReport(
+    @property
+    def _written(self) -> int:
+        return len(self._scan) - self._left
+
+    def report(self, output_path: Path | None, price_per_hour: float | None) -> BatchReport:
+        """What has come of it."""
+        return BatchReport(
             output_path=output_path,
             requests=len(self._scan),
-            written=len(self._scan) - self._left,
+            written=self._written,
             errors=self._errors,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             completion_tokens=self._completion_tokens,
-            best_hit_rate=self._best_hit_rate,
-            seconds=self._seconds,
+            kept=self._kept,
+            run=self._meter.figures(best_hit_rate=self._best_hit_rate),
+            price_per_hour=price_per_hour,
+            timeline=self._meter.timeline,
         )
-        if not self.is_complete:
-            raise BatchInterrupted(report)
-        return report
+
+    def shared_prefixes(self) -> SharedPrefixes:
+        """Those of all sound lines."""
+        sound = np.flatnonzero(~self._scan.is_bad)
+        if self._shared is not None and len(self._shared.order.order) == len(sound):
+            return self._shared
+        return SharedPrefixes.of(self._scan.tokens, sound)
 
 
 def _bar(what: str, unit: str, total: int | None, shown: bool) -> tqdm:

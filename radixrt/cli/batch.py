@@ -39,6 +39,9 @@ Lines of OpenAI's Batch API (custom_id, method, url, body) get records in OpenAI
 compressed by gzip or zstd, or a parquet file whose columns are the keys; the output is compressed if its name
 ends in .gz or .zst. "-" is standard input or output.
 
+The figures that are printed at the end, and what the run did over time, go to --report FILE, too, also if it was
+stopped. A page (.html) shows the shared prefixes as well, and needs matplotlib: pip install 'radixrt[report]'.
+
 exit status: 0 every line has its record; 1 the run failed; 2 the options, the model or a file cannot be used;
 75 the disk failed; 130 stopped by Ctrl-C. After 1, 75 and 130 the same command goes on.
 """
@@ -61,6 +64,14 @@ def add_batch_command(commands: Any) -> None:
     option("--overwrite", action="store_true", help="replace an output that exists")
     option("--restart", action="store_true", help="forget what an earlier run has left in OUTPUT.run")
     option("--strict", action="store_true", help="run nothing if a line is bad")
+    option(
+        "--report",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="gets the figures when the run ends: .json, or .html, a page with plots; may be repeated",
+    )
+    option("--price-per-hour", type=float, metavar="X", help="of the machine, so that the report has the cost")
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     add_options(parser, "sampling parameters of lines that give none", SAMPLING)
     add_runtime_options(parser)
@@ -84,6 +95,8 @@ def _batch(arguments: argparse.Namespace) -> int:
         restart=arguments.restart,
         strict=arguments.strict,
         progress=arguments.progress,
+        report=arguments.report,
+        price_per_hour=arguments.price_per_hour,
     ) as batch:
         # Before the weights are loaded: mistakes show within seconds.
         builder = builder_without_weights(options.get("model", MODEL_PATH), options.get("context_length"))
