@@ -112,7 +112,7 @@ class Meter:
             prompt_tokens=stats.prompt_tokens - self._prompt_tokens_before,
             cached_tokens=stats.cached_tokens - self._cached_tokens_before,
             computed_tokens=self._activity.extended_tokens,
-            generated_tokens=self._activity.decoded_tokens,
+            sampled_tokens=self._activity.decoded_tokens,
             running=self._runtime.num_running,
             waiting=self._runtime.num_waiting,
             pool_tokens=stats.capacity - stats.free,

@@ -217,29 +217,24 @@ def run_figures(run: RunFigures) -> dict[str, str]:
 def time_figures(report: BatchReport) -> dict[str, str]:
     """What this run took, likewise."""
     run, cost = report.run, report.cost
-    parts = ", ".join(f"{name} {duration(value)}" for name, value in spent(run).items())
+    parts = ", ".join(f"{name} {duration(value)}" for name, value in device_seconds(run).items())
     figures = {
         "time": f"{run.seconds:.1f} s ({run.tokens_per_second:,.0f} generated tokens/s)",
-        "time spent": f"{parts} (of the host)",
+        "time spent": f"{parts}; {duration(run.scheduling_seconds)} of the host's in scheduling",
         "passes": f"{run.passes:,}, at most {run.most_running:,} requests at once",
     }
     if cost is not None:
         figures["cost"] = f"{money(cost.run)} at {money(cost.price_per_hour)} an hour"
         if cost.per_million_tokens is not None:
-            figures["of 1M tokens"] = money(cost.per_million_tokens)
+            figures["per 1M tokens"] = money(cost.per_million_tokens)
         if cost.per_million_generated is not None:
-            figures["of 1M generated"] = money(cost.per_million_generated)
+            figures["per 1M generated"] = money(cost.per_million_generated)
     return figures
 
 
-def spent(run: RunFigures) -> dict[str, float]:
-    """Seconds of the device in prefill, decode and idle, which are the run's; then the host's of scheduling."""
-    return {
-        "prefill": run.prefill_seconds,
-        "decode": run.decode_seconds,
-        "idle": run.idle_seconds,
-        "scheduling": run.scheduling_seconds,
-    }
+def device_seconds(run: RunFigures) -> dict[str, float]:
+    """What the device did with the seconds of a run."""
+    return {"prefill": run.prefill_seconds, "decode": run.decode_seconds, "idle": run.idle_seconds}
 
 
 def money(amount: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from html import escape
 
-from radixrt.batch.report import BatchReport, file_figures, money, run_figures, spent, time_figures
+from radixrt.batch.report import BatchReport, device_seconds, file_figures, money, run_figures, time_figures
 from radixrt.batch.report_plots import timeline_plots
 from radixrt.planning.figures import seconds as duration
 from radixrt.planning.html_page import figure_table, html_page, prefix_branches
@@ -21,7 +21,7 @@ _STYLE = """
 .stack i { display: block; }
 .spent p { margin: .9rem 0 .25rem; }
 .prefill { background: var(--strong); } .decode { background: var(--soft); }
-.scheduling { background: var(--warm); } .idle { background: var(--rest); }
+.scheduling { background: var(--warm); } .idle, .all { background: var(--rest); }
 .key { border-radius: 2px; display: inline-block; height: .75em; margin-right: .4em; width: .75em; }
 .keys { font-size: .92em; margin-top: .2rem; } .keys span { display: inline-block; margin-right: 1.4rem; }
 .plots { display: grid; gap: 1.6rem 2.5rem; }
@@ -94,26 +94,24 @@ def _time(report: BatchReport) -> str:
     run = report.run
     if not run.seconds:
         return ""
-    parts = spent(run)
-    device = {name: parts[name] for name in ("prefill", "decode", "idle")}
-    host = {"scheduling": run.scheduling_seconds, "idle": max(0.0, run.seconds - run.scheduling_seconds)}
-    names = {"idle": "all else"}
+    host = {"scheduling": run.scheduling_seconds, "all else": max(0.0, run.seconds - run.scheduling_seconds)}
     return (
         '<section class="spent">\n<h2>Where the time went</h2>\n'
-        f"{_bar('The device', device, run.seconds, {})}{_bar('The host', host, run.seconds, names)}</section>\n"
+        f"{_bar('The device', device_seconds(run), run.seconds)}{_bar('The host', host, run.seconds)}</section>\n"
     )
 
 
-def _bar(what: str, parts: dict[str, float], whole: float, names: dict[str, str]) -> str:
-    texts = {
-        name: f"{names.get(name, name)} {_clock(value)} ({value / whole:.0%})" for name, value in parts.items()
-    }
+def _bar(what: str, parts: dict[str, float], whole: float) -> str:
+    """A bar with a key below. The first word of a part's name is its class in the style sheet."""
+    texts = {name: f"{name} {_clock(value)} ({value / whole:.0%})" for name, value in parts.items()}
     # What is measured apart from the whole may exceed it by what clocks differ.
     scale = 100 / max(whole, sum(parts.values()))
     blocks = "".join(
-        f'<i class="{name}" style="width: {scale * value:.2f}%"></i>' for name, value in parts.items()
+        f'<i class="{name.split()[0]}" style="width: {scale * value:.2f}%"></i>' for name, value in parts.items()
     )
-    keys = "".join(f'<span><i class="key {name}"></i>{escape(text)}</span>' for name, text in texts.items())
+    keys = "".join(
+        f'<span><i class="key {name.split()[0]}"></i>{escape(text)}</span>' for name, text in texts.items()
+    )
     label = escape(f"{what}: {', '.join(texts.values())}")
     return (
         f'<p>{escape(what)}</p>\n<div class="stack" role="img" aria-label="{label}">{blocks}</div>\n'
@@ -122,7 +120,7 @@ def _bar(what: str, parts: dict[str, float], whole: float, names: dict[str, str]
 
 
 def _plots(report: BatchReport) -> str:
-    plots = timeline_plots(report.timeline, report.run.best_hit_rate)
+    plots = timeline_plots(report)
     figures = (
         f'<figure><figcaption>{escape(plot.title)}</figcaption><span class="dim">{escape(plot.told)}</span>'
         f"{plot.svg}</figure>\n"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -18,7 +18,8 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from radixrt.batch.timeline import Sample, columns
+from radixrt.batch.report import BatchReport
+from radixrt.batch.timeline import columns
 
 MOST_BARS = 80  # intervals of time that a rate is drawn for
 _SIZE = (4.8, 2.2)  # inches
@@ -50,24 +51,20 @@ class Plot:
     svg: str
 
 
-def timeline_plots(samples: Sequence[Sample], best_hit_rate: float) -> list[Plot]:
-    """Tokens a second, requests, pool and hit rate over time; nothing if the run took no time.
-
-    Args:
-        samples: in the order of time.
-        best_hit_rate: 0 to 1, drawn beside the hit rate.
-    """
+def timeline_plots(report: BatchReport) -> list[Plot]:
+    """Tokens a second, requests, pool and hit rate over time; nothing if the run took no time."""
+    samples = report.timeline
     series = {name: np.array(values, dtype=np.float64) for name, values in columns(samples).items()}
     if len(samples) < 2 or samples[-1].seconds <= 0:
         return []
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "radixrt"}):
         return [
             _prompt_rate(series),
-            _generated_rate(series),
+            _generated_rate(series, report),
             _level(series, "running", "Running requests"),
             _level(series, "waiting", "Waiting requests"),
             _pool(series),
-            _hit_rate(series, best_hit_rate),
+            _hit_rate(series, report.run.best_hit_rate),
         ]
 
 
@@ -87,9 +84,13 @@ def _prompt_rate(series: dict[str, Float64Array]) -> Plot:
     return _plot("Prompt tokens a second", told, series, draw)
 
 
-def _generated_rate(series: dict[str, Float64Array]) -> Plot:
-    edges, rate = _rate(series, "generated_tokens")
-    average = series["generated_tokens"][-1] / series["seconds"][-1]
+def _generated_rate(series: dict[str, Float64Array], report: BatchReport) -> Plot:
+    edges, rate = _rate(series, "sampled_tokens")
+    sampled = generated = series["sampled_tokens"][-1]
+    if report.is_complete:  # else nobody knows which tokens belong to requests that go on
+        generated = report.run.completion_tokens
+        rate = rate * (generated / max(1, sampled))  # as if those thrown away were spread evenly
+    average = generated / series["seconds"][-1]
     told = f"{average:,.0f} on average, {rate.max():,.0f} at most"
     return _plot(
         "Generated tokens a second",

@@ -18,7 +18,8 @@ class Sample:
         finished: records that there are, those of earlier runs too.
         prompt_tokens, cached_tokens: of all requests that have begun, and those of them that were in the cache.
         computed_tokens: tokens of prompts that were computed.
-        generated_tokens: those of requests that have not ended too.
+        sampled_tokens: generated tokens, with those that were thrown away since their request had ended: about one
+            an answer.
         running, waiting: requests that the runtime computes, and those that it has not begun.
         pool_tokens: slots of the KV pool that hold something.
         pool_evictable: those of them that no request needs now; they are kept for later ones.
@@ -30,7 +31,7 @@ class Sample:
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int
-    generated_tokens: int
+    sampled_tokens: int
     running: int
     waiting: int
     pool_tokens: int
