@@ -38,12 +38,12 @@ th { color: var(--dim); font-weight: normal; padding-right: 1.5rem; }
 .tree summary, .tree .leaf { padding-bottom: .25rem; padding-top: .25rem; }
 .tree summary { cursor: pointer; list-style: none; }
 .tree summary::-webkit-details-marker { display: none; }
-.tree summary .head::before { content: "\\25B8"; display: inline-block; width: 1.1em; }
+.tree summary .head::before { content: "\\25B8"; display: inline-block; text-indent: 0; width: 1.1em; }
 .tree details[open] > summary .head::before { content: "\\25BE"; }
 .tree summary:hover { background: var(--card); }
-.tree .leaf .head::before { content: ""; display: inline-block; width: 1.1em; }
+.tree .leaf .head::before { content: ""; display: inline-block; text-indent: 0; width: 1.1em; }
 .head, .text, .share { display: block; }
-.head { font-variant-numeric: tabular-nums; }
+.head { font-variant-numeric: tabular-nums; padding-left: 1.1em; text-indent: -1.1em; }
 .share { background: var(--line); height: 4px; margin: .1rem 0 .15rem 1.1em; max-width: 24rem; }
 .share i { background: var(--strong); display: block; height: 100%; min-width: 1px; }
 .text {
