@@ -241,9 +241,8 @@ def test_the_terminal_shows_a_resumed_run() -> None:
         "generated tokens  600\n"
         "this run          40 requests, 4,000 prompt tokens, 500 generated tokens\n"
         "its hit rate      75.00% (best possible 80.00%, predicted 75.00%)\n"
-        "time              200.0 s (2 generated tokens/s)\n"
+        "time              200.0 s (123 passes of at most 17 requests, 2 generated tokens/s)\n"
         "time spent        prefill 60 s, decode 110 s, idle 30 s; 20 s of the host's in scheduling\n"
-        "passes            123, at most 17 requests at once\n"
         "cost              0.20 at 3.60 an hour\n"
         "per 1M tokens     44.44\n"
         "per 1M generated  400.00\n"
@@ -457,6 +456,14 @@ def test_prefixes_are_shown_by_the_tokenizer(tmp_path: Path) -> None:
     assert "Report of standard input" in page.said
 
 
+def test_a_name_that_is_no_text_is_no_obstacle(tmp_path: Path) -> None:
+    files = ReportFiles([tmp_path / "r.html", tmp_path / "r.json"], "in-\udcff.jsonl", "-")
+    store = TokenStore.of([[1, 2]])
+    files.write(replace(REPORT, output_path=Path("\udcff")), SharedPrefixes.of(store, np.array([0])), None)
+    assert "Report of in-\\udcff.jsonl" in ReportPage((tmp_path / "r.html").read_text("utf-8")).said
+    assert json.loads((tmp_path / "r.json").read_text("utf-8"))["output"] == "\udcff"
+
+
 def test_an_interrupted_batch_has_its_report(files: tuple[Path, Path]) -> None:
     wanted = [files[0].with_name("report.json"), files[0].with_name("report.html")]
     runtime = FakeRuntime()
@@ -589,7 +596,9 @@ def test_the_command_writes_reports(command: list[str], capsys: pytest.CaptureFi
     assert main([*command, "--report", "a.json", "--report", "b.html", "--price-per-hour", "3.5"]) == 0
     assert json.loads(Path("a.json").read_text())["cost"]["price_per_hour"] == 3.5
     assert "at 3.50 an hour" in ReportPage(Path("b.html").read_text()).said
-    assert re.search(r"cost +\S+ at 3\.50 an hour\n", capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    assert re.search(r"cost +\S+ at 3\.50 an hour\n", shown)
+    assert shown.endswith("report            a.json, b.html\n")
 
 
 @pytest.mark.parametrize(

@@ -218,10 +218,10 @@ def time_figures(report: BatchReport) -> dict[str, str]:
     """What this run took, likewise."""
     run, cost = report.run, report.cost
     parts = ", ".join(f"{name} {duration(value)}" for name, value in device_seconds(run).items())
+    passes = f"{run.passes:,} passes of at most {run.most_running:,} requests"
     figures = {
-        "time": f"{run.seconds:.1f} s ({run.tokens_per_second:,.0f} generated tokens/s)",
+        "time": f"{run.seconds:.1f} s ({passes}, {run.tokens_per_second:,.0f} generated tokens/s)",
         "time spent": f"{parts}; {duration(run.scheduling_seconds)} of the host's in scheduling",
-        "passes": f"{run.passes:,}, at most {run.most_running:,} requests at once",
     }
     if cost is not None:
         figures["cost"] = f"{money(cost.run)} at {money(cost.price_per_hour)} an hour"
