@@ -598,7 +598,7 @@ def test_the_command_writes_reports(command: list[str], capsys: pytest.CaptureFi
     assert "at 3.50 an hour" in ReportPage(Path("b.html").read_text()).said
     shown = capsys.readouterr().out
     assert re.search(r"cost +\S+ at 3\.50 an hour\n", shown)
-    assert shown.endswith("report            a.json, b.html\n")
+    assert shown.endswith("reports           a.json, b.html\n")
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def _batch(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, stderr=report.output_path is None)
     source, output = place_name(arguments.input, "input"), place_name(report.output_path or STANDARD, "output")
     if report.requests:
-        reports = {"report": ", ".join(arguments.report)} if arguments.report else {}
+        reports = {"reports": ", ".join(arguments.report)} if arguments.report else {}
         print_report(report, console, output=output, **reports)
     else:
         console.print(f"{source} holds no prompts: {output} is empty", markup=False, soft_wrap=True)
