@@ -539,7 +539,7 @@ class Runtime:
 
         Args:
             input_path, output_path: "-" is standard input or output.
-            options: those of `radixrt.batch.job.Batch`, such as overwrite, strict and max_error_rate.
+            options: those of `radixrt.batch.job.Batch`, such as overwrite, strict, max_error_rate and report.
 
         Returns:
             The batch's figures.

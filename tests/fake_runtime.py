@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from radixrt.cache.prefix_cache import CacheStats
 from radixrt.errors import ParameterError, PromptError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, Usage
 from radixrt.planning.limits import RunLimits
 from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.activity import Activity
 from radixrt.text.chat import is_chat
 from radixrt.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 1000
 CONTEXT_LENGTH = 50
+CAPACITY = 500
 
 
 @dataclass(eq=False)
@@ -33,7 +36,7 @@ class FakeRequest:
 
 
 class FakeRuntime:
-    """Ends one request a step: the one that `choose` picks among so many.
+    """Ends one request a step: the one that `choose` picks among so many. A step is a pass of no time.
 
     Attributes:
         on_step: called at the beginning of each step.
@@ -52,6 +55,8 @@ class FakeRuntime:
         self.limits = RunLimits(pool_tokens=100_000)
         self.reuses_prefixes = True
         self.weights = "those"
+        self.passed = Activity()
+        self.prompt_tokens = self.cached_tokens = 0
 
     def __enter__(self) -> FakeRuntime:
         return self
@@ -62,6 +67,33 @@ class FakeRuntime:
     @property
     def has_work(self) -> bool:
         return bool(self.running)
+
+    @property
+    def num_running(self) -> int:
+        return min(1, len(self.running))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.running) - self.num_running
+
+    def activity(self) -> Activity:
+        return self.passed
+
+    def cache_stats(self) -> CacheStats:
+        cached = min(CAPACITY, self.prompt_tokens)
+        return CacheStats(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            recomputed_tokens=0,
+            evicted_tokens=0,
+            capacity=CAPACITY,
+            free=CAPACITY - cached,
+            evictable=cached,
+            locked=0,
+            private=0,
+            pending=0,
+            arriving=0,
+        )
 
     def identity(self) -> dict[str, str]:
         return {"weights": self.weights}
@@ -105,6 +137,16 @@ class FakeRuntime:
         failed = request.index in self.failing
         ids = (int(request.prompt_ids.sum()), request.params.max_new_tokens)
         cached = len(request.prompt_ids) // 2
+        computed = len(request.prompt_ids) - cached
+        self.prompt_tokens += len(request.prompt_ids)
+        self.cached_tokens += cached
+        self.passed = replace(
+            self.passed,
+            passes=self.passed.passes + 1,
+            extend_passes=self.passed.extend_passes + 1,
+            extended_tokens=self.passed.extended_tokens + computed,
+            decoded_tokens=self.passed.decoded_tokens + len(ids),
+        )
         output = RequestOutput(
             index=request.index,
             id=request.index,
@@ -117,7 +159,7 @@ class FakeRuntime:
                     error="the pass failed" if failed else None,
                 ),
             ),
-            usage=Usage(len(request.prompt_ids), cached, len(request.prompt_ids) - cached, len(ids)),
+            usage=Usage(len(request.prompt_ids), cached, computed, len(ids)),
             timings=Timings(queue=0.25, first_token=None if failed else 0.5, total=1.0),
             prompt_ids=request.prompt_ids,
         )

@@ -85,8 +85,8 @@ class Batch:
         created: Unix time in seconds that records in OpenAI's format bear; None: each that of its answer.
         max_error_rate: stop once more than this share of all lines, 0 to 1, have error records; None: go on.
         drain_seconds: that requests which have begun may run on after the first signal.
-        report: files that get the report, also of a batch that was stopped: .html is a page with plots, which needs
-            matplotlib, .json its figures (`BatchReport.to_json`). They are replaced if they are there.
+        report: files that get the report, also of a batch that was stopped: .html is a page with plots, which
+            needs matplotlib, .json its figures (`BatchReport.to_json`). They are replaced if they are there.
         price_per_hour: of the machine, in any currency, for the report.
 
     Raises:
@@ -157,7 +157,10 @@ class Batch:
             tokenizer, check: as of `prescan`.
         """
         notice = "stopping; nothing has run yet"
-        with first_interrupt(notice) as interrupted, progress_bar("reading", " lines", None, self._progress) as bar:
+        with (
+            first_interrupt(notice) as interrupted,
+            progress_bar("reading", " lines", None, self._progress) as bar,
+        ):
             self._scan = prescan(
                 self._lines(interrupted),
                 self._scratch,
@@ -220,6 +223,7 @@ class Batch:
             with StandardOutput() as output:
                 run.run(Streamed(output))
             return
+        assert isinstance(self._output, Path)
         scan = self._scan
         assert scan is not None
         manifest = Manifest(

@@ -42,6 +42,9 @@ Lines of OpenAI's Batch API (custom_id, method, url, body) get records in OpenAI
 compressed by gzip or zstd, or a parquet file whose columns are the keys; the output is compressed if its name
 ends in .gz or .zst. "-" is standard input or output.
 
+The figures that are printed at the end, and what the run did over time, go to --report FILE, too, also if it was
+stopped. A page (.html) shows the shared prefixes as well, and needs matplotlib: pip install 'radixrt[report]'.
+
 exit status: 0 every line has its record; 1 the run failed, or more lines have errors than --max-error-rate
 allows; 2 the options, the model or a file cannot be used; 75 the disk or the GPU failed; 130 stopped by Ctrl-C,
 143 by SIGTERM. After 1, 75, 130 and 143 the same command goes on, after too many errors with a higher rate.
@@ -84,6 +87,14 @@ def add_batch_command(commands: Any) -> None:
         metavar="S",
         help=f"for what has begun, after the first Ctrl-C or SIGTERM ({DRAIN_SECONDS:g})",
     )
+    option(
+        "--report",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="gets the figures when the run ends: .json, or .html, a page with plots; may be repeated",
+    )
+    option("--price-per-hour", type=float, metavar="X", help="of the machine, so that the report has the cost")
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     add_options(parser, "sampling parameters of lines that give none", SAMPLING)
     add_runtime_options(parser)
@@ -111,6 +122,8 @@ def _batch(arguments: argparse.Namespace) -> int:
         progress=arguments.progress,
         max_error_rate=arguments.max_error_rate,
         drain_seconds=arguments.drain_seconds,
+        report=arguments.report,
+        price_per_hour=arguments.price_per_hour,
     ) as batch:
         # Before the weights are loaded: mistakes show within seconds.
         builder = builder_without_weights(options.get("model", MODEL_PATH), options.get("context_length"))
@@ -124,7 +137,8 @@ def _batch(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, stderr=report.output_path is None)
     source, output = place_name(arguments.input, "input"), place_name(report.output_path or STANDARD, "output")
     if report.requests:
-        print_report(report, console, output=output)
+        reports = {"reports": ", ".join(arguments.report)} if arguments.report else {}
+        print_report(report, console, output=output, **reports)
     else:
         console.print(f"{source} holds no prompts: {output} is empty", markup=False, soft_wrap=True)
     return DONE

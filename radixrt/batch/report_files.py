@@ -1,0 +1,131 @@
+"""The files that a batch's report goes to: checked before anything runs, written when it has ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from radixrt.batch.report import BatchReport
+from radixrt.batch.source import STANDARD, place_name
+from radixrt.batch.token_store import TokenStore
+from radixrt.cache.atomic_file import AtomicFile
+from radixrt.errors import BatchFileError
+from radixrt.planning.outline import Show, as_ids, outline_of
+from radixrt.planning.prefix_order import Int64Array, PrefixOrder, prefix_order
+from radixrt.planning.prefix_tree import PrefixTree, prefix_tree
+from radixrt.text.tokenizer import Tokenizer
+
+JSON, PAGE = ".json", ".html"
+MOST_PREFIXES = 500  # on a page
+
+Paths = str | Path | Iterable[str | Path]
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """The prompts of a file by what they share.
+
+    Attributes:
+        store: the prompts.
+        order, tree: of those of them that have tokens.
+    """
+
+    store: TokenStore
+    order: PrefixOrder
+    tree: PrefixTree
+
+    @classmethod
+    def of(cls, store: TokenStore, prompts: Int64Array) -> SharedPrefixes:
+        """Those of some prompts of a store, which have tokens."""
+        order = prefix_order(store.tokens, store.offsets[prompts], store.offsets[prompts + 1], store.forget)
+        return cls(store, PrefixOrder(prompts[order.order], order.shared), prefix_tree(order))
+
+
+class ReportFiles:
+    """Files of one report: JSON or a page, by their suffix. They replace what has their name.
+
+    Args:
+        paths: one, or several; () is none.
+        input_path, output_path: of the batch; "-" is standard input or output.
+
+    Raises:
+        BatchFileError: one of them cannot be written, must not be, or needs a package that is missing.
+    """
+
+    def __init__(self, paths: Paths, input_path: str | Path, output_path: str | Path) -> None:
+        listed = [paths] if isinstance(paths, (str, Path)) else paths
+        self._paths = list(dict.fromkeys(Path(path) for path in listed))
+        self._title = place_name(input_path, "input")
+        for path in self._paths:
+            _check(path)
+            for what, other in (("input", input_path), ("output", output_path)):
+                if other != STANDARD and _is_same(path, Path(other)):
+                    raise BatchFileError(f"the report {path} is the batch's {what}; give it another name")
+        if self.has_page and importlib.util.find_spec("matplotlib") is None:
+            raise BatchFileError(
+                "a report as a page needs matplotlib: pip install 'radixrt[report]', or name the report .json"
+            )
+
+    @property
+    def has_page(self) -> bool:
+        """Whether one of them is a page, which wants the shared prefixes."""
+        return any(path.suffix == PAGE for path in self._paths)
+
+    def write(self, report: BatchReport, prefixes: SharedPrefixes | None, tokenizer: Tokenizer | None) -> None:
+        """Write all of them, each in one step.
+
+        Args:
+            prefixes: of the whole file; there are some if `has_page`.
+            tokenizer: of the prompts.
+
+        Raises:
+            BatchFileError: the disk refuses.
+        """
+        for path in self._paths:
+            text = _json(report) if path.suffix == JSON else _page(report, self._title, prefixes, _show(tokenizer))
+            try:
+                with AtomicFile(path) as file:
+                    file.write(text.encode("utf-8", "backslashreplace"))
+                    file.finish()
+            except OSError as error:
+                raise BatchFileError(f"cannot write the report {path}: {error.strerror or error}") from error
+
+
+def _check(path: Path) -> None:
+    if path.suffix not in (JSON, PAGE):
+        raise BatchFileError(f"the report {path} is neither a page nor JSON; name it {PAGE} or {JSON}")
+    if not path.parent.is_dir():
+        raise BatchFileError(f"the folder {path.parent} of the report does not exist; make it first")
+    if path.exists() and not path.is_file():
+        raise BatchFileError(f"{path} is in the way of the report and is not a plain file")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise BatchFileError(f"the report {path} cannot be written: no files can be made in {path.parent}")
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    if path.exists() and other.exists():
+        return path.samefile(other)
+    return path.resolve() == other.resolve()
+
+
+def _show(tokenizer: Tokenizer | None) -> Show:
+    if tokenizer is None:
+        return as_ids
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _json(report: BatchReport) -> str:
+    return json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
+
+
+def _page(report: BatchReport, title: str, prefixes: SharedPrefixes | None, show: Show) -> str:
+    from radixrt.batch.report_page import report_page  # matplotlib, which not everybody has, takes half a second
+
+    assert prefixes is not None  # they were asked for
+    top = outline_of(prefixes.store, prefixes.order, prefixes.tree, MOST_PREFIXES)
+    saved = int(prefixes.tree.saved_tokens.sum())
+    return report_page(report, title=title, prefixes=top, saved=saved, show=show)
