@@ -11,13 +11,14 @@ import numpy.typing as npt
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.cache.prefix_cache import CacheStats, PrefixCache
 from radixrt.driver import Call, Driver
 from radixrt.engine import Engine
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, Usage
+from radixrt.planning.limits import RunLimits
 from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.activity import Activity
 from radixrt.schedule.batch import PassResult, ScheduleBatch
-from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.tokenizer import Tokenizer
@@ -25,19 +26,47 @@ from radixrt.text.tokenizer import Tokenizer
 TOKEN = 7  # that is always sampled
 
 
-class ScheduledRuntime:
+class Watchable:
+    """What tells of a Runtime, of one with `scheduler` and `engine`."""
+
+    scheduler: Scheduler
+    engine: Engine
+    reuses_prefixes = True
+
+    @property
+    def limits(self) -> RunLimits:
+        scheduler = self.scheduler
+        capacity = scheduler.cache.slots.capacity
+        return RunLimits(capacity, scheduler.max_running_requests, scheduler.chunked_prefill_size)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    def activity(self) -> Activity:
+        return self.engine.activity
+
+    def cache_stats(self) -> CacheStats:
+        return self.scheduler.cache.stats()
+
+
+class ScheduledRuntime(Watchable):
     """What a batch needs of a Runtime. Prompts are token ids."""
 
     def __init__(self, *, pool_tokens: int, context_length: int, max_running_requests: int = 512) -> None:
         rows = max_running_requests + max_running_requests // 2 + 1
         self.cache = PrefixCache(ReqToTokenPool(rows, context_length), SlotAllocator(pool_tokens + 1))
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             self.cache,
             max_running_requests=max_running_requests,
             chunked_prefill_size=16_384,
-            policy=SchedulePolicy.FCFS,
         )
-        self._driver = Driver(Engine(self._scheduler, _NoModel()), _output)
+        self.engine = Engine(self.scheduler, _NoModel())
+        self._driver = Driver(self.engine, _output)
         self._call = Call()
         self._next_id = 0
         self.tokenizer: Tokenizer | None = None
@@ -56,6 +85,7 @@ class ScheduledRuntime:
         sampling_params: SamplingParams | None = None,
         *,
         index: int = 0,
+        keep: int | None = None,
     ) -> Request:
         params = sampling_params or SamplingParams()
         self._next_id += 1
@@ -66,10 +96,11 @@ class ScheduledRuntime:
             params=params,
             max_new_tokens=params.max_new_tokens,
             seed=0,
+            keep=keep,
         )
 
-    def submit(self, *requests: Request) -> None:
-        self._driver.submit(requests, self._call)
+    def submit(self, *requests: Request, in_order: bool = False) -> None:
+        self._driver.submit(requests, self._call, in_order=in_order)
 
     def step(self) -> list[RequestOutput]:
         self._driver.step()
@@ -82,6 +113,9 @@ class ScheduledRuntime:
 
 
 class _NoModel:
+    def check_device(self, error: Exception) -> None:
+        raise AssertionError from error
+
     def transfer(self, transfers: deque[KVTransfer]) -> None:
         transfers.clear()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scheduled_runtime import Watchable
 from simulation import VOCAB, CheckedEngine, Sizes, World, continuation
 
 from radixrt.driver import Call, Driver
@@ -31,14 +32,14 @@ class _SubmittingEngine(CheckedEngine):
     def is_cut(self) -> bool:
         return self.world.engine.is_cut
 
-    def submit_all(self, requests: Sequence[Request]) -> None:
-        self.world.submit_all(requests)
+    def submit_all(self, requests: Sequence[Request], *, in_order: bool = False) -> None:
+        self.world.submit_all(requests, in_order=in_order)
 
     def abort(self, request: Request) -> None:
         self.world.abort(request)
 
 
-class SimulatedRuntime:
+class SimulatedRuntime(Watchable):
     """What a batch asks of a Runtime. Prompts are token ids below `simulation.VOCAB`.
 
     Attributes:
@@ -51,6 +52,7 @@ class SimulatedRuntime:
 
     def __init__(self, sizes: Sizes = SIZES) -> None:
         self.world = World(sizes)
+        self.scheduler, self.engine = self.world.scheduler, self.world.engine
         self.driver = Driver(_SubmittingEngine(self.world), self._output)  # type: ignore[arg-type]
         self.launch_fault: PassFault = lambda batch: None
         self.run_fault: PassFault = lambda batch: None
@@ -81,6 +83,7 @@ class SimulatedRuntime:
         sampling_params: SamplingParams | None = None,
         *,
         index: int = 0,
+        keep: int | None = None,
     ) -> Request:
         if max(prompt) >= VOCAB:
             raise PromptError(f"holds token id {max(prompt)}")
@@ -95,10 +98,11 @@ class SimulatedRuntime:
             seed=0,
             make_text_stop=None if text_stop is None else lambda: text_stop,
             id=self._ids,
+            keep=keep,
         )
 
-    def submit(self, *requests: Request) -> None:
-        self.driver.submit(requests, self._call)
+    def submit(self, *requests: Request, in_order: bool = False) -> None:
+        self.driver.submit(requests, self._call, in_order=in_order)
 
     def step(self) -> list[RequestOutput]:
         self.on_step()

@@ -675,11 +675,13 @@ class World:
         self.submit_all([request])
         return request
 
-    def submit_all(self, requests: Sequence[Request]) -> None:
+    def submit_all(self, requests: Sequence[Request], *, in_order: bool | None = None) -> None:
         """Queue, as known together, those of the requests that can run."""
         able = [request for request in requests if self.scheduler.refusal(request) is None]
         self.events["refusal"] += len(requests) - len(able)
-        self.engine.submit_all(able, in_order=len(self.requests) % 5 == 3)
+        if in_order is None:
+            in_order = len(self.requests) % 5 == 3
+        self.engine.submit_all(able, in_order=in_order)
         for request in able:
             self.requests.append(request)
             self.weights[id(request)] = self.runner.weights

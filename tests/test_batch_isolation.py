@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_runtime import SIZES, SimulatedRuntime, expected_tokens
 
-import radixrt.batch.job
+import radixrt.batch.batch_run
 from radixrt.batch.error_limit import error_of
 from radixrt.batch.interruption import BatchInterrupted
 from radixrt.batch.job import run_batch
@@ -115,7 +115,7 @@ def test_every_pass_fails(files: tuple[Path, Path]) -> None:
 
 def test_what_failed_runs_apart(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is in a pass with lines that are run again, and the others go on before and after."""
-    monkeypatch.setattr(radixrt.batch.job, "AT_ONCE", 20)
+    monkeypatch.setattr(radixrt.batch.batch_run, "AT_ONCE", 20)
     runtime = SimulatedRuntime()
     bad = 10
     runtime.launch_fault = failing(has(bad))
@@ -225,14 +225,14 @@ def test_a_stop_string_that_cannot_be_looked_for(files: tuple[Path, Path]) -> No
 
 
 def test_a_record_that_cannot_be_made(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    output_line = radixrt.batch.job.output_line
+    output_line = radixrt.batch.batch_run.output_line
 
     def faulty(index: int, *others: Any, **options: Any) -> bytes:
         if index == 6:
             raise KeyError("logprobs")
         return output_line(index, *others, **options)
 
-    monkeypatch.setattr(radixrt.batch.job, "output_line", faulty)
+    monkeypatch.setattr(radixrt.batch.batch_run, "output_line", faulty)
     assert run_batch(SimulatedRuntime(), *files).errors == 1
     (record,) = check_answers(files[1], {6})
     assert record["custom_id"] == "id-6"

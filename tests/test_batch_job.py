@@ -23,7 +23,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import radixrt.batch.batch_run
 import radixrt.batch.job
+import radixrt.batch.progress
 from radixrt.batch.disk import DISK
 from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.report import BatchReport, print_report
@@ -81,6 +83,12 @@ def figures(report: BatchReport) -> Tally:
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().decode().split("\n")[:-1]]
+
+
+def own(report: BatchReport) -> list[int]:
+    """What the run of a report has done itself."""
+    run = report.run
+    return [run.answered, run.prompt_tokens, run.cached_tokens, run.completion_tokens]
 
 
 def indices(path: Path) -> list[int]:
@@ -198,7 +206,7 @@ def test_first_interrupt_keeps_what_is_finished(
     report = run_batch(runtime, *files)
     assert sorted(submitted) == [0, 2, 6, 7]
     assert (report.requests, report.written, report.errors, report.completion_tokens) == (8, 8, 1, 14)
-    assert report.own == Tally(4, 0, 8, 4, 8)
+    assert (report.kept, own(report)) == (4, [4, 8, 4, 8])
     assert report.tokens_per_second == 8 / report.seconds
     assert indices(files[1]) == list(range(8))
     assert not run_path(files[1]).exists()
@@ -214,7 +222,7 @@ def test_interrupted_again_and_again(files: tuple[Path, Path], seed: int) -> Non
     runtime.failing = failing
     whole = run_batch(runtime, files[0], files[1].with_name("whole"), created=7)
     computed: list[int] = []
-    own = Tally()
+    ran = [0] * 4
     for _ in range(40):
         runtime = FakeRuntime(choose=rng.randrange)
         runtime.failing = failing
@@ -224,13 +232,14 @@ def test_interrupted_again_and_again(files: tuple[Path, Path], seed: int) -> Non
             report = run_batch(runtime, *files, created=7)
         except BatchInterrupted as interrupted:
             report = interrupted.report
-        own += report.own
-        assert figures(report) == own
+        ran = [a + b for a, b in zip(ran, own(report), strict=True)]
+        assert ran[1:] == [report.prompt_tokens, report.cached_tokens, report.completion_tokens]
         if files[1].exists():
             break
     assert sorted(computed) == [n for n in range(30) if n % 5 != 3]
     assert files[1].read_bytes() == files[1].with_name("whole").read_bytes()
-    assert figures(report) == figures(whole) == whole.own
+    assert figures(report) == figures(whole)
+    assert ran == own(whole)
     assert figures(whole) == Tally(records=30, errors=9, prompt_tokens=42, cached_tokens=21, completion_tokens=42)
 
 
@@ -259,7 +268,8 @@ def test_a_batch_whose_removal_was_cut_short_is_complete(
         runtime = FakeRuntime()
         runtime.on_step = lambda: pytest.fail("it ran again")
         report = run_batch(runtime, *files)
-        assert (report.output_path, report.requests, report.own) == (files[1], 5, Tally())
+        assert (report.output_path, report.requests, report.kept) == (files[1], 5, 5)
+        assert own(report) == [0] * 4
         assert figures(report) == Tally(5, 1, 8, 4, 8)
         assert files[1].read_bytes() == written
         assert sorted(os.listdir(files[1].parent)) == ["in.jsonl", "out.jsonl"]
@@ -269,7 +279,7 @@ def test_a_batch_whose_removal_was_cut_short_is_complete(
 
 
 def test_the_printed_figures(files: tuple[Path, Path]) -> None:
-    """Rates are those of the process, the rest is of all records."""
+    """First those of all records, then those of the process."""
     write(
         files[0], [b"{", *[good(n) for n in range(1, 6)], b'{"token_ids": [6, 6, 6]}', b'{"token_ids": [7, 7, 7]}']
     )
@@ -278,20 +288,22 @@ def test_the_printed_figures(files: tuple[Path, Path]) -> None:
     with pytest.raises(BatchInterrupted) as caught:
         run_batch(runtime, *files)
     assert shown(caught.value.report)[:6] == [
-        "requests          8",
+        "requests          6 of 8",
         "errors            1",
         "prompt tokens     10",
         "cached tokens     5",
-        "hit rate          50.00% (best possible 0.00%)",
+        "hit rate          50.00% (best possible 0.00%, predicted 0.00%)",
         "generated tokens  10",
     ]
-    assert shown(run_batch(FakeRuntime(), *files))[:6] == [
-        "requests          8 (6 of them answered before)",
+    assert shown(run_batch(FakeRuntime(), *files))[:8] == [
+        "requests          8 (6 from earlier runs)",
         "errors            1",
         "prompt tokens     16",
         "cached tokens     7",
-        "hit rate          33.33% (best possible 0.00%)",
+        "hit rate          43.75%",
         "generated tokens  14",
+        "this run          2 requests, 6 prompt tokens, 4 generated tokens",
+        "its hit rate      33.33% (best possible 0.00%, predicted 0.00%)",
     ]
 
 
@@ -361,7 +373,7 @@ def test_an_output_that_came_in_between_is_not_replaced(files: tuple[Path, Path]
 
 def test_few_at_a_time(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime never knows of more than so many requests, those with a prefix in common one after the other."""
-    monkeypatch.setattr(radixrt.batch.job, "AT_ONCE", 8)
+    monkeypatch.setattr(radixrt.batch.batch_run, "AT_ONCE", 8)
     lines = [{"token_ids": [n % 5] * 3 + [n]} for n in range(50)]
     write(files[0], [json.dumps(line).encode() for line in lines])
     runtime = FakeRuntime()
@@ -654,7 +666,7 @@ def test_progress(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(files[0], [good(0), b"{", good(2)])
-    monkeypatch.setattr(radixrt.batch.job, "_LOG_INTERVAL", 0.0)
+    monkeypatch.setattr(radixrt.batch.progress, "LOG_INTERVAL", 0.0)
     run_batch(FakeRuntime(), *files, progress=True)
     shown = capsys.readouterr()
     assert "3/3" in shown.err
