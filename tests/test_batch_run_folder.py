@@ -227,6 +227,23 @@ def test_an_output_that_is_lost_while_the_folder_is_removed_is_made_again(output
     assert number > 8
 
 
+@pytest.mark.parametrize("precious", [b"", b"precious", whole(5)[:-1], whole(5) + b"\n"])
+def test_an_output_of_others_is_kept_after_an_end_while_the_folder_is_removed(
+    output: Path, precious: bytes
+) -> None:
+    number = 0
+    while ended_at(output, number) and has_run(output):
+        output.write_bytes(precious)
+        with pytest.raises(BatchFileError, match="exists; --overwrite replaces it"):
+            run(output, 5)
+        assert output.read_bytes() == precious
+        run(output, 5, replace=True)
+        assert output.read_bytes() == whole(5)
+        output.unlink()
+        number += 1
+    assert number > 8
+
+
 def test_a_journal_aside_of_a_run_before_does_not_replace_a_later_one(output: Path) -> None:
     """A power cut may bring it back."""
     part_of_a_run(output, 5, range(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,7 +60,7 @@ class RunFolder:
         self._aside_path = aside_path(output)
         self._disk = disk
         self._journal: Journal | None = None
-        self._replace = False
+        self._replace = self._was_finished = False
         try:
             self._lock = self._make()
         except OSError as error:
@@ -111,8 +112,9 @@ class RunFolder:
             self._disk.fsync_folder(self.path)  # always: a process before may have been killed just here
             self._disk.fsync_folder(self.path.parent)
             self._journal = Journal(self._journal_path, manifest, self._disk, found=found)
-            self._replace = replace or self._journal.is_finished  # then the output may be of this very run
-            self._check_output(self._replace)
+            self._replace = replace
+            self._was_finished = self._journal.is_finished  # then the output may be of this very run
+            self._check_output(replace or self._was_finished)
         return self._journal
 
     def finish(self, encode: Encoding = iter, *, keep: bool = False) -> None:
@@ -123,15 +125,17 @@ class RunFolder:
             keep: leave the folder, with the journal as `journal.finished`.
 
         Raises:
-            BatchFileError: records are missing, or the output exists and is not to be replaced.
+            BatchFileError: records are missing, or the output exists, is not to be replaced, and is not what a
+                process before has made of these very records.
             JournalError: the disk refuses.
         """
         journal = self._journal
         assert journal is not None, "begin comes first"
         journal.check_whole()
         with self._refusals(self._output):
-            self._check_output(self._replace)
+            self._check_output(self._replace or self._was_finished)
             self._disk.write_file(self._merged_path, encode(_chunks(journal.records())))
+            self._check_output(self._replace or self._is_made())
             journal.mark_finished()
             self._disk.replace(self._merged_path, self._output)
             self._disk.fsync_folder(self._output.parent)
@@ -170,13 +174,22 @@ class RunFolder:
         if not replace and self._disk.exists(self._output):
             raise BatchFileError(f"the output {self._output} exists; --overwrite replaces it")
 
+    def _is_made(self) -> bool:
+        """Whether the output is what a process before has made of the same records."""
+        return (
+            self._was_finished
+            and self._disk.exists(self._output)
+            and _are_equal(self._disk, self._merged_path, self._output)
+        )
+
     def _take_back(self) -> None:
         """Put the journal to its place if a process was killed while it removed the folder."""
         if self._disk.exists(self._aside_path):
             if self._disk.exists(self._journal_path):  # of a later run, and a power cut brought the other one back
                 self._unlink(self._aside_path)
             else:
-                self._disk.replace(self._aside_path, self._journal_path)
+                with contextlib.suppress(FileNotFoundError):  # that process lives, and has just come to its end
+                    self._disk.replace(self._aside_path, self._journal_path)
 
     def _remove(self) -> None:
         """Remove all that is radixrt's, and the folder unless something else is in it. The journal goes last."""
@@ -235,3 +248,18 @@ def _chunks(records: Iterator[bytes]) -> Iterator[bytes]:
             yield b"".join(chunk)
             chunk, size = [], 0
     yield b"".join(chunk)
+
+
+def _are_equal(disk: Disk, path: Path, other: Path) -> bool:
+    """Whether two files hold the same bytes."""
+    with contextlib.ExitStack() as opened:
+        fds = []
+        for each in (path, other):
+            fds.append(disk.open(each, os.O_RDONLY))
+            opened.callback(disk.close, fds[-1])
+        offset = 0
+        while True:
+            chunk, others = (disk.pread_all(fd, _CHUNK_BYTES, offset) for fd in fds)
+            if chunk != others or not chunk:
+                return chunk == others
+            offset += len(chunk)
