@@ -227,17 +227,16 @@ class BatchRun(Generic[R]):
 
     def _book(self, outputs: list[RequestOutput]) -> None:
         """Write the records of requests that have ended, unless they were withdrawn or are to be run again."""
-        failed: dict[int, list[tuple[_Unanswered[R], RequestOutput]]] = {}  # by the exception of their pass
+        failed: list[tuple[_Unanswered[R], RequestOutput]] = []  # of one pass: a step books no more
         for output in outputs:
             line = self._unanswered.pop(output.index, None)
             if line is not None and output.cause is None:
                 self._answer(line, output)
             elif line is not None:
-                failed.setdefault(id(output.cause), []).append((line, output))
-        for group in failed.values():
-            if not self._retries.book([line.position for line, _ in group]):
-                for line, output in group:
-                    self._answer(line, output)
+                failed.append((line, output))
+        if failed and not self._retries.book([line.position for line, _ in failed]):
+            for line, output in failed:
+                self._answer(line, output)
 
     def _answer(self, line: _Unanswered[R], output: RequestOutput) -> None:
         """Write the record of a request that has ended for good."""
