@@ -29,22 +29,25 @@ from radixrt.batch.output_file import check_output_name, encoded
 from radixrt.batch.prescan import Check, Prescan, SoundLine, parameters_as_json, prescan
 from radixrt.batch.record import LineError, LineErrorType, Reply
 from radixrt.batch.report import BatchReport
-from radixrt.batch.report_files import Paths, ReportFiles, SharedPrefixes
+from radixrt.batch.report_files import Paths, ReportFiles
 from radixrt.batch.run_folder import RunFolder, run_path
 from radixrt.batch.source import STANDARD, BadLine, read_lines
 from radixrt.bounds import real
 from radixrt.errors import BatchFileError, ParameterError, PromptError, RadixrtError, SchedulerError
 from radixrt.interrupt import first_interrupt
 from radixrt.output import FinishReason, RequestOutput
+from radixrt.planning.batch_plan import BatchPlan, plan_batch
+from radixrt.planning.prefix_order import prefix_order
+from radixrt.planning.prefix_tree import prefix_tree
 from radixrt.planning.run_order import run_order
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.token_spelling import TokenSpelling
 from radixrt.text.tokenizer import Tokenizer
 
 AT_ONCE = 8192  # requests that a runtime knows of at most
-_log = logging.getLogger(__name__)
-
 _LOG_INTERVAL = 30.0  # seconds between two states of the bar where stderr is not a terminal
+
+_log = logging.getLogger(__name__)
 
 
 class PreparedRequest(Protocol):
@@ -296,7 +299,7 @@ class Batch:
 
     def _write_report(self, report: BatchReport, job: _Job[R], tokenizer: Tokenizer | None) -> None:
         try:
-            self._reports.write(report, job.shared_prefixes() if self._reports.has_page else None, tokenizer)
+            self._reports.write(report, job.plan() if self._reports.has_page else None, tokenizer)
         except BatchFileError as error:
             if job.is_complete:
                 raise
@@ -377,7 +380,6 @@ class _Job(Generic[R]):
         self._unanswered: dict[int, _Unanswered[R]] = {}  # that run, by line
         self._kept = 0  # records of earlier runs
         self._meter = Meter(runtime)
-        self._shared: SharedPrefixes | None = None  # of what runs
         self._best_hit_rate = 0.0
         self._errors = int(scan.is_bad.sum())
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
@@ -423,13 +425,14 @@ class _Job(Generic[R]):
 
     def _in_order(self, positions: npt.NDArray[np.int64]) -> Iterator[int]:
         """The positions, those whose prompts share a prefix one after the other."""
-        shared, lengths = SharedPrefixes.of(self._scan.tokens, positions), self._scan.tokens.lengths
-        planned = run_order(shared.order, shared.tree, lengths, self._scan.new_tokens.astype(np.int64))
-        lengths = lengths[planned.order]
+        tokens, new_tokens = self._scan.tokens, self._scan.new_tokens
+        starts, ends = tokens.offsets[positions], tokens.offsets[positions + 1]
+        order = prefix_order(tokens.tokens, starts, ends, tokens.forget)
+        planned = run_order(order, prefix_tree(order), ends - starts, new_tokens[positions].astype(np.int64))
+        lengths = (ends - starts)[planned.order]
         # A prompt that is wholly cached computes its last token again.
         self._best_hit_rate = float(np.minimum(planned.shared, lengths - 1).sum() / max(1, lengths.sum()))
-        self._shared = shared
-        return iter(planned.order.tolist())
+        return iter(positions[planned.order].tolist())
 
     def _submit(self, positions: list[int]) -> None:
         scan, requests = self._scan, []
@@ -487,12 +490,9 @@ class _Job(Generic[R]):
             timeline=self._meter.timeline,
         )
 
-    def shared_prefixes(self) -> SharedPrefixes:
-        """Those of all sound lines."""
-        sound = np.flatnonzero(~self._scan.is_bad)
-        if self._shared is not None and len(self._shared.order.order) == len(sound):
-            return self._shared
-        return SharedPrefixes.of(self._scan.tokens, sound)
+    def plan(self) -> BatchPlan:
+        """Of all lines that are sound: the others have no tokens."""
+        return plan_batch(self._scan.tokens, self._scan.new_tokens.astype(np.int64))
 
 
 def _bar(what: str, unit: str, total: int | None, shown: bool) -> tqdm:
