@@ -19,21 +19,21 @@ from fake_runtime import FakeRuntime
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from test_plan_view import Page, letters
+from test_plan_view import Page, letters, plan_of
 
 import radixrt
 import radixrt.request_builder
 from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.meter import Meter
 from radixrt.batch.report import BatchReport, Cost, RunFigures, print_report
-from radixrt.batch.report_files import ReportFiles, SharedPrefixes
+from radixrt.batch.report_files import ReportFiles
 from radixrt.batch.report_page import report_page
 from radixrt.batch.report_plots import MOST_BARS, _rate, timeline_plots
 from radixrt.batch.timeline import MOST_SAMPLES, Sample
 from radixrt.batch.token_store import TokenStore
 from radixrt.cli import main
 from radixrt.errors import BatchFileError, ParameterError
-from radixrt.planning.outline import outline_of
+from radixrt.planning.batch_plan import plan_batch
 from radixrt.schedule.activity import Activity
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&"
@@ -99,10 +99,7 @@ def interrupt_at(runtime: FakeRuntime, step: int) -> None:
 
 
 def page_of(report: BatchReport, *prompts: str, title: str = "in.jsonl") -> str:
-    store = TokenStore.of([list(map(ord, prompt)) for prompt in prompts])
-    shared = SharedPrefixes.of(store, np.flatnonzero(store.lengths))
-    top = outline_of(store, shared.order, shared.tree, 100)
-    return report_page(report, title=title, prefixes=top, saved=int(shared.tree.saved_tokens.sum()), show=letters)
+    return report_page(report, title=title, plan=plan_of(*prompts), show=letters)
 
 
 # -- figures -----------------------------------------------------------------------------------------------
@@ -450,7 +447,7 @@ class Letters:
 def test_prefixes_are_shown_by_the_tokenizer(tmp_path: Path) -> None:
     store = TokenStore.of([[], list(map(ord, HOSTILE + "\ud800a")), list(map(ord, HOSTILE + "\ud800b"))])
     files = ReportFiles(tmp_path / "r.html", "-", "-")
-    files.write(REPORT, SharedPrefixes.of(store, np.array([1, 2])), Letters())  # type: ignore[arg-type]
+    files.write(REPORT, plan_batch(store, 1), Letters())  # type: ignore[arg-type]
     page = ReportPage((tmp_path / "r.html").read_text())
     assert HOSTILE + "\\ud800" in page.said
     assert "Report of standard input" in page.said
@@ -458,8 +455,7 @@ def test_prefixes_are_shown_by_the_tokenizer(tmp_path: Path) -> None:
 
 def test_a_name_that_is_no_text_is_no_obstacle(tmp_path: Path) -> None:
     files = ReportFiles([tmp_path / "r.html", tmp_path / "r.json"], "in-\udcff.jsonl", "-")
-    store = TokenStore.of([[1, 2]])
-    files.write(replace(REPORT, output_path=Path("\udcff")), SharedPrefixes.of(store, np.array([0])), None)
+    files.write(replace(REPORT, output_path=Path("\udcff")), plan_of("ab"), None)
     assert "Report of in-\\udcff.jsonl" in ReportPage((tmp_path / "r.html").read_text("utf-8")).said
     assert json.loads((tmp_path / "r.json").read_text("utf-8"))["output"] == "\udcff"
 

@@ -22,7 +22,6 @@ from radixrt.batch.progress import progress_bar
 from radixrt.batch.record import LineError, LineErrorType, Reply
 from radixrt.batch.records import Records
 from radixrt.batch.report import BatchReport
-from radixrt.batch.report_files import SharedPrefixes
 from radixrt.batch.retry import Retries
 from radixrt.batch.tally import ERROR_RECORD, Tally
 from radixrt.errors import ParameterError, PromptError, SchedulerError
@@ -156,19 +155,18 @@ class BatchRun(Generic[R]):
             timeline=self._meter.timeline,
         )
 
-    def shared_prefixes(self) -> SharedPrefixes:
-        """Those of all sound lines."""
-        plan, sound = self._plan, np.flatnonzero(~self._scan.is_bad)
-        if plan is not None and len(plan) == len(sound):
-            return SharedPrefixes(plan.store, plan.order, plan.tree)
-        return SharedPrefixes.of(self._scan.tokens, sound)
+    def whole_plan(self) -> BatchPlan:
+        """A plan of all sound lines, those that have run before included."""
+        sound = np.flatnonzero(~self._scan.is_bad)
+        if self._plan is not None and len(self._plan) == len(sound):
+            return self._plan
+        return self._plan_of(sound)
 
     # -- which lines run, and when -------------------------------------------------------------------------
 
     def _planned(self, positions: npt.NDArray[np.int64]) -> Iterator[_Planned]:
         """The positions in the order in which they run."""
-        scan, limits = self._scan, self._runtime.limits
-        plan = plan_batch(scan.tokens, scan.new_tokens.astype(np.int64) * scan.num_answers, positions)
+        plan, limits = self._plan_of(positions), self._runtime.limits
         self._plan = plan
         if self._order == "file":
             return zip(positions.tolist(), itertools.repeat(None))
@@ -177,6 +175,10 @@ class BatchRun(Generic[R]):
         if self._keep_cache or plan.most_tokens <= limits.pool_tokens:
             return zip(plan.run.order.tolist(), itertools.repeat(None))
         return zip(plan.run.order.tolist(), plan.keep.tolist(), strict=True)
+
+    def _plan_of(self, positions: npt.NDArray[np.int64]) -> BatchPlan:
+        scan = self._scan
+        return plan_batch(scan.tokens, scan.new_tokens.astype(np.int64) * scan.num_answers, positions)
 
     def _goes_on(self, waiting: Iterator[_Planned]) -> bool:
         """Submit lines that wait, unless the batch is to end. Whether there is a pass to run."""

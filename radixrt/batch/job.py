@@ -244,7 +244,7 @@ class Batch:
         """The report, which has gone to its files."""
         report = run.report(output_path, self._price)
         try:
-            self._reports.write(report, run.shared_prefixes() if self._reports.has_page else None, tokenizer)
+            self._reports.write(report, run.whole_plan() if self._reports.has_page else None, tokenizer)
         except BatchFileError as error:
             if run.is_complete:
                 raise

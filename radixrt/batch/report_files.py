@@ -6,43 +6,19 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from radixrt.batch.report import BatchReport
 from radixrt.batch.source import STANDARD, place_name
-from radixrt.batch.token_store import TokenStore
 from radixrt.cache.atomic_file import AtomicFile
 from radixrt.errors import BatchFileError
-from radixrt.planning.outline import Show, as_ids, outline_of
-from radixrt.planning.prefix_order import Int64Array, PrefixOrder, prefix_order
-from radixrt.planning.prefix_tree import PrefixTree, prefix_tree
+from radixrt.planning.batch_plan import BatchPlan
+from radixrt.planning.outline import Show, as_ids
 from radixrt.text.tokenizer import Tokenizer
 
 JSON, PAGE = ".json", ".html"
-MOST_PREFIXES = 500  # on a page
 
 Paths = str | Path | Iterable[str | Path]
-
-
-@dataclass(frozen=True)
-class SharedPrefixes:
-    """The prompts of a file by what they share.
-
-    Attributes:
-        store: the prompts.
-        order, tree: of those of them that have tokens.
-    """
-
-    store: TokenStore
-    order: PrefixOrder
-    tree: PrefixTree
-
-    @classmethod
-    def of(cls, store: TokenStore, prompts: Int64Array) -> SharedPrefixes:
-        """Those of some prompts of a store, which have tokens."""
-        order = prefix_order(store.tokens, store.offsets[prompts], store.offsets[prompts + 1], store.forget)
-        return cls(store, PrefixOrder(prompts[order.order], order.shared), prefix_tree(order))
 
 
 class ReportFiles:
@@ -72,21 +48,21 @@ class ReportFiles:
 
     @property
     def has_page(self) -> bool:
-        """Whether one of them is a page, which wants the shared prefixes."""
+        """Whether one of them is a page, which shows the shared prefixes."""
         return any(path.suffix == PAGE for path in self._paths)
 
-    def write(self, report: BatchReport, prefixes: SharedPrefixes | None, tokenizer: Tokenizer | None) -> None:
+    def write(self, report: BatchReport, plan: BatchPlan | None, tokenizer: Tokenizer | None) -> None:
         """Write all of them, each in one step.
 
         Args:
-            prefixes: of the whole file; there are some if `has_page`.
+            plan: of the whole file; wanted if `has_page`.
             tokenizer: of the prompts.
 
         Raises:
             BatchFileError: the disk refuses.
         """
         for path in self._paths:
-            text = _json(report) if path.suffix == JSON else _page(report, self._title, prefixes, _show(tokenizer))
+            text = _json(report) if path.suffix == JSON else _page(report, self._title, plan, _show(tokenizer))
             try:
                 with AtomicFile(path) as file:
                     file.write(text.encode("utf-8", "backslashreplace"))
@@ -122,10 +98,8 @@ def _json(report: BatchReport) -> str:
     return json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
 
 
-def _page(report: BatchReport, title: str, prefixes: SharedPrefixes | None, show: Show) -> str:
+def _page(report: BatchReport, title: str, plan: BatchPlan | None, show: Show) -> str:
     from radixrt.batch.report_page import report_page  # matplotlib, which not everybody has, takes half a second
 
-    assert prefixes is not None  # they were asked for
-    top = outline_of(prefixes.store, prefixes.order, prefixes.tree, MOST_PREFIXES)
-    saved = int(prefixes.tree.saved_tokens.sum())
-    return report_page(report, title=title, prefixes=top, saved=saved, show=show)
+    assert plan is not None  # it was asked for
+    return report_page(report, title=title, plan=plan, show=show)

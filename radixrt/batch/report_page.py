@@ -7,9 +7,12 @@ from html import escape
 
 from radixrt.batch.report import BatchReport, device_seconds, file_figures, money, run_figures, time_figures
 from radixrt.batch.report_plots import timeline_plots
+from radixrt.planning.batch_plan import BatchPlan
 from radixrt.planning.figures import seconds as duration
 from radixrt.planning.html_page import figure_table, html_page, prefix_branches
-from radixrt.planning.outline import Prefix, Show
+from radixrt.planning.outline import Show, outline
+
+MOST_PREFIXES = 500
 
 _STYLE = """
 .tiles { display: grid; gap: .7rem; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); }
@@ -31,13 +34,12 @@ svg { display: block; height: auto; margin-top: .3rem; width: 100%; } svg text {
 """
 
 
-def report_page(report: BatchReport, *, title: str, prefixes: Prefix, saved: int, show: Show) -> str:
+def report_page(report: BatchReport, *, title: str, plan: BatchPlan, show: Show) -> str:
     """The page as HTML.
 
     Args:
         title: such as the input's name.
-        prefixes: the largest shared prefixes of the whole file.
-        saved: tokens that sharing saves in it in all.
+        plan: of the whole file, whose largest shared prefixes are shown.
         show: token ids to text.
     """
     body = "".join(
@@ -48,7 +50,7 @@ def report_page(report: BatchReport, *, title: str, prefixes: Prefix, saved: int
             _time(report),
             _plots(report),
             "<h2>Shared prefixes</h2>\n",
-            prefix_branches(prefixes, show, saved),
+            prefix_branches(outline(plan, MOST_PREFIXES), show, int(plan.tree.saved_tokens.sum())),
         )
     )
     return html_page(f"Report of {title}", body, style=_STYLE)

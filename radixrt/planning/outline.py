@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from radixrt.batch.token_store import TokenStore
 from radixrt.planning.batch_plan import BatchPlan
-from radixrt.planning.prefix_order import Int32Array, PrefixOrder
-from radixrt.planning.prefix_tree import PrefixTree
+from radixrt.planning.prefix_order import Int32Array
 
 Show = Callable[[Int32Array], str]  # token ids `[n]` -> text
 
@@ -37,16 +35,8 @@ class Prefix:
 
 
 def outline(plan: BatchPlan, most: int) -> Prefix:
-    """`outline_of` a plan."""
-    return outline_of(plan.store, plan.order, plan.tree, most)
-
-
-def outline_of(store: TokenStore, order: PrefixOrder, tree: PrefixTree, most: int) -> Prefix:
-    """The `most` shared prefixes that save the most tokens, below the empty one that all prompts begin with.
-
-    Args:
-        order, tree: of prompts of the store.
-    """
+    """The `most` shared prefixes that save the most tokens, below the empty one that all prompts begin with."""
+    tree = plan.tree
     saved, prompts, ways = tree.saved_tokens, tree.num_sequences, tree.fan_out
     largest = np.argsort(-saved, kind="stable")[:most]
     chosen = {int(node) for node in largest if saved[node] > 0} | {0}
@@ -60,7 +50,7 @@ def outline_of(store: TokenStore, order: PrefixOrder, tree: PrefixTree, most: in
         above.append(node)
         start = 0 if parent < 0 else int(tree.depth[above[parent]])
         end = int(tree.depth[node])
-        tokens = store[int(order.order[tree.begin[node]])][start:end] if end else _NO_TOKENS
+        tokens = plan.store[int(plan.order.order[tree.begin[node]])][start:end] if end else _NO_TOKENS
         below = int(prompts[node])
         listed[node] = Prefix(tokens, below, int(ways[node]), len(tokens) * max(0, below - 1))
         if parent >= 0:
