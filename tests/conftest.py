@@ -27,7 +27,8 @@ from radixrt.schedule import policy
 from triton_ops.implementation import triton
 
 if triton.__version__ and not torch.cuda.is_available():
-    import interpreter_e4m3  # noqa: F401  # the interpreter's own conversions to and from e4m3 are wrong
+    import interpreter_calls  # noqa: F401  # the interpreter's own calls of functions are slow
+    import interpreter_e4m3  # noqa: F401  # and its conversions to and from e4m3 wrong
 
 # A deadline fails on a busy machine, not on a slow program. The same examples each time: CI does not flicker.
 settings.register_profile("radixrt", deadline=None, derandomize=True)
@@ -37,6 +38,9 @@ settings.load_profile("radixrt")
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The tensors and random numbers of a test are made on this device unless it says otherwise."""
+    if request.param == "cpu":  # as it is: to say so costs each operation as much time again
+        yield torch.device("cpu")
+        return
     with pytest.MonkeyPatch.context() as patch, torch.device(request.param) as chosen:
 
         class Generator(torch.Generator):  # a class: modules that torch imports late use it in annotations
