@@ -82,8 +82,13 @@ def require_interpreter() -> None:
         pytest.skip(f"Triton {triton.__version__}'s interpreter does not know NumPy {np.__version__}")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out `long` tests unless -m names them, and `gpu` tests where there is no GPU."""
+    for item in items:
+        mark = item.get_closest_marker("long_unless")
+        if mark and isinstance(item, pytest.Function) and not mark.kwargs["kept"](item.callspec.params):
+            item.add_marker("long")
     unwanted = set()
     if "long" not in config.option.markexpr:
         unwanted.add("long")
