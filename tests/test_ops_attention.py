@@ -318,13 +318,9 @@ def test_scores_of_shared_keys_far_above_those_before(position: int, dtype: torc
 # The last two: a query row has more heads than a tile of the kernel has rows.
 @interpreted_only(
     lambda given: (
-        (
-            given["head_dim"] in (16, 80)
-            if given["pool"] == "plain"
-            else (given["head_dim"], given["group"]) == (80, 7)
-        )
-        or given["dtype"] == torch.float16
-        and given["pool"] == "plain"
+        (given["head_dim"], given["group"]) == (80, 7)
+        if given["pool"] == "e4m3"
+        else given["dtype"] == torch.float16 or given["head_dim"] in (16, 80)
     )
 )
 @pytest.mark.parametrize(("head_dim", "group"), [*SHAPES, (16, 40), (80, 24)])
