@@ -740,9 +740,10 @@ def run(path):
         atomic_file.os.write = counted
         runtime.save_cache(path)
 
+Runtime(folder, device="cpu", max_total_tokens=600).close()  # imports what a Runtime wants
 for writes, path in (one.split(" ", 1) for one in killed):
     left = int(writes)
-    child = os.fork()  # what was imported is there, and nothing else
+    child = os.fork()
     if not child:
         try:
             run(path)
