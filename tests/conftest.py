@@ -85,10 +85,7 @@ def require_interpreter() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out `long` tests unless -m names them, and `gpu` tests where there is no GPU."""
-    for item in items:
-        mark = item.get_closest_marker("long_unless")
-        if mark and isinstance(item, pytest.Function) and not mark.kwargs["kept"](item.callspec.params):
-            item.add_marker("long")
+    _mark_long(items, whole_files=not any("::" in argument for argument in config.args))
     unwanted = set()
     if "long" not in config.option.markexpr:
         unwanted.add("long")
@@ -100,6 +97,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (left_out if any(item.get_closest_marker(name) for name in unwanted) else kept).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
+
+
+def _mark_long(items: list[pytest.Item], *, whole_files: bool) -> None:
+    """Mark as `long` what `long_unless` says; a test of which nothing is left is an error."""
+    kept: dict[str, bool] = {}
+    for item in items:
+        mark = item.get_closest_marker("long_unless")
+        if mark is None or not isinstance(item, pytest.Function):
+            continue
+        is_kept = bool(mark.kwargs["kept"](item.callspec.params))
+        name = item.nodeid.partition("[")[0]
+        kept[name] = kept.get(name, False) or is_kept
+        if not is_kept:
+            item.add_marker("long")
+    lost = [name for name, any_is in kept.items() if not any_is]
+    if lost and whole_files:
+        raise pytest.UsageError(f"long_unless keeps nothing of {', '.join(lost)}")
 
 
 def _has_gpu() -> bool:
