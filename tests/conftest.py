@@ -27,7 +27,8 @@ from radixrt.schedule import policy
 from triton_ops.implementation import triton
 
 if triton.__version__ and not torch.cuda.is_available():
-    import interpreter_e4m3  # noqa: F401  # the interpreter's own conversions to and from e4m3 are wrong
+    import interpreter_calls  # noqa: F401  # the interpreter's own calls of functions are slow
+    import interpreter_e4m3  # noqa: F401  # and its conversions to and from e4m3 wrong
 
 # A deadline fails on a busy machine, not on a slow program. The same examples each time: CI does not flicker.
 settings.register_profile("radixrt", deadline=None, derandomize=True)
@@ -37,6 +38,9 @@ settings.load_profile("radixrt")
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """The tensors and random numbers of a test are made on this device unless it says otherwise."""
+    if request.param == "cpu":  # as it is: to say so costs each operation as much time again
+        yield torch.device("cpu")
+        return
     with pytest.MonkeyPatch.context() as patch, torch.device(request.param) as chosen:
 
         class Generator(torch.Generator):  # a class: modules that torch imports late use it in annotations
@@ -78,8 +82,10 @@ def require_interpreter() -> None:
         pytest.skip(f"Triton {triton.__version__}'s interpreter does not know NumPy {np.__version__}")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out `long` tests unless -m names them, and `gpu` tests where there is no GPU."""
+    _mark_long(items, whole_files=not any("::" in argument for argument in config.args))
     unwanted = set()
     if "long" not in config.option.markexpr:
         unwanted.add("long")
@@ -91,6 +97,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (left_out if any(item.get_closest_marker(name) for name in unwanted) else kept).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
+
+
+def _mark_long(items: list[pytest.Item], *, whole_files: bool) -> None:
+    """Mark as `long` what `long_unless` says; a test of which nothing is left is an error."""
+    kept: dict[str, bool] = {}
+    for item in items:
+        mark = item.get_closest_marker("long_unless")
+        if mark is None or not isinstance(item, pytest.Function):
+            continue
+        is_kept = bool(mark.kwargs["kept"](item.callspec.params))
+        name = item.nodeid.partition("[")[0]
+        kept[name] = kept.get(name, False) or is_kept
+        if not is_kept:
+            item.add_marker("long")
+    lost = [name for name, any_is in kept.items() if not any_is]
+    if lost and whole_files:
+        raise pytest.UsageError(f"long_unless keeps nothing of {', '.join(lost)}")
 
 
 def _has_gpu() -> bool:

@@ -110,11 +110,12 @@ def test_everything_at_once(
         --scale cpu --repeat 2 --device cpu --bandwidth 1e6 --flops 1e9
         --no-prefix-cache --no-overlap --no-graphs --flat
         --baseline transformers --idle --step --start-up
+        --workload unshared --workload docqa --workload samples
     """)
     report = tmp_path / "out.json"
     assert main(["bench", "throughput", *options, "--json", str(report), "--trace", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert f"{5 * (2 * 5 + 1) + 3}/{5 * (2 * 5 + 1) + 3}" in shown.err
+    assert f"{3 * (2 * 5 + 1) + 3}/{3 * (2 * 5 + 1) + 3}" in shown.err
     for words in ("decode step of 5 requests", "start-up with compiled kernels", "no prefix cache", "aten::mm"):
         assert words in shown.out
     assert re.search(r"docqa +│ +6 │", shown.out), shown.out
@@ -136,7 +137,7 @@ def test_everything_at_once(
     assert set(written) == {"environment", "options", "shapes"}
     (shape,) = written["shapes"]
     assert shape["config"] == "tiny"
-    assert tuple(figures["workload"] for figures in shape["workloads"]) == LISTS
+    assert [figures["workload"] for figures in shape["workloads"]] == ["unshared", "docqa", "samples"]
     for workload in shape["workloads"]:
         assert len(workload["runs"]) == 2
         assert workload["runs"][0]["prompt_tokens"] != workload["runs"][1]["prompt_tokens"] or (
@@ -158,6 +159,14 @@ def test_everything_at_once(
     assert [profile["name"] for profile in shape["profiles"]] == ["prefill", "decode"]
     for name in ("prefill", "decode"):
         assert json.loads((tmp_path / f"tiny-{name}.json").read_text())["traceEvents"]
+
+
+def test_all_lists_are_measured_unless_some_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Options] = []
+    monkeypatch.setattr(benchmark, "run_benchmark", lambda options, **_: asked.append(options) or 0)
+    for words in ("", "--workload samples --workload docqa --workload samples"):
+        assert main(["bench", "throughput", "--scale", "cpu", *words.split()]) == 0
+    assert [options.workloads for options in asked] == [LISTS, ("samples", "docqa")]
 
 
 @pytest.mark.usefixtures("tiny")

@@ -45,10 +45,10 @@ def test_answers_with_the_cache_and_with_misses_forced(questions: list[Question]
     assert exact >= 0.95
     assert all(o.finish_reason is FinishReason.STOP for o in cached)
     assert sum(o.usage.cached_tokens for o in cached) > 0.9 * sum(o.usage.prompt_tokens for o in cached)
-    missed, exact = answer(questions, force_miss=True)
+    missed, exact = answer(questions[:60], force_miss=True)
     assert exact >= 0.95
     assert all(o.usage.cached_tokens == 0 for o in missed)
-    assert [o.token_ids for o in missed] == [o.token_ids for o in cached]
+    assert [o.token_ids for o in missed] == [o.token_ids for o in cached[:60]]
 
 
 def test_answers_from_a_small_pool_in_small_chunks(questions: list[Question]) -> None:

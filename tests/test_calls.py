@@ -264,7 +264,7 @@ def test_an_abort_ends_all_answers_to_a_prompt(folder: Path, steps: int) -> None
 def test_another_thread_aborts_by_the_callers_id(builtin: Runtime) -> None:
     prompts, params = (
         [FACTS, "Hugo", "Mira"],
-        [ENDLESS, replace(GREEDY, max_new_tokens=300), replace(ENDLESS, n=2)],
+        [ENDLESS, replace(GREEDY, max_new_tokens=80), replace(ENDLESS, n=2)],
     )
     expected = builtin.generate(prompts[1], params[1]).token_ids
     got: list[Any] = []
@@ -384,7 +384,7 @@ def test_new_weights_let_open_streams_end_first(builtin: Runtime) -> None:
     """Those of the thread that calls, which cannot take their chunks meanwhile, and those of others."""
     from radixrt.builtin import MODEL_PATH
 
-    params = replace(GREEDY, max_new_tokens=300)
+    params = replace(GREEDY, max_new_tokens=60)
     expected = builtin.generate(FACTS, params)
     begun, go_on = threading.Event(), threading.Event()
     other: list[Any] = []

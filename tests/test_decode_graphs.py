@@ -27,10 +27,9 @@ from radixrt import FinishReason, PassError, RequestOutput, Runtime
 from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine import Engine
-from radixrt.execution import attention_planner, extend_graphs
+from radixrt.execution import attention_planner, decode_numbers, extend_graphs
 from radixrt.execution.attention_planner import MERGES_BELOW, AttentionPlanner, PlanKind
 from radixrt.execution.decode_graphs import CAPTURED_DRAWS, MOST_CAPTURED, DecodeGraphs, ladder
-from radixrt.execution.decode_numbers import PLAN_STEPS
 from radixrt.execution.extend_graphs import TOKEN_STEPS, ExtendGraphs, PaddedPass, pass_shapes
 from radixrt.execution.graph_memory import GraphMemory
 from radixrt.execution.model_runner import ModelRunner
@@ -194,6 +193,7 @@ def test_shapes_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not pass_shapes(0, 8, 1000)
 
 
+@pytest.mark.long_unless(kept=lambda given: given["chunk"] in (2, 64))
 @pytest.mark.parametrize("chunk", [2, 7, 64, 1000])
 def test_passes_with_extends(folder: Path, chunk: int, extend_replays: list[PaddedPass]) -> None:
     """Chunks, cached prefixes, decodes beside them; passes that no shape fits among them."""
@@ -361,9 +361,11 @@ def test_all_kinds_together(folder: Path, options: dict[str, Any], replays: list
     assert len({count for count, _, _ in replays}) > 2
 
 
-@pytest.mark.parametrize(
-    ("family", "overlap"), [("llama", True), ("llama", False), ("mistral", True), ("gemma3", False)]
-)
+MANY_PASSES = [("llama", True), ("gemma3", False), ("llama", False), ("mistral", True)]
+
+
+@pytest.mark.long_unless(kept=lambda given: (given["family"], given["overlap"]) in MANY_PASSES[:2])
+@pytest.mark.parametrize(("family", "overlap"), MANY_PASSES)
 def test_many_passes_of_the_same_requests(
     family: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +374,7 @@ def test_many_passes_of_the_same_requests(
     """
     with torch.device("cpu"):
         folder = write(MODELS[family](), tmp_path)
+    monkeypatch.setattr(decode_numbers, "PLAN_STEPS", 16)
     collect = ModelRunner.collect
     results: list[tuple[PassResult, PassResult]] = []
 
@@ -382,10 +385,10 @@ def test_many_passes_of_the_same_requests(
 
     monkeypatch.setattr(ModelRunner, "collect", remembered)
     prompts = random_prompts(len(KINDS), most=20, seed=16)
-    lengths = [2 * PLAN_STEPS + 30, PLAN_STEPS + 5, 20, 5]
+    lengths = [47, 21, 7, 5]
     params = [replace(kind, max_new_tokens=lengths[i % 4], n=1) for i, kind in enumerate(KINDS.values())]
     check_both(folder, prompts, params, overlap=overlap)
-    assert len(results) > 6 * PLAN_STEPS
+    assert len(results) > 3 * 2 * 16
     for result, before in results:
         np.testing.assert_array_equal(result.token_ids, before.token_ids)
         np.testing.assert_array_equal(result.finite, before.finite)
@@ -572,6 +575,7 @@ def test_passes_with_extends_launch_what_shares_only_where_something_is_shared(
         assert {kind for _, kind in graphs._graphs} == {PlanKind.CUT}
 
 
+@pytest.mark.long_unless(kept=lambda given: given["captured"] or given["most"] == 27)
 @pytest.mark.parametrize("most", [9, 27, MERGES_BELOW + 2])
 @pytest.mark.parametrize("captured", [False, True])
 def test_what_is_read_once_is_read_by_all(

@@ -140,12 +140,13 @@ def test_the_built_in_model_answers_as_without(
 
 def test_cold_warm_and_chunked_answers_agree(questions: list[Question]) -> None:
     """New tokens attend to what is stored: a prefix means the same whether it was found or computed."""
+    questions = questions[::3]
     cold = answers(questions, force_miss=True)
     warm = answers(questions)
-    chunked = answers(questions[:30], chunked_prefill_size=48)
+    chunked = answers(questions[:10], chunked_prefill_size=48)
     assert sum(o.usage.cached_tokens for o in warm) > 0.8 * sum(o.usage.prompt_tokens for o in warm)
     assert [o.token_ids for o in warm] == [o.token_ids for o in cold]
-    assert [o.token_ids for o in chunked] == [o.token_ids for o in cold[:30]]
+    assert [o.token_ids for o in chunked] == [o.token_ids for o in cold[:10]]
 
 
 def test_prefixes_come_back_from_the_host(questions: list[Question]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,14 +63,17 @@ class Mutant:
     apply: Patch
     sizes: list[Sizes]
     world: type[World]
+    first: int  # the seed of the walk that is tried before the others
 
 
 MUTANTS: list[Mutant] = []
 
 
-def mutant(*breaks: str, sizes: list[Sizes] = ALL_SIZES, world: type[World] = World) -> Callable[[Patch], Patch]:
+def mutant(
+    *breaks: str, sizes: list[Sizes] = ALL_SIZES, world: type[World] = World, first: int = 0
+) -> Callable[[Patch], Patch]:
     def register(apply: Patch) -> Patch:
-        MUTANTS.append(Mutant(apply.__name__, breaks, apply, sizes, world))
+        MUTANTS.append(Mutant(apply.__name__, breaks, apply, sizes, world, first))
         return apply
 
     return register
@@ -169,7 +172,7 @@ def release_followers_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "leader", lambda *_: None)
 
 
-@mutant("followers wait")
+@mutant("followers wait", first=2)
 def look_for_leaders_at_the_match_alone(patch: pytest.MonkeyPatch) -> None:
     """A leader that stands before the match, where others published what comes between, is not seen."""
     leader = PrefixCache.leader
@@ -247,7 +250,7 @@ def drop_what_others_hold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "_settle", ruthless)
 
 
-@mutant("9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES)
+@mutant("9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES, first=1)
 def drop_what_the_host_has_a_copy_of(patch: pytest.MonkeyPatch) -> None:
     """Its node leaves the tree, and its slots on the host with it."""
     unlock = RadixTree.unlock
@@ -288,7 +291,7 @@ def lose_a_retracted_request_s_last_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_book_token", lossy)
 
 
-@mutant("rows:", "7:", "5:")
+@mutant("rows:", "7:", "5:", first=2)
 def keep_a_freed_row_s_changes(patch: pytest.MonkeyPatch) -> None:
     free = ReqToTokenPool.free
 
@@ -301,7 +304,7 @@ def keep_a_freed_row_s_changes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReqToTokenPool, "free", hoarding)
 
 
-@mutant("7:")
+@mutant("7:", first=10)
 def lose_the_changes_of_a_failed_launch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReqToTokenPool, "give_back", lambda self, changes: None)
 
@@ -356,7 +359,7 @@ def insert_returns_no_duplicates(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "insert", silent)
 
 
-@mutant("6:", "7:")
+@mutant("6:", "7:", first=1)
 def ignore_the_weights_version(patch: pytest.MonkeyPatch) -> None:
     match, node_at = RadixTree.match, RadixTree.node_at
 
@@ -370,12 +373,12 @@ def ignore_the_weights_version(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "node_at", at)
 
 
-@mutant("6:", "7:", "12:")
+@mutant("6:", "7:", "12:", first=1)
 def take_other_weights_while_requests_run(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Driver, "while_idle", lambda self, action: action())
 
 
-@mutant("2:", "5:", "7:", "cannot allocate -")
+@mutant("2:", "5:", "7:", "cannot allocate -", first=2)
 def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
     admit = Scheduler._admit
 
@@ -387,7 +390,7 @@ def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_admit", shared)
 
 
-@mutant("8:")
+@mutant("8:", first=5)
 def abort_one_answer_and_not_the_others(patch: pytest.MonkeyPatch) -> None:
     def alone(self: Engine, request: Request) -> None:
         self.scheduler.abort(request)
@@ -395,7 +398,7 @@ def abort_one_answer_and_not_the_others(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "abort", alone)
 
 
-@mutant("8:")
+@mutant("8:", first=7)
 def abort_an_answer_and_keep_what_it_holds(patch: pytest.MonkeyPatch) -> None:
     end, let_go = Scheduler._end, Scheduler._let_go
 
@@ -547,7 +550,7 @@ def keep_the_edge_of_what_left_the_tree(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "evict", silent)
 
 
-@mutant("6: what a request", "10:")
+@mutant("6: what a request", "10:", first=2)
 def wait_for_who_has_gone_on(patch: pytest.MonkeyPatch) -> None:
     """That a leader has come further is not noticed."""
     is_awaited = Prospect.is_awaited
@@ -568,7 +571,7 @@ def load_before_the_stores(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVTransfers, "take", reordered)
 
 
-@mutant("6:", "7:", sizes=TIERED_SIZES[:1])
+@mutant("6:", "7:", sizes=TIERED_SIZES[:1], first=3)
 def store_before_the_loads(patch: pytest.MonkeyPatch) -> None:
     """All stores of a pass come before its loads: over what is yet to be loaded."""
     take = KVTransfers.take
@@ -711,7 +714,7 @@ def load_what_nobody_locks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "_load", unlocked)
 
 
-@mutant("2:", "3:", "5:", "6:", "16:", "assert", "index", sizes=TIERED_SIZES[:1])
+@mutant("2:", "3:", "5:", "6:", "16:", "assert", "index", sizes=TIERED_SIZES[:1], first=3)
 def load_what_making_room_has_dropped(patch: pytest.MonkeyPatch) -> None:
     """The match is not looked up again once there is room for it."""
     match = RadixTree.match
@@ -726,7 +729,7 @@ def load_what_making_room_has_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "_load", stale)
 
 
-@mutant("1:", "2:", sizes=TIERED_SIZES[:1])
+@mutant("1:", "2:", sizes=TIERED_SIZES[:1], first=3)
 def keep_slots_that_nothing_is_loaded_into(patch: pytest.MonkeyPatch) -> None:
     load = PrefixCache._load
 
@@ -863,9 +866,9 @@ def take_nothing_in(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttentionPlan, "host_arrays", direct)
 
 
-def walk_until_it_breaks(sizes: list[Sizes], seeds: int, actions: int, kind: type[World] = World) -> str:
+def walk_until_it_breaks(sizes: list[Sizes], seeds: Iterable[int], actions: int, kind: type[World] = World) -> str:
     """The first violation of the walks, or of the code's own checks; "" if there is none."""
-    for seed in range(seeds):
+    for seed in seeds:
         world = kind(sizes[seed % len(sizes)])
         walk = Walk(world, seed, faults=4)
         try:
@@ -889,12 +892,13 @@ def quiet() -> None:
 @pytest.mark.parametrize("fault", MUTANTS, ids=lambda m: m.name)
 def test_the_fault_is_found(fault: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.apply(monkeypatch)
-    found = walk_until_it_breaks(fault.sizes, seeds=36, actions=120, kind=fault.world)
+    seeds = sorted(range(36), key=lambda seed: seed != fault.first)
+    found = walk_until_it_breaks(fault.sizes, seeds, actions=120, kind=fault.world)
     assert found, "no invariant saw the fault"
     assert found.startswith(fault.breaks), found
 
 
-@pytest.mark.parametrize("world", [World, PlannedWorld])
+@pytest.mark.parametrize("world", [pytest.param(World, marks=pytest.mark.long), PlannedWorld])
 @pytest.mark.parametrize("sizes", [ALL_SIZES, TIERED_SIZES], ids=["device", "device and host"])
 def test_without_a_fault_nothing_is_found(sizes: list[Sizes], world: type[World]) -> None:
-    assert walk_until_it_breaks(sizes, seeds=4, actions=150, kind=world) == ""
+    assert walk_until_it_breaks(sizes, range(len(sizes)), actions=120, kind=world) == ""

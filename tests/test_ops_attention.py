@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attention_cases
@@ -58,6 +58,20 @@ SCALE = 0.3
 # Every head_dim and every group size of the list once.
 SHAPES = [(16, 1), (32, 2), (64, 4), (80, 7), (96, 8), (112, 16), (128, 4), (192, 2), (256, 1)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def interpreted_only(kept: Callable[[dict[str, Any]], bool]) -> pytest.MarkDecorator:
+    """In Triton's interpreter, which takes seconds for them, other tests than those that are kept are long."""
+    return pytest.mark.long_unless(
+        kept=lambda given: (given["impl"], given["device"]) != ("triton", "cpu") or kept(given)
+    )
+
+
+def plain_or(**few: Any) -> pytest.MarkDecorator:
+    """In the interpreter, pools of e4m3 with these parameters alone, each a tuple of values."""
+    return interpreted_only(
+        lambda given: given["pool"] == "plain" or all(given[name] in values for name, values in few.items())
+    )
 
 
 def random_q(num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -127,6 +141,7 @@ def check_decode(case: Case, q: Tensor, plan: AttentionPlan | None = None, **opt
     return out
 
 
+@plain_or(head_dim=(80, 128, 256))
 @pytest.mark.parametrize(("head_dim", "group"), SHAPES)
 def test_decode_matches_dense_attention(head_dim: int, group: int) -> None:
     lengths = [1, 2, SHORT_ITEM - 1, SHORT_ITEM, SHORT_ITEM + 1, 2 * SHORT_ITEM, 0, 200]
@@ -228,6 +243,7 @@ TREES = {
 }
 
 
+@plain_or(name=("two roots, two levels",))
 @pytest.mark.parametrize("name", TREES)
 def test_decode_computes_shared_items(name: str) -> None:
     case, plan = tree_case(*TREES[name])
@@ -236,6 +252,7 @@ def test_decode_computes_shared_items(name: str) -> None:
     torch.testing.assert_close(out, decode(case, q), atol=1e-5, rtol=1e-5)
 
 
+@plain_or(name=("two roots, two levels",))
 @pytest.mark.parametrize("name", TREES)
 def test_decode_of_trees(name: str) -> None:
     """The leaves in no order, segments cut and whole, padded items."""
@@ -259,6 +276,7 @@ def random_tree(rng: np.random.Generator, longest: int = 150) -> tuple[Edges, li
     return edges, [int(n) for n in rng.permutation(leaves * int(rng.choice([1, 1, 3])))]
 
 
+@interpreted_only(lambda given: (given["pool"] == "plain") == (given["seed"] < 8))
 @pytest.mark.parametrize("seed", range(12))
 def test_decode_of_random_trees(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -298,6 +316,13 @@ def test_scores_of_shared_keys_far_above_those_before(position: int, dtype: torc
 
 
 # The last two: a query row has more heads than a tile of the kernel has rows.
+@interpreted_only(
+    lambda given: (
+        (given["head_dim"], given["group"]) in ((80, 7), (256, 1))
+        if given["pool"] == "e4m3"
+        else given["dtype"] == torch.float16 or given["head_dim"] in (16, 80)
+    )
+)
 @pytest.mark.parametrize(("head_dim", "group"), [*SHAPES, (16, 40), (80, 24)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_decode_of_trees_of_any_shape(head_dim: int, group: int, dtype: torch.dtype) -> None:
@@ -435,6 +460,7 @@ def check_extend(
         assert_matches(extend(case, prefix_lens, q, k, v, **options), expected, dtype)
 
 
+@plain_or(head_dim=(80,))
 @pytest.mark.parametrize(("head_dim", "group"), SHAPES)
 def test_extend_matches_dense_attention(head_dim: int, group: int) -> None:
     case = make_case([9, 12, 1, 30, 21], head_dim=head_dim)
@@ -504,6 +530,7 @@ def check_shared_extend(
     check_extend(case, prefix_lens, group, plan, packed=bool(rng.integers(2)), **options)
 
 
+@plain_or(name=("two roots, two levels",))
 @pytest.mark.parametrize("name", TREES)
 def test_extend_of_trees(name: str) -> None:
     """Leaves in no order; prefixes that end at their borders, and extends of one token."""
@@ -512,6 +539,7 @@ def test_extend_of_trees(name: str) -> None:
     check_shared_extend(share(edges, leaves), edges, leaves, 2, seed=0)
 
 
+@interpreted_only(lambda given: (given["pool"] == "plain") == (given["seed"] < 8))
 @pytest.mark.parametrize("seed", range(12))
 def test_extend_of_random_trees(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -525,6 +553,7 @@ def test_extend_of_random_trees(seed: int) -> None:
 
 
 # The last two: a token has more heads than a tile of the kernels has rows.
+@plain_or(head_dim=(80,), group=(7,))
 @pytest.mark.parametrize(("head_dim", "group"), [*SHAPES, (16, 40), (80, 24)])
 def test_extend_of_trees_of_any_shape(head_dim: int, group: int) -> None:
     edges, leaves = [(-1, 20), (0, 17), (0, 3), (1, 2), (1, 9)], [2, 3, 4, 3]
@@ -532,6 +561,7 @@ def test_extend_of_trees_of_any_shape(head_dim: int, group: int) -> None:
     check_shared_extend(share(edges, leaves, head_dim=head_dim, dtype=dtype), edges, leaves, group, seed=2)
 
 
+@plain_or(name=("softcap 0.5",))
 @pytest.mark.parametrize("name", ["softcap 0.5", "sinks", "ALiBi"])
 def test_extend_of_trees_with_options(name: str) -> None:
     edges, leaves = [(-1, 20), (0, 17), (0, 3), (1, 2), (1, 9)], [2, 3, 4, 3]
@@ -684,6 +714,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
+BOTH = ("window 70", "everything")  # what pools of e4m3 are tested with in the interpreter
+
 
 def options_of(name: str, num_heads: int) -> dict[str, Any]:
     """The options of that name, the lists cut to a value a head."""
@@ -693,6 +725,7 @@ def options_of(name: str, num_heads: int) -> dict[str, Any]:
     }
 
 
+@plain_or(name=BOTH)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_decode_with_options(name: str) -> None:
     lengths = [1, 2, SHORT_ITEM - 1, SHORT_ITEM, SHORT_ITEM + 1, 2 * SHORT_ITEM, 0, 200, 7, 8]
@@ -704,6 +737,7 @@ def test_decode_with_options(name: str) -> None:
 # In half precision alone the kernels have a loop over tiles that need no mask.
 
 
+@plain_or(name=BOTH)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_decode_with_options_in_half_precision(name: str, dtype: torch.dtype) -> None:
@@ -713,6 +747,12 @@ def test_decode_with_options_in_half_precision(name: str, dtype: torch.dtype) ->
     check_decode(case, random_q(len(lengths), 4, 16, dtype), case.flat_plan(), **options_of(name, 4))
 
 
+@interpreted_only(
+    lambda given: (
+        [*OPTIONS].index(given["name"]) % len(TREES) == [*TREES].index(given["tree"])
+        and (given["pool"] == "plain" or given["name"] in BOTH)
+    )
+)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("tree", TREES)
 def test_decode_of_shared_items_with_options(tree: str, name: str) -> None:
@@ -722,6 +762,7 @@ def test_decode_of_shared_items_with_options(tree: str, name: str) -> None:
     check_decode(case, q, plan, **options_of(name, 4))
 
 
+@plain_or(name=("softcap 0.5",))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if "sliding_window" not in options])
 def test_decode_of_trees_with_options(name: str, dtype: torch.dtype) -> None:
@@ -731,14 +772,15 @@ def test_decode_of_trees_with_options(name: str, dtype: torch.dtype) -> None:
     check_decode(case, random_q(len(leaves), 4, 16, dtype), plan, **options_of(name, 4))
 
 
+@plain_or(name=BOTH)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_extend_with_options(name: str) -> None:
-    options = options_of(name, 8)
-    check_extend(make_case([9, 12, 1, 30, 21, 90], head_dim=32), [0, 11, 0, 17, 1, 80], 4, **options)
-    check_extend(make_case([130], num_kv_heads=4), [40], 2, packed=True, **options)
-    check_extend(make_case([130, 1, 7, 8, 64, 65], num_kv_heads=8), [0] * 6, 1, **options)
+    check_extend(make_case([9, 12, 1, 30, 21, 90], head_dim=32), [0, 11, 0, 17, 1, 80], 4, **options_of(name, 8))
+    check_extend(make_case([130]), [40], 2, packed=True, **options_of(name, 4))
+    check_extend(make_case([130, 1, 7, 8, 64, 65]), [0] * 6, 1, **options_of(name, 2))
 
 
+@plain_or(name=BOTH)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_extend_with_options_in_half_precision(name: str, dtype: torch.dtype) -> None:
@@ -747,6 +789,9 @@ def test_extend_with_options_in_half_precision(name: str, dtype: torch.dtype) ->
     check_extend(make_case([230], dtype=dtype), [220], 2, **options_of(name, 4))
 
 
+@interpreted_only(
+    lambda given: given["name"] in ((*BOTH, "softcap 0.5") if given["pool"] == "plain" else ("everything",))
+)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_extend_of_a_few_tokens_on_a_long_prefix(name: str) -> None:
     """The kernel cuts the prefix among its programs."""
