@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_runtime import FakeRuntime
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from test_plan_view import Page, letters, plan_of
@@ -400,6 +400,8 @@ def test_a_rate_is_drawn_in_few_bars_and_keeps_its_sum() -> None:
 
 
 @settings(max_examples=6, deadline=None)
+@example(columns=[(0.0, *[0] * 10)] * 2, complete=True)
+@example(columns=[(0.0, *[0] * 10), (1e-9, *[0] * 10)], complete=True)
 @given(
     columns=st.lists(st.tuples(st.floats(0, 1e7), *[st.integers(0, 10**9)] * 10), max_size=4),
     complete=st.booleans(),
