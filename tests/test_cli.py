@@ -74,7 +74,7 @@ def test_batch(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         r"errors +0\n",
         r"prompt tokens +4\n",
         r"cached tokens +2\n",
-        r"hit rate +50\.00% \(best possible 25\.00%\)\n",
+        r"hit rate +50\.00% \(best possible 25\.00%, predicted 25\.00%\)\n",
         r"generated tokens +4\n",
         r"time +0\.0 s \(.* generated tokens/s\)\n",
         r"output +",
