@@ -180,7 +180,7 @@ def test_a_stream_may_be_forgotten_wherever_a_thread_is(
     forgotten = builtin.stream(FACTS, ENDLESS)
     next(forgotten)
 
-    def collected(*_: Any) -> int:
+    def collected(*_: Any, **__: Any) -> int:
         forgotten.close()  # as the garbage collector may, at any time
         return 0
 
@@ -223,8 +223,8 @@ def test_ctrl_c_while_requests_are_submitted(builtin: Runtime, monkeypatch: pyte
     engine, passes = builtin._driver._engine, builtin._cache.passes_launched
     submit_all = engine.submit_all
 
-    def interrupted(requests: Any) -> None:
-        submit_all(requests)
+    def interrupted(requests: Any, **options: Any) -> None:
+        submit_all(requests, **options)
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(engine, "submit_all", interrupted)

@@ -250,7 +250,7 @@ def drop_what_others_hold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "_settle", ruthless)
 
 
-@mutant("9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES, first=1)
+@mutant("1:", "9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES, first=1)
 def drop_what_the_host_has_a_copy_of(patch: pytest.MonkeyPatch) -> None:
     """Its node leaves the tree, and its slots on the host with it."""
     unlock = RadixTree.unlock
@@ -694,7 +694,7 @@ def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "take_off_device", its_parent)
 
 
-@mutant("1:", "2:", "5:", "assert", sizes=TIERED_SIZES)
+@mutant("1:", "2:", "5:", "16:", "assert", sizes=TIERED_SIZES)
 def computed_slots_do_not_fill_what_the_host_has(patch: pytest.MonkeyPatch) -> None:
     """A request that computed what the host has: its slots are neither the tree's nor its own."""
     patch.setattr(RadixTree, "put_on_device", lambda self, node, slots: None)
