@@ -21,6 +21,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "Runtime": "radixrt.runtime",
     "Activity": "radixrt.schedule.activity",
+    "BatchInterrupted": "radixrt.batch.interruption",
+    "BatchReport": "radixrt.batch.report",
+    "CacheStats": "radixrt.cache.prefix_cache",
+    "RunLimits": "radixrt.planning.limits",
     "Conversation": "radixrt.conversation",
     "CompletionOutput": "radixrt.output",
     "ScoreOutput": "radixrt.output",
@@ -36,7 +40,10 @@ _HOMES = {
 __all__ = [
     "Activity",
     "BatchFileError",
+    "BatchInterrupted",
+    "BatchReport",
     "CacheFileError",
+    "CacheStats",
     "CompletionOutput",
     "Conversation",
     "DeviceLostError",
@@ -49,6 +56,7 @@ __all__ = [
     "PromptError",
     "RadixrtError",
     "RequestOutput",
+    "RunLimits",
     "Runtime",
     "SamplingParams",
     "SchedulerError",
@@ -101,6 +109,9 @@ def _check_origin() -> None:
 _check_origin()
 
 if TYPE_CHECKING:
+    from radixrt.batch.interruption import BatchInterrupted
+    from radixrt.batch.report import BatchReport
+    from radixrt.cache.prefix_cache import CacheStats
     from radixrt.conversation import Conversation
     from radixrt.errors import (
         BatchFileError,
@@ -126,6 +137,7 @@ if TYPE_CHECKING:
         TokenLogprob,
         Usage,
     )
+    from radixrt.planning.limits import RunLimits
     from radixrt.runtime import Runtime
     from radixrt.sampling_params import SamplingParams
     from radixrt.schedule.activity import Activity

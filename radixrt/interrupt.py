@@ -81,6 +81,10 @@ def first_interrupt(notice: str) -> Iterator[FirstSignal]:
     at_second = [(number, _terminate if number == signal.SIGTERM else handler) for number, handler in taken]
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
+        if first.is_set():  # it was put back by who had held it up
+            _install(at_second)
+            signal.raise_signal(signal_number)
+            return
         first._set(signal_number)
         _install(at_second)
         with contextlib.suppress(OSError):  # not print: a signal may come in the middle of another one

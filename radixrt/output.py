@@ -133,6 +133,20 @@ class RequestOutput:
         return tuple(map(int, self.prompt_ids))
 
     @property
+    def failed(self) -> CompletionOutput | None:
+        """The first answer that has ended neither by a stop nor at its length; None if all have."""
+        sound = (FinishReason.STOP, FinishReason.LENGTH)
+        return next((answer for answer in self.outputs if answer.finish_reason not in sound), None)
+
+    @property
+    def failure(self) -> str | None:
+        """Why that answer is not whole; None if all are."""
+        failed = self.failed
+        if failed is None:
+            return None
+        return failed.error or "the request was ended before its answer was whole"
+
+    @property
     def text(self) -> str:
         return self.outputs[0].text
 

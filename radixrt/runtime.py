@@ -546,9 +546,8 @@ class Runtime:
 
         Raises:
             BatchFileError, JournalError: a file cannot be used, or the disk failed.
-            DeviceLostError: the device works no more; the same call in a new process goes on.
-            ErrorRateError: more lines have errors than max_error_rate allows.
-            KeyboardInterrupt: Ctrl-C or SIGTERM ended it.
+            ParameterError, ErrorRateError, DeviceLostError: as of `radixrt.batch.job.Batch`.
+            BatchInterrupted: a KeyboardInterrupt with the report: Ctrl-C or SIGTERM ended it.
         """
         from radixrt.batch.job import run_batch  # rich takes it a tenth of a second
 

@@ -31,6 +31,10 @@ class FakeRequest:
     has_begun: bool = False
 
     @property
+    def id(self) -> int:
+        return self.index
+
+    @property
     def max_new_tokens(self) -> int:
         return self.params.max_new_tokens
 

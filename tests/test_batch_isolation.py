@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from simulated_runtime import SIZES, SimulatedRuntime, expected_tokens
 
 import radixrt.batch.batch_run
-from radixrt.batch.error_limit import error_of
 from radixrt.batch.interruption import BatchInterrupted
 from radixrt.batch.job import run_batch
+from radixrt.batch.line_format import record_error
 from radixrt.batch.record import LineErrorType
 from radixrt.batch.retry import Retries
 from radixrt.batch.run_folder import run_path
 from radixrt.errors import DeviceLostError, ErrorRateError, ParameterError
 from radixrt.output import RequestOutput
+from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.batch import ScheduleBatch
 
 COUNT = 40
@@ -111,6 +112,20 @@ def test_every_pass_fails(files: tuple[Path, Path]) -> None:
     # The first runs and those again; and a pass is launched before it is known that the one before has failed.
     assert len(runtime.passes) <= 2 * (COUNT + 2 * COUNT)
     assert max(runtime.begun.values()) <= 1 + math.ceil(math.log2(SIZES.max_running))
+
+
+def test_lines_that_run_again_count_the_hits_of_their_first_try(files: tuple[Path, Path]) -> None:
+    """What they find then is in part their own work, and no engine can have more hits than the best possible."""
+    runtime = SimulatedRuntime()
+    runtime.run_fault = failing(lambda batch: len(batch.requests) > 2 and len(runtime.passes) % 3 == 0)
+    report = run_batch(runtime, *files)
+    check_answers(files[1])
+    assert max(runtime.begun.values()) > 1
+    assert report.best_hit_rate is not None
+    assert 0 < report.run.hit_rate <= report.best_hit_rate
+    for record in read(files[1]):
+        usage = record["usage"]
+        assert usage["cached_tokens"] + usage["computed_tokens"] == usage["prompt_tokens"]
 
 
 def test_what_failed_runs_apart(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,8 +273,7 @@ def test_a_lost_device_costs_no_line_its_answer(files: tuple[Path, Path], where:
         DeviceLostError, match=r"works no more\n\d+ of 40 records are kept in .*; the same"
     ) as error:
         run_batch(runtime, *files)
-    assert isinstance(error.value.__cause__, DeviceLostError)
-    assert isinstance(error.value.__cause__.__cause__, RuntimeError)
+    assert isinstance(error.value.__cause__, RuntimeError)
     found = kept(files[1])
     assert not any(json.loads(record)["error"] for record in found.values())
     assert not files[1].exists()
@@ -329,15 +343,17 @@ def test_errors_of_all_kinds_and_runs_are_counted(files: tuple[Path, Path]) -> N
     with pytest.raises(ErrorRateError) as error:
         run_batch(runtime(), *files, max_error_rate=3 / 40)
     shown = str(error.value).splitlines()
-    assert shown[0] == "4 of 40 lines have errors, more than a max_error_rate of 0.075 allows:"
+    count = int(shown[0].split()[0])
+    assert count in (4, 5)  # two of them may end in one pass, whose answers are all kept
+    assert shown[0] == f"{count} of 40 lines have errors, more than a max_error_rate of 0.075 allows:"
     assert "  1 x invalid_prompt: token_ids is empty" in shown
-    assert sum(int(line.split()[0]) for line in shown[1:-1]) == 4
+    assert sum(int(line.split()[0]) for line in shown[1:-1]) == count
     assert "with a higher max_error_rate the same command goes on from there" in shown[-1]
     found = kept(files[1])
-    assert sum(json.loads(record)["error"] is not None for record in found.values()) == 4
+    assert sum(json.loads(record)["error"] is not None for record in found.values()) == count
 
     again = runtime()
-    with pytest.raises(ErrorRateError, match="4 of 40 lines"):  # at once: these errors are there
+    with pytest.raises(ErrorRateError, match=f"{count} of 40 lines"):  # at once: these errors are there
         run_batch(again, *files, max_error_rate=3 / 40)
     assert not again.passes
     with pytest.raises(ErrorRateError, match="5 of 40 lines"):
@@ -371,17 +387,11 @@ def test_errors_are_found_in_records(tmp_path: Path, line_format: str) -> None:
     runtime = FakeRuntime()
     runtime.failing = {1}
     run_batch(runtime, source, out)
-    assert [error_of(record) for record in read(out)] == [
+    assert [record_error(record) for record in read(out)] == [
         None,
         (LineErrorType.FAILED, "the pass failed"),
         (LineErrorType.INVALID_PROMPT, "the prompt has 99 tokens; at most 49 fit"),
     ]
-
-
-def test_an_error_in_one_of_several_answers_counts() -> None:
-    record = {"error": None, "outputs": [{"finish_reason": "length"}, {"finish_reason": "error"}]}
-    assert error_of(record) == (LineErrorType.FAILED, "one of its answers failed")
-    assert error_of({"error": None, "outputs": [{"finish_reason": "length"}]}) is None
 
 
 # -- signals -----------------------------------------------------------------------------------------------
@@ -547,6 +557,17 @@ def test_requests_that_wait_are_withdrawn_by_a_runtime_that_says_who_has_begun(f
         run_batch(runtime, *files)
     assert outputs == [0, 1, 2]
     assert sorted(kept(files[1])) == [0, 1, 2]
+
+
+def test_an_answer_to_somebody_else_is_nobodys_record(files: tuple[Path, Path]) -> None:
+    """One that waits to be taken, of a request with the number of a line."""
+    runtime = SimulatedRuntime()
+    before = runtime.prepare([1, 1, 1], SamplingParams(max_new_tokens=30), index=0)
+    runtime.submit(before)
+    while runtime.has_work:  # the answer stays with the driver, as after a second Ctrl-C
+        runtime.driver.step()
+    run_batch(runtime, *files)
+    check_answers(files[1])
 
 
 def test_an_output_of_nobody_is_not_written(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -432,7 +432,7 @@ def test_interrupt_while_reading(files: tuple[Path, Path], monkeypatch: pytest.M
 
     monkeypatch.undo()
     monkeypatch.setattr(radixrt.batch.job, "read_lines", interrupts)
-    with pytest.raises(BatchInterrupted, match="nothing has run yet"):
+    with pytest.raises(BatchInterrupted, match="nothing has run in this call"):
         run_batch(runtime, *files)
     assert os.listdir(files[0].parent) == ["in.jsonl"]
 

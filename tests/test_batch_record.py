@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixrt.batch.line_format import LineParser, error_line, output_line, tally
+from radixrt.batch.line_format import LineParser, error_line, output_line, record_tally
 from radixrt.batch.record import Format, InputRecord, LineError, LineErrorType, ParameterReader
 from radixrt.batch.tally import Tally
 from radixrt.errors import ParameterError
@@ -203,10 +203,13 @@ def test_a_record_tells_its_numbers(openai: bool, reasons: list[FinishReason], u
     output = RequestOutput(0, 0, answers, usage, Timings(0.1, None, 0.2), (1, 2))
     written = output_line(5, record.reply, output, created=7, spelling=TokenSpelling(None))
     if FAILED & set(reasons):
-        assert tally(written) == Tally(records=1, errors=1)
+        assert record_tally(json.loads(written)) == Tally(records=1, errors=1)
     else:
-        assert tally(written) == Tally(1, 0, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-    assert tally(error_line(5, LineError(LineErrorType.INVALID_PROMPT, text, record.reply))) == Tally(1, 1)
+        assert record_tally(json.loads(written)) == Tally(
+            1, 0, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+        )
+    refused = error_line(5, LineError(LineErrorType.INVALID_PROMPT, text, record.reply))
+    assert record_tally(json.loads(refused)) == Tally(1, 1)
 
 
 def test_tallies_add_up() -> None:

@@ -149,7 +149,7 @@ def test_a_meter_counts_from_where_it_begins() -> None:
             decode_seconds=6.0 + done / 2,
             scheduling_seconds=7.0 + done / 4,
         )
-        meter.look(finished=3 + done)
+        meter.look(finished=3 + done, ended=1)
     clock.now += 1.0
     meter.end(finished=9)
     run = meter.figures(best_hit_rate=0.6, predicted_hit_rate=0.5)
@@ -249,7 +249,7 @@ def test_the_terminal_shows_a_resumed_run() -> None:
 
 def test_the_terminal_shows_a_run_in_one_piece() -> None:
     run = replace(RUN, predicted_hit_rate=None)
-    shown = printed(replace(REPORT, kept=0, written=20, run=run, price_per_hour=None))
+    shown = printed(replace(REPORT, kept=0, is_complete=False, written=20, run=run, price_per_hour=None))
     assert shown.startswith("requests          20 of 50\n")
     assert "hit rate          70.00% (best possible 80.00%)\n" in shown
     assert "this run" not in shown
@@ -379,7 +379,7 @@ def test_tokens_that_were_thrown_away_are_no_generated_ones() -> None:
     """Of 600 sampled tokens 500 are in answers; which ones is known in the end alone."""
     plots = {plot.title: plot for plot in timeline_plots(REPORT)}
     assert plots["Generated tokens a second"].told == "2 on average, 2 at most"
-    plots = {plot.title: plot for plot in timeline_plots(replace(REPORT, written=20))}
+    plots = {plot.title: plot for plot in timeline_plots(replace(REPORT, is_complete=False, written=20))}
     assert plots["Generated tokens a second"].told == "3 on average, 3 at most"
 
 
@@ -472,7 +472,7 @@ def test_an_interrupted_batch_has_its_report(files: tuple[Path, Path]) -> None:
     assert [found[key] for key in ("complete", "requests", "written")] == [False, 8, 3]
     assert found["run"]["answered"] == 3
     assert found["output"].endswith("out.jsonl.run")
-    assert "interrupted: 3 of 8 records" in ReportPage(wanted[1].read_text()).said
+    assert "incomplete: 3 of 8 records" in ReportPage(wanted[1].read_text()).said
     run_batch(FakeRuntime(), *files, report=wanted)
     found = json.loads(wanted[0].read_text())
     assert [found[key] for key in ("complete", "written", "kept")] == [True, 8, 3]

@@ -101,7 +101,7 @@ def test_while_it_runs(arguments: list[str], signals: tuple[int, ...], monkeypat
 def test_while_it_reads(arguments: list[str], signals: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     status, said = signalled("reading", arguments, signals)
     assert status == STATUS[signals[-1]]
-    assert "nothing has run yet" in said
+    assert "nothing has run in this call" in said
     assert not run_path(Path(arguments[-1])).exists()
     check_completed(arguments, {}, monkeypatch)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Literal
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from radixrt.batch.batch_runtime import BatchRuntime, R
 from radixrt.batch.error_limit import ErrorLimit
-from radixrt.batch.line_format import error_line, output_line, tally
+from radixrt.batch.line_format import error_line, output_line, record_error, record_tally
 from radixrt.batch.meter import Meter
 from radixrt.batch.prescan import Prescan, SoundLine
 from radixrt.batch.progress import progress_bar
@@ -26,7 +27,7 @@ from radixrt.batch.retry import Retries
 from radixrt.batch.tally import ERROR_RECORD, Tally
 from radixrt.errors import ParameterError, PromptError, SchedulerError
 from radixrt.interrupt import FirstSignal
-from radixrt.output import FinishReason, RequestOutput
+from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.text.token_spelling import TokenSpelling
 
@@ -85,8 +86,9 @@ class BatchRun(Generic[R]):
         self._spelling = TokenSpelling(runtime.tokenizer)
         self._records: Records | None = None  # where they go, once it runs
         self._left = len(scan)  # records to come
-        self._unanswered: dict[int, _Unanswered[R]] = {}  # that the runtime knows of, by line
+        self._unanswered: dict[int | str, _Unanswered[R]] = {}  # that the runtime knows of, by its id there
         self._retries = Retries()
+        self._first_hits: dict[int, int] = {}  # tokens that lines to be run again had found at first, by position
         self._earlier = self._refused = Tally()  # records of earlier runs, and of lines that did not run
         self._meter = Meter(runtime)
         self._plan: BatchPlan | None = None
@@ -99,7 +101,10 @@ class BatchRun(Generic[R]):
 
     def found(self, record: bytes) -> None:
         """Count a record that an earlier run has left."""
-        self._earlier += tally(record)
+        value = json.loads(record)
+        self._earlier += record_tally(value)
+        if (error := record_error(value)) is not None:
+            self._error_limit.count(*error)
 
     def run(self, records: Records) -> None:
         """Run what has no record until all have one or the batch is interrupted.
@@ -111,34 +116,34 @@ class BatchRun(Generic[R]):
         scan = self._scan
         finished = np.zeros(len(scan), np.bool_) if records.finished is None else records.finished.copy()
         self._records, self._left = records, len(scan) - int(finished.sum())
-        self._error_limit.count_kept(records.kept())
         bad = np.flatnonzero(scan.is_bad & ~finished).tolist()
         for position, error in zip(bad, scan.read(bad), strict=True):
             assert isinstance(error, LineError)
             self._refuse(position, error)
-        waiting = self._planned(np.flatnonzero(~scan.is_bad & ~finished))
-        self._meter.begin(self._written)
-        try:
-            with progress_bar("answering", " requests", len(scan), self._progress) as bar:
+        self._error_limit.enforce()
+        done = len(scan) - self._left
+        with progress_bar("answering", " requests", len(scan), self._progress, done=done) as bar:
+            waiting = self._planned(np.flatnonzero(~scan.is_bad & ~finished))
+            self._meter.begin(self._written)
+            try:
                 while self._goes_on(waiting):
-                    self._book(self._runtime.step())
+                    outputs = self._runtime.step()
+                    self._book(outputs)
                     records.settle()
-                    self._meter.look(self._written)
+                    self._meter.look(self._written, len(outputs))
                     bar.set_postfix_str(self._meter.rates, refresh=False)
                     bar.update(records.counted - bar.n)
+                records.sync()
+                bar.update(records.counted - bar.n)
+            finally:
                 self._meter.end(self._written)
-                bar.update(self._written - bar.n)
-        finally:
-            for line in self._unanswered.values():
-                self._runtime.abort(line.request)
-            while self._runtime.has_work:  # what was aborted leaves the runtime, unless that can run no more
-                self._runtime.step()
+                self._leave()
         if self._left and not self._interrupted.is_set():
             raise SchedulerError(f"the runtime ended without an answer to {self._left} requests")
 
     def report(self, output_path: Path | None, price_per_hour: float | None) -> BatchReport:
         """What has come of it. `output_path`: where the records are; None for standard output."""
-        best = 0.0 if self._plan is None else self._plan.statistics.best_hit_rate
+        best = self._plan.statistics.best_hit_rate if self._plan else None
         run = self._meter.figures(best_hit_rate=best, predicted_hit_rate=self._predicted_hit_rate)
         total = self._earlier + self._refused + self._meter.tally
         return BatchReport(
@@ -153,10 +158,15 @@ class BatchRun(Generic[R]):
             run=run,
             price_per_hour=price_per_hour,
             timeline=self._meter.timeline,
+            is_complete=self.is_complete,
         )
 
-    def whole_plan(self) -> BatchPlan:
-        """A plan of all sound lines, those that have run before included."""
+    def plan(self) -> BatchPlan | None:
+        """A plan of all sound lines, those that have run before included; if it was stopped, of those that were to
+        run in it, as far as it came to that.
+        """
+        if not self.is_complete:
+            return self._plan
         sound = np.flatnonzero(~self._scan.is_bad)
         if self._plan is not None and len(self._plan) == len(sound):
             return self._plan
@@ -165,16 +175,27 @@ class BatchRun(Generic[R]):
     # -- which lines run, and when -------------------------------------------------------------------------
 
     def _planned(self, positions: npt.NDArray[np.int64]) -> Iterator[_Planned]:
-        """The positions in the order in which they run."""
-        plan, limits = self._plan_of(positions), self._runtime.limits
-        self._plan = plan
+        """The positions in the order in which they run, those first that the pool is too small for."""
+        scan, limits = self._scan, self._runtime.limits
+        most = scan.tokens.lengths[positions] + np.maximum(1, scan.new_tokens[positions]) - 1
+        too_long = positions[most > limits.pool_tokens]
+        positions = positions[most <= limits.pool_tokens]
+        self._plan = plan = self._plan_of(positions)
         if self._order == "file":
-            return zip(positions.tolist(), itertools.repeat(None))
-        if self._runtime.reuses_prefixes and plan.longest_request <= limits.pool_tokens:
+            return _unkept(np.concatenate([too_long, positions]))
+        fits = plan.most_tokens <= limits.pool_tokens
+        keeps = not (fits or self._keep_cache)
+        if (fits or keeps) and self._is_predictable(plan):
             self._predicted_hit_rate = plan.predict(limits).hit_rate
-        if self._keep_cache or plan.most_tokens <= limits.pool_tokens:
-            return zip(plan.run.order.tolist(), itertools.repeat(None))
-        return zip(plan.run.order.tolist(), plan.keep.tolist(), strict=True)
+        if not keeps:
+            return _unkept(np.concatenate([too_long, plan.run.order]))
+        return itertools.chain(_unkept(too_long), zip(plan.run.order.tolist(), plan.keep.tolist(), strict=True))
+
+    def _is_predictable(self, plan: BatchPlan) -> bool:
+        """Whether it begins with an empty cache, of one tier, that the longest request has room in."""
+        stats, limits = self._runtime.cache_stats(), self._runtime.limits
+        is_empty = stats.free == stats.capacity and not stats.host_capacity
+        return is_empty and self._runtime.reuses_prefixes and 0 < plan.longest_request <= limits.pool_tokens
 
     def _plan_of(self, positions: npt.NDArray[np.int64]) -> BatchPlan:
         scan = self._scan
@@ -204,10 +225,17 @@ class BatchRun(Generic[R]):
 
     def _withdraw(self) -> None:
         """Take back the requests that have not begun."""
-        for index, line in list(self._unanswered.items()):
+        for request_id, line in list(self._unanswered.items()):
             if not line.request.has_begun:
                 self._runtime.abort(line.request)
-                del self._unanswered[index]
+                del self._unanswered[request_id]
+
+    def _leave(self) -> None:
+        """Let the runtime be without requests again, unless it can run no more."""
+        for line in self._unanswered.values():
+            self._runtime.abort(line.request)
+        while self._runtime.has_work:
+            self._runtime.step()
 
     def _submit(self, planned: list[_Planned]) -> None:
         scan, requests = self._scan, []
@@ -220,10 +248,11 @@ class BatchRun(Generic[R]):
             except (PromptError, ParameterError) as error:  # such as one too long for the pool of KV
                 self._refuse(position, LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", line.reply))
                 continue
-            self._unanswered[number] = _Unanswered(position, request, line.reply)
+            self._unanswered[request.id] = _Unanswered(position, request, line.reply)
             requests.append(request)
         if requests:
             self._runtime.submit(*requests, in_order=True)
+        self._error_limit.enforce()
 
     # -- records -------------------------------------------------------------------------------------------
 
@@ -231,17 +260,24 @@ class BatchRun(Generic[R]):
         """Write the records of requests that have ended, unless they were withdrawn or are to be run again."""
         failed: list[tuple[_Unanswered[R], RequestOutput]] = []  # of one pass: a step books no more
         for output in outputs:
-            line = self._unanswered.pop(output.index, None)
+            line = self._unanswered.pop(output.id, None)
             if line is not None and output.cause is None:
                 self._answer(line, output)
             elif line is not None:
                 failed.append((line, output))
-        if failed and not self._retries.book([line.position for line, _ in failed]):
-            for line, output in failed:
+        run_again = bool(failed) and self._retries.book([line.position for line, _ in failed])
+        for line, output in failed:
+            if run_again:
+                self._first_hits.setdefault(line.position, output.usage.cached_tokens)
+            else:
                 self._answer(line, output)
+        self._error_limit.enforce()
 
     def _answer(self, line: _Unanswered[R], output: RequestOutput) -> None:
         """Write the record of a request that has ended for good."""
+        if (cached := self._first_hits.pop(line.position, None)) is not None:  # the rest it had computed itself
+            computed = output.usage.prompt_tokens - cached
+            output = replace(output, usage=replace(output.usage, cached_tokens=cached, computed_tokens=computed))
         created = int(time.time()) if self._created is None else self._created
         try:
             record = output_line(output.index, line.reply, output, created=created, spelling=self._spelling)
@@ -252,9 +288,8 @@ class BatchRun(Generic[R]):
             return
         self._put(line.position, record)
         self._meter.count(output)
-        errors = [answer.error for answer in output.outputs if answer.finish_reason is FinishReason.ERROR]
-        if errors:
-            self._error_limit.count(LineErrorType.FAILED, errors[0] or "")
+        if output.failure is not None:
+            self._error_limit.count(LineErrorType.FAILED, output.failure)
 
     def _refuse(self, position: int, error: LineError) -> None:
         """Write the record of a line that has no answer."""
@@ -270,3 +305,7 @@ class BatchRun(Generic[R]):
     @property
     def _written(self) -> int:
         return len(self._scan) - self._left
+
+
+def _unkept(positions: npt.NDArray[np.int64]) -> Iterator[_Planned]:
+    return zip(positions.tolist(), itertools.repeat(None))

@@ -19,6 +19,10 @@ class PreparedRequest(Protocol):
     """A request as `BatchRuntime.prepare` makes it."""
 
     @property
+    def id(self) -> int:
+        """That of its output, and of no other."""
+
+    @property
     def prompt_ids(self) -> npt.NDArray[np.int32]: ...
 
     @property

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
 
 from radixrt.batch.prescan import Prescan
 from radixrt.batch.record import LineErrorType
 from radixrt.batch.strict_json import short
 from radixrt.bounds import real
 from radixrt.errors import ErrorRateError
-from radixrt.output import FinishReason
 
 _MOST_NAMED = 5  # reasons in a message
 _MOST_REMEMBERED = 100
@@ -20,7 +16,7 @@ _REASON_LENGTH = 200
 
 
 class ErrorLimit:
-    """Counts the lines of a batch that have error records, and stops it where there are too many.
+    """Counts the lines of a batch that have error records, and stops it where they are too many.
 
     Args:
         max_error_rate: the greatest share of all lines that may have error records, 0 to 1; None: all may.
@@ -42,23 +38,17 @@ class ErrorLimit:
                 f"{scan.summary()}\nThat is more than a max_error_rate of {self._rate:g} allows. Nothing has run."
             )
 
-    def count_kept(self, records: Iterable[bytes]) -> None:
-        """Count those of earlier runs' records that have errors. Raises ErrorRateError."""
-        if self._rate is None:
-            return
-        for record in records:
-            error = error_of(json.loads(record))
-            if error is not None:
-                self.count(*error)
-
     def count(self, kind: LineErrorType, message: str) -> None:
-        """Count a line that has got an error record. Raises ErrorRateError if it is one too many."""
+        """Count a line that has an error record."""
         if self._rate is None:
             return
         self._num_errors += 1
         reason = f"{kind.value}: {short(message, _REASON_LENGTH)}"
         if reason in self._reasons or len(self._reasons) < _MOST_REMEMBERED:
             self._reasons[reason] += 1
+
+    def enforce(self) -> None:
+        """Raise ErrorRateError if there are too many."""
         if self._is_exceeded_by(self._num_errors):
             raise ErrorRateError(self._message())
 
@@ -77,14 +67,3 @@ class ErrorLimit:
                 *lines,
             ]
         )
-
-
-def error_of(record: dict[str, Any]) -> tuple[LineErrorType, str] | None:
-    """Kind and message of the error in a record of either format; None if each of its answers is sound."""
-    error = record["error"]
-    if error is not None:
-        return LineErrorType(error["type"] if "type" in error else error["code"]), error["message"]
-    answers = record.get("outputs", ())  # with n above 1, in radixrt's own format
-    if any(answer["finish_reason"] == FinishReason.ERROR for answer in answers):
-        return LineErrorType.FAILED, "one of its answers failed"
-    return None

@@ -23,7 +23,7 @@ def what_is_kept(report: BatchReport, who: str = "the same command") -> str:
     """How many records there are and where, after a batch that was stopped, and who goes on with them."""
     count = f"{report.written:,} of {report.requests:,} records are"
     if not report.requests:
-        return "nothing has run yet"
+        return "nothing has run in this call"
     if report.output_path is None:
         return f"{count} in standard output, in input order"
     return f"{count} kept in {report.output_path}; {who} goes on from there"

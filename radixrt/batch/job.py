@@ -23,7 +23,7 @@ from radixrt.batch.prescan import Check, Prescan, parameters_as_json, prescan
 from radixrt.batch.progress import progress_bar
 from radixrt.batch.records import Journaled, Streamed
 from radixrt.batch.report import BatchReport
-from radixrt.batch.report_files import Paths, ReportFiles
+from radixrt.batch.report_files import Paths, ReportError, ReportFiles
 from radixrt.batch.run_folder import RunFolder
 from radixrt.batch.source import STANDARD, BadLine, read_lines
 from radixrt.batch.standard_output import StandardOutput
@@ -57,7 +57,7 @@ def run_batch(
         others: as of Batch.
 
     Raises:
-        BatchFileError, JournalError, BatchInterrupted: as Batch.
+        ParameterError, BatchFileError, JournalError, DeviceLostError, ErrorRateError, BatchInterrupted: as Batch.
     """
     if runtime.has_work:
         raise RadixrtError("the runtime has other requests; a batch needs one without")
@@ -85,14 +85,16 @@ class Batch:
         created: Unix time in seconds that records in OpenAI's format bear; None: each that of its answer.
         max_error_rate: stop once more than this share of all lines, 0 to 1, have error records; None: go on.
         drain_seconds: that requests which have begun may run on after the first signal.
-        report: files that get the report, also of a batch that was stopped: .html is a page with plots, which
-            needs matplotlib, .json its figures (`BatchReport.to_json`). They are replaced if they are there.
+        report: files that get the report, also of a batch that the first signal, a lost device or too many errors
+            have stopped: .html is a page with plots, which needs matplotlib, .json its figures
+            (`BatchReport.to_json`). They are replaced if they are there.
         price_per_hour: of the machine, in any currency, for the report.
 
     Raises:
         ParameterError: order, max_error_rate, drain_seconds or price_per_hour is outside its bounds.
         BatchFileError: a file cannot be read, must not be replaced, or cannot be written; another process answers
             the same file; or, by `run`, `OUTPUT.run` holds a run of another input, model or parameters.
+        ReportError: the output is whole, but the report cannot be written.
         JournalError: the disk failed while it ran; the same batch goes on later.
         DeviceLostError: the device works no more; the same batch goes on in a new process.
         ErrorRateError: more lines have errors than max_error_rate allows; with a higher one it goes on.
@@ -156,7 +158,7 @@ class Batch:
         Args:
             tokenizer, check: as of `prescan`.
         """
-        notice = "stopping; nothing has run yet"
+        notice = "stopping; nothing has run in this call"
         with (
             first_interrupt(notice) as interrupted,
             progress_bar("reading", " lines", None, self._progress) as bar,
@@ -210,7 +212,7 @@ class Batch:
             who = "the same command"
             if isinstance(error, ErrorRateError):
                 who = f"with a higher max_error_rate {who}"
-            raise type(error)(f"{error}\n{what_is_kept(report, who)}") from error
+            raise type(error)(f"{error}\n{what_is_kept(report, who)}") from error.__cause__
         if run.is_complete:
             output = self._output if isinstance(self._output, Path) else None
             return self._report(run, output, runtime.tokenizer)
@@ -244,11 +246,11 @@ class Batch:
         """The report, which has gone to its files."""
         report = run.report(output_path, self._price)
         try:
-            self._reports.write(report, run.whole_plan() if self._reports.has_page else None, tokenizer)
-        except BatchFileError as error:
+            self._reports.write(report, run.plan() if self._reports.has_page else None, tokenizer)
+        except Exception as error:
             if run.is_complete:
-                raise
-            _log.warning("%s", error)  # that the batch was stopped matters more
+                raise ReportError(f"the output is whole, but {error}", report) from error
+            _log.exception("no report can be written")  # that the batch was stopped matters more
         return report
 
 

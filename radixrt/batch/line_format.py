@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from radixrt.batch.openai_batch import openai_answer, openai_error, openai_reply, openai_tally, read_openai
@@ -100,7 +99,12 @@ def error_line(index: int, error: LineError) -> bytes:
     return dump_line(openai_error(index, error) if is_openai else plain_error(index, error))
 
 
-def tally(record: bytes) -> Tally:
-    """The numbers of one record that `output_line` or `error_line` has made."""
-    value: dict[str, Any] = json.loads(record)
-    return openai_tally(value) if "response" in value else plain_tally(value)
+def record_tally(record: dict[str, Any]) -> Tally:
+    """The numbers of one record that `output_line` or `error_line` has made, as a JSON value."""
+    return openai_tally(record) if "response" in record else plain_tally(record)
+
+
+def record_error(record: dict[str, Any]) -> tuple[LineErrorType, str] | None:
+    """Kind and message of the error in such a record; None if it has none."""
+    error = record["error"]
+    return None if error is None else (LineErrorType(error.get("type", error.get("code"))), error["message"])

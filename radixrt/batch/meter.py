@@ -42,7 +42,8 @@ class Meter:
     def __init__(self, runtime: MeteredRuntime, clock: Callable[[], float] = time.perf_counter) -> None:
         self._runtime = runtime
         self._clock = clock
-        self._began = self._started = self._seconds = 0.0
+        self._started = time.time()
+        self._began = self._seconds = 0.0
         self._activity = Activity()  # of this run, as it was last seen
         self._activity_before = Activity()
         self._prompt_tokens_before = self._cached_tokens_before = 0
@@ -62,10 +63,10 @@ class Meter:
         """A request has ended."""
         self.tally += output_tally(output)
 
-    def look(self, finished: int) -> None:
-        """A pass has ended, and there are so many records."""
+    def look(self, finished: int, ended: int) -> None:
+        """A pass has ended with so many requests, and there are so many records."""
         self._seconds = self._clock() - self._began
-        self._most_running = max(self._most_running, self._runtime.num_running)
+        self._most_running = max(self._most_running, self._runtime.num_running, ended)
         if self._timeline.is_due(self._seconds):
             self._timeline.add(self._sample(finished))
 
@@ -84,7 +85,7 @@ class Meter:
     def timeline(self) -> tuple[Sample, ...]:
         return self._timeline.samples
 
-    def figures(self, *, best_hit_rate: float, predicted_hit_rate: float | None = None) -> RunFigures:
+    def figures(self, *, best_hit_rate: float | None, predicted_hit_rate: float | None) -> RunFigures:
         """What it came to, once it has ended."""
         activity = self._activity
         return RunFigures(

@@ -233,10 +233,8 @@ def openai_answer(
     index: int, reply: Reply, output: RequestOutput, *, created: int, spelling: TokenSpelling
 ) -> dict[str, object]:
     """The record of a line whose request ran; of a failed one an error record."""
-    failed = [answer for answer in output.outputs if answer.finish_reason not in _FINISH_REASONS]
-    if failed:
-        message = failed[0].error or "the request was ended before its answer was whole"
-        return openai_error(index, LineError(LineErrorType.FAILED, message, reply))
+    if output.failure is not None:
+        return openai_error(index, LineError(LineErrorType.FAILED, output.failure, reply))
     is_chat = reply["url"] == CHAT
     digest = _digest(index, reply)
     choice = _chat_choice if is_chat else _completion_choice
@@ -281,9 +279,6 @@ def openai_tally(record: dict[str, Any]) -> Tally:
     usage = record["response"]["body"]["usage"]
     cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
     return Tally(1, 0, usage["prompt_tokens"], cached_tokens, usage["completion_tokens"])
-
-
-_FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH)  # those that OpenAI's answers may have
 
 
 def _record(

@@ -139,7 +139,7 @@ def _given(line: dict[str, Any]) -> dict[str, Any]:
 def plain_answer(index: int, reply: Reply, output: RequestOutput) -> dict[str, object]:
     """The record of a line whose request ran."""
     first = output.outputs[0]
-    failed = next((answer for answer in output.outputs if answer.finish_reason is FinishReason.ERROR), None)
+    failed = output.failed
     more: dict[str, object] = {}
     if len(output.outputs) > 1:
         more["outputs"] = [
@@ -164,7 +164,7 @@ def plain_answer(index: int, reply: Reply, output: RequestOutput) -> dict[str, o
             for name, seconds in asdict(output.timings).items()
         },
         "metadata": reply["metadata"],
-        "error": {"type": LineErrorType.FAILED, "message": failed.error} if failed else None,
+        "error": {"type": LineErrorType.FAILED, "message": output.failure} if failed else None,
         **more,
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -23,13 +22,13 @@ class Records(Protocol):
     def counted(self) -> int:
         """Records that will not be lost."""
 
-    def kept(self) -> Iterable[bytes]:
-        """Those that are there."""
-
     def put(self, position: int, line: bytes) -> None: ...
 
     def settle(self) -> None:
         """A pass has ended: what is due is due now."""
+
+    def sync(self) -> None:
+        """Make sure of all that was put."""
 
 
 class Journaled:
@@ -37,7 +36,7 @@ class Journaled:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self.put, self.settle, self.kept = journal.append, journal.sync_if_due, journal.records
+        self.put, self.settle, self.sync = journal.append, journal.sync_if_due, journal.sync
 
     @property
     def finished(self) -> npt.NDArray[np.bool_] | None:
@@ -53,12 +52,9 @@ class Streamed:
 
     def __init__(self, output: StandardOutput) -> None:
         self._output = output
-        self.settle = output.flush
+        self.settle = self.sync = output.flush
         self.finished = None
         self.counted = 0
-
-    def kept(self) -> Iterable[bytes]:
-        return ()
 
     def put(self, position: int, line: bytes) -> None:
         self._output.put(position, line)

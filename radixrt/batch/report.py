@@ -25,8 +25,10 @@ class RunFigures:
         answered: requests that ended, those with an error too.
         prompt_tokens, cached_tokens: tokens of the prompts, and those of them that were found in the cache.
         completion_tokens: generated tokens.
-        best_hit_rate: the hit rate that no engine can exceed on these prompts, from an empty cache.
-        predicted_hit_rate: the one that their plan expected; None without a prediction.
+        best_hit_rate: the hit rate that no engine can exceed on the prompts that were to run, from an empty cache;
+            None if there were none.
+        predicted_hit_rate: the one that their plan expected; None where it was not followed, the cache was not
+            empty at first, or had a second tier.
         seconds: from the first request submitted to the last one finished; neither loading the weights nor reading
             the input is in it.
         prefill_seconds, decode_seconds: of them, the device's in passes that compute tokens of prompts, and in
@@ -41,7 +43,7 @@ class RunFigures:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    best_hit_rate: float = 0.0
+    best_hit_rate: float | None = None
     predicted_hit_rate: float | None = None
     seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -57,7 +59,7 @@ class RunFigures:
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds in which the device computed nothing."""
+        """Seconds in which the device computed nothing; passes that failed count as nothing."""
         return max(0.0, self.seconds - self.prefill_seconds - self.decode_seconds)
 
     @property
@@ -99,6 +101,7 @@ class BatchReport:
         run: figures of this run alone.
         price_per_hour: of the machine, in any currency; None if it is not known.
         timeline: of this run.
+        is_complete: whether each line has its record.
     """
 
     output_path: Path | None
@@ -112,16 +115,12 @@ class BatchReport:
     run: RunFigures = field(default_factory=RunFigures)
     price_per_hour: float | None = None
     timeline: tuple[Sample, ...] = ()
+    is_complete: bool = True
 
     @classmethod
     def of_nothing(cls) -> BatchReport:
         """That of a batch that has not begun to run."""
-        return cls(None, 0, 0, 0, 0, 0, 0)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether each line has its record."""
-        return self.written == self.requests
+        return cls(None, 0, 0, 0, 0, 0, 0, is_complete=False)
 
     @property
     def hit_rate(self) -> float:
@@ -129,8 +128,8 @@ class BatchReport:
         return _ratio(self.cached_tokens, self.prompt_tokens)
 
     @property
-    def best_hit_rate(self) -> float:
-        """The hit rate that no engine can exceed on the prompts of this run, from an empty cache."""
+    def best_hit_rate(self) -> float | None:
+        """The hit rate that no engine can exceed on the prompts of this run: to compare `run.hit_rate` with."""
         return self.run.best_hit_rate
 
     @property
@@ -203,7 +202,7 @@ def file_figures(report: BatchReport) -> dict[str, str]:
         "errors": f"{report.errors:,}",
         "prompt tokens": f"{report.prompt_tokens:,}",
         "cached tokens": f"{report.cached_tokens:,}",
-        "hit rate": f"{report.hit_rate:.2%}" + ("" if report.kept else f" ({_bounds(report.run)})"),
+        "hit rate": f"{report.hit_rate:.2%}" + ("" if report.kept else _bounds(report.run)),
         "generated tokens": f"{report.completion_tokens:,}",
     }
 
@@ -214,7 +213,7 @@ def run_figures(run: RunFigures) -> dict[str, str]:
         "answered": f"{run.answered:,} requests",
         "prompt tokens": f"{run.prompt_tokens:,}",
         "cached tokens": f"{run.cached_tokens:,}",
-        "hit rate": f"{run.hit_rate:.2%} ({_bounds(run)})",
+        "hit rate": f"{run.hit_rate:.2%}{_bounds(run)}",
         "generated tokens": f"{run.completion_tokens:,}",
     }
 
@@ -250,7 +249,7 @@ def money(amount: float) -> str:
 def print_report(report: BatchReport, console: Console, **more: str) -> None:
     """Print the figures as a small table, those of `more` at its end."""
     rows = file_figures(report)
-    if report.kept:
+    if report.kept and report.run.answered:
         own = run_figures(report.run)
         rows["this run"] = (
             f"{own['answered']}, {own['prompt tokens']} prompt tokens, {own['generated tokens']} generated tokens"
@@ -261,9 +260,17 @@ def print_report(report: BatchReport, console: Console, **more: str) -> None:
         console.print(Text.assemble((f"{name:<18}", "dim"), text), soft_wrap=True)
 
 
-def _bounds(run: RunFigures) -> str:
+def bounds(run: RunFigures) -> str:
+    """What the hit rate of a run is to be compared with; "" if nothing was to run."""
+    if run.best_hit_rate is None:
+        return ""
     predicted = "" if run.predicted_hit_rate is None else f", predicted {run.predicted_hit_rate:.2%}"
     return f"best possible {run.best_hit_rate:.2%}{predicted}"
+
+
+def _bounds(run: RunFigures) -> str:
+    text = bounds(run)
+    return f" ({text})" if text else ""
 
 
 def _ratio(part: float, whole: float) -> float:

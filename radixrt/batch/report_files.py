@@ -21,6 +21,18 @@ JSON, PAGE = ".json", ".html"
 Paths = str | Path | Iterable[str | Path]
 
 
+class ReportError(BatchFileError):
+    """A batch is complete, but its report cannot be written.
+
+    Attributes:
+        report: what it would have told.
+    """
+
+    def __init__(self, message: str, report: BatchReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class ReportFiles:
     """Files of one report: JSON or a page, by their suffix. They replace what has their name.
 
@@ -55,7 +67,7 @@ class ReportFiles:
         """Write all of them, each in one step.
 
         Args:
-            plan: of the whole file; wanted if `has_page`.
+            plan: for a page; None if there is none.
             tokenizer: of the prompts.
 
         Raises:
@@ -101,5 +113,4 @@ def _json(report: BatchReport) -> str:
 def _page(report: BatchReport, title: str, plan: BatchPlan | None, show: Show) -> str:
     from radixrt.batch.report_page import report_page  # matplotlib, which not everybody has, takes half a second
 
-    assert plan is not None  # it was asked for
     return report_page(report, title=title, plan=plan, show=show)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from html import escape
 
-from radixrt.batch.report import BatchReport, device_seconds, file_figures, money, run_figures, time_figures
+from radixrt.batch.report import (
+    BatchReport,
+    bounds,
+    device_seconds,
+    file_figures,
+    money,
+    run_figures,
+    time_figures,
+)
 from radixrt.batch.report_plots import timeline_plots
 from radixrt.planning.batch_plan import BatchPlan
 from radixrt.planning.figures import seconds as duration
@@ -34,12 +42,12 @@ svg { display: block; height: auto; margin-top: .3rem; width: 100%; } svg text {
 """
 
 
-def report_page(report: BatchReport, *, title: str, plan: BatchPlan, show: Show) -> str:
+def report_page(report: BatchReport, *, title: str, plan: BatchPlan | None, show: Show) -> str:
     """The page as HTML.
 
     Args:
         title: such as the input's name.
-        plan: of the whole file, whose largest shared prefixes are shown.
+        plan: its largest shared prefixes are shown, if there is one.
         show: token ids to text.
     """
     body = "".join(
@@ -49,16 +57,20 @@ def report_page(report: BatchReport, *, title: str, plan: BatchPlan, show: Show)
             _tables(report),
             _time(report),
             _plots(report),
-            "<h2>Shared prefixes</h2>\n",
-            prefix_branches(outline(plan, MOST_PREFIXES), show, int(plan.tree.saved_tokens.sum())),
+            _prefixes(plan, show) if plan else "",
         )
     )
     return html_page(f"Report of {title}", body, style=_STYLE)
 
 
+def _prefixes(plan: BatchPlan, show: Show) -> str:
+    branches = prefix_branches(outline(plan, MOST_PREFIXES), show, int(plan.tree.saved_tokens.sum()))
+    return f"<h2>Shared prefixes</h2>\n{branches}"
+
+
 def _summary(report: BatchReport) -> str:
     when = datetime.fromtimestamp(report.run.started, timezone.utc)
-    state = "complete" if report.is_complete else "interrupted"
+    state = "complete" if report.is_complete else "incomplete"
     kept = f", {report.kept:,} of them from earlier runs" if report.kept else ""
     return (
         f"{state}: {report.written:,} of {report.requests:,} records{kept}, {report.errors:,} with an error; "
@@ -69,7 +81,7 @@ def _summary(report: BatchReport) -> str:
 def _tiles(report: BatchReport) -> str:
     run, cost = report.run, report.cost
     tiles = {
-        "hit rate": (f"{run.hit_rate:.2%}", f"best possible {run.best_hit_rate:.2%}"),
+        "hit rate": (f"{run.hit_rate:.2%}", bounds(run)),
         "generated tokens a second": (f"{run.tokens_per_second:,.0f}", f"{run.completion_tokens:,} in all"),
         "time": (_clock(run.seconds), f"{run.passes:,} passes"),
     }

@@ -119,18 +119,19 @@ def _pool(series: dict[str, Float64Array]) -> Plot:
     return _plot("Tokens in the KV pool", told, series, draw)
 
 
-def _hit_rate(series: dict[str, Float64Array], best: float) -> Plot:
+def _hit_rate(series: dict[str, Float64Array], best: float | None) -> Plot:
     begun = series["prompt_tokens"] > 0
     rate = 100 * series["cached_tokens"][begun] / series["prompt_tokens"][begun]
 
     def draw(axes: Any) -> None:
-        axes.axhline(100 * best, color=_WARM, linestyle="--", label="best possible")
+        if best is not None:
+            axes.axhline(100 * best, color=_WARM, linestyle="--", label="best possible")
         axes.plot(series["seconds"][begun], rate, color=_STRONG, label="so far")
         axes.set_ylim(0, 104)
         axes.set_yticks(range(0, 101, 25), [f"{share}%" for share in range(0, 101, 25)])
 
     reached = f"{rate[-1]:.1f}" if len(rate) else "0.0"
-    told = f"{reached}% in the end, best possible {100 * best:.1f}%"
+    told = f"{reached}% in the end" + ("" if best is None else f", best possible {100 * best:.1f}%")
     return _plot("Hit rate", told, series, draw)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixrt.output import FinishReason, RequestOutput
+from radixrt.output import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ ERROR_RECORD = Tally(records=1, errors=1)
 
 def output_tally(output: RequestOutput) -> Tally:
     """The numbers of the record of an output."""
-    if any(answer.finish_reason is FinishReason.ERROR for answer in output.outputs):
+    if output.failure is not None:
         return ERROR_RECORD
     usage = output.usage
     return Tally(1, 0, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)

@@ -94,7 +94,7 @@ def main() -> None:
             f"{run.pool:,}",
             run.order,
             f"{report.hit_rate:.2%}",
-            f"{report.hit_rate / report.best_hit_rate:.2%}",
+            f"{report.hit_rate / (report.best_hit_rate or 1):.2%}",
             "-" if predicted is None else f"{predicted:.2%}",
             f"{report.seconds:.1f}",
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from radixrt.cli.exit_status import DONE
 from radixrt.cli.kept_cache import runtime_with_cache
@@ -17,6 +18,9 @@ from radixrt.cli.options import (
     sampling_params,
 )
 from radixrt.interrupt import DRAIN_SECONDS
+
+if TYPE_CHECKING:
+    from radixrt.batch.report import BatchReport
 
 _EXAMPLE = """\
 example:
@@ -101,11 +105,8 @@ def add_batch_command(commands: Any) -> None:
 
 
 def _batch(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from radixrt.batch.job import Batch
-    from radixrt.batch.report import print_report
-    from radixrt.batch.source import STANDARD, place_name
+    from radixrt.batch.report_files import ReportError
     from radixrt.builtin import MODEL_PATH
     from radixrt.request_builder import builder_without_weights
 
@@ -133,12 +134,26 @@ def _batch(arguments: argparse.Namespace) -> int:
         if scan.problems:
             print(f"radixrt: {scan.summary()}", file=sys.stderr)
         with runtime_with_cache(arguments, progress=arguments.progress) as runtime:
-            report = batch.run(runtime)
+            try:
+                report = batch.run(runtime)
+            except ReportError as error:
+                _tell(error.report, arguments, ())
+                raise
+    _tell(report, arguments, arguments.report)
+    return DONE
+
+
+def _tell(report: BatchReport, arguments: argparse.Namespace, reports: Sequence[str]) -> None:
+    """Print the figures; `reports`: files that have them, too."""
+    from rich.console import Console
+
+    from radixrt.batch.report import print_report
+    from radixrt.batch.source import STANDARD, place_name
+
     console = Console(highlight=False, stderr=report.output_path is None)
     source, output = place_name(arguments.input, "input"), place_name(report.output_path or STANDARD, "output")
     if report.requests:
-        reports = {"reports": ", ".join(arguments.report)} if arguments.report else {}
-        print_report(report, console, output=output, **reports)
+        more = {"reports": ", ".join(reports)} if reports else {}
+        print_report(report, console, output=output, **more)
     else:
         console.print(f"{source} holds no prompts: {output} is empty", markup=False, soft_wrap=True)
-    return DONE
