@@ -33,9 +33,10 @@ def test_demo() -> None:
     exact = sum(record["text"].strip() == record["metadata"]["answer"] for record in records) / len(records)
     assert exact >= 0.95
     assert re.search(rf"exact answers +{100 * exact:.1f}%", result.stdout)
-    found = re.search(r"hit rate +([\d.]+)% \(best possible ([\d.]+)%\)", result.stdout)
+    found = re.search(r"hit rate +([\d.]+)% \(best possible ([\d.]+)%, predicted ([\d.]+)%\)", result.stdout)
     assert found
     assert float(found[1]) >= float(found[2]) - 1
+    assert abs(float(found[1]) - float(found[3])) <= 1
     assert f"{len(questions)}/{len(questions)}" in result.stderr  # the bar
     shown = re.search(r"```\n(answering .*?)```", (HOME / "README.md").read_text("utf-8"), flags=re.DOTALL)
     assert shown
