@@ -9,6 +9,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from radixrt.errors import BatchFileError, JournalError
+
 _REMEDIES = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room",
@@ -27,6 +29,14 @@ def refusal(error: OSError) -> str:
 def is_of_the_disk(error: OSError) -> bool:
     """Whether the disk is at fault, rather than a path or the rights of a user."""
     return error.errno in _REMEDIES
+
+
+def file_error(what: str, error: OSError) -> BatchFileError:
+    """What to raise if the system refuses `what`, such as "cannot write PATH": a JournalError if the disk is at
+    fault, so that the same command can go on once it works, else a BatchFileError."""
+    if is_of_the_disk(error):
+        return JournalError(f"{what}: {refusal(error)}")
+    return BatchFileError(f"{what}: {error.strerror or error}")
 
 
 class Disk:
