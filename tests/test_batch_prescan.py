@@ -6,6 +6,7 @@ import errno
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,27 @@ def test_a_full_disk(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokeniz
     refused = pytest.raises(JournalError, match=r"cannot write .*/entries\.jsonl: File too large; raise the limit")
     with file_limit(5000), refused:
         look(lines, tmp_path, builder, tokenizer)
+
+
+def test_a_full_disk_hides_no_other_error(
+    tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was to be written then is not wanted any more."""
+    monkeypatch.setattr(prescan_module, "_BLOCK_LINES", 1)
+
+    def damaged() -> Iterator[tuple[int, bytes]]:
+        yield 0, json.dumps({"token_ids": [3]}).encode()
+        raise BatchFileError("the input is damaged")
+
+    parser = LineParser(DEFAULTS)
+    with file_limit(1), pytest.raises(BatchFileError, match="the input is damaged"):
+        prescan(
+            damaged(),
+            tmp_path,
+            parser=parser,
+            tokenizer=tokenizer,
+            check=lambda prompt, params, line: builder.build(prompt, params, index=line),
+        )
 
 
 def test_a_disk_that_cannot_be_read(
