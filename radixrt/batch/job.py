@@ -219,13 +219,13 @@ class Batch:
 
     def _answer(self, run: BatchRun[R], runtime: BatchRuntime[R], interrupted: FirstSignal) -> None:
         """Run what has no record yet, and make the output if all have one."""
+        scan = self._scan
+        assert scan is not None
         if self._folder is None:
-            with StandardOutput() as output:
+            with StandardOutput(self._scratch, len(scan)) as output:
                 run.run(Streamed(output))
             return
         assert isinstance(self._output, Path)
-        scan = self._scan
-        assert scan is not None
         manifest = Manifest(
             num_records=len(scan),
             input={"lines": scan.input_hash},

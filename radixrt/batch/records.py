@@ -53,13 +53,12 @@ class Streamed:
 
     def __init__(self, output: StandardOutput) -> None:
         self._output = output
-        self.settle = output.flush
+        self.put, self.settle = output.put, output.flush
         self.finished = None
-        self.counted = 0
+
+    @property
+    def counted(self) -> int:
+        return self._output.printed
 
     def kept(self) -> Iterable[bytes]:
         return ()
-
-    def put(self, position: int, line: bytes) -> None:
-        self._output.put(position, line)
-        self.counted += 1
