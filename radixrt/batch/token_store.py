@@ -84,13 +84,6 @@ class TokenStore:
         """Tokens of each prompt, `[N]`."""
         return np.diff(self.offsets)
 
-    def without_empty(self) -> TokenStore:
-        """The store of those prompts that have tokens."""
-        some = self.lengths > 0
-        store = TokenStore(self.tokens, np.append(self.offsets[:-1][some], self.offsets[-1]))
-        store._mapping = self._mapping
-        return store
-
     def forget(self) -> None:
         """Tell the operating system that what was read need not stay in this process. Reading goes on."""
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
