@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_runtime import FakeRequest, FakeRuntime
+from file_limit import file_limit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -554,6 +555,33 @@ def test_standard_input_and_output(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(good(0))))
     run_batch(FakeRuntime(), "-", tmp_path / "out", overwrite=True)
     assert indices(tmp_path / "out") == [0]
+
+
+def test_records_that_wait_for_standard_output_are_on_disk(
+    files: tuple[Path, Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All do if the last line ends first. If there is no room for them, those that have found some are printed."""
+    files[0].write_bytes(b"\n".join(good(index) for index in range(40)))
+    scratch = files[0].parent / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    runtime = FakeRuntime(choose=lambda count: count - 1)
+    sizes: list[int] = []
+    runtime.on_step = lambda: sizes.append(sum(path.stat().st_size for path in scratch.glob("*/waiting")))
+    run_batch(runtime, files[0], "-")
+    records = capfd.readouterr().out.splitlines()
+    assert [json.loads(record)["index"] for record in records] == list(range(40))
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > 0.9 * len("".join(records))
+    with (
+        file_limit(len("".join(records)) // 2),
+        pytest.raises(JournalError, match="waiting: File too large; raise the limit"),
+    ):
+        run_batch(FakeRuntime(choose=lambda count: count - 1), files[0], "-")
+    printed = [json.loads(record)["index"] for record in capfd.readouterr().out.splitlines()]
+    assert 10 < len(printed) < 30
+    assert printed == list(range(40))[-len(printed) :]
+    assert list(scratch.iterdir()) == []
 
 
 def test_a_line_of_100_mb_is_one_error(files: tuple[Path, Path]) -> None:

@@ -16,6 +16,7 @@ import json, sys, time
 from pathlib import Path
 
 import radixrt.batch.job as job
+from radixrt.batch.batch_run import BatchRun
 from radixrt.batch.run_folder import RunFolder
 from scheduled_runtime import ScheduledRuntime
 
@@ -35,9 +36,9 @@ def measured(what, call):
 runtime = ScheduledRuntime(pool_tokens=400_000, context_length=1100)
 loaded, parts = memory("VmRSS"), {}
 job.Batch.look = measured("look", job.Batch.look)
-job._Job._in_order = measured("order", job._Job._in_order)
+BatchRun._planned = measured("order", BatchRun._planned)
 RunFolder.finish = measured("output", RunFolder.finish)
-job._Job.run = measured("run", job._Job.run)  # the order among it
+BatchRun.run = measured("run", BatchRun.run)  # the order among it
 report = job.run_batch(runtime, sys.argv[1], sys.argv[2])
 assert "torch" not in sys.modules
 print(json.dumps({"parts": parts, "records": report.written, "errors": report.errors, "hit_rate": report.hit_rate,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from file_limit import file_limit
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +22,7 @@ from radixrt.batch.prescan import MOST_NAMED, Prescan, SoundLine, prescan
 from radixrt.batch.record import LineError, LineErrorType
 from radixrt.batch.source import BadLine
 from radixrt.builtin import MODEL_PATH
-from radixrt.errors import BatchFileError
+from radixrt.errors import BatchFileError, JournalError
 from radixrt.models.config import read_architecture
 from radixrt.models.registry import find_architecture
 from radixrt.request_builder import RequestBuilder
@@ -182,15 +185,59 @@ def test_parameters_come_back_from_the_disk(params: SamplingParams) -> None:
     assert entry.sampling_params == params
 
 
-def test_a_disk_that_refuses(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer) -> None:
+def test_files_that_cannot_be(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer) -> None:
     entries = tmp_path / "entries.jsonl"
     entries.mkdir()
-    with pytest.raises(BatchFileError, match="cannot write"):
+    with pytest.raises(BatchFileError, match="cannot write") as caught:
         look(LINES, tmp_path, builder, tokenizer)
+    assert caught.type is BatchFileError
     entries.rmdir()
     found = look(LINES, tmp_path, builder, tokenizer)
     entries.unlink()
     with pytest.raises(BatchFileError, match="cannot read"):
+        list(found.read([0]))
+
+
+@pytest.mark.parametrize("count", [1, 600])
+def test_a_full_disk(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer, count: int) -> None:
+    """Found when the entries are written, or when their file is closed."""
+    lines = [{"token_ids": [3], "metadata": "x" * 5000}] * count
+    refused = pytest.raises(JournalError, match=r"cannot write .*/entries\.jsonl: File too large; raise the limit")
+    with file_limit(5000), refused:
+        look(lines, tmp_path, builder, tokenizer)
+
+
+def test_a_full_disk_hides_no_other_error(
+    tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was to be written then is not wanted any more."""
+    monkeypatch.setattr(prescan_module, "_BLOCK_LINES", 1)
+
+    def damaged() -> Iterator[tuple[int, bytes]]:
+        yield 0, json.dumps({"token_ids": [3]}).encode()
+        raise BatchFileError("the input is damaged")
+
+    parser = LineParser(DEFAULTS)
+    with file_limit(1), pytest.raises(BatchFileError, match="the input is damaged"):
+        prescan(
+            damaged(),
+            tmp_path,
+            parser=parser,
+            tokenizer=tokenizer,
+            check=lambda prompt, params, line: builder.build(prompt, params, index=line),
+        )
+
+
+def test_a_disk_that_cannot_be_read(
+    tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = look(LINES, tmp_path, builder, tokenizer)
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(prescan_module, "open", fail, raising=False)
+    with pytest.raises(JournalError, match=r"cannot read .*/entries\.jsonl: Input/output error; see to the disk"):
         list(found.read([0]))
 
 

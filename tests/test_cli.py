@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from fake_runtime import FakeRuntime
+from file_limit import file_limit
 
 import radixrt
 import radixrt.request_builder
@@ -291,6 +292,20 @@ def test_empty_input(batch: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert main(batch) == 0
     assert "holds no prompts" in capsys.readouterr().out
     assert Path(batch[-1]).read_bytes() == b""
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "-"])
+def test_a_disk_that_is_full_before_anything_runs(
+    batch: list[str], capsys: pytest.CaptureFixture[str], output: str
+) -> None:
+    """The same command can be given again: nothing is left behind that would be in its way."""
+    source = Path(batch[2])
+    batch[-1] = output if output == "-" else batch[-1]
+    source.write_text(json.dumps({"prompt": "ab", "metadata": "x" * 50_000}))
+    with file_limit(10_000):
+        assert main(batch) == 75
+    assert "entries.jsonl: File too large; raise the limit" in capsys.readouterr().err
+    assert list(source.parent.iterdir()) == [source]
 
 
 def test_records_on_standard_output_are_alone_there(

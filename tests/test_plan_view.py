@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from file_limit import file_limit
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from test_prefix_order import prompt_lists
 
+import radixrt.batch.source
 from radixrt.batch.token_store import TokenStore
 from radixrt.cli import main
 from radixrt.errors import ParameterError
@@ -229,10 +231,41 @@ def test_the_command_tells_what_cannot_be(tmp_path: Path, capsys: pytest.Capture
         ([str(EXAMPLES), "--card", "x100"], "card is 'x100'; it must be one of: h200"),
         ([str(EXAMPLES), "--flops", "1e12"], "give all three, or none"),
         ([str(EXAMPLES), "--prefixes", "-1"], "prefixes is -1"),
-        ([str(EXAMPLES), "--html", str(tmp_path)], f"cannot write {tmp_path}"),
     ):
         assert main(["plan", *options]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_pages_that_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(radixrt.batch.source, "read_lines", lambda source: pytest.fail("it looked at the input"))
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"prompt": "Mira"}\n')
+    Path("link.html").symlink_to("in.jsonl")
+    Path("folder").mkdir()
+    for page, message in (
+        ("folder", "folder is in the way of the page and is not a plain file"),
+        ("nowhere/plan.html", "the folder nowhere of the page does not exist; make it first"),
+        ("in.jsonl", "the page in.jsonl is the batch's input; give it another name"),
+        ("link.html", "the page link.html is the batch's input"),
+    ):
+        assert main(["plan", "in.jsonl", "--html", page]) == 2
+        assert message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "in.jsonl", "link.html"]
+
+
+def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, page = tmp_path / "in.jsonl", tmp_path / "plan.html"
+    lines.write_text('{"prompt": "Mira"}\n')
+    page.write_text("an older one")
+    with file_limit(1000):
+        assert main(["plan", str(lines), "--html", str(page)]) == 2
+    assert f"cannot write the page {page}: File too large" in capsys.readouterr().err
+    assert page.read_text() == "an older one"
+    assert sorted(tmp_path.iterdir()) == [lines, page]
+    assert main(["plan", str(lines), "--html", str(page)]) == 0
+    assert "Plan of" in Page(page.read_text()).said
 
 
 def test_expected_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

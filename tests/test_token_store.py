@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import resource
-import signal
+import errno
 from pathlib import Path
 
 import numpy as np
 import pytest
+from file_limit import file_limit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from radixrt.batch import token_store
 from radixrt.batch.token_store import OFFSETS_FILE, TOKENS_FILE, TokenStore, TokenWriter
-from radixrt.errors import BatchFileError
+from radixrt.errors import BatchFileError, JournalError
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=8)
 
@@ -87,18 +88,25 @@ def test_a_writer_replaces_what_was_there(tmp_path: Path) -> None:
     assert prompts_of(write(tmp_path, [[4]])) == [[4]]
 
 
-def test_a_disk_that_refuses_is_told(tmp_path: Path) -> None:
-    with pytest.raises(BatchFileError, match="cannot write the tokens"):
+def test_a_path_that_cannot_be_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BatchFileError, match="cannot write the tokens") as caught:
         TokenWriter(tmp_path / "no" / "folder")
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with (
-            pytest.raises(BatchFileError, match="cannot write the tokens"),
-            TokenWriter(tmp_path / "tokens") as writer,
-        ):
-            writer.append([np.zeros(50_000, dtype=np.int32)])
-        assert list((tmp_path / "tokens").iterdir()) == []
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+    assert caught.type is BatchFileError  # the same command would fail again
+
+
+def test_a_disk_that_refuses_is_told(tmp_path: Path) -> None:
+    refused = pytest.raises(JournalError, match=r"cannot write the tokens in .*: File too large; raise the limit")
+    with file_limit(100_000), refused, TokenWriter(tmp_path / "tokens") as writer:
+        writer.append([np.zeros(50_000, dtype=np.int32)])
+    assert list((tmp_path / "tokens").iterdir()) == []
+
+
+def test_a_disk_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, [[1]])
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(token_store, "open", fail, raising=False)
+    with pytest.raises(JournalError, match=r"cannot read the tokens in .*: Input/output error; see to the disk"):
+        TokenStore.open(tmp_path)

@@ -6,8 +6,12 @@ import errno
 import fcntl
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from radixrt.errors import BatchFileError, JournalError
 
 _REMEDIES = {
     errno.ENOSPC: "make room",
@@ -27,6 +31,14 @@ def refusal(error: OSError) -> str:
 def is_of_the_disk(error: OSError) -> bool:
     """Whether the disk is at fault, rather than a path or the rights of a user."""
     return error.errno in _REMEDIES
+
+
+def file_error(what: str, error: OSError) -> BatchFileError:
+    """What to raise if the system refuses `what`, such as "cannot write PATH": a JournalError if the disk is at
+    fault, so that the same command can go on once it works, else a BatchFileError."""
+    if is_of_the_disk(error):
+        return JournalError(f"{what}: {refusal(error)}")
+    return BatchFileError(f"{what}: {error.strerror or error}")
 
 
 class Disk:
@@ -141,3 +153,18 @@ class Disk:
 
 
 DISK = Disk()
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is gone afterwards, where the system has room for such.
+
+    Raises:
+        BatchFileError: there can be none; a JournalError if the disk is at fault.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory()
+    except OSError as error:
+        raise file_error("cannot make a temporary folder; TMPDIR names another place", error) from error
+    with folder as name:
+        yield Path(name)

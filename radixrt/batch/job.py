@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from radixrt.batch.batch_run import BatchRun, Order
 from radixrt.batch.batch_runtime import BatchRuntime, R
 from radixrt.batch.compression import encoded
+from radixrt.batch.disk import temporary_folder
 from radixrt.batch.error_limit import ErrorLimit
 from radixrt.batch.interruption import BatchInterrupted, what_is_kept
 from radixrt.batch.line_format import LineParser
@@ -142,7 +142,7 @@ class Batch:
                 self._folder = opened.enter_context(RunFolder(self._output))
                 self._scratch = self._folder.scratch
             else:
-                self._scratch = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+                self._scratch = opened.enter_context(temporary_folder())
             self._opened = opened.pop_all()
         return self
 
@@ -221,13 +221,13 @@ class Batch:
 
     def _answer(self, run: BatchRun[R], runtime: BatchRuntime[R], interrupted: FirstSignal) -> None:
         """Run what has no record yet, and make the output if all have one."""
+        scan = self._scan
+        assert scan is not None
         if self._folder is None:
-            with StandardOutput() as output:
+            with StandardOutput(self._scratch, len(scan)) as output:
                 run.run(Streamed(output))
             return
         assert isinstance(self._output, Path)
-        scan = self._scan
-        assert scan is not None
         manifest = Manifest(
             num_records=len(scan),
             input={"lines": scan.input_hash},

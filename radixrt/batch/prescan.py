@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -19,11 +19,12 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from radixrt.batch.disk import file_error
 from radixrt.batch.line_format import LineParser
 from radixrt.batch.record import InputRecord, LineError, LineErrorType, Reply
 from radixrt.batch.source import BadLine
 from radixrt.batch.token_store import TokenStore, TokenWriter
-from radixrt.errors import BatchFileError, ParameterError, PromptError, TokenizerError
+from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.tokenizer import Tokenizer
 
@@ -119,7 +120,7 @@ class Prescan:
     def read(self, positions: Iterable[int]) -> Iterator[SoundLine | LineError]:
         """What lines ask for, or what is wrong with them, in the order in which they are named.
 
-        Raises BatchFileError if the file behind it has gone.
+        Raises BatchFileError if the file behind it has gone, JournalError if the disk fails.
         """
         known: dict[str, SamplingParams] = {}
         try:
@@ -129,7 +130,7 @@ class Prescan:
                     file.seek(start)
                     yield _from_entry(json.loads(file.read(end - start)), known)
         except OSError as error:
-            raise BatchFileError(f"cannot read {self._entries}: {error.strerror or error}") from error
+            raise file_error(f"cannot read {self._entries}", error) from error
 
 
 def prescan(
@@ -154,7 +155,8 @@ def prescan(
     A custom_id that a sound line before has makes a line a bad one.
 
     Raises:
-        BatchFileError: the input cannot be read, or the disk refuses.
+        BatchFileError: the input cannot be read, or the files cannot be made.
+        JournalError: the disk refuses.
     """
     with _Writer(folder, tokenizer, check) as writer:
         for block in _blocks(lines):
@@ -189,7 +191,8 @@ class _Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with suppress(OSError):  # what is buffered is not wanted any more, unless it has been written
+            self._file.close()
         self._tokens.__exit__(kind, error, trace)
 
     def add(self, line: int, text: bytes | BadLine, parser: LineParser) -> None:
@@ -278,7 +281,7 @@ class _Writer:
         try:
             yield
         except OSError as error:
-            raise BatchFileError(f"cannot write {self._path}: {error.strerror or error}") from error
+            raise file_error(f"cannot write {self._path}", error) from error
 
 
 def _blocks(lines: Iterable[tuple[int, bytes | BadLine]]) -> Iterator[list[tuple[int, bytes | BadLine]]]:

@@ -52,10 +52,9 @@ class Streamed:
 
     def __init__(self, output: StandardOutput) -> None:
         self._output = output
-        self.settle = self.sync = output.flush
+        self.put, self.settle, self.sync = output.put, output.flush, output.flush
         self.finished = None
-        self.counted = 0
 
-    def put(self, position: int, line: bytes) -> None:
-        self._output.put(position, line)
-        self.counted += 1
+    @property
+    def counted(self) -> int:
+        return self._output.printed

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from radixrt.batch.disk import DISK, Disk, is_of_the_disk, refusal
+from radixrt.batch.disk import DISK, Disk, file_error, refusal
 from radixrt.batch.journal import Journal, create_journal, partial_journal
 from radixrt.batch.manifest import Manifest
 from radixrt.batch.run_lock import RunLock
@@ -64,9 +64,7 @@ class RunFolder:
         try:
             self._lock = self._make()
         except OSError as error:
-            if is_of_the_disk(error):
-                raise JournalError(f"cannot make {self.path}: {refusal(error)}") from error
-            raise BatchFileError(f"cannot make {self.path}: {error.strerror or error}") from error
+            raise file_error(f"cannot make {self.path}", error) from error
 
     def __enter__(self) -> RunFolder:
         return self

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from radixrt.batch.disk import file_error
 from radixrt.errors import BatchFileError
 
 Int32Array = npt.NDArray[np.int32]
@@ -58,13 +59,14 @@ class TokenStore:
 
         Raises:
             BatchFileError: there is none, or it is cut short.
+            JournalError: the disk fails.
         """
         try:
             offsets, _ = _mapped(folder / OFFSETS_FILE, np.dtype("<i8"))
             tokens, mapping = _mapped(folder / TOKENS_FILE, np.dtype("<i4"))
             store = cls(tokens, offsets)
         except OSError as error:
-            raise BatchFileError(f"cannot read the tokens in {folder}: {error.strerror or error}") from error
+            raise file_error(f"cannot read the tokens in {folder}", error) from error
         except ValueError as error:
             raise BatchFileError(f"the tokens in {folder} are not whole ({error}); remove it") from error
         store._mapping = mapping
@@ -82,13 +84,6 @@ class TokenStore:
         """Tokens of each prompt, `[N]`."""
         return np.diff(self.offsets)
 
-    def without_empty(self) -> TokenStore:
-        """The store of those prompts that have tokens."""
-        some = self.lengths > 0
-        store = TokenStore(self.tokens, np.append(self.offsets[:-1][some], self.offsets[-1]))
-        store._mapping = self._mapping
-        return store
-
     def forget(self) -> None:
         """Tell the operating system that what was read need not stay in this process. Reading goes on."""
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
@@ -102,7 +97,8 @@ class TokenWriter:
         folder: made if there is none; a store in it is replaced.
 
     Raises:
-        BatchFileError: the disk refuses. Nothing is tried again.
+        BatchFileError: there can be no such files.
+        JournalError: the disk refuses. Nothing is tried again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -170,7 +166,7 @@ class TokenWriter:
             yield
         except OSError as error:
             self._abandon()
-            raise BatchFileError(f"cannot write the tokens in {self.folder}: {error.strerror or error}") from error
+            raise file_error(f"cannot write the tokens in {self.folder}", error) from error
 
 
 def _checked(prompt: Sequence[int] | npt.NDArray[np.integer]) -> Int32Array:

@@ -45,6 +45,7 @@ pass fails, its lines are run again, apart from the others, so that only a line 
 Lines of OpenAI's Batch API (custom_id, method, url, body) get records in OpenAI's form. The input may be
 compressed by gzip or zstd, or a parquet file whose columns are the keys; the output is compressed if its name
 ends in .gz or .zst. "-" is standard input or output.
+Records on standard output are in input order, too, and nothing of them is kept: the same command begins anew.
 
 The figures that are printed at the end, and what the run did over time, go to --report FILE, too, also if it was
 stopped. A page (.html) shows the shared prefixes as well, and needs matplotlib: pip install 'radixrt[report]'.

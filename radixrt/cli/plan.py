@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixrt.cli.exit_status import DONE
 from radixrt.cli.options import SAMPLING, Option, add_command, add_options, sampling_params
-from radixrt.errors import BatchFileError, ParameterError
+from radixrt.errors import ParameterError
 
 if TYPE_CHECKING:
     from radixrt.models.config import ModelConfig
@@ -62,43 +62,46 @@ def add_plan_command(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    import tempfile
-
     import numpy as np
     from rich.console import Console
 
+    from radixrt.batch.disk import temporary_folder
     from radixrt.batch.line_format import LineParser
     from radixrt.batch.prescan import prescan
     from radixrt.batch.source import place_name, read_lines
+    from radixrt.batch.text_file import TextFile
     from radixrt.builtin import MODEL_PATH
     from radixrt.planning.batch_plan import plan_batch
     from radixrt.planning.cards import find_card
+    from radixrt.planning.outline import decoded_by
     from radixrt.planning.plan_page import plan_page
     from radixrt.planning.plan_view import print_plan
     from radixrt.request_builder import builder_without_weights
 
     if arguments.prefixes < 0:
         raise ParameterError(f"prefixes is {arguments.prefixes}; it must be at least 0")
+    page = None
+    if arguments.html is not None:
+        page = TextFile(arguments.html, "page", {"input": arguments.input})
     card = find_card(arguments.card, arguments.bandwidth, arguments.flops, arguments.memory_gb)
     defaults = sampling_params(arguments)
     source = getattr(arguments, "model", MODEL_PATH)
     builder = builder_without_weights(source)
-    shape, tokenizer = _shape(builder.config), builder.tokenizer
-    with tempfile.TemporaryDirectory() as folder:
+    shape = _shape(builder.config)
+    with temporary_folder() as folder:
         scan = prescan(
             read_lines(arguments.input),
-            Path(folder),
+            folder,
             parser=LineParser(defaults),
             tokenizer=builder.tokenizer,
             check=lambda prompt, params, line: builder.build(prompt, params, index=line),
         )
         if scan.problems:
             print(f"radixrt: {scan.summary()}", file=sys.stderr)
-        new_tokens = (scan.new_tokens.astype(np.int64) * scan.num_answers)[~scan.is_bad]
+        new_tokens = scan.new_tokens.astype(np.int64) * scan.num_answers
         if hasattr(arguments, "mean_new_tokens"):
             new_tokens = new_tokens.clip(max=max(1, arguments.mean_new_tokens))
-        store = scan.tokens.without_empty()
-        plan = plan_batch(store, new_tokens)
+        plan = plan_batch(scan.tokens, new_tokens)
         limits = _limits(arguments, card, shape)
         if plan.longest_request > limits.pool_tokens:
             raise ParameterError(
@@ -109,17 +112,12 @@ def _plan(arguments: argparse.Namespace) -> int:
         told: dict[str, Any] = {
             "expectation": expectation,
             "kv_bytes": shape.kv_bytes,
+            "show": decoded_by(builder.tokenizer),
         }
-        if tokenizer is not None:
-            told["show"] = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
         console = Console(highlight=False)
         print_plan(plan, console, most_prefixes=arguments.prefixes, **told)
-        if arguments.html is not None:
-            page = plan_page(plan, title=place_name(arguments.input, "input"), **told)
-            try:
-                arguments.html.write_text(page, encoding="utf-8", errors="backslashreplace")
-            except OSError as error:
-                raise BatchFileError(f"cannot write {arguments.html}: {error.strerror or error}") from error
+        if page is not None:
+            page.write(plan_page(plan, title=place_name(arguments.input, "input"), **told))
     return DONE
 
 

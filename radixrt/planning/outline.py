@@ -9,6 +9,7 @@ import numpy as np
 
 from radixrt.planning.batch_plan import BatchPlan
 from radixrt.planning.prefix_order import Int32Array
+from radixrt.text.tokenizer import Tokenizer
 
 Show = Callable[[Int32Array], str]  # token ids `[n]` -> text
 
@@ -72,6 +73,13 @@ def shortened(tokens: Int32Array, show: Show, most_tokens: int, most_characters:
 def counted(count: int, noun: str) -> str:
     """A number of things."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def decoded_by(tokenizer: Tokenizer | None) -> Show:
+    """Text with special tokens, or token ids if there is no tokenizer."""
+    if tokenizer is None:
+        return as_ids
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def as_ids(tokens: Int32Array) -> str:
