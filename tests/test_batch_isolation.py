@@ -130,7 +130,8 @@ def test_lines_that_run_again_count_the_hits_of_their_first_try(files: tuple[Pat
 
 def test_what_failed_runs_apart(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is in a pass with lines that are run again, and the others go on before and after."""
-    monkeypatch.setattr(radixrt.batch.batch_run, "AT_ONCE", 20)
+    monkeypatch.setattr(radixrt.batch.batch_run, "ENOUGH_WAITING", 10)
+    monkeypatch.setattr(radixrt.batch.batch_run, "SUBMITTED_AT_ONCE", 10)
     runtime = SimulatedRuntime()
     bad = 10
     runtime.launch_fault = failing(has(bad))

@@ -374,7 +374,8 @@ def test_an_output_that_came_in_between_is_not_replaced(files: tuple[Path, Path]
 
 def test_few_at_a_time(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime never knows of more than so many requests, those with a prefix in common one after the other."""
-    monkeypatch.setattr(radixrt.batch.batch_run, "AT_ONCE", 8)
+    monkeypatch.setattr(radixrt.batch.batch_run, "ENOUGH_WAITING", 4)
+    monkeypatch.setattr(radixrt.batch.batch_run, "SUBMITTED_AT_ONCE", 4)
     lines = [{"token_ids": [n % 5] * 3 + [n]} for n in range(50)]
     write(files[0], [json.dumps(line).encode() for line in lines])
     runtime = FakeRuntime()

@@ -171,7 +171,5 @@ with StandardOutput(Path(sys.argv[1]), 2) as output:
 def test_no_room_for_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     (tmp_path / "in.jsonl").touch()
-    with pytest.raises(
-        BatchFileError, match="cannot make a temporary folder; TMPDIR names another place: No such"
-    ):
+    with pytest.raises(BatchFileError, match=r"cannot make a temporary folder; TMPDIR names .*: No such"):
         run_batch(FakeRuntime(), tmp_path / "in.jsonl", "-")

@@ -33,7 +33,9 @@ from radixrt.text.token_spelling import TokenSpelling
 
 Order = Literal["planned", "file"]
 
-AT_ONCE = 8192  # requests that a runtime knows of at most
+# The device computes while requests are made: some at a time, and whenever fewer wait than a scheduler looks at.
+ENOUGH_WAITING = 1024
+SUBMITTED_AT_ONCE = 512
 
 _log = logging.getLogger(__name__)
 
@@ -216,8 +218,8 @@ class BatchRun(Generic[R]):
             planned: list[_Planned] = []
             if not self._unanswered:
                 planned = [(position, None) for position in self._retries.take()]
-            if not self._retries and len(self._unanswered) <= AT_ONCE // 2:
-                planned = list(itertools.islice(waiting, AT_ONCE // 2))
+            if not self._retries and self._runtime.num_waiting < ENOUGH_WAITING:
+                planned = list(itertools.islice(waiting, SUBMITTED_AT_ONCE))
             if planned:
                 self._submit(planned)
             if self._unanswered or not planned:
