@@ -292,3 +292,10 @@ def test_cards() -> None:
     assert find_card("h200", 1.0, 1.0, 1.0).pool_tokens(SHAPE) == 0
     with pytest.raises(ParameterError, match="flops is -1"):
         find_card("h200", 1.0, -1.0, 1.0)
+
+
+@pytest.mark.parametrize(("lines", "said"), [("", "holds no prompts"), ("{\n", "holds no prompt that can run")])
+def test_a_file_without_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: str, said: str) -> None:
+    (tmp_path / "in.jsonl").write_text(lines)
+    assert main(["plan", str(tmp_path / "in.jsonl")]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(said)

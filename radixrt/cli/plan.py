@@ -98,6 +98,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         )
         if scan.problems:
             print(f"radixrt: {scan.summary()}", file=sys.stderr)
+        console = Console(highlight=False)
+        if scan.is_bad.all():
+            nothing = "no prompts" if not len(scan) else "no prompt that can run"
+            console.print(f"{place_name(arguments.input, 'input')} holds {nothing}", markup=False, soft_wrap=True)
+            return DONE
         new_tokens = scan.new_tokens.astype(np.int64) * scan.num_answers
         if hasattr(arguments, "mean_new_tokens"):
             new_tokens = new_tokens.clip(max=max(1, arguments.mean_new_tokens))
@@ -114,7 +119,6 @@ def _plan(arguments: argparse.Namespace) -> int:
             "kv_bytes": shape.kv_bytes,
             "show": decoded_by(builder.tokenizer),
         }
-        console = Console(highlight=False)
         print_plan(plan, console, most_prefixes=arguments.prefixes, **told)
         if page is not None:
             page.write(plan_page(plan, title=place_name(arguments.input, "input"), **told))
