@@ -69,14 +69,14 @@ class SlowRuntime(FakeRuntime):
 class SlowFolder(RunFolder):
     """Tells when the output is made, and takes its time for that."""
 
-    def finish(self, encode: Encoding = iter, *, keep: bool = False) -> None:
+    def finish(self, encode: Encoding = iter) -> None:
         def slowly(chunks: Iterator[bytes]) -> Iterator[bytes]:
             print("writing", flush=True)
             for chunk in encode(chunks):
                 time.sleep(1.0)
                 yield chunk
 
-        super().finish(slowly, keep=keep)
+        super().finish(slowly)
 
 
 def stand_in(runtime: type[FakeRuntime], builder: type[Builder]) -> Iterator[tuple[dict[str, Any], str, object]]:

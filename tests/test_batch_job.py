@@ -32,6 +32,7 @@ from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.report import BatchReport, print_report
 from radixrt.batch.run_folder import has_run, run_path
 from radixrt.batch.tally import Tally
+from radixrt.batch.token_store import TokenStore
 from radixrt.errors import BatchFileError, JournalError, RadixrtError, SchedulerError
 from radixrt.sampling_params import SamplingParams
 from radixrt.workloads import best_hit_rate
@@ -277,6 +278,37 @@ def test_a_batch_whose_removal_was_cut_short_is_complete(
         with pytest.raises(BatchFileError, match="exists; --overwrite"):
             run_batch(FakeRuntime(), *files)
         files[1].unlink()
+
+
+def test_a_run_that_goes_on_and_is_stopped_plans_once(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bar begins where the one before has ended, and its page wants no plan of the whole file."""
+    write(files[0], [good(n) for n in range(9)])
+    planned: list[int] = []
+    done: list[int] = []
+    plan_batch, progress_bar = radixrt.batch.batch_run.plan_batch, radixrt.batch.batch_run.progress_bar
+
+    def watched_plan(store: TokenStore, new_tokens: Any, prompts: Any) -> Any:
+        planned.append(len(prompts))
+        return plan_batch(store, new_tokens, prompts)
+
+    def watched_bar(*arguments: Any, **options: Any) -> Any:
+        done.append(options["done"])
+        return progress_bar(*arguments, **options)
+
+    monkeypatch.setattr(radixrt.batch.batch_run, "plan_batch", watched_plan)
+    monkeypatch.setattr(radixrt.batch.batch_run, "progress_bar", watched_bar)
+    page = files[1].with_name("report.html")
+    for _ in range(2):
+        runtime = FakeRuntime()
+        interrupt_at(runtime, 2)
+        with pytest.raises(BatchInterrupted):
+            run_batch(runtime, *files, report=page)
+        assert page.exists()
+    assert len(planned) == len(done) == 2
+    assert planned == [9 - count for count in done]
+    assert done[0] == 0 < done[1]
 
 
 def test_the_printed_figures(files: tuple[Path, Path]) -> None:

@@ -176,3 +176,25 @@ def test_requests_in_order_are_not_sorted(in_order: bool) -> None:
         while runtime.has_work:
             ended += [output.index for output in runtime.step()]
     assert (ended == list(range(len(prompts)))) == in_order
+
+
+def test_a_warm_cache_is_not_predicted(files: tuple[Path, Path]) -> None:
+    """Nor one with a second tier: the plan knows of an empty one alone."""
+    write(files[0], a_tree(1)[:4])
+    with radixrt.Runtime(device="cpu", max_total_tokens=2000) as runtime:
+        assert runtime.run_batch(*files, keep_cache=True).predicted_hit_rate is not None
+        assert runtime.run_batch(*files, overwrite=True).predicted_hit_rate is None
+    with radixrt.Runtime(device="cpu", max_total_tokens=2000, host_memory_gb=0.01) as runtime:
+        assert runtime.run_batch(*files, overwrite=True).predicted_hit_rate is None
+
+
+def test_one_prompt_that_is_too_long_is_left_out_of_the_plan(files: tuple[Path, Path]) -> None:
+    short = [([5, 6, 7, 8, n], 2) for n in range(10, 20)]
+    write(files[0], [*short[:4], ([9] * 150, 2), *short[4:]])
+    with radixrt.Runtime(device="cpu", max_total_tokens=100) as runtime:
+        report = runtime.run_batch(*files)
+    records = [json.loads(line) for line in files[1].open()]
+    assert [record["index"] for record in records if record["error"]] == [4]
+    assert report.best_hit_rate == planned(short).statistics.best_hit_rate
+    assert report.predicted_hit_rate is not None
+    assert abs(report.hit_rate - report.predicted_hit_rate) <= 0.01

@@ -134,21 +134,6 @@ def test_another_run_is_refused_with_what_differs(output: Path) -> None:
     run(output, 10)
 
 
-def test_the_folder_is_kept_if_asked_for(output: Path) -> None:
-    for text in ("first", "second"):
-        with RunFolder(output) as folder:
-            journal = folder.begin(manifest(2, settings={"text": text}), replace=True)
-            for position in range(2):
-                journal.append(position, text.encode() + b"\n")
-            folder.finish(keep=True)
-        assert sorted(os.listdir(folder_of(output))) == ["journal.finished", "lock", "scratch"]
-        assert text.encode() in (folder_of(output) / "journal.finished").read_bytes()
-    with pytest.raises(BatchFileError, match="exists; --overwrite"):
-        run(output, 5)
-    run(output, 5, replace=True)
-    assert os.listdir(output.parent) == [output.name]
-
-
 class Interrupted(TaskDisk):
     """Ctrl-C before the n-th call that changes something once the output has its name, from 0."""
 

@@ -203,3 +203,14 @@ def test_outside_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert seen == [(before, FirstSignal)]
+
+
+def test_the_second_signal_is_the_second_whoever_puts_the_handler_back() -> None:
+    """As what holds signals up does if the first one comes while it looks who handles them."""
+    with first_interrupt("stopping") as first:
+        handler = signal.getsignal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert first.is_set()
+        signal.signal(signal.SIGINT, handler)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

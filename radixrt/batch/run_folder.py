@@ -54,7 +54,6 @@ class RunFolder:
         self.scratch = self.path / "scratch"
         self._output = output
         self._journal_path = self.path / "journal"
-        self._kept_path = self.path / "journal.finished"
         self._merged_path = self.path / "output"
         self._lock_path = self.path / "lock"
         self._aside_path = aside_path(output)
@@ -115,12 +114,11 @@ class RunFolder:
             self._check_output(replace or self._was_finished)
         return self._journal
 
-    def finish(self, encode: Encoding = iter, *, keep: bool = False) -> None:
+    def finish(self, encode: Encoding = iter) -> None:
         """Make the output of the journal's records, in order, durably and in one step; then remove the folder.
 
         Args:
             encode: what the records, one after the other in chunks of whole ones, become in the file.
-            keep: leave the folder, with the journal as `journal.finished`.
 
         Raises:
             BatchFileError: records are missing, or the output exists, is not to be replaced, and is not what a
@@ -139,10 +137,7 @@ class RunFolder:
             self._disk.fsync_folder(self._output.parent)
         journal.close()
         with self._refusals(self.path, f"the output {self._output} is whole, but "):
-            if keep:
-                self._disk.replace(self._journal_path, self._kept_path)
-            else:
-                self._remove()
+            self._remove()
 
     def _make(self) -> RunLock:
         """Make the folder, if it is not there, and lock it."""
@@ -193,7 +188,7 @@ class RunFolder:
         """Remove all that is radixrt's, and the folder unless something else is in it. The journal goes last."""
         with contextlib.suppress(FileNotFoundError):
             self._disk.remove_tree(self.scratch)
-        for path in (self._merged_path, self._kept_path, partial_journal(self._journal_path)):
+        for path in (self._merged_path, partial_journal(self._journal_path)):
             self._unlink(path)
         has_journal = self._disk.exists(self._journal_path)
         if has_journal:

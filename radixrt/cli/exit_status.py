@@ -17,9 +17,7 @@ from radixrt.interrupt import signal_of
 DONE = 0
 FAILED = 1  # something failed while it ran
 UNUSABLE = 2  # options, prompts, model or files; also argparse's number
-RESUMABLE = (
-    75  # EX_TEMPFAIL of sysexits.h: the disk or the device failed, and the same command goes on with a batch
-)
+RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: the disk or the device failed, and the same command goes on
 INTERRUPTED = 130  # the shell's number for a process that Ctrl-C ended
 TERMINATED = 143  # and for one that SIGTERM did
 PIPE_CLOSED = 141  # the shell's number for a process whose reader has gone
