@@ -294,8 +294,9 @@ def test_a_run_that_goes_on_and_is_stopped_plans_once(
         return plan_batch(store, new_tokens, prompts)
 
     def watched_bar(*arguments: Any, **options: Any) -> Any:
-        done.append(options["done"])
-        return progress_bar(*arguments, **options)
+        bar = progress_bar(*arguments, **options)
+        done.append(bar.n)
+        return bar
 
     monkeypatch.setattr(radixrt.batch.batch_run, "plan_batch", watched_plan)
     monkeypatch.setattr(radixrt.batch.batch_run, "progress_bar", watched_bar)

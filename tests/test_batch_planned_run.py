@@ -11,11 +11,13 @@ import pytest
 from fake_runtime import FakeRequest, FakeRuntime
 
 import radixrt
-from radixrt.batch.job import run_batch
+from radixrt.batch.job import Batch, run_batch
 from radixrt.batch.token_store import TokenStore
+from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ParameterError
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.limits import RunLimits
+from radixrt.request_builder import builder_without_weights
 
 Prompts = list[tuple[list[int], int]]  # with the tokens of each answer
 
@@ -191,8 +193,12 @@ def test_a_warm_cache_is_not_predicted(files: tuple[Path, Path]) -> None:
 def test_one_prompt_that_is_too_long_is_left_out_of_the_plan(files: tuple[Path, Path]) -> None:
     short = [([5, 6, 7, 8, n], 2) for n in range(10, 20)]
     write(files[0], [*short[:4], ([9] * 150, 2), *short[4:]])
-    with radixrt.Runtime(device="cpu", max_total_tokens=100) as runtime:
-        report = runtime.run_batch(*files)
+    builder = builder_without_weights(MODEL_PATH)  # which does not know of the pool, as in the command
+    with Batch(*files) as batch:
+        scan = batch.look(builder.tokenizer, lambda ids, params, line: builder.build(ids, params, index=line))
+        assert not scan.problems
+        with radixrt.Runtime(device="cpu", max_total_tokens=100) as runtime:
+            report = batch.run(runtime)
     records = [json.loads(line) for line in files[1].open()]
     assert [record["index"] for record in records if record["error"]] == [4]
     assert report.best_hit_rate == planned(short).statistics.best_hit_rate
