@@ -35,7 +35,7 @@ test-long: $(VENV)/.installed
 	$(QUIET) $(BIN)/python -m pytest -n $(PROCESSES) -m long
 
 test-eval: $(VENV)/.installed-eval
-	$(QUIET) $(BIN)/python -m pytest tests/test_lm_eval.py
+	$(QUIET) $(BIN)/python -m pytest tests/integrations/test_lm_eval.py
 
 bench: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/bench_prefix_reuse.py --scale cpu

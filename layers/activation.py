@@ -6,9 +6,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from triton_ops.gelu_and_mul import gelu_and_mul
+from triton_ops.activations.gelu_and_mul import gelu_and_mul
+from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.implementation import Impl
-from triton_ops.silu_and_mul import silu_and_mul
 
 
 class SiluAndMul(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from triton_ops.attention_plan import AttentionPlan, ExtendPlan
+from triton_ops.attention.plan import AttentionPlan, ExtendPlan
 
 Int32Array = NDArray[np.int32]
 

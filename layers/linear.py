@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from layers.placement import Placement
 from triton_ops.implementation import gpu_of, runs_triton
-from triton_ops.partial_linear import partial_linear, partial_linear_config
+from triton_ops.linear.split_k_linear import partial_linear, partial_linear_config
 
 
 class Linear(nn.Module):

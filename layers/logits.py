@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from layers.embedding import Embedding
 from layers.placement import Placement
-from triton_ops.soft_cap import soft_cap
+from triton_ops.attention.soft_cap import soft_cap
 
 
 class LogitsHead(nn.Module):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from layers.linear import Linear
 from layers.placement import Placement
-from triton_ops.moe import moe
-from triton_ops.topk_softmax import topk_softmax
+from triton_ops.moe.moe import moe
+from triton_ops.moe.topk_softmax import topk_softmax
 
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")

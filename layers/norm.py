@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from layers.placement import Placement
-from triton_ops.rms_norm import add_rms_norm, rms_norm
-from triton_ops.wide_rms_norm import (
+from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
+from triton_ops.norms.rms_norm_fp32_weight import (
     add_wide_rms_norm,
     norm_add_wide_rms_norm,
     wide_rms_norm,

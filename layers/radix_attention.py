@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from layers.input_metadata import InputMetadata
 from layers.norm import RMSNorm
 from layers.rotary import RotaryEmbedding
-from triton_ops.decode_attention import decode_attention
-from triton_ops.extend_attention import extend_attention
+from triton_ops.attention.decode import decode_attention
+from triton_ops.attention.extend import extend_attention
 from triton_ops.implementation import Impl
-from triton_ops.norm_rotary_store import HeadNorm, Rotation, norm_rotary_store
+from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, norm_rotary_store
 
 
 class KVCache(Protocol):

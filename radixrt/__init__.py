@@ -16,15 +16,15 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from radixrt.version import __version__
 
 _HOMES = {
     "Runtime": "radixrt.runtime",
     "Activity": "radixrt.schedule.activity",
     "BatchInterrupted": "radixrt.batch.interruption",
-    "BatchReport": "radixrt.batch.report",
+    "BatchReport": "radixrt.report.batch_report",
     "CacheStats": "radixrt.cache.prefix_cache",
-    "RunLimits": "radixrt.planning.limits",
+    "RunLimits": "radixrt.limits",
     "Conversation": "radixrt.conversation",
     "CompletionOutput": "radixrt.output",
     "ScoreOutput": "radixrt.output",
@@ -110,7 +110,6 @@ _check_origin()
 
 if TYPE_CHECKING:
     from radixrt.batch.interruption import BatchInterrupted
-    from radixrt.batch.report import BatchReport
     from radixrt.cache.prefix_cache import CacheStats
     from radixrt.conversation import Conversation
     from radixrt.errors import (
@@ -127,6 +126,7 @@ if TYPE_CHECKING:
         SchedulerError,
         TokenizerError,
     )
+    from radixrt.limits import RunLimits
     from radixrt.output import (
         CompletionOutput,
         FinishReason,
@@ -137,7 +137,7 @@ if TYPE_CHECKING:
         TokenLogprob,
         Usage,
     )
-    from radixrt.planning.limits import RunLimits
+    from radixrt.report.batch_report import BatchReport
     from radixrt.runtime import Runtime
     from radixrt.sampling_params import SamplingParams
     from radixrt.schedule.activity import Activity

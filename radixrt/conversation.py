@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from radixrt.bounds import whole
+from radixrt.checks import whole
 from radixrt.errors import TokenizerError
+from radixrt.frontend.request_builder import Params, read_params
 from radixrt.output import FinishReason, RequestOutput
-from radixrt.request_builder import Params, read_params
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Message, checked_messages
 from radixrt.text.continuation import encode_continuation, splice

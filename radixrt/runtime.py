@@ -24,17 +24,15 @@ from tqdm import tqdm
 from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.bounds import real, whole
 from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats, PrefixCache
 from radixrt.cache.tree_view import view_tree
-from radixrt.collector import old_objects_left_alone
-from radixrt.driver import Call, Driver
-from radixrt.engine import LAG, Engine
+from radixrt.checks import real, whole
+from radixrt.engine.driver import Call, Driver
+from radixrt.engine.engine import LAG, Engine
+from radixrt.engine.gc_control import old_objects_left_alone
+from radixrt.engine.signals import uninterrupted
 from radixrt.errors import ParameterError, PassError, PromptError
-from radixrt.execution.cache_identity import cache_identity
-from radixrt.execution.cache_storage import CacheStorage, Loaded
-from radixrt.execution.decode_graphs import MOST_CAPTURED
 from radixrt.execution.device import (
     check_impl,
     check_kv_dtype,
@@ -43,15 +41,11 @@ from radixrt.execution.device import (
     pool_slots,
     started_meanwhile,
 )
+from radixrt.execution.graphs.decode_graphs import MOST_CAPTURED
 from radixrt.execution.kv_scales import calibrated_scales
+from radixrt.execution.memory_budget import PassLimits, measured_pass_memory, room_for_passes
 from radixrt.execution.model_runner import ModelRunner
-from radixrt.execution.pass_memory import PassLimits, measured_pass_memory, room_for_passes
-from radixrt.execution.weight_fingerprint import weight_fingerprint
-from radixrt.interrupt import uninterrupted
-from radixrt.models.loader import LoadFormat, load_model, reload_weights
-from radixrt.output import CompletionOutput, FinishReason, RequestOutput, ScoreOutput, StreamChunk
-from radixrt.planning.limits import RunLimits
-from radixrt.request_builder import (
+from radixrt.frontend.request_builder import (
     Params,
     Prompt,
     RequestBuilder,
@@ -61,6 +55,12 @@ from radixrt.request_builder import (
     one_each,
     own_ids,
 )
+from radixrt.kept_cache.fingerprint import weight_fingerprint
+from radixrt.kept_cache.identity import cache_identity
+from radixrt.kept_cache.storage import CacheStorage, Loaded
+from radixrt.limits import RunLimits
+from radixrt.models.loader import LoadFormat, load_model, reload_weights
+from radixrt.output import CompletionOutput, FinishReason, RequestOutput, ScoreOutput, StreamChunk
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.policy import SchedulePolicy
@@ -68,11 +68,11 @@ from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.builder import TextBuilder
 from radixrt.text.tokenizer import tokenizer_of
-from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import Impl, runs_triton
+from triton_ops.kv.e4m3 import E4M3
 
 if TYPE_CHECKING:
-    from radixrt.batch.report import BatchReport
+    from radixrt.report.batch_report import BatchReport
 
 OnError = Literal["raise", "return"]
 Continuation = str | Sequence[int]

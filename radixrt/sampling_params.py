@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
-from radixrt.bounds import real, whole
+from radixrt.checks import real, whole
 from radixrt.errors import ParameterError
 
 MAX_TOKEN_ID = 2**31 - 1

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from radixrt.demo import run_demo
+from radixrt.cli.demo import run_demo
 
 HERE = Path(os.path.relpath(Path(__file__).resolve().parent.parent))
 

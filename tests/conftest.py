@@ -22,13 +22,15 @@ if not torch.cuda.is_available():
 from hypothesis import settings
 
 from radixrt.cache import prefix_cache
-from radixrt.execution import shared_segments
+from radixrt.execution.attention import shared_segments
 from radixrt.schedule import policy
 from triton_ops.implementation import triton
 
 if triton.__version__ and not torch.cuda.is_available():
-    import interpreter_calls  # noqa: F401  # the interpreter's own calls of functions are slow
-    import interpreter_e4m3  # noqa: F401  # and its conversions to and from e4m3 wrong
+    from tests.support import (
+        interpreter_calls,  # noqa: F401  # the interpreter's own calls of functions are slow
+        interpreter_e4m3,  # noqa: F401  # and its conversions to and from e4m3 wrong
+    )
 
 # A deadline fails on a busy machine, not on a slow program. The same examples each time: CI does not flicker.
 settings.register_profile("radixrt", deadline=None, derandomize=True)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizers import CHATML, chat_tokenizer, small_tokenizer
 
 from radixrt.builtin import MODEL_PATH
 from radixrt.conversation import Conversation
@@ -21,6 +20,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.text.builder import TextBuilder
 from radixrt.text.continuation import encode_continuation, splice
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.small_tokenizers import CHATML, chat_tokenizer, small_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 

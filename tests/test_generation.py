@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, llama, write
 
 from radixrt import FinishReason, ModelError, ParameterError, PassError, PromptError, RadixrtError, Runtime
 from radixrt import SamplingParams as Params
 from radixrt.builtin.task import EXAMPLES_SEED, make_questions
-from radixrt.execution import sampler
+from radixrt.execution.sampling import sampler
 from radixrt.models import loader
+from tests.support.checkpoints import VOCAB_SIZE, llama, write
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -20,17 +20,17 @@ import torch
 
 from radixrt.cli import main
 
-HOME = Path(__file__).resolve().parent.parent
+HOME = Path(__file__).resolve().parents[1]
 README = (HOME / "README.md").read_text(encoding="utf-8")
 
 NOT_RUN = {
-    "radixrt bench prefix-reuse": "takes minutes; tests/test_bench_prefix_reuse.py runs it with small numbers",
+    "radixrt bench prefix-reuse": "takes minutes; tests/bench/test_prefix_reuse.py runs it with small numbers",
     "python -m radixrt.lm_eval --model_args pretrained=path/to/model --tasks hellaswag,gsm8k --num_fewshot 5": (
-        "wants a model and downloads tasks; tests/test_lm_eval.py runs it with tasks of its own"
+        "wants a model and downloads tasks; tests/integrations/test_lm_eval.py runs it with tasks of its own"
     ),
 }
 
-ELSEWHERE = {"make demo": "tests/test_demo.py"}
+ELSEWHERE = {"make demo": "tests/cli/test_demo.py"}
 """Who compares what a command prints, if it is not done here."""
 
 

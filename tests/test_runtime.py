@@ -11,11 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import numpy as np
 import pytest
 import torch
-from checkpoints import LLAMA3_ROPE, VOCAB_SIZE, llama, qwen3, write
 
 from radixrt import (
     BatchFileError,
@@ -30,6 +28,8 @@ from radixrt import (
     SamplingParams,
 )
 from radixrt.execution.model_runner import ModelRunner
+from tests.support import checkpoints
+from tests.support.checkpoints import LLAMA3_ROPE, VOCAB_SIZE, llama, qwen3, write
 
 pytestmark = pytest.mark.usefixtures("device")
 

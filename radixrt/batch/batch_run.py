@@ -16,19 +16,19 @@ import numpy.typing as npt
 
 from radixrt.batch.batch_runtime import BatchRuntime, R
 from radixrt.batch.error_limit import ErrorLimit
-from radixrt.batch.line_format import error_line, output_line, record_error, record_tally
+from radixrt.batch.formats.line_format import error_line, output_line, record_error, record_tally
+from radixrt.batch.formats.record import LineError, LineErrorType, Reply
+from radixrt.batch.journal.sinks import Records
 from radixrt.batch.meter import Meter
 from radixrt.batch.prescan import Prescan, SoundLine
 from radixrt.batch.progress import progress_bar
-from radixrt.batch.record import LineError, LineErrorType, Reply
-from radixrt.batch.records import Records
-from radixrt.batch.report import BatchReport
 from radixrt.batch.retry import Retries
 from radixrt.batch.tally import ERROR_RECORD, Tally
+from radixrt.engine.signals import FirstSignal
 from radixrt.errors import ParameterError, PromptError, SchedulerError
-from radixrt.interrupt import FirstSignal
 from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
+from radixrt.report.batch_report import BatchReport
 from radixrt.text.token_spelling import TokenSpelling
 
 Order = Literal["planned", "file"]

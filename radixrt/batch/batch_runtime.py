@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from radixrt.batch.meter import MeteredRuntime
+from radixrt.limits import RunLimits
 from radixrt.output import RequestOutput
-from radixrt.planning.limits import RunLimits
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.tokenizer import Tokenizer
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from radixrt.batch.report import BatchReport
-from radixrt.interrupt import Interrupted
+from radixrt.engine.signals import Interrupted
+from radixrt.report.batch_report import BatchReport
 
 
 class BatchInterrupted(Interrupted):

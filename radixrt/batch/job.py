@@ -12,24 +12,25 @@ from typing import Any
 
 from radixrt.batch.batch_run import BatchRun, Order
 from radixrt.batch.batch_runtime import BatchRuntime, R
-from radixrt.batch.compression import encoded
-from radixrt.batch.disk import temporary_folder
 from radixrt.batch.error_limit import ErrorLimit
+from radixrt.batch.formats.compression import encoded
+from radixrt.batch.formats.line_format import LineParser
+from radixrt.batch.formats.source import BadLine, read_lines
 from radixrt.batch.interruption import BatchInterrupted, what_is_kept
-from radixrt.batch.line_format import LineParser
-from radixrt.batch.manifest import Manifest
+from radixrt.batch.journal.manifest import Manifest
+from radixrt.batch.journal.run_folder import RunFolder
+from radixrt.batch.journal.sinks import Journaled, Streamed
+from radixrt.batch.journal.standard_output import StandardOutput
 from radixrt.batch.paths import check_paths
 from radixrt.batch.prescan import Check, Prescan, parameters_as_json, prescan
 from radixrt.batch.progress import progress_bar
-from radixrt.batch.records import Journaled, Streamed
-from radixrt.batch.report import BatchReport
-from radixrt.batch.report_files import Paths, ReportError, ReportFiles
-from radixrt.batch.run_folder import RunFolder
-from radixrt.batch.source import STANDARD, BadLine, read_lines
-from radixrt.batch.standard_output import StandardOutput
-from radixrt.bounds import real
+from radixrt.checks import real
+from radixrt.engine.signals import DRAIN_SECONDS, FirstSignal, first_interrupt
 from radixrt.errors import BatchFileError, DeviceLostError, ErrorRateError, ParameterError, RadixrtError
-from radixrt.interrupt import DRAIN_SECONDS, FirstSignal, first_interrupt
+from radixrt.files.disk import temporary_folder
+from radixrt.files.standard import STANDARD
+from radixrt.report.batch_report import BatchReport
+from radixrt.report.files import Paths, ReportError, ReportFiles
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.tokenizer import Tokenizer
 
@@ -41,9 +42,9 @@ def run_batch(
 ) -> BatchReport:
     """Answer each line of `input_path` with one record in `output_path`, in input order.
 
-    `radixrt.batch.plain_lines` and `openai_batch` describe the lines. A bad line becomes an error record and
-    changes no other line's record. All lines are read and checked before the first request runs, in an order in
-    which those that share a prefix follow one another.
+    `plain_lines` and `openai_batch` in `radixrt.batch.formats` describe the lines. A bad line becomes an error
+    record and changes no other line's record. All lines are read and checked before the first request runs, in an
+    order in which those that share a prefix follow one another.
 
     Finished records are kept in the folder `OUTPUT.run`, where nothing that ends the process can touch them. The
     same call goes on from there: records that are there stay as they are, the others are computed. When all are

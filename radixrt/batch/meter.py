@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from radixrt.batch.report import RunFigures
 from radixrt.batch.tally import Tally, output_tally
-from radixrt.batch.timeline import Sample, Timeline
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.output import RequestOutput
+from radixrt.report.batch_report import RunFigures
+from radixrt.report.timeline import Sample, Timeline
 from radixrt.schedule.activity import Activity
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from radixrt.batch.compression import check_output_name
-from radixrt.batch.run_folder import has_run
-from radixrt.batch.source import STANDARD
+from radixrt.batch.formats.compression import check_output_name
+from radixrt.batch.journal.run_folder import has_run
 from radixrt.errors import BatchFileError
+from radixrt.files.standard import STANDARD
 
 
 def check_paths(input_path: str | Path, output_path: str | Path, *, overwrite: bool) -> None:

@@ -19,12 +19,12 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from radixrt.batch.disk import file_error
-from radixrt.batch.line_format import LineParser
-from radixrt.batch.record import InputRecord, LineError, LineErrorType, Reply
-from radixrt.batch.source import BadLine
-from radixrt.batch.token_store import TokenStore, TokenWriter
+from radixrt.batch.formats.line_format import LineParser
+from radixrt.batch.formats.record import InputRecord, LineError, LineErrorType, Reply
+from radixrt.batch.formats.source import BadLine
 from radixrt.errors import ParameterError, PromptError, TokenizerError
+from radixrt.files.disk import file_error
+from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.tokenizer import Tokenizer
 

@@ -16,10 +16,10 @@ from rich.table import Table
 from tqdm import tqdm
 
 import radixrt
-from radixrt.batch.report import BatchReport
-from radixrt.batch.token_store import TokenStore
 from radixrt.bench.shapes import SHAPES, write_shape
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
+from radixrt.planning.token_store import TokenStore
+from radixrt.report.batch_report import BatchReport
 from radixrt.workloads.lists import Ask, fewshot
 
 BUDGETS = (2048, 8192, 16384)

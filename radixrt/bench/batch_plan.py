@@ -15,12 +15,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from radixrt.batch.token_store import TokenStore, TokenWriter
+from radixrt.limits import RunLimits
 from radixrt.planning.batch_plan import plan_batch
 from radixrt.planning.cache_model import model_run
-from radixrt.planning.limits import RunLimits
 from radixrt.planning.prefix_order import Int32Array
 from radixrt.planning.rehearsal import rehearse
+from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.workloads.lists import Ask, TokenSource, docqa, fewshot, samples, system_prompt, unshared
 
 VOCAB_SIZE = 30_000

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from radixrt.bench.report import check_files, wide_console, write_json
 from radixrt.bench.subject import environment_of, model_of, value_bytes
-from radixrt.bounds import whole
+from radixrt.checks import whole
 from radixrt.errors import ParameterError
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams

@@ -25,7 +25,7 @@ from radixrt.bench.subject import (
     model_shape,
     one_of,
 )
-from radixrt.bounds import real, whole
+from radixrt.checks import real, whole
 from radixrt.errors import ParameterError
 from radixrt.runtime import Runtime
 from radixrt.workloads.lists import VOCAB_SIZE

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-import radixrt
 from radixrt.bench.shapes import write_shape
-from radixrt.bounds import real
 from radixrt.builtin import MODEL_PATH
+from radixrt.checks import real
 from radixrt.errors import ParameterError
 from radixrt.execution.device import choose_device
 from radixrt.runtime import Runtime
+from radixrt.version import __version__
 from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape
 
 BUILT_IN = "built-in"
@@ -38,7 +38,7 @@ def environment_of(device: str | None, model: str) -> dict[str, str]:
     """What figures depend on besides their options."""
     chosen = choose_device(device)
     return {
-        "radixrt": radixrt.__version__,
+        "radixrt": __version__,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(chosen)
         if chosen.type == "cuda"

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-import radixrt
 from radixrt.bench.command import add_bench_command
 from radixrt.cli.batch import add_batch_command
 from radixrt.cli.chat import add_chat_command
@@ -15,8 +14,9 @@ from radixrt.cli.exit_status import PIPE_CLOSED, exit_status, interrupt_status
 from radixrt.cli.generate import add_generate_command
 from radixrt.cli.models import add_models_command
 from radixrt.cli.plan import add_plan_command
+from radixrt.engine.signals import sigterm_raises
 from radixrt.errors import RadixrtError
-from radixrt.interrupt import sigterm_raises
+from radixrt.version import __version__
 
 _EXAMPLES = """\
 examples, with the small built-in model (--model FOLDER_OR_ID takes another one):
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"radixrt {radixrt.__version__}")
+    parser.add_argument("--version", action="version", version=f"radixrt {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_generate_command(commands)
     add_chat_command(commands)

@@ -17,10 +17,10 @@ from radixrt.cli.options import (
     runtime_options,
     sampling_params,
 )
-from radixrt.interrupt import DRAIN_SECONDS
+from radixrt.engine.signals import DRAIN_SECONDS
 
 if TYPE_CHECKING:
-    from radixrt.batch.report import BatchReport
+    from radixrt.report.batch_report import BatchReport
 
 _EXAMPLE = """\
 example:
@@ -107,9 +107,9 @@ def add_batch_command(commands: Any) -> None:
 
 def _batch(arguments: argparse.Namespace) -> int:
     from radixrt.batch.job import Batch
-    from radixrt.batch.report_files import ReportError
     from radixrt.builtin import MODEL_PATH
-    from radixrt.request_builder import builder_without_weights
+    from radixrt.frontend.request_builder import builder_without_weights
+    from radixrt.report.files import ReportError
 
     options = runtime_options(arguments)
     with Batch(
@@ -148,8 +148,8 @@ def _tell(report: BatchReport, arguments: argparse.Namespace, reports: Sequence[
     """Print the figures; `reports`: files that have them, too."""
     from rich.console import Console
 
-    from radixrt.batch.report import print_report
-    from radixrt.batch.source import STANDARD, place_name
+    from radixrt.files.standard import STANDARD, place_name
+    from radixrt.report.batch_report import print_report
 
     console = Console(highlight=False, stderr=report.output_path is None)
     source, output = place_name(arguments.input, "input"), place_name(report.output_path or STANDARD, "output")

@@ -18,8 +18,8 @@ from radixrt.cli.options import (
     runtime_options,
     sampling_params,
 )
+from radixrt.engine.signals import Interrupted
 from radixrt.errors import DeviceLostError, ParameterError, PromptError, RadixrtError, SchedulerError
-from radixrt.interrupt import Interrupted
 from radixrt.output import FinishReason, RequestOutput
 
 if TYPE_CHECKING:

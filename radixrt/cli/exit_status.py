@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from radixrt.engine.signals import signal_of
 from radixrt.errors import (
     DeviceLostError,
     ErrorRateError,
@@ -12,7 +13,6 @@ from radixrt.errors import (
     RadixrtError,
     SchedulerError,
 )
-from radixrt.interrupt import signal_of
 
 DONE = 0
 FAILED = 1  # something failed while it ran

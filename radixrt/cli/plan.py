@@ -12,9 +12,9 @@ from radixrt.cli.options import SAMPLING, Option, add_command, add_options, samp
 from radixrt.errors import ParameterError
 
 if TYPE_CHECKING:
+    from radixrt.limits import RunLimits
     from radixrt.models.config import ModelConfig
     from radixrt.planning.cards import Card
-    from radixrt.planning.limits import RunLimits
     from radixrt.workloads.bound import ModelShape
 
 _EXAMPLE = """\
@@ -65,18 +65,19 @@ def _plan(arguments: argparse.Namespace) -> int:
     import numpy as np
     from rich.console import Console
 
-    from radixrt.batch.disk import temporary_folder
-    from radixrt.batch.line_format import LineParser
+    from radixrt.batch.formats.line_format import LineParser
+    from radixrt.batch.formats.source import read_lines
     from radixrt.batch.prescan import prescan
-    from radixrt.batch.source import place_name, read_lines
-    from radixrt.batch.text_file import TextFile
     from radixrt.builtin import MODEL_PATH
+    from radixrt.files.disk import temporary_folder
+    from radixrt.files.standard import place_name
+    from radixrt.files.text_file import TextFile
+    from radixrt.frontend.request_builder import builder_without_weights
     from radixrt.planning.batch_plan import plan_batch
     from radixrt.planning.cards import find_card
-    from radixrt.planning.outline import decoded_by
-    from radixrt.planning.plan_page import plan_page
-    from radixrt.planning.plan_view import print_plan
-    from radixrt.request_builder import builder_without_weights
+    from radixrt.report.outline import decoded_by
+    from radixrt.report.plan_page import plan_page
+    from radixrt.report.plan_view import print_plan
 
     if arguments.prefixes < 0:
         raise ParameterError(f"prefixes is {arguments.prefixes}; it must be at least 0")
@@ -146,7 +147,7 @@ def _shape(config: ModelConfig) -> ModelShape:
 
 
 def _limits(arguments: argparse.Namespace, card: Card, shape: ModelShape) -> RunLimits:
-    from radixrt.planning.limits import RunLimits
+    from radixrt.limits import RunLimits
 
     names = ("max_running_requests", "chunked_prefill_size")
     given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}

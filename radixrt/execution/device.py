@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-from radixrt.bounds import real, whole
+from radixrt.checks import real, whole
 from radixrt.errors import ParameterError
-from triton_ops.e4m3 import FIRST_CAPABILITY
 from triton_ops.implementation import Impl, gpu_of, runs_triton
+from triton_ops.kv.e4m3 import FIRST_CAPABILITY
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:

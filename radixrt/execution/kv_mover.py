@@ -13,7 +13,7 @@ from memory_pool.kv_transfers import KVTransfer
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.staging import Staging
 from triton_ops.implementation import Impl
-from triton_ops.kv_copy import kv_copy
+from triton_ops.kv.kv_copy import kv_copy
 
 
 class KVMover:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.execution.attention_planner import AttentionPlanner
+from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.models.decoder import Decoder
-from triton_ops.e4m3 import E4M3_MAX
+from triton_ops.kv.e4m3 import E4M3_MAX
 
 NUM_TOKENS = 256
 SEED = 0

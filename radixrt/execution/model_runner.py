@@ -20,14 +20,14 @@ from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.errors import DeviceLostError
-from radixrt.execution.attention_planner import AttentionPlanner
-from radixrt.execution.decode_graphs import DecodeGraphs
-from radixrt.execution.extend_graphs import ExtendGraphs, pass_shapes
-from radixrt.execution.graph_memory import GraphMemory
+from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.graphs.decode_graphs import DecodeGraphs
+from radixrt.execution.graphs.extend_graphs import ExtendGraphs, pass_shapes
+from radixrt.execution.graphs.memory import GraphMemory
+from radixrt.execution.graphs.results import SampledTokens
 from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.pass_timer import PassTimer, TimedPass
-from radixrt.execution.result_buffer import SampledTokens
-from radixrt.execution.sampler import (
+from radixrt.execution.sampling.sampler import (
     DrawPlan,
     LogprobTensors,
     draw_logprobs,
@@ -35,13 +35,13 @@ from radixrt.execution.sampler import (
     draw_special,
     plan_draws,
 )
-from radixrt.execution.sampling_table import SamplingTable
+from radixrt.execution.sampling.table import SamplingTable
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
-from triton_ops.logprobs import token_logprobs
 from triton_ops.row_tables import known_tokens, write_cells
-from triton_ops.sampling import finite_rows
+from triton_ops.sampling.logprobs import token_logprobs
+from triton_ops.sampling.sample import finite_rows
 
 # Of a pass: its hidden states `[T, hidden_size]` unless a graph made them, logits `[S, vocab_size]`, whether the
 # last hidden state of each request is finite, bool `[B]`, and its arrays on the device.

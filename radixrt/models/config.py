@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from layers.rotary import RopeParameters
-from radixrt.bounds import whole
+from radixrt.checks import whole
 from radixrt.errors import ModelError
 from radixrt.models.rope import longest_context, read_rope
 

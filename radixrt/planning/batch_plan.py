@@ -7,14 +7,14 @@ from functools import cached_property
 
 import numpy as np
 
-from radixrt.batch.token_store import TokenStore
+from radixrt.limits import RunLimits
 from radixrt.planning.cache_model import ModelledRun, model_run
 from radixrt.planning.hints import Hint, find_hints
-from radixrt.planning.limits import RunLimits
 from radixrt.planning.prefix_order import Int32Array, Int64Array, PrefixOrder, prefix_order
 from radixrt.planning.prefix_tree import PrefixTree, prefix_tree
 from radixrt.planning.rehearsal import rehearse
 from radixrt.planning.run_order import RunOrder, run_order
+from radixrt.planning.token_store import TokenStore
 from radixrt.planning.work import Work, expected_work
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 from radixrt.workloads.statistics import TokenStatistics

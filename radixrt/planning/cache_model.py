@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from radixrt.planning.limits import RunLimits
+from radixrt.limits import RunLimits
 from radixrt.planning.prefix_order import Int32Array, Int64Array, PrefixOrder
 from radixrt.planning.prefix_tree import PrefixTree
 

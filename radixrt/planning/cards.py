@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixrt.bounds import real
+from radixrt.checks import real
 from radixrt.errors import ParameterError
 from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape
 

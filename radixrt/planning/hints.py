@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from radixrt.batch.token_store import TokenStore
 from radixrt.planning.prefix_order import BoolArray, Int64Array, PrefixOrder, prefix_order
 from radixrt.planning.prefix_tree import PrefixTree
+from radixrt.planning.token_store import TokenStore
 
 RUN = 16  # tokens in a row that prompts have to agree in
 REACH = 48  # tokens that may differ before it

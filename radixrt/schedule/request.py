@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
+from radixrt.cache.pending_match import Prospect
 from radixrt.cache.prefix_cache import Lease
-from radixrt.cache.prospect import Prospect
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Namespace, Tokens
 from radixrt.output import FinishReason, Timings, TokenLogprob, Usage
 from radixrt.sampling_params import SamplingParams

@@ -17,8 +17,8 @@ from itertools import compress
 import numpy as np
 
 from memory_pool.slot_allocator import Slots
+from radixrt.cache.pending_match import Prospect
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.cache.prospect import Prospect
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason, TokenLogprob
 from radixrt.schedule.batch import Int32Array, Logprobs, PassResult, ScheduleBatch

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected
 from radixrt.bench.kernels.roofline import Work
-from triton_ops.gelu_and_mul import gelu_and_mul
-from triton_ops.gelu_fast import gelu_fast
-from triton_ops.gelu_new import gelu_new
+from triton_ops.activations.gelu_and_mul import gelu_and_mul
+from triton_ops.activations.gelu_fast import gelu_fast
+from triton_ops.activations.gelu_new import gelu_new
+from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.implementation import Impl
-from triton_ops.layer_norm import add_layer_norm
-from triton_ops.norm_rotary_store import HeadNorm, Rotation, norm_rotary_store
-from triton_ops.rms_norm import add_rms_norm, rms_norm
-from triton_ops.silu_and_mul import silu_and_mul
-from triton_ops.soft_cap import soft_cap
-from triton_ops.wide_rms_norm import add_wide_rms_norm
+from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, norm_rotary_store
+from triton_ops.norms.layer_norm import add_layer_norm
+from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
+from triton_ops.norms.rms_norm_fp32_weight import add_wide_rms_norm
 
 DTYPE = torch.bfloat16
 EPS = 1e-5

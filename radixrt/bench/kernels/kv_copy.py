@@ -12,7 +12,7 @@ from torch import Tensor
 
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected
 from radixrt.bench.kernels.roofline import Work
-from triton_ops.kv_copy import kv_copy
+from triton_ops.kv.kv_copy import kv_copy
 
 DTYPE = torch.bfloat16
 

@@ -13,7 +13,7 @@ from layers.linear import Linear
 from layers.placement import Placement
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected
 from radixrt.bench.kernels.roofline import Work
-from triton_ops.rms_norm import add_rms_norm
+from triton_ops.norms.rms_norm import add_rms_norm
 
 DTYPE = torch.bfloat16
 EPS = 1e-5

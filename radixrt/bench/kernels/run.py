@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-import radixrt
 from radixrt.bench.kernels.attention import attention_cases, attention_sweep
 from radixrt.bench.kernels.case import Case
 from radixrt.bench.kernels.elementwise import elementwise_cases, elementwise_sweep
@@ -26,6 +25,7 @@ from radixrt.bench.kernels.timing import CudaTimer, measure_machine
 from radixrt.bench.kernels.tree import tree_cases, tree_sweep
 from radixrt.bench.report import check_files, wide_console, write_json
 from radixrt.errors import RadixrtError
+from radixrt.version import __version__
 from triton_ops.implementation import triton
 
 MEASURE_SECONDS, QUICK_SECONDS = 0.1, 0.02  # of calls, for each time
@@ -92,7 +92,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     timer = CudaTimer(QUICK_SECONDS if options.quick else MEASURE_SECONDS)
     device = torch.device("cuda", torch.cuda.current_device())
     machine = measure_machine(timer, device)
-    environment = {"radixrt": radixrt.__version__, "torch": torch.__version__, "triton": triton.__version__}
+    environment = {"radixrt": __version__, "torch": torch.__version__, "triton": triton.__version__}
     console.print(", ".join(f"{name} {value}" for name, value in environment.items()))
     console.print(describe(machine))
     report = Report(console)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected
 from radixrt.bench.kernels.roofline import Work
-from triton_ops.logit_threshold import reference_thresholds
-from triton_ops.logprobs import token_logprobs
-from triton_ops.sampling import greedy, sample
+from triton_ops.sampling.logit_threshold import reference_thresholds
+from triton_ops.sampling.logprobs import token_logprobs
+from triton_ops.sampling.sample import greedy, sample
 
 DTYPE = torch.bfloat16
 TEMPERATURE, TOP_K, TOP_P = 0.8, 50, 0.95

@@ -22,7 +22,7 @@ from radixrt.bench.kernels.attention_inputs import (
 from radixrt.bench.kernels.attention_peers import flash_infer_cascade
 from radixrt.bench.kernels.case import Call, Case, Contender, PlanFigures
 from radixrt.bench.kernels.roofline import Work, tree_work
-from radixrt.execution.attention_planner import AttentionPlanner
+from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.models.config import AttentionKind
 
 PLANNINGS = 9  # of the same batch; their median is the time

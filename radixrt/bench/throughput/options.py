@@ -9,7 +9,7 @@ from radixrt.bench.scales import SCALES
 from radixrt.bench.shapes import SHAPES
 from radixrt.bench.subject import check_speed, one_of
 from radixrt.bench.throughput.names import ABLATIONS, BASELINES, CONFIGS, LISTS
-from radixrt.bounds import real, whole
+from radixrt.checks import real, whole
 from radixrt.errors import ParameterError
 
 

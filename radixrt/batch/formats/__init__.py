@@ -1,0 +1,1 @@
+"""What lines and records of batch files look like."""

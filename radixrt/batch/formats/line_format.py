@@ -1,0 +1,117 @@
+"""Lines and records of a batch in whatever format they are: what everything else of a batch goes through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.batch.formats.openai_batch import openai_answer, openai_error, openai_reply, openai_tally, read_openai
+from radixrt.batch.formats.plain_lines import (
+    PROMPTS,
+    plain_answer,
+    plain_error,
+    plain_reply,
+    plain_tally,
+    read_plain,
+)
+from radixrt.batch.formats.record import Format, InputRecord, LineError, LineErrorType, ParameterReader, Reply
+from radixrt.batch.formats.source import BadLine
+from radixrt.batch.formats.strict_json import dump_line, kind, loads
+from radixrt.batch.tally import Tally
+from radixrt.output import RequestOutput
+from radixrt.sampling_params import SamplingParams
+from radixrt.text.token_spelling import TokenSpelling
+
+
+class LineParser:
+    """Reads the lines of one file, each in the format that it is in.
+
+    A line with `body`, `url` or `method` is in OpenAI's format, one with a prompt in radixrt's own. A line that
+    does not tell, such as one that is not JSON, is answered in the format of the file: that of the first line
+    that tells. Before that one, what its text looks like decides.
+
+    Args:
+        default_params: for what a line does not give.
+        file_format: of the file, where it is known: a part of a file is then read as the whole would be.
+
+    Attributes:
+        file_format: of the file, or None until a line has told.
+    """
+
+    def __init__(self, default_params: SamplingParams, file_format: Format | None = None) -> None:
+        self.file_format = file_format
+        self._parameters = ParameterReader(default_params)
+
+    def parse(self, line: bytes | BadLine) -> InputRecord:
+        """What a line that is not blank asks for.
+
+        Raises:
+            LineError: it is a bad one.
+        """
+        if isinstance(line, BadLine):
+            raise self._unreadable(line.message, b"")
+        try:
+            value = loads(line)
+        except ValueError as error:
+            raise self._unreadable(f"the line {error}", line) from None
+        except RecursionError:
+            raise self._unreadable("the line nests too deep", line) from None
+        if not isinstance(value, dict):
+            raise self._unreadable(f"the line is {kind(value)}; it must be a JSON object", line)
+        try:
+            return self._read(value)
+        except RecursionError:  # of a message that shows a value
+            raise self._unreadable("the line nests too deep", line) from None
+
+    def _read(self, value: dict[str, Any]) -> InputRecord:
+        told = _format(value)
+        if self.file_format is None:
+            self.file_format = told
+        if (told or self.file_format) is Format.OPENAI:
+            return read_openai(value, self._parameters)
+        return read_plain(value, self._parameters)
+
+    def _unreadable(self, message: str, line: bytes) -> LineError:
+        is_openai = self.file_format is Format.OPENAI or (
+            self.file_format is None and b'"body"' in line and b'"url"' in line
+        )
+        return LineError(LineErrorType.INVALID_LINE, message, openai_reply() if is_openai else plain_reply())
+
+
+def _format(line: dict[str, Any]) -> Format | None:
+    """The format that a line is in, as far as it tells."""
+    if "body" in line or "url" in line or "method" in line:
+        return Format.OPENAI
+    return Format.PLAIN if any(key in line for key in PROMPTS) else None
+
+
+def output_line(
+    index: int, reply: Reply, output: RequestOutput, *, created: int, spelling: TokenSpelling
+) -> bytes:
+    """The record of a line whose request ran, with its newline.
+
+    Args:
+        index: place of the line in its file, from 0.
+        reply: of its InputRecord.
+        created: Unix time of the run in seconds, the same after it is resumed. OpenAI's format has it.
+        spelling: of the model's tokens. Log-probabilities in OpenAI's format are of their texts.
+    """
+    if reply["format"] == Format.OPENAI:
+        return dump_line(openai_answer(index, reply, output, created=created, spelling=spelling))
+    return dump_line(plain_answer(index, reply, output))
+
+
+def error_line(index: int, error: LineError) -> bytes:
+    """The record of a bad line, with its newline."""
+    is_openai = error.reply["format"] == Format.OPENAI
+    return dump_line(openai_error(index, error) if is_openai else plain_error(index, error))
+
+
+def record_tally(record: dict[str, Any]) -> Tally:
+    """The numbers of one record that `output_line` or `error_line` has made, as a JSON value."""
+    return openai_tally(record) if "response" in record else plain_tally(record)
+
+
+def record_error(record: dict[str, Any]) -> tuple[LineErrorType, str] | None:
+    """Kind and message of the error in such a record; None if it has none."""
+    error = record["error"]
+    return None if error is None else (LineErrorType(error.get("type", error.get("code"))), error["message"])

@@ -1,0 +1,196 @@
+"""Lines in radixrt's own format: the prompt that one asks for, and the record that answers it.
+
+An input line is a JSON object with
+
+    prompt            a string, or a list of token ids;
+    messages          a chat, in place of `prompt`: a list of {"role", "content"};
+    token_ids         a list of token ids, in place of `prompt`;
+    sampling_params   fields of `SamplingParams`, in the spelling of SGLang or vLLM if you like; those not given
+                      keep the run's defaults (optional). They may stand in the line itself as well, as in
+                      {"prompt": "...", "max_tokens": 8};
+    custom_id         a string of the user's, no two lines the same (optional);
+    metadata          any JSON value, returned as it came (optional).
+
+`null` for any of them is the same as leaving it out. Another key, a key that appears twice, or a number that is
+not finite makes the line a bad one.
+
+An output line is a JSON object with
+
+    custom_id         as given, or null;
+    index             place of the line in the input file, from 0, blank lines counted;
+    text              the generated text, or null;
+    token_ids         the generated token ids, or null;
+    finish_reason     "stop", "length", "abort" or "error";
+    usage             token counts (`Usage`), or null if the request never ran;
+    timings           seconds (`Timings`), or null if the request never ran;
+    metadata          as given, or null;
+    error             null, or {"type": see `LineErrorType`, "message"}; then text and token_ids are null;
+    outputs           with n > 1: text, token_ids, finish_reason and, if asked for, logprobs of each answer; the
+                      first one's are also those of the record. If one of them failed, the record is an error, and
+                      the others stand here;
+    logprobs          if asked for: for each token {"token_id", "logprob", "rank", "top": [[id, logprob], ...]};
+    prompt_logprobs   if asked for: the same for tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from radixrt.batch.formats.record import Format, InputRecord, LineError, LineErrorType, ParameterReader, Reply
+from radixrt.batch.formats.strict_json import kind, nests_deeper, short
+from radixrt.batch.tally import ERROR_RECORD, Tally
+from radixrt.errors import ParameterError, PromptError, TokenizerError
+from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
+from radixrt.output import FinishReason, RequestOutput, TokenLogprob
+from radixrt.text.chat import checked_messages
+
+PROMPTS = ("prompt", "messages", "token_ids")
+MAX_DEPTH = 100  # of metadata: what is read once is written again, in processes with other limits of recursion
+_KEYS = (*PROMPTS, "sampling_params", "custom_id", "metadata")
+_PARAMETERS = known_parameters().keys()
+_ALLOWED = dict.fromkeys((*_KEYS, *_PARAMETERS)).keys()
+_MAX_TOKEN_ID = 2**31 - 1
+
+
+def plain_reply(custom_id: str | None = None, metadata: Any = None) -> Reply:
+    """The reply of a line of this format."""
+    return {"format": Format.PLAIN.value, "custom_id": custom_id, "metadata": metadata}
+
+
+def read_plain(line: dict[str, Any], parameters: ParameterReader) -> InputRecord:
+    """What a line asks for. Raises LineError."""
+    custom_id, metadata = line.get("custom_id"), line.get("metadata")
+    too_deep = nests_deeper(metadata, MAX_DEPTH)
+    reply = plain_reply(custom_id if isinstance(custom_id, str) else None, None if too_deep else metadata)
+
+    def bad(type: LineErrorType, message: str) -> NoReturn:
+        raise LineError(type, message, reply)
+
+    if too_deep:
+        bad(LineErrorType.INVALID_LINE, f"metadata nests too deep; at most {MAX_DEPTH} levels are taken")
+    if custom_id is not None and not isinstance(custom_id, str):
+        bad(LineErrorType.INVALID_LINE, f"custom_id is {kind(custom_id)}; it must be a string")
+    if not line.keys() <= _ALLOWED:
+        unknown = [with_nearest(short(key), _ALLOWED) for key in line if key not in _ALLOWED]
+        bad(
+            LineErrorType.INVALID_LINE,
+            f"unknown key {', '.join(unknown[:5])}; a line may have {', '.join(_KEYS)} and parameters",
+        )
+    given = [key for key in PROMPTS if line.get(key) is not None]
+    if len(given) > 1:
+        bad(LineErrorType.INVALID_PROMPT, f"the line has both {' and '.join(given)}; give one of them")
+    if not given:
+        bad(
+            LineErrorType.INVALID_PROMPT,
+            f"the line has no prompt; give {', '.join(PROMPTS[:-1])} or {PROMPTS[-1]}",
+        )
+    try:
+        prompt = _prompt(given[0], line[given[0]])
+    except (PromptError, TokenizerError) as error:
+        bad(LineErrorType.INVALID_PROMPT, str(error))
+    try:
+        params = parameters.read(_given(line))
+    except ParameterError as error:
+        bad(LineErrorType.INVALID_PARAMETERS, str(error))
+    return InputRecord(prompt, params, reply)
+
+
+def _prompt(name: str, value: Any) -> str | list[int] | list[dict[str, str]]:
+    """The prompt under a key. Raises PromptError or TokenizerError."""
+    if name == "messages":
+        if not isinstance(value, list):
+            raise PromptError(f"messages is {kind(value)}; it must be a list of messages")
+        return checked_messages(value)
+    if isinstance(value, list):
+        check_token_ids(name, value)
+    elif not isinstance(value, str) or name == "token_ids":
+        wanted = "a list of token ids" if name == "token_ids" else "a string or a list of token ids"
+        raise PromptError(f"{name} is {kind(value)}; it must be {wanted}")
+    if not value:
+        raise PromptError(f"{name} is empty")
+    prompt: str | list[int] = value
+    return prompt
+
+
+def check_token_ids(name: str, ids: list[Any]) -> None:
+    """Raise PromptError, which names the first that is none, unless these are token ids of some model."""
+    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) <= _MAX_TOKEN_ID)):
+        return
+    for position, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise PromptError(f"{name}[{position}] is {kind(token)}; it must be a token id")
+        if not 0 <= token <= _MAX_TOKEN_ID:
+            raise PromptError(f"{name}[{position}] is {short(str(token))}; that is no token id")
+
+
+def _given(line: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a line, from both places where they may stand. Raises ParameterError."""
+    own = line.get("sampling_params")
+    own = {} if own is None else own
+    if not isinstance(own, dict):
+        raise ParameterError(f"sampling_params is {kind(own)}; it must be an object")
+    beside = {key: value for key, value in line.items() if key in _PARAMETERS and value is not None}
+    if twice := [key for key in beside if key in own]:
+        raise ParameterError(f"{twice[0]} stands in sampling_params and beside it; give it once")
+    return own | beside if beside else own
+
+
+def plain_answer(index: int, reply: Reply, output: RequestOutput) -> dict[str, object]:
+    """The record of a line whose request ran."""
+    first = output.outputs[0]
+    failed = output.failed
+    more: dict[str, object] = {}
+    if len(output.outputs) > 1:
+        more["outputs"] = [
+            {
+                "text": answer.text,
+                "token_ids": answer.token_ids,
+                "finish_reason": answer.finish_reason,
+                **_logprobs("logprobs", answer.logprobs),
+            }
+            for answer in output.outputs
+        ]
+    more |= _logprobs("logprobs", output.logprobs) | _logprobs("prompt_logprobs", output.prompt_logprobs)
+    return {
+        "custom_id": reply["custom_id"],
+        "index": index,
+        "text": None if failed else first.text,
+        "token_ids": None if failed else first.token_ids,
+        "finish_reason": (failed or first).finish_reason,
+        "usage": asdict(output.usage),
+        "timings": {
+            name: None if seconds is None else round(seconds, 6)
+            for name, seconds in asdict(output.timings).items()
+        },
+        "metadata": reply["metadata"],
+        "error": {"type": LineErrorType.FAILED, "message": output.failure} if failed else None,
+        **more,
+    }
+
+
+def _logprobs(name: str, logprobs: tuple[TokenLogprob, ...] | None) -> dict[str, object]:
+    return {} if logprobs is None else {name: [asdict(token) for token in logprobs]}
+
+
+def plain_error(index: int, error: LineError) -> dict[str, object]:
+    """The record of a bad line."""
+    return {
+        "custom_id": error.reply["custom_id"],
+        "index": index,
+        "text": None,
+        "token_ids": None,
+        "finish_reason": FinishReason.ERROR,
+        "usage": None,
+        "timings": None,
+        "metadata": error.reply["metadata"],
+        "error": {"type": error.type, "message": error.message},
+    }
+
+
+def plain_tally(record: dict[str, Any]) -> Tally:
+    """The numbers of a record of this format."""
+    if record["error"] is not None:
+        return ERROR_RECORD
+    usage = record["usage"]
+    return Tally(1, 0, usage["prompt_tokens"], usage["cached_tokens"], usage["completion_tokens"])

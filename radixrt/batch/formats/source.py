@@ -1,0 +1,233 @@
+"""The lines of a batch's input, read one by one: plain or compressed JSON lines, standard input, or parquet."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from radixrt.batch.formats.strict_json import loads
+from radixrt.errors import BatchFileError
+from radixrt.files.standard import STANDARD, place_name
+
+MAX_LINE = 64 * 2**20  # bytes
+
+_BOM = b"\xef\xbb\xbf"
+_BLANK = b" \t\r\n"  # what JSON takes for blanks
+_GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_ZSTD_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a frame of notes, which may come first
+_PARQUET = b"PAR1"
+_NEVER_SHORT = (".gz", ".zst", ".zstd", ".parquet")  # even of nothing these are longer than their first bytes
+_BUFFER = 2**20
+_ROWS = 256  # of parquet at once
+_PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # a column that pandas adds
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that is not handed out.
+
+    Attributes:
+        message: why.
+    """
+
+    message: str
+
+
+class _Lines(Protocol):
+    def readline(self, size: int, /) -> bytes: ...
+
+
+def read_lines(source: str | Path, *, max_line: int = MAX_LINE) -> Iterator[tuple[int, bytes | BadLine]]:
+    """The lines that are not blank, without blanks around them, each with its place in the file from 0.
+
+    What the file is, its first bytes tell: gzip, zstd, parquet, else JSON lines as they are. A byte order mark is
+    left out. Of a parquet file each row is a line, a JSON object with a key for each column that is not null.
+
+    At most one line of JSON and a buffer of a megabyte are in memory, or some hundred rows of parquet.
+
+    Args:
+        source: a file, or "-" for standard input, where parquet cannot be read.
+        max_line: bytes of the longest line. Of a longer one comes a BadLine.
+
+    Raises:
+        BatchFileError: it cannot be read to its end: it is damaged or cut short, or a package is missing. The
+            message says how far it was read; all lines before have been handed out.
+    """
+    name = place_name(source, "input")
+    with _opened(source, name) as file:
+        head = _head(file, name)
+        if head == _PARQUET:
+            if source == STANDARD:
+                raise BatchFileError(
+                    f"{name} is a parquet file, which can be read from a file only: give its path"
+                )
+            yield from _rows(Path(source), name, max_line)
+            return
+        if source != STANDARD and len(head) < 4 and str(source).endswith(_NEVER_SHORT):
+            raise BatchFileError(
+                f"cannot read {name}: it is cut short, it has only {len(head)} bytes: copy it anew"
+            )
+        yield from _json_lines(io.BufferedReader(_Rejoined(head, file), _BUFFER), head, name, max_line)
+
+
+@contextmanager
+def _opened(source: str | Path, name: str) -> Iterator[IO[bytes]]:
+    if source == STANDARD:
+        if not hasattr(sys.stdin, "buffer"):
+            raise BatchFileError(f"cannot read {name}: it is closed, or not that of a process")
+        yield sys.stdin.buffer
+        return
+    try:
+        file = open(source, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise BatchFileError(f"cannot read {name}: {error.strerror or error}") from error
+    with file:
+        yield file
+
+
+def _head(file: IO[bytes], name: str) -> bytes:
+    """The first four bytes, or all if there are fewer."""
+    head = b""
+    try:
+        while len(head) < 4 and (more := file.read(4 - len(head))):
+            head += more
+    except OSError as error:
+        raise BatchFileError(f"cannot read {name}: {error.strerror or error}") from error
+    return head
+
+
+class _Rejoined(io.RawIOBase):
+    """A file from its beginning, though its head was read already: standard input cannot go back."""
+
+    def __init__(self, head: bytes, rest: Any) -> None:
+        self._head = head
+        self._rest = rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        if self._head:
+            taken = min(len(buffer), len(self._head))
+            buffer[:taken] = self._head[:taken]
+            self._head = self._head[taken:]
+            return taken
+        count: int = self._rest.readinto1(buffer)
+        return count
+
+
+def _json_lines(
+    file: io.BufferedReader, head: bytes, name: str, max_line: int
+) -> Iterator[tuple[int, bytes | BadLine]]:
+    lines, damage = _decompressed(file, head, name)
+    count = size = 0
+    try:
+        while line := lines.readline(max_line + 1):
+            length = len(line)
+            too_long = length > max_line and not line.endswith(b"\n")
+            while too_long and not line.endswith(b"\n") and (line := lines.readline(_BUFFER)):
+                length += len(line)
+            index, count, size = count, count + 1, size + length
+            if too_long:
+                yield index, BadLine(f"the line has {length:,} bytes; at most {max_line:,} are read")
+                continue
+            text = (line.removeprefix(_BOM) if index == 0 else line).strip(_BLANK)
+            line = b""  # while the next one is read, this one is the caller's alone
+            if text:
+                yield index, text
+            text = b""
+    except damage as error:
+        what = "is cut short" if isinstance(error, EOFError) else f"is damaged ({error})"
+        raise BatchFileError(f"{name} {what} after line {count:,} ({size:,} bytes): copy it anew") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise BatchFileError(f"cannot read {name} beyond line {count:,} ({size:,} bytes): {reason}") from error
+
+
+def _decompressed(file: io.BufferedReader, head: bytes, name: str) -> tuple[_Lines, tuple[type[Exception], ...]]:
+    """The text of a file, and what reading it raises where the file is damaged or cut short."""
+    if head.startswith(_GZIP):
+        return gzip.GzipFile(fileobj=file), (EOFError, zlib.error, gzip.BadGzipFile)
+    if head == _ZSTD or _ZSTD_SKIPPABLE.fullmatch(head):
+        zstd = zstd_module(name)
+        return zstd.ZstdFile(file), (EOFError, zstd.ZstdError)
+    return file, ()
+
+
+def zstd_module(name: str) -> Any:
+    """Python's own zstd, or the same from backports.zstd where it has none. Raises BatchFileError."""
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+    except ImportError as error:
+        raise BatchFileError(
+            f"{name} is for zstd, which this Python does not have ({error}): pip install backports.zstd"
+        ) from error
+    return zstd
+
+
+def _rows(path: Path, name: str, max_line: int) -> Iterator[tuple[int, bytes | BadLine]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise BatchFileError(
+            f"{name} is a parquet file, and pyarrow is not installed ({error}): pip install 'radixrt[parquet]'"
+        ) from error
+    count = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_ROWS):
+                for row in batch.to_pylist(maps_as_pydicts="strict"):
+                    index, count = count, count + 1
+                    yield index, _row_line(row, max_line)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).split("\n")[0]
+        raise BatchFileError(f"cannot read {name} beyond row {count:,}: {reason}") from error
+
+
+def _row_line(row: dict[str, Any], max_line: int) -> bytes | BadLine:
+    """A row of a parquet file as the line that it stands for."""
+    try:
+        line = {
+            column: _cell(column, value)
+            for column, value in row.items()
+            if value is not None and not _PANDAS_INDEX.fullmatch(column)
+        }
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
+    except (TypeError, ValueError) as error:
+        return BadLine(f"the row is not JSON: {error}")
+    if len(text) > max_line:
+        return BadLine(f"the row has {len(text):,} bytes as JSON; at most {max_line:,} are read")
+    return text
+
+
+def _cell(column: str, value: Any) -> Any:
+    """A cell of a column. Raises ValueError."""
+    if column == "metadata":
+        return value
+    if column in ("messages", "sampling_params", "body") and isinstance(value, str):
+        try:
+            return loads(value.encode())
+        except ValueError as error:
+            raise ValueError(f"the text in {column} {error}") from None
+    return _without_nulls(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the keys whose value is null: all structs of a column have the same keys."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,258 @@
+"""What a run of a batch has on the disk until its output is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from radixrt.batch.journal.journal import Journal, create_journal, partial_journal
+from radixrt.batch.journal.manifest import Manifest
+from radixrt.batch.journal.run_lock import RunLock
+from radixrt.errors import BatchFileError, JournalError
+from radixrt.files.disk import DISK, Disk, file_error, refusal
+
+_CHUNK_BYTES = 2**20  # of the output that are written at once
+
+Encoding = Callable[[Iterator[bytes]], Iterator[bytes]]
+"""What makes the bytes of a file of runs of whole records, as a compression does. The same in, the same out."""
+
+
+class RunFolder:
+    """The folder `OUTPUT.run` beside a batch's output, for the one process that holds its lock.
+
+    In it are
+
+        journal     the finished records, and what the run is of (`journal_format`);
+        lock        who may write;
+        output      the output, while it is made;
+        scratch/    room for files of others that can be made again. An earlier try may have left some there,
+                    perhaps of another input.
+
+    `begin` opens the journal of a new run, or of one that goes on. `finish` makes the output and removes the
+    folder. Leaving the context without `finish` keeps what `begin` needs to go on.
+
+    While the folder is removed, the journal stands beside it as `OUTPUT.run.finished`, and goes last of all: a
+    process that is killed before leaves enough for the next one to know that the output is this run's.
+
+    Attributes:
+        path: of the folder.
+        scratch: of the folder in it.
+
+    Raises:
+        BatchFileError: another process holds the lock, or there can be no such folder.
+        JournalError: the disk refuses.
+    """
+
+    def __init__(self, output: Path, *, disk: Disk = DISK) -> None:
+        self.path = run_path(output)
+        self.scratch = self.path / "scratch"
+        self._output = output
+        self._journal_path = self.path / "journal"
+        self._merged_path = self.path / "output"
+        self._lock_path = self.path / "lock"
+        self._aside_path = aside_path(output)
+        self._disk = disk
+        self._journal: Journal | None = None
+        self._replace = self._was_finished = False
+        try:
+            self._lock = self._make()
+        except OSError as error:
+            raise file_error(f"cannot make {self.path}", error) from error
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._journal is not None:
+                self._journal.close()
+            else:
+                with self._refusals(self.path):
+                    if not self._disk.exists(self._journal_path):  # there is nothing to go on with
+                        self._remove()
+        finally:
+            with self._refusals(self._lock_path):
+                self._lock.release()
+
+    def begin(
+        self,
+        manifest: Manifest,
+        *,
+        replace: bool = False,
+        restart: bool = False,
+        found: Callable[[bytes], object] = lambda record: None,
+    ) -> Journal:
+        """Open the journal of the run that the manifest describes.
+
+        Args:
+            manifest: what the run is of. An earlier run of something else is refused.
+            replace: an output that exists may be replaced.
+            restart: forget an earlier run, whatever it was of.
+            found: called with each record that an earlier run has left, in any order.
+
+        Raises:
+            BatchFileError: the output exists, or the journal is another run's or damaged.
+            JournalError: the disk refuses.
+        """
+        with self._refusals(self.path):
+            if restart or not self._disk.exists(self._journal_path):
+                self._check_output(replace)
+                create_journal(self._journal_path, manifest, self._disk)
+            self._disk.fsync_folder(self.path)  # always: a process before may have been killed just here
+            self._disk.fsync_folder(self.path.parent)
+            self._journal = Journal(self._journal_path, manifest, self._disk, found=found)
+            self._replace = replace
+            self._was_finished = self._journal.is_finished  # then the output may be of this very run
+            self._check_output(replace or self._was_finished)
+        return self._journal
+
+    def finish(self, encode: Encoding = iter) -> None:
+        """Make the output of the journal's records, in order, durably and in one step; then remove the folder.
+
+        Args:
+            encode: what the records, one after the other in chunks of whole ones, become in the file.
+
+        Raises:
+            BatchFileError: records are missing, or the output exists, is not to be replaced, and is not what a
+                process before has made of these very records.
+            JournalError: the disk refuses.
+        """
+        journal = self._journal
+        assert journal is not None, "begin comes first"
+        journal.check_whole()
+        with self._refusals(self._output):
+            self._check_output(self._replace or self._was_finished)
+            self._disk.write_file(self._merged_path, encode(_chunks(journal.records())))
+            self._check_output(self._replace or self._is_made())
+            journal.mark_finished()
+            self._disk.replace(self._merged_path, self._output)
+            self._disk.fsync_folder(self._output.parent)
+        journal.close()
+        with self._refusals(self.path, f"the output {self._output} is whole, but "):
+            self._remove()
+
+    def _make(self) -> RunLock:
+        """Make the folder, if it is not there, and lock it."""
+        self._disk.exists(self._aside_path)  # a name that is too long is refused before anything is made
+        while True:
+            with contextlib.suppress(FileExistsError):
+                self._disk.mkdir(self.path)
+            try:
+                if not stat.S_ISDIR(self._disk.lstat(self.path).st_mode):
+                    raise BatchFileError(f"{self.path} is in the way of the run's folder; move it away")
+                lock = RunLock(self._lock_path, self._disk)
+            except FileNotFoundError:
+                continue  # its last holder has just removed the folder
+            try:
+                if not lock.is_at(self._lock_path):
+                    lock.release()
+                    continue
+                with contextlib.suppress(FileExistsError):
+                    self._disk.mkdir(self.scratch)
+                self._take_back()
+            except BaseException:
+                lock.release()
+                raise
+            return lock
+
+    def _check_output(self, replace: bool) -> None:
+        if not replace and self._disk.exists(self._output):
+            raise BatchFileError(f"the output {self._output} exists; --overwrite replaces it")
+
+    def _is_made(self) -> bool:
+        """Whether the output is what a process before has made of the same records."""
+        return (
+            self._was_finished
+            and self._disk.exists(self._output)
+            and _are_equal(self._disk, self._merged_path, self._output)
+        )
+
+    def _take_back(self) -> None:
+        """Put the journal to its place if a process was killed while it removed the folder."""
+        if self._disk.exists(self._aside_path):
+            if self._disk.exists(self._journal_path):  # of a later run, and a power cut brought the other one back
+                self._unlink(self._aside_path)
+            else:
+                with contextlib.suppress(FileNotFoundError):  # that process lives, and has just come to its end
+                    self._disk.replace(self._aside_path, self._journal_path)
+
+    def _remove(self) -> None:
+        """Remove all that is radixrt's, and the folder unless something else is in it. The journal goes last."""
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.remove_tree(self.scratch)
+        for path in (self._merged_path, partial_journal(self._journal_path)):
+            self._unlink(path)
+        has_journal = self._disk.exists(self._journal_path)
+        if has_journal:
+            self._disk.replace(self._journal_path, self._aside_path)
+        self._unlink(self._lock_path)
+        try:
+            self._disk.rmdir(self.path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        if has_journal:
+            self._disk.fsync_folder(self.path.parent)  # a power cut leaves no folder and no journal, or both
+            self._unlink(self._aside_path)
+
+    def _unlink(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.unlink(path)
+
+    @contextmanager
+    def _refusals(self, path: Path, what_stands: str = "") -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise JournalError(f"{what_stands}cannot write {path}: {refusal(error)}") from error
+
+
+def run_path(output: Path) -> Path:
+    """The folder of the run that makes an output."""
+    return output.with_name(output.name + ".run")
+
+
+def aside_path(output: Path) -> Path:
+    """Where the journal stands while the folder is removed."""
+    return output.with_name(output.name + ".run.finished")
+
+
+def has_run(output: Path) -> bool:
+    """Whether a run that makes an output has left something, be it only what is to be cleared away."""
+    return run_path(output).exists() or aside_path(output).exists()
+
+
+def _chunks(records: Iterator[bytes]) -> Iterator[bytes]:
+    """The records, joined to chunks of about `_CHUNK_BYTES`."""
+    chunk: list[bytes] = []
+    size = 0
+    for record in records:
+        chunk.append(record)
+        size += len(record)
+        if size >= _CHUNK_BYTES:
+            yield b"".join(chunk)
+            chunk, size = [], 0
+    yield b"".join(chunk)
+
+
+def _are_equal(disk: Disk, path: Path, other: Path) -> bool:
+    """Whether two files hold the same bytes."""
+    with contextlib.ExitStack() as opened:
+        fds = []
+        for each in (path, other):
+            fds.append(disk.open(each, os.O_RDONLY))
+            opened.callback(disk.close, fds[-1])
+        offset = 0
+        while True:
+            chunk, others = (disk.pread_all(fd, _CHUNK_BYTES, offset) for fd in fds)
+            if chunk != others or not chunk:
+                return chunk == others
+            offset += len(chunk)

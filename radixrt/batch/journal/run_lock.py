@@ -1,0 +1,95 @@
+"""One writer a run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from pathlib import Path
+
+from radixrt.errors import BatchFileError
+from radixrt.files.disk import Disk
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+_HOLDER_BYTES = 512  # whatever is written is as long, so that a shorter name covers a longer one
+
+
+class RunLock:
+    """A lock on a file that this process holds until `release`, or until it has ended, however it did.
+
+    The file says who holds it. It is flock(2)'s lock: on NFS, Linux has the server lock the whole file, unless it
+    is mounted with `nolock` or `local_lock`; then two hosts can both hold it, and the journal notices when it
+    finds more in its file than it has written. A file system without locks is refused. A child that is forked
+    while the lock is held holds it too, even when its parent has died.
+
+    Raises:
+        BatchFileError: another process holds the lock, or the file system has none.
+        OSError: the disk refuses.
+    """
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self._disk = disk
+        self._fd = -1
+        try:
+            self._fd = disk.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            self._take(path)
+            self._write_holder()
+        except BaseException:
+            self.release()
+            raise
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the locked file still stands there: its last holder may have removed it."""
+        try:
+            return os.path.samestat(self._disk.fstat(self._fd), self._disk.lstat(path))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Let the lock go, if it is held."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._disk.close(fd)
+
+    def _take(self, path: Path) -> None:
+        try:
+            self._disk.flock(self._fd)
+        except BlockingIOError:
+            raise BatchFileError(
+                f"another process writes to {path.parent}: {self._holder()}; wait until it has ended"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            raise BatchFileError(
+                f"the file system of {path.parent} has no locks ({error.strerror}), so that two runs could write "
+                "there at once: put the output on another one"
+            ) from error
+
+    def _write_holder(self) -> None:
+        holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode().ljust(_HOLDER_BYTES)
+        self._disk.write_all(self._fd, holder)
+
+    def _holder(self) -> str:
+        """Who holds the lock, as far as the file says."""
+        try:
+            holder = json.loads(self._disk.pread(self._fd, _HOLDER_BYTES, 0))
+            pid, host = int(holder["pid"]), str(holder["host"])
+        except (ValueError, TypeError, KeyError):
+            return "it has not said which"
+        if host != socket.gethostname() or _is_alive(pid):
+            return f"process {pid} on {host}"
+        return (
+            f"process {pid} is named there but has ended, so it is one that {pid} started, or that has just begun"
+        )
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True

@@ -1,0 +1,95 @@
+"""Records on standard output, in the order of their lines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from radixrt.batch.journal.waiting_lines import WaitingLines
+from radixrt.errors import BatchFileError
+from radixrt.files.standard import STANDARD, place_name
+
+_WAITING_FILE = "waiting"
+
+
+class StandardOutput:
+    """Lines put at positions 0 to N - 1 in any order, each printed once all before it are.
+
+    Leaving the context prints the lines that wait behind a gap, in order. Standard output itself stays open.
+
+    Attributes:
+        printed: lines that have been handed out.
+
+    Args:
+        folder: lines wait there in a file, of as many bytes as all lines at most.
+        num_lines: N.
+
+    Raises:
+        BatchFileError: it takes no more, as when its reader has gone, or there is none. Nothing is tried again.
+        JournalError: the disk on which lines wait refuses. Those that wait already are printed on leaving.
+    """
+
+    def __init__(self, folder: Path, num_lines: int) -> None:
+        self._waiting = WaitingLines(folder / _WAITING_FILE, num_lines)
+        self.printed = 0
+        try:
+            self._file = _own_file()
+        except OSError as error:
+            raise _refusal(error) from error
+
+    def __enter__(self) -> StandardOutput:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with closing(self._waiting):
+            if not self._file.closed:
+                with self._refusals(), self._file:
+                    for position in self._waiting.positions():
+                        self._print(self._waiting.take(position))
+
+    def put(self, position: int, line: bytes) -> None:
+        """Take the line of `position`, its newline included."""
+        if position != self.printed:
+            self._waiting.put(position, line)
+            return
+        with self._refusals():
+            self._print(line)
+            while self.printed in self._waiting:
+                self._print(self._waiting.take(self.printed))
+
+    def flush(self) -> None:
+        """Hand what can be printed to the operating system, so that others see it."""
+        with self._refusals():
+            self._file.flush()
+
+    def _print(self, line: bytes) -> None:
+        self._file.write(line)
+        self.printed += 1
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with suppress(OSError):
+                self._file.close()
+            raise _refusal(error) from error
+
+
+def _own_file() -> BinaryIO:
+    """A file of our own on standard output: if its reader goes away, Python's is not left with unsent bytes."""
+    if sys.stdout is None:
+        raise OSError("it is closed")
+    sys.stdout.flush()
+    return open(os.dup(sys.stdout.fileno()), "wb")
+
+
+def _refusal(error: OSError) -> BatchFileError:
+    return BatchFileError(f"cannot write {place_name(STANDARD, 'output')}: {error.strerror or error}")

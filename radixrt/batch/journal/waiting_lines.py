@@ -1,0 +1,81 @@
+"""Lines that wait for their turn, on disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from radixrt.files.disk import DISK, file_error
+
+
+class WaitingLines:
+    """Lines by position, put in any order, each taken once. In memory are 16 bytes a position.
+
+    The file is made with the first line, has all lines since it was last empty, and stays when it is closed: the
+    folder is for files that go.
+
+    Args:
+        path: of the file, which nobody else uses. What is in its place goes.
+        num_lines: N, positions are 0 to N - 1.
+
+    Raises:
+        BatchFileError: there can be no such file.
+        JournalError: the disk refuses. That line does not wait then; others do.
+    """
+
+    def __init__(self, path: Path, num_lines: int) -> None:
+        self._path = path
+        self._fd = -1
+        self._starts = np.full(num_lines, -1, dtype=np.int64)  # in the file; -1: the line does not wait
+        self._lengths = np.zeros(num_lines, dtype=np.int64)
+        self._count = 0
+
+    def __contains__(self, position: int) -> bool:
+        return position < len(self._starts) and self._starts[position] >= 0
+
+    def put(self, position: int, line: bytes) -> None:
+        """Have the line of a position that does not wait yet wait."""
+        with self._refusals("write"):
+            if self._fd < 0:
+                flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
+                self._fd = DISK.open(self._path, flags)
+            start = DISK.fstat(self._fd).st_size  # behind a part of a line, too, if one was refused
+            DISK.write_all(self._fd, line)
+        self._starts[position], self._lengths[position] = start, len(line)
+        self._count += 1
+
+    def take(self, position: int) -> bytes:
+        """The line of a position that waits."""
+        length = int(self._lengths[position])
+        with self._refusals("read"):
+            line = DISK.pread_all(self._fd, length, int(self._starts[position]))
+            if len(line) < length:
+                raise OSError(errno.EIO, "the file is cut short")
+            self._starts[position] = -1
+            self._count -= 1
+            if not self._count:
+                DISK.truncate(self._fd, 0)
+        return line
+
+    def positions(self) -> Iterator[int]:
+        """Those whose lines wait, ascending. They may be taken meanwhile."""
+        return (int(position) for position in np.flatnonzero(self._starts >= 0))
+
+    def close(self) -> None:
+        """Forget the lines."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):  # nobody wants what is in the file
+                DISK.close(fd)
+
+    @contextmanager
+    def _refusals(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise file_error(f"cannot {what} {self._path}", error) from error

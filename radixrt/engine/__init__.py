@@ -1,0 +1,1 @@
+"""The loop that runs passes, and the threads that wait for it."""

@@ -1,0 +1,208 @@
+"""Many calls, one engine: whoever waits for an output advances everybody's requests by a pass."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from radixrt.engine.engine import Engine
+from radixrt.engine.signals import uninterrupted
+from radixrt.errors import DeviceLostError, ParameterError, RadixrtError
+from radixrt.output import RequestOutput
+from radixrt.schedule.request import Request
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class Call:
+    """Requests that were submitted together, and their outputs as they come.
+
+    Attributes:
+        requests: by id, those whose outputs have not come.
+        names: the caller's own ids, by the place of the prompt; those of prompts without one are numbers.
+        ready: outputs that nobody has taken.
+    """
+
+    def __init__(self, names: Mapping[int, str] | None = None) -> None:
+        self.requests: dict[int, Request] = {}
+        self.names = names or {}
+        self.ready: deque[RequestOutput] = deque()
+
+    def id_of(self, request: Request) -> int | str:
+        """What users know a request by."""
+        return self.names.get(request.index, request.id)
+
+
+class Driver:
+    """Steps the engine for callers in any thread and hands each the outputs of its own requests.
+
+    No thread of its own: a caller that waits takes the lock and steps for all. An exception that ends the step
+    ends that caller's wait; the others go on.
+
+    Args:
+        engine: nobody else steps it.
+        make_output: turns a request whose answers have all ended into its output.
+
+    Attributes:
+        device_lost: a step has lost the device; nothing may be asked of it any more.
+    """
+
+    def __init__(self, engine: Engine, make_output: Callable[[Request], RequestOutput]) -> None:
+        self._open: Engine | None = engine  # None once it is closed
+        self._make_output = make_output
+        # A thread that holds it may come here again: the garbage collector ends a forgotten stream anywhere.
+        self._lock = threading.RLock()
+        self._working = False  # whoever holds the lock is in the middle of something
+        self._calls: dict[int, Call] = {}  # by the id of each request that has not ended
+        self._named: dict[str, Request] = {}  # those of them that have an id of the caller's
+        self.device_lost = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests have not ended, or passes are in flight, and there can be a next step."""
+        return self._engine.has_work and not self._engine.is_cut
+
+    @property
+    def _engine(self) -> Engine:
+        return self.check_open()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock, the driver being open."""
+        with self._lock:
+            if self._working:
+                raise RadixrtError("a runtime is called in the middle of its own work, as by a signal's handler")
+            self.check_open()
+            self._working = True
+            try:
+                yield
+            finally:
+                self._working = False
+
+    def submit(self, requests: Iterable[Request], call: Call, *, in_order: bool = False) -> None:
+        """Queue requests as part of a call, to be served `in_order`, or as the policy says.
+
+        Raises:
+            ParameterError: one of its names is taken.
+        """
+        requests = list(requests)
+        with self._alone(), uninterrupted():
+            named = {call.names[r.index]: r for r in requests if r.index in call.names}
+            for name in named.keys() & self._named.keys():
+                raise ParameterError(f"request id {name!r} is that of another request that has not ended")
+            self._engine.submit_all(requests, in_order=in_order)
+            self._named |= named
+            for request in requests:
+                call.requests[request.id] = request
+                self._calls[request.id] = call
+
+    def advance(self, call: Call) -> None:
+        """Advance all requests by one pass, unless `call` has an output to take or nothing to wait for."""
+        with self._alone():
+            if not call.ready and call.requests:
+                self._step()
+
+    def look(self, look: Callable[[], T]) -> T:
+        """What `look` returns while no pass is being booked. Raises RadixrtError if the driver is closed."""
+        with self._alone():
+            return look()
+
+    def step(self) -> None:
+        """Advance all requests by one pass."""
+        with self._alone():
+            self._step()
+
+    def abort(self, request_id: int | str) -> bool:
+        """End a request at the next step; from any thread. False if it has ended, or never was."""
+        if isinstance(request_id, str):
+            request = self._named.get(request_id)
+        else:
+            call = self._calls.get(request_id)
+            request = None if call is None else call.requests.get(request_id)
+        engine = self._open
+        if request is None or engine is None:
+            return False
+        engine.abort(request)
+        return True
+
+    def abandon(self, call: Call) -> None:
+        """End what is left of a call and run until it is gone, so that nothing of it stays behind."""
+        with self._lock:
+            if self._open is None:
+                return
+            for request in list(call.requests.values()):
+                self._open.abort(request)
+            if self._working:  # a stream forgotten in the middle of a step, say: the steps to come see to it
+                return
+            with self._alone():
+                # The last pass in flight too, unless others will step: nothing is left to do behind an answer.
+                while self.has_work and (call.requests or not self._calls):
+                    self._step()
+
+    def while_idle(self, action: Callable[[], T]) -> T:
+        """Run everything to its end, then `action`, before anything else is let in. Returns what `action` does.
+
+        What is booked between the tiers has been started by then.
+        """
+        with self._alone():
+            while self._engine.has_work:
+                self._step()
+            self._engine.check_whole()
+            with uninterrupted():
+                self._engine.make_transfers()
+            return action()
+
+    def close(self) -> None:
+        """End all requests and let go of the engine, from any thread.
+
+        Callers that wait get a RadixrtError, or outputs that end with "abort".
+        """
+        with self._lock:
+            if self._open is None:
+                return
+            with self._alone():
+                for call in list(self._calls.values()):
+                    for request in call.requests.values():
+                        self._engine.abort(request)
+                while self.has_work:
+                    self._step()
+                self._open = None  # and with it go the model and its memory
+
+    def check_open(self) -> Engine:
+        """The engine. Raises RadixrtError if the driver is closed."""
+        engine = self._open
+        if engine is None:
+            raise RadixrtError("the runtime is closed")
+        return engine
+
+    def _step(self) -> None:
+        with uninterrupted():  # booking included: an output that is not delivered now never is
+            try:
+                ended = self._engine.step()
+            except DeviceLostError:
+                self.device_lost = True
+                raise
+            for request in ended:
+                first = request.family[0]
+                if first.id in self._calls and all(answer.finished for answer in first.family):
+                    call = self._calls.pop(first.id)
+                    del call.requests[first.id]
+                    request_id = call.id_of(first)
+                    if isinstance(request_id, str):
+                        del self._named[request_id]
+                    output = self._output(first)
+                    call.ready.append(output if output.id == request_id else replace(output, id=request_id))
+
+    def _output(self, first: Request) -> RequestOutput:
+        try:
+            return self._make_output(first)
+        except Exception as error:  # one request's text must not cost the others theirs
+            _log.exception("no output can be made of request %d", first.id)
+            return RequestOutput.refused(first.index, f"no output can be made: {error}")

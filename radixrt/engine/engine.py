@@ -1,0 +1,165 @@
+"""Schedule, launch, collect: the one loop. The only room that knows both scheduler and runner."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from radixrt.engine.gc_control import keep_for_good
+from radixrt.engine.signals import uninterrupted
+from radixrt.errors import DeviceLostError, SchedulerError
+from radixrt.schedule.activity import Activity, ActivityMeter
+from radixrt.schedule.batch import Runner, ScheduleBatch
+from radixrt.schedule.request import Request
+from radixrt.schedule.scheduler import Scheduler
+
+LAG = 1  # passes that may be in flight while the next one is planned, where nothing else is said
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    batch: ScheduleBatch
+    handle: object = None
+    error: Exception | None = None  # what `launch` raised; it is booked when its turn comes
+
+
+class Engine:
+    """Drives a scheduler and a runner. The calling thread does all the work; `abort` may come from any thread.
+
+    Args:
+        scheduler: decides what runs; the cache it uses is told when passes start and end.
+        runner: computes it.
+        lag: passes that may be in flight while the next one is planned. 0: each is booked before the next one is
+            planned, so that the device waits for the host.
+        clock: seconds of the host.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        lag: int = LAG,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._lag = lag
+        self._in_flight: deque[_InFlight] = deque()
+        self._aborts: deque[Request] = deque()
+        self._meter = ActivityMeter(clock)
+        self.is_cut = False  # a step has ended in its middle
+        self.is_lost = False  # because the device was lost
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests have not ended, or passes are in flight."""
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    @property
+    def activity(self) -> Activity:
+        """What it has done up to the end of the last step; from any thread."""
+        return self._meter.activity
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises ValueError if it can never run."""
+        self.scheduler.submit(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request, and the other answers to its prompt, at the next step."""
+        self._aborts.append(request)
+
+    def submit_all(self, requests: Iterable[Request], *, in_order: bool = False) -> None:
+        """Queue requests that are known together, in the order that the policy wants them in, or as they are."""
+        self.scheduler.submit_all(requests, in_order=in_order)
+
+    def check_whole(self) -> None:
+        """Raise SchedulerError if a step has been cut in two, DeviceLostError if the device was lost in it."""
+        if self.is_lost:
+            raise DeviceLostError("the device was lost in an earlier step; go on in a new process")
+        if self.is_cut:
+            raise SchedulerError("an earlier step was cut in two; close this Runtime and make another one")
+
+    def make_transfers(self) -> None:
+        """Start what is booked between the tiers. Passes do; so must whoever reads or writes slots beside them."""
+        booked = self.scheduler.cache.transfers
+        transfers = booked.take()
+        try:
+            if transfers:
+                self.runner.transfer(transfers)
+        finally:
+            booked.give_back(transfers)  # those that could not be started
+
+    def step(self) -> list[Request]:
+        """Launch the next pass, then book the one `lag` passes before it. Returns the requests that ended.
+
+        A pass that raises ends its own requests with FinishReason.ERROR; all others go on. Ctrl-C is raised
+        after the step.
+
+        Raises:
+            DeviceLostError: a pass has raised, and the device works no more. No request has ended for it.
+            SchedulerError: requests wait, and nothing can run; or a step before this one was cut in two by what
+                it could not handle (a third Ctrl-C), so that nobody knows what is in memory.
+        """
+        self.check_whole()
+        with uninterrupted():
+            self.is_cut = True
+            self._meter.begin_step()
+            ended = self._step()
+            self._meter.end_step()
+            self.is_cut = False
+        return ended
+
+    def _step(self) -> list[Request]:
+        ended = []
+        while self._aborts:
+            for request in self._aborts.popleft().family:
+                if request.arrival >= 0 and self.scheduler.abort(request):
+                    ended.append(request)
+        batch = self.scheduler.next_batch()
+        if batch is not None:
+            self._in_flight.append(self._launch(batch))
+        if self._in_flight and (batch is None or len(self._in_flight) > self._lag):
+            ended += self._collect(self._in_flight.popleft())
+        return ended
+
+    def _launch(self, batch: ScheduleBatch) -> _InFlight:
+        self.scheduler.cache.pass_launched()
+        try:
+            self.make_transfers()
+            return _InFlight(batch, handle=self._meter.in_runner(self.runner.launch, batch))
+        except Exception as error:
+            # The device may not have got the changes, and some concern rows of other requests: send them again.
+            self.scheduler.cache.rows.give_back(batch.row_changes)
+            _log.exception("a pass of %d requests could not be launched", len(batch.requests))
+            self._check_device(error)
+            return _InFlight(batch, error=error)
+
+    def _collect(self, flight: _InFlight) -> list[Request]:
+        error = flight.error
+        if error is None:
+            try:
+                result = self._meter.in_runner(self.runner.collect, flight.handle)
+                self._meter.count(flight.batch, result)
+            except Exception as raised:
+                _log.exception("a pass of %d requests failed", len(flight.batch.requests))
+                self._check_device(raised)
+                error = raised
+        self.scheduler.cache.pass_ended()
+        if error is not None:
+            return self.scheduler.fail(flight.batch, error)
+        return self.scheduler.process(flight.batch, result)
+
+    def _check_device(self, error: Exception) -> None:
+        """Make the device ready after a pass that raised, or raise DeviceLostError."""
+        try:
+            self.runner.check_device(error)
+        except DeviceLostError:
+            self.is_lost = True
+            keep_for_good(self, error)  # with it the passes in flight, and what the one that raised had made
+            raise

@@ -1,0 +1,1 @@
+"""What the attention of a pass reads: plans, built on the host."""

@@ -1,0 +1,13 @@
+"""Standard input and output where a path is wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+STANDARD = "-"
+"""Standard input or output where a path is wanted. A file of that name is Path("-") or "./-"."""
+
+
+def place_name(place: str | Path, what: str) -> str:
+    """A path, or "standard input" or "standard output", for messages."""
+    return f"standard {what}" if place == STANDARD else str(place)

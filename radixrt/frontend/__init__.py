@@ -1,0 +1,1 @@
+"""From what a caller gives to requests that can run."""

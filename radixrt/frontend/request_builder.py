@@ -1,0 +1,331 @@
+"""From what a caller gives to a Request that can run, or to an error that says why it cannot."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixrt.cache.radix_tree import Namespace
+from radixrt.errors import ParameterError, PromptError, TokenizerError
+from radixrt.frontend.sampling_aliases import sampling_params_from_dict
+from radixrt.models.config import ModelConfig, read_architecture
+from radixrt.models.loader import model_folder
+from radixrt.models.registry import find_architecture
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.request import Request
+from radixrt.text.builder import TextBuilder
+from radixrt.text.chat import Message, is_chat
+from radixrt.text.tokenizer import Tokenizer, tokenizer_of
+
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]
+Params = SamplingParams | Mapping[str, Any] | None
+
+MAX_NAMED = 8  # bad prompts that one error spells out
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """Parameters, and what follows from them and the model: tokens that end a request, and its bad words."""
+
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    bad_words: tuple[tuple[int, ...], ...]
+
+
+class RequestBuilder:
+    """Makes requests for one model.
+
+    Args:
+        config: of the model.
+        tokenizer: None if the model has none; its prompts are token ids.
+        context_length: most tokens of a prompt with its answer.
+        seed: of the run.
+        refusal: why a request can never run, or None (`Scheduler.refusal`).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        context_length: int,
+        seed: int,
+        refusal: Callable[[Request], str | None],
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.context_length = context_length
+        self.seed = seed
+        self.weights_version = 0
+        self._refusal = refusal
+        self._ids = itertools.count()
+
+    def build(
+        self,
+        prompt: Prompt,
+        params: Params = None,
+        *,
+        index: int = 0,
+        tenant: str | None = None,
+        streams: bool = False,
+    ) -> Request:
+        """A request for one prompt; with `streams` its text is built token by token.
+
+        Raises:
+            PromptError: the prompt cannot be run.
+            ParameterError: the parameters are out of bounds, or ask for what this model does not have.
+        """
+        return self._request(prompt, self._terms(params), index, self._namespace(tenant), streams)
+
+    def build_all(
+        self, prompts: Sequence[Prompt], params: Sequence[Params], tenant: str | None
+    ) -> list[Request | PromptError | ParameterError]:
+        """For each prompt its request, or why there is none. Raises ParameterError if the tenant is no string."""
+        out: list[Request | PromptError | ParameterError] = []
+        namespace = self._namespace(tenant)
+        terms: dict[int, _Terms] = {}  # by the identity of the parameters: often all are the same
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                if id(own) not in terms:
+                    terms[id(own)] = self._terms(own)
+                out.append(self._request(prompt, terms[id(own)], index, namespace))
+            except (PromptError, ParameterError) as error:
+                out.append(error)
+        return out
+
+    def _namespace(self, tenant: str | None) -> Namespace:
+        if tenant is not None and not isinstance(tenant, str):
+            raise ParameterError(f"tenant is {tenant!r}; it must be a string or None")
+        return Namespace(self.weights_version, tenant=tenant)
+
+    def _terms(self, params: Params) -> _Terms:
+        params = read_params(params)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= frozenset(self.config.eos_token_ids)
+        bad_words = self._bad_words(params)
+        self._check_params(params, stop_ids, bad_words)
+        return _Terms(params, stop_ids, bad_words)
+
+    def _request(
+        self, prompt: Prompt, terms: _Terms, index: int, namespace: Namespace, streams: bool = False
+    ) -> Request:
+        params = terms.params
+        ids = self.token_ids(prompt)
+        longest = self.context_length if params.max_new_tokens == 0 else self.context_length - 1
+        if len(ids) > longest:
+            raise PromptError(
+                f"has {len(ids)} tokens; with a context of {self.context_length} it may have at most {longest}"
+            )
+        if params.prompt_logprobs is not None and params.prompt_logprobs_start >= len(ids):
+            raise ParameterError(
+                f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(ids)} tokens"
+            )
+        make_text_stop = None
+        if params.stop or streams:
+            if self.tokenizer is None:
+                raise ParameterError("stop strings and streams need a tokenizer, and the model's folder has none")
+            make_text_stop = partial(_text_builder, self.tokenizer, params)
+        request = Request(
+            index=index,
+            id=next(self._ids),
+            prompt_ids=ids,
+            params=params,
+            max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),
+            seed=_derived_seed(self.seed, index) if params.seed is None else params.seed,
+            stop_ids=terms.stop_ids,
+            bad_words=terms.bad_words,
+            namespace=namespace,
+            make_text_stop=make_text_stop,
+        )
+        refusal = self._refusal(request)
+        if refusal is not None:
+            raise PromptError(refusal)
+        return request
+
+    def token_ids(self, prompt: Prompt) -> NDArray[np.int32]:
+        """A prompt as int32 `[n >= 1]`, every id inside the model's vocabulary. Raises PromptError."""
+        ids: NDArray[Any]
+        if isinstance(prompt, str) or is_chat(prompt):
+            if self.tokenizer is None:
+                raise PromptError("is text, but the model's folder has no tokenizer: give token ids")
+            try:
+                if isinstance(prompt, str):
+                    ids = self.tokenizer.encode(prompt)
+                else:
+                    ids = self.tokenizer.encode_chat(cast("Sequence[Message]", prompt))
+            except TokenizerError as error:
+                raise PromptError(f"cannot be encoded: {error}") from error
+        elif isinstance(prompt, np.ndarray) and is_token_ids(prompt):
+            ids = prompt
+        elif is_token_ids(prompt):
+            numbers = cast("Sequence[int]", prompt)
+            try:
+                ids = np.array(numbers, dtype=np.int64)
+            except OverflowError:  # the first that is outside is named below, whatever its size
+                ids = np.array([int(i) for i in numbers], dtype=np.object_)
+        else:
+            raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
+        if len(ids) == 0:
+            raise PromptError("is empty: it has no tokens")
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
+            last = self.config.vocab_size - 1
+            raise PromptError(f"holds token id {outside[0]}; the model's ids are 0 to {last}")
+        return ids.astype(np.int32)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Bad words as token ids; a string both as it begins a text and as it follows a blank."""
+        words: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                words.append(word)
+                continue
+            if self.tokenizer is None:
+                raise ParameterError("bad_words holds text, but the model has no tokenizer: give token ids")
+            for text in (word, f" {word}"):
+                try:
+                    words.append(tuple(self.tokenizer.encode(text, add_special_tokens=False).tolist()))
+                except TokenizerError as error:
+                    raise ParameterError(f"bad_words holds what cannot be encoded: {error}") from error
+        return tuple(dict.fromkeys(words))
+
+    def _check_params(
+        self, params: SamplingParams, stop_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...]
+    ) -> None:
+        named = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": [token for token, _ in params.logit_bias],
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words": [token for word in bad_words for token in word],
+        }
+        for name, ids in named.items():
+            unknown = [i for i in ids if i >= self.config.vocab_size]
+            if unknown:
+                raise ParameterError(
+                    f"{name} holds {unknown[0]}; the model's ids are below {self.config.vocab_size}"
+                )
+        if params.allowed_token_ids is not None:
+            left = set(params.allowed_token_ids) - {word[0] for word in bad_words if len(word) == 1}
+            if params.min_new_tokens:
+                left -= stop_ids
+            if not left:
+                raise ParameterError("bad_words and min_new_tokens leave none of allowed_token_ids to draw")
+
+
+def builder_without_weights(source: str | Path, context_length: int | None = None) -> RequestBuilder:
+    """What finds out whether the model in `source` can run a request, before its weights are loaded. How much its
+    pool of KV will hold is not known then.
+
+    Raises:
+        ModelError, TokenizerError: there is no such model, or it cannot be read.
+        ParameterError: the model cannot have that context.
+    """
+    folder = model_folder(source, weights=False)
+    config = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
+    if context_length is not None:
+        config = config.with_context_length(context_length)
+    return RequestBuilder(
+        config,
+        tokenizer_of(source),
+        context_length=config.context_length,
+        seed=0,
+        refusal=lambda request: None,
+    )
+
+
+def read_params(params: Params) -> SamplingParams:
+    """SamplingParams from themselves, from a mapping in the spelling of either engine, or from None (defaults)."""
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, SamplingParams):
+        return params
+    if isinstance(params, Mapping):
+        return sampling_params_from_dict(params)
+    raise ParameterError(f"sampling_params is {params!r}; it must be a SamplingParams or a dict")
+
+
+def is_token_ids(prompt: object) -> bool:
+    """Whether a value is one prompt of token ids; an empty list is not: it is no prompts."""
+    if isinstance(prompt, np.ndarray):
+        return prompt.ndim == 1 and prompt.dtype.kind in "iu"
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, (str, bytes, bytearray))
+        and len(prompt) > 0
+        and all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, prompt)))
+    )
+
+
+def is_one_prompt(prompts: object) -> bool:
+    """Whether a value is one prompt rather than a list of them."""
+    return isinstance(prompts, (str, np.ndarray)) or is_token_ids(prompts) or is_chat(prompts)
+
+
+def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """One prompt or many as a list, and whether they were many. Raises PromptError for what is neither."""
+    if is_one_prompt(prompts):
+        return [cast("Prompt", prompts)], False
+    if isinstance(prompts, (Mapping, bytes, bytearray)) or not isinstance(prompts, Sequence):
+        raise PromptError(f"prompts are a {type(prompts).__name__}; they must be one prompt or a list of prompts")
+    return list(cast("Sequence[Prompt]", prompts)), True
+
+
+def one_each(params: Params | Sequence[Params], count: int, many: bool) -> Sequence[Params]:
+    """Parameters for each of `count` prompts, from one for all or from a list. Raises ParameterError."""
+    if params is None or isinstance(params, (SamplingParams, Mapping)):
+        return [params] * count
+    if not many or isinstance(params, str) or not isinstance(params, Sequence):
+        raise ParameterError(
+            f"sampling_params is {params!r}; it must be a SamplingParams or a dict, or a list of one each"
+        )
+    if len(params) != count:
+        raise ParameterError(f"there are {len(params)} sampling_params for {count} prompts; give one, or one each")
+    return params
+
+
+def own_ids(request_ids: str | Sequence[str] | None, count: int, many: bool) -> dict[int, str]:
+    """The caller's ids of `count` prompts by their places; {} if there are none. Raises ParameterError."""
+    if request_ids is None:
+        return {}
+    ids = request_ids if many else [cast("str", request_ids)]
+    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(own, str) for own in ids):
+        raise ParameterError(f"request ids are {request_ids!r}; they must be strings, a list of them for a list")
+    if len(ids) != count:
+        raise ParameterError(f"there are {len(ids)} request_ids for {count} prompts; give one each")
+    if len(set(ids)) < count:
+        twice = next(own for own in ids if ids.count(own) > 1)
+        raise ParameterError(f"request_ids holds {twice!r} twice")
+    return dict(enumerate(ids))
+
+
+def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
+    """One error that names every bad prompt of a list."""
+    shown = [f"prompt {index} {error}" for index, error in itertools.islice(errors.items(), MAX_NAMED)]
+    if len(errors) > MAX_NAMED:
+        shown.append(f"... and {len(errors) - MAX_NAMED} more")
+    return PromptError(f"{len(errors)} of {count} prompts cannot be run:\n" + "\n".join(shown))
+
+
+def _derived_seed(run_seed: int, index: int) -> int:
+    """A request's own seed: 63 bits that differ for every run seed and index."""
+    digest = hashlib.blake2b(f"{run_seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _text_builder(tokenizer: Tokenizer, params: SamplingParams) -> TextBuilder:
+    return TextBuilder(
+        tokenizer,
+        stop=params.stop,
+        include_stop_str=params.include_stop_str,
+        skip_special_tokens=params.skip_special_tokens,
+        min_tokens=params.min_new_tokens,
+    )

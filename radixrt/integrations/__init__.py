@@ -1,0 +1,1 @@
+"""radixrt inside other programs."""

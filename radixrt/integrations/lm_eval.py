@@ -1,0 +1,345 @@
+"""radixrt as a model of lm-evaluation-harness; `pip install 'radixrt[eval]'` brings the harness.
+
+From a shell, with any option of `lm-eval run`:
+
+    python -m radixrt.lm_eval --model_args pretrained=path/to/model,dtype=bfloat16 --tasks hellaswag
+
+From Python:
+
+    from lm_eval import simple_evaluate
+    from radixrt.lm_eval import RadixLM
+
+    results = simple_evaluate(RadixLM("path/to/model", dtype="bfloat16"), tasks=["hellaswag"])
+
+Importing this module also registers the model under the name `radixrt`.
+
+All requests of one kind go to the Runtime at once, so that few-shot heads and the contexts of multiple-choice
+questions are computed once each. After each kind of requests a log line says how much was reused, and
+`results["config"]` has the same for the whole run (`RadixLM.get_model_info`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] != "lm_eval":
+        raise
+    raise ImportError(
+        "radixrt.lm_eval needs lm-evaluation-harness, which is not installed: pip install 'radixrt[eval]'"
+    ) from error
+
+import numpy as np
+
+import radixrt
+from radixrt.errors import ParameterError, PassError, PromptError, TokenizerError
+from radixrt.frontend.sampling_aliases import sampling_params_from_dict
+from radixrt.sampling_params import SamplingParams
+from radixrt.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+# Below the harness's own logger: its command line shows what comes through that one.
+_log = logging.getLogger("lm_eval.models.radixrt")
+
+# Of the harness's tasks, the first of those given counts.
+_MOST_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+# What the harness asks to be scored: texts (None for a window of a longer text), context ids, continuation ids.
+_Pair = tuple[tuple[str, str] | None, list[int], list[int]]
+
+
+HARNESS_DEVICE = "cuda:0"  # the harness gives this one, whether or not there is a GPU
+
+
+@register_model("radixrt")
+class RadixLM(TemplateLM):
+    """A Runtime behind the interface of the harness.
+
+    Args:
+        pretrained: folder or hub id of the model; None is the small built-in model.
+        model: another name of `pretrained`.
+        max_length: most tokens of a context with its continuation or answer; None is the model's own.
+        max_gen_toks: most tokens to generate where a task does not say.
+        device: as that of Runtime; what the harness gives where nobody has said anything is left to Runtime too.
+        batch_size, max_batch_size: the harness always gives them; the Runtime makes its batches itself and
+            results do not depend on them (see `max_running_requests` of Runtime).
+        options: go to Runtime: dtype, memory_fraction, chunked_prefill_size, ...
+
+    Raises:
+        ParameterError: an option is outside its bounds, or the model is named twice.
+        ModelError, TokenizerError: the model cannot be used, or has no tokenizer.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Path | None = None,
+        *,
+        model: str | Path | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        device: str | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        import torch  # a second, hence here
+
+        if pretrained is not None and model is not None:
+            raise ParameterError(f"pretrained is {pretrained!r} and model is {model!r}; give one of them")
+        self._name = str(pretrained or model or "built-in")
+        if device == HARNESS_DEVICE and not torch.cuda.is_available():
+            device = None
+        self.runtime = radixrt.Runtime(pretrained or model, device=device, context_length=max_length, **options)
+        if self.runtime.tokenizer is None:
+            self.runtime.close()
+            raise TokenizerError(f"{self._name} has no tokenizer, and the harness asks in text")
+        self._tokenizer: Tokenizer = self.runtime.tokenizer
+        self._device = self.runtime.device
+        self._max_gen_toks = max_gen_toks
+
+    # -- what the harness wants to know of a model ---------------------------------------------------------
+
+    @property
+    def max_length(self) -> int:
+        return self.runtime.context_length
+
+    @property
+    def max_gen_toks(self) -> int:
+        return self._max_gen_toks
+
+    @property
+    def eot_token_id(self) -> int:
+        if self._tokenizer.eos_token_id is None:
+            raise TokenizerError(f"the tokenizer of {self._name} has no end token")
+        return self._tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context: BOS, or the end token where there is none."""
+        bos = self._tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids of a text. `add_special_tokens` None: with BOS where the tokenizer adds it, but never two."""
+        if add_special_tokens is None:
+            bos = self._tokenizer.bos_token_id
+            if bos is not None and string.startswith(self._tokenizer.piece(bos)):
+                own = self._tokenizer.encode(string, add_special_tokens=False).tolist()
+                if own[:1] == [bos]:  # from a chat template
+                    return [int(i) for i in own]
+            add_special_tokens = True
+        return [int(i) for i in self._tokenizer.encode(string, add_special_tokens=add_special_tokens)]
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._name.replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text that the checkpoint's template makes of messages.
+
+        Args:
+            add_generation_prompt: False: the last message is the beginning of the answer, and the text ends
+                with it.
+
+        Raises:
+            TokenizerError: there is no template, or it refuses the messages.
+        """
+        text = self._tokenizer.chat_text(chat_history, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        begun = chat_history[-1]["content"]
+        for ending in (begun, begun.strip()):  # some templates strip what they are given
+            if ending in text:
+                return text[: text.rindex(ending) + len(ending)]
+        raise TokenizerError("the chat template changes the last message, which therefore cannot be continued")
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness adds to `results["config"]`: of all that this model has answered."""
+        stats = self.runtime.cache_stats()
+        return {
+            "radixrt_version": radixrt.__version__,
+            "prompt_tokens": stats.prompt_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "cache_hit_rate": stats.hit_rate,
+        }
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[_Pair], disable_tqdm: bool = False, kind: str = "loglikelihood", **_: Any
+    ) -> list[tuple[float, bool]]:
+        """For each pair the continuation's natural log-likelihood, and whether greedy decoding would give it.
+
+        Contexts lose as much of their left as does not fit.
+
+        Raises:
+            PromptError: a continuation has no token of its own, or does not fit.
+            PassError: the model computed values that are not finite.
+        """
+        contexts: list[list[int]] = []
+        num_cut = 0
+        for texts, context, continuation in requests:
+            room = self.max_length - len(continuation)
+            if not continuation or room < 1:
+                raise PromptError(
+                    f"a continuation has {len(continuation)} tokens of its own; with a context of "
+                    f"{self.max_length} it may have 1 to {self.max_length - 1}: {_shown(texts)}"
+                )
+            num_cut += len(context) > room
+            contexts.append(context[-room:])
+        self._warn_of_cut(num_cut, len(requests))
+        with self._reported(kind, len(requests)):
+            scores = self.runtime.score(
+                [np.array(context, dtype=np.int32) for context in contexts],
+                [continuation for _, _, continuation in requests],
+                progress=not disable_tqdm,
+            )
+        results = []
+        for (texts, _context, continuation), score in zip(requests, scores, strict=True):
+            assert not isinstance(score, list)  # one continuation was given
+            if len(score.tokens) != len(continuation):
+                raise PassError(f"the model computed values that are not finite: {_shown(texts)}")
+            results.append((float(score.logprob), score.is_greedy))
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, results[-1])
+        return results
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each text, in windows of `max_length` tokens where it is longer."""
+        windows: list[_Pair] = []
+        owners: list[int] = []
+        for i, request in enumerate(requests):
+            (text,) = request.args
+            pairs = get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length - 1,  # of what a window reads; it predicts one token more
+                context_len=1,
+            )
+            for context, continuation in map(make_disjoint_window, pairs):
+                windows.append((None, context, continuation))
+                owners.append(i)
+        totals = [0.0] * len(requests)
+        scored = self._loglikelihood_tokens(windows, disable_tqdm, kind="loglikelihood_rolling")
+        for i, (logprob, _) in zip(owners, scored, strict=True):
+            totals[i] += logprob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The answer to each context, up to the first of its stop strings.
+
+        Contexts lose as much of their left as leaves no room for the longest answer.
+
+        Raises:
+            ParameterError: generation_kwargs hold what is unknown or outside its bounds.
+            PassError: the model computed values that are not finite.
+        """
+        prompts: list[list[int]] = []
+        params: list[SamplingParams] = []
+        num_cut = 0
+        for request in requests:
+            context, given = request.args
+            own = self._sampling_params(given)
+            room = self.max_length - own.max_new_tokens
+            if room < 1:
+                raise ParameterError(
+                    f"max_gen_toks is {own.max_new_tokens}; with a context of {self.max_length} it must be less"
+                )
+            ids = self.tok_encode(context) or [self.prefix_token_id]
+            num_cut += len(ids) > room
+            prompts.append(ids[-room:])
+            params.append(own)
+        self._warn_of_cut(num_cut, len(requests))
+        texts = [""] * len(requests)
+        with self._reported("generate_until", len(requests)):
+            for output in self.runtime.generate_iter(prompts, params, progress=not disable_tqdm):
+                if output.error is not None:
+                    raise PassError(f"{output.error}: {_shown(requests[output.index].args[0])}")
+                texts[output.index] = output.text
+                self.cache_hook.add_partial("generate_until", requests[output.index].args, output.text)
+        return texts
+
+    # -- inside --------------------------------------------------------------------------------------------
+
+    def _sampling_params(self, generation_kwargs: Mapping[str, Any]) -> SamplingParams:
+        """What a task's generation_kwargs mean. Without do_sample and temperature: greedy."""
+        given = dict(generation_kwargs)
+        until = given.pop("until", None) or []
+        stop = [string for string in ([until] if isinstance(until, str) else until) if string]
+        lengths = [given.pop(name, None) for name in _MOST_NEW_TOKENS]
+        most = next((length for length in lengths if length is not None), self.max_gen_toks)
+        temperature = given.pop("temperature", None)
+        if not given.pop("do_sample", temperature is not None):
+            temperature = 0.0
+        elif temperature is None:
+            temperature = 1.0
+        if (beams := given.pop("num_beams", 1)) != 1:
+            raise ParameterError(f"num_beams is {beams}; there is no beam search")
+        # A special token is not part of the text: as a stop string it has to be found as a token.
+        tokens = []
+        for string in stop:
+            ids = self.tok_encode(string, add_special_tokens=False)
+            if len(ids) == 1 and self._tokenizer.piece(ids[0]) == string:
+                tokens += ids
+        given |= {"stop": stop, "stop_token_ids": tokens, "max_new_tokens": most, "temperature": temperature}
+        return sampling_params_from_dict(given)
+
+    def _warn_of_cut(self, num_cut: int, num_requests: int) -> None:
+        if num_cut:
+            _log.warning(
+                "%d of %d contexts are too long for max_length %d and were cut on the left",
+                num_cut,
+                num_requests,
+                self.max_length,
+            )
+
+    @contextmanager
+    def _reported(self, kind: str, num_requests: int) -> Iterator[None]:
+        """Log what the cache has served of what is asked inside."""
+        before = self.runtime.cache_stats()
+        yield
+        after = self.runtime.cache_stats()
+        prompt_tokens = after.prompt_tokens - before.prompt_tokens
+        cached_tokens = after.cached_tokens - before.cached_tokens
+        _log.info(
+            "%s: %s requests, %s prompt tokens, %s of them cached: hit rate %.2f%%",
+            kind,
+            f"{num_requests:,}",
+            f"{prompt_tokens:,}",
+            f"{cached_tokens:,}",
+            100 * cached_tokens / max(1, prompt_tokens),
+        )
+
+
+def _shown(texts: object) -> str:
+    """The end of what a request asks, for an error message."""
+    shown = repr(texts)
+    return shown if len(shown) <= 200 else f"...{shown[-200:]}"
+
+
+def main() -> None:
+    """`lm-eval run --model radixrt` with the options of this command."""
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.argv[1:] = ["run", "--model", "radixrt", *sys.argv[1:]]
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A prefix cache in a file, from one process to the next."""

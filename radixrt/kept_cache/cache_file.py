@@ -1,0 +1,341 @@
+"""A kept cache as a safetensors file: the tree, the KV of its tokens, and a hash of everything.
+
+    u64, little-endian: bytes of the header
+    header: JSON, padded with spaces to a multiple of 8 bytes; its `__metadata__` has radixrt_cache_version,
+        identity and tenants, the latter two as JSON
+    tensors, one after the other:
+        node_last_used  I64 [N]               a snapshot's arrays: see TreeSnapshot
+        node_lengths    I32 [N]
+        node_parents    I32 [N]
+        node_tenants    I32 [N]
+        tokens          I32 [T]
+        kv              any [T, num_layers, 2, num_kv_heads, head_dim], a row a token
+        piece_sha256    U8  [P, 32]           of the pieces: the tensors before it, kv cut into runs of tokens
+        sha256          U8  [32]              of header, its length included, and piece_sha256
+
+So the whole file is known to be what was written once every piece has its hash. The identity is what the KV
+depends on. Nobody trusts what a file says: sizes follow from N, T and the KV's shape, and must be the file's.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixrt.cache.snapshot import TreeSnapshot
+from radixrt.errors import CacheFileError
+from radixrt.files.atomic_file import AtomicFile
+
+VERSION = "1"
+PIECE_BYTES = 64 * 2**20  # of KV, unless a token alone has more; part of the format
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1}
+
+_MOST_HEADER_BYTES = 2**26
+_DIGEST_BYTES = 32
+_HASHERS = min(8, os.cpu_count() or 1)
+_ARRAYS = {
+    "node_last_used": "I64",
+    "node_lengths": "I32",
+    "node_parents": "I32",
+    "node_tenants": "I32",
+    "tokens": "I32",
+}
+_NUMPY: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
+
+Identity = Mapping[str, Any]
+Tensors = dict[str, dict[str, Any]]
+"""A header without its metadata: by name dtype, shape and data_offsets."""
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """What a token's KV looks like: safetensors' name of a dtype, and (num_layers, 2, num_kv_heads, head_dim)."""
+
+    dtype: str
+    shape: tuple[int, int, int, int]
+
+    @property
+    def token_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+    @property
+    def piece_tokens(self) -> int:
+        """Tokens of a piece of KV; the last piece may have fewer."""
+        return max(1, PIECE_BYTES // max(1, self.token_bytes))
+
+
+def kv_pieces(num_tokens: int, kv: KVFormat) -> Iterator[tuple[int, int]]:
+    """The tokens [start, end) of each piece of KV."""
+    for start in range(0, num_tokens, kv.piece_tokens):
+        yield start, min(start + kv.piece_tokens, num_tokens)
+
+
+def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> Tensors:
+    num_pieces = len(_ARRAYS) + -(-num_tokens // kv.piece_tokens)
+    tensors: Tensors = {}
+    offset = 0
+    for name, dtype, shape in (
+        *((name, dtype, [num_tokens if name == "tokens" else num_nodes]) for name, dtype in _ARRAYS.items()),
+        ("kv", kv.dtype, [num_tokens, *kv.shape]),
+        ("piece_sha256", "U8", [num_pieces, _DIGEST_BYTES]),
+        ("sha256", "U8", [_DIGEST_BYTES]),
+    ):
+        end = offset + ITEM_BYTES[dtype] * math.prod(shape)
+        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    return tensors
+
+
+def _arrays(tree: TreeSnapshot) -> dict[str, NDArray[Any]]:
+    arrays: tuple[NDArray[Any], ...] = (tree.last_used, tree.lengths, tree.parents, tree.tenants, tree.tokens)
+    return {
+        name: array.astype(_NUMPY[dtype]) for (name, dtype), array in zip(_ARRAYS.items(), arrays, strict=True)
+    }
+
+
+class CacheFileWriter:
+    """Writes a cache file: `write` for each of `kv_pieces`, in order, then `finish`.
+
+    Until then the file of that name stays as it was. Use it as a context manager: left without `finish`, it leaves
+    nothing behind.
+
+    Raises:
+        CacheFileError: the disk refuses, or another process is writing the same file.
+    """
+
+    def __init__(self, path: Path, tree: TreeSnapshot, kv: KVFormat, identity: Identity) -> None:
+        self._path = path
+        self._kv = kv
+        tensors = _layout(len(tree), tree.num_tokens, kv)
+        metadata = {
+            "radixrt_cache_version": VERSION,
+            "identity": json.dumps(identity),
+            "tenants": json.dumps(tree.tenant_names),
+        }
+        header = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        if len(header) > _MOST_HEADER_BYTES:
+            raise CacheFileError(f"cannot write {path}: its {len(tree.tenant_names)} tenants have too long names")
+        self._head = len(header).to_bytes(8, "little") + header
+        self._digests: list[Future[bytes]] = []
+        self._hashers = ThreadPoolExecutor(_HASHERS, "cache-file")
+        with self._refusals():
+            self._file = AtomicFile(path)
+        try:
+            with self._refusals():
+                self._file.write(self._head)
+                for array in _arrays(tree).values():
+                    self._append(array.view(np.uint8))
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def __enter__(self) -> CacheFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hashers.shutdown(cancel_futures=True)
+        with self._refusals():
+            self._file.__exit__(kind, error, trace)
+
+    def write(self, piece: NDArray[np.uint8]) -> Future[bytes]:
+        """Append the next piece: its bytes in one dimension, not to be changed before the future is done."""
+        with self._refusals():
+            return self._append(piece)
+
+    def finish(self) -> None:
+        """Make the file durable and give it its name."""
+        digests = b"".join(future.result() for future in self._digests)
+        with self._refusals():
+            self._file.write(digests)
+            self._file.write(hashlib.sha256(self._head + digests).digest())
+            self._file.finish()
+
+    def _append(self, data: NDArray[np.uint8]) -> Future[bytes]:
+        future = self._hashers.submit(_sha256, data)
+        self._digests.append(future)
+        self._file.write(data.data)
+        return future
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CacheFileError(f"cannot write {self._path}: {error.strerror or error}") from error
+
+
+class CacheFileReader:
+    """Reads a cache file: `read` for each of `kv_pieces`, in order. All but the KV is checked when it opens.
+
+    Attributes:
+        tree, kv, identity: as they were given to the writer.
+
+    Raises:
+        CacheFileError: the file cannot be read, is none, or is not what was written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hashers = ThreadPoolExecutor(_HASHERS, "cache-file")
+        self._file: FileIO | None = None
+        self._next = 0  # among the pieces
+        try:
+            with self._refusals():
+                if "\0" in str(path):
+                    raise OSError(errno.EINVAL, "a path holds no NUL")
+                self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+                self._open()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def __enter__(self) -> CacheFileReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hashers.shutdown(cancel_futures=True)
+        if self._file is not None:
+            self._file.close()
+
+    def read(self, piece: NDArray[np.uint8]) -> Future[None]:
+        """Fill one dimension of bytes with the next piece; the future raises CacheFileError if it was altered."""
+        with self._refusals():
+            self._fill(piece)
+        expected, self._next = self._digests[self._next], self._next + 1
+
+        def check() -> None:
+            if _sha256(piece) != expected.tobytes():
+                raise self._error("it has been altered: a hash is not that of its KV")
+
+        return self._hashers.submit(check)
+
+    def _open(self) -> None:
+        assert self._file is not None
+        size = os.fstat(self._file.fileno()).st_size
+        prefix = self._bytes(min(8, size))
+        header_bytes = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or not 0 < header_bytes <= min(_MOST_HEADER_BYTES, size - 8):
+            raise self._error("it is no safetensors file, or cut short in its header")
+        header = self._bytes(header_bytes)
+        try:
+            tensors = json.loads(header)
+            metadata = tensors.pop("__metadata__")
+            version = metadata["radixrt_cache_version"]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise self._error("it is no cache file of radixrt, or altered") from error
+        if version != VERSION:
+            raise self._error(f"it is of format {version!r}, and this radixrt reads {VERSION!r}")
+        try:
+            counts: tuple[int, ...] = (*tensors["node_lengths"]["shape"], *tensors["kv"]["shape"])
+            num_nodes, num_tokens, layers, two, heads, head_dim = counts
+            if not all(type(count) is int and 0 <= count < 2**31 for count in counts) or two != 2:
+                raise ValueError(f"the shapes {counts}")
+            self.kv = KVFormat(tensors["kv"]["dtype"], (layers, two, heads, head_dim))
+            expected = _layout(num_nodes, num_tokens, self.kv)
+            if tensors != expected:
+                raise ValueError("the tensors")
+            self.identity = _json_object(metadata["identity"])
+            tenants = json.loads(metadata["tenants"])
+            if not isinstance(tenants, list) or not all(name is None or type(name) is str for name in tenants):
+                raise ValueError("the tenants")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise self._error("its header has been altered") from error
+        whole = 8 + header_bytes + expected["sha256"]["data_offsets"][1]
+        if size != whole:
+            what = "it is cut short" if size < whole else "something stands behind its end"
+            raise self._error(f"{what}: it has {size:,} bytes in place of {whole:,}")
+
+        # The hashes stand at the end: what they are of comes before them.
+        begin = self._file.tell()
+        self._file.seek(begin + expected["piece_sha256"]["data_offsets"][0])
+        table = self._bytes(expected["sha256"]["data_offsets"][0] - expected["piece_sha256"]["data_offsets"][0])
+        if hashlib.sha256(prefix + header + table).digest() != self._bytes(_DIGEST_BYTES):
+            raise self._error("it has been altered: a hash is not that of its header and hashes")
+        self._digests = np.frombuffer(table, np.uint8).reshape(-1, _DIGEST_BYTES)
+        self._file.seek(begin)
+        arrays: dict[str, NDArray[Any]] = {}
+        for name, dtype in _ARRAYS.items():
+            array: NDArray[Any] = np.empty(num_tokens if name == "tokens" else num_nodes, _NUMPY[dtype])
+            self._fill(array.view(np.uint8))
+            if _sha256(array.view(np.uint8)) != self._digests[self._next].tobytes():
+                raise self._error(f"it has been altered: a hash is not that of {name}")
+            self._next += 1
+            arrays[name] = array
+        self.tree = TreeSnapshot(
+            tokens=arrays["tokens"].astype(np.int32),
+            lengths=arrays["node_lengths"].astype(np.int32),
+            parents=arrays["node_parents"].astype(np.int32),
+            tenants=arrays["node_tenants"].astype(np.int32),
+            last_used=arrays["node_last_used"].astype(np.int64),
+            tenant_names=tuple(tenants),
+        )
+
+    def _bytes(self, count: int) -> bytes:
+        data = np.empty(count, dtype=np.uint8)
+        self._fill(data)
+        return data.tobytes()
+
+    def _fill(self, data: NDArray[np.uint8]) -> None:
+        assert self._file is not None
+        rest = data.data
+        while len(rest):
+            count = self._file.readinto(rest)
+            if not count:
+                raise self._error("it has been cut short while it was read")
+            rest = rest[count:]
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._error(str(error.strerror or error)) from error
+
+    def _error(self, reason: str) -> CacheFileError:
+        return CacheFileError(f"the cache file {self._path} cannot be used: {reason}")
+
+
+def differences(kept: Identity, own: Identity) -> list[str]:
+    """What a file's identity says otherwise than the model's, a phrase each."""
+    return [
+        f"{name} is {_word(kept, name)} in the file, {_word(own, name)} in the model"
+        for name in dict.fromkeys([*own, *kept])
+        if name not in kept or name not in own or kept[name] != own[name]
+    ]
+
+
+def _word(identity: Identity, name: str) -> str:
+    if name not in identity:
+        return "not named"
+    word = str(identity[name])
+    return word if len(word) <= 60 else word[:57] + "..."
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
+
+
+def _sha256(data: NDArray[np.uint8]) -> bytes:
+    return hashlib.sha256(data.data).digest()

@@ -1,0 +1,76 @@
+"""What KV depends on: two Runtimes whose identities are equal compute the same KV for the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+
+from layers.rotary import RopeParameters, geometric_frequencies
+from radixrt.kept_cache.cache_file import KVFormat
+from radixrt.models.config import ModelConfig
+
+# Safetensors' names.
+DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
+# Of a config: what no key or value depends on, and what is told apart below.
+_NOT_OF_KV = frozenset(
+    {
+        *("dtype", "initializer_range", "bos_token_id", "eos_token_ids"),
+        *("context_length", "max_context_length", "attention"),
+    }
+)
+
+
+def cache_identity(
+    config: ModelConfig, fingerprint: str, dtype: torch.dtype, kv: KVFormat, scales: torch.Tensor | None
+) -> dict[str, Any]:
+    """By the names that a message calls them: JSON values, equal where the KV is.
+
+    Args:
+        fingerprint: of the weights.
+        dtype: that the model computes in.
+        kv: what a token's KV looks like.
+        scales: those of the pool, or None.
+    """
+    own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _NOT_OF_KV}
+    ropes = [kind.rope for kind in config.attention]
+    identity = {
+        **{name.replace("_", " "): value for name, value in own.items()},
+        "rope theta": _each([None if rope is None else rope.theta for rope in ropes]),
+        "rope scaling": _each([None if rope is None else _scaling(rope) for rope in ropes]),
+        "rotated share of a head": _each([None if rope is None else rope.partial_rotary_factor for rope in ropes]),
+        # Some kinds of scaling depend on the context length.
+        "rope frequencies": _each([None if rope is None else _frequencies(rope, config) for rope in ropes]),
+        "sliding window": _each([kind.window for kind in config.attention]),
+        "dtype": str(dtype).removeprefix("torch."),
+        "dtype of KV": kv.dtype,
+        "weights": fingerprint,
+    }
+    if scales is not None:  # another GPU may round what they are computed from
+        identity["scales of KV"] = hashlib.sha256(scales.cpu().numpy().astype("<f4").tobytes()).hexdigest()[:16]
+    read: dict[str, Any] = json.loads(json.dumps(identity))  # as it comes out of a file
+    return read
+
+
+def _each(values: list[Any]) -> Any:
+    """One value where all layers have the same, else a list."""
+    return values[0] if all(value == values[0] for value in values) else values
+
+
+def _scaling(rope: RopeParameters) -> dict[str, Any] | None:
+    if rope.scaling is None:
+        return None
+    return {"kind": type(rope.scaling).__name__, **asdict(rope.scaling)}  # type: ignore[call-overload]
+
+
+def _frequencies(rope: RopeParameters, config: ModelConfig) -> str:
+    """The beginning of their hash."""
+    rotary_dim = int(config.head_dim * rope.partial_rotary_factor)
+    if rope.scaling is None:
+        frequencies = geometric_frequencies(rope.theta, rotary_dim)
+    else:
+        frequencies = rope.scaling.frequencies(rope.theta, rotary_dim, config.context_length)
+    return hashlib.sha256(frequencies.numpy().astype("<f4").tobytes()).hexdigest()[:16]

@@ -1,0 +1,232 @@
+"""Keeping the cache in a file, and taking it from there: KV on its way between the pool and the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from memory_pool.host_kv_pool import HostKVPool
+from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.cache.radix_tree import Slots
+from radixrt.cache.snapshot import Adoption
+from radixrt.engine.signals import uninterrupted
+from radixrt.errors import CacheFileError
+from radixrt.kept_cache.cache_file import (
+    CacheFileReader,
+    CacheFileWriter,
+    Identity,
+    KVFormat,
+    differences,
+    kv_pieces,
+)
+from radixrt.kept_cache.identity import DTYPE_NAMES
+from triton_ops.implementation import Impl
+from triton_ops.kv.kv_copy import kv_copy
+
+NUM_BUFFERS = 4  # pieces under way: read or written, hashed, and copied
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What became of the tokens of a kept cache: put into the tree, there already, without a free slot."""
+
+    loaded: int
+    known: int
+    left_out: int
+
+
+def kv_format(kv_pool: TokenToKVPool) -> KVFormat:
+    """What a token's KV looks like."""
+    num_layers, two, _, num_kv_heads, head_dim = kv_pool.buffer.shape
+    return KVFormat(DTYPE_NAMES[kv_pool.buffer.dtype], (num_layers, two, num_kv_heads, head_dim))
+
+
+class CacheStorage:
+    """Saves and loads what a cache holds, while no pass is in flight and no transfer is booked.
+
+    Pieces of KV go through a few buffers on the host, pinned where the pool is on a GPU, so that the memory needed
+    does not depend on how many tokens there are.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, kv_pool: TokenToKVPool, host_pool: HostKVPool | None, *, impl: Impl
+    ) -> None:
+        self.cache = cache
+        self.kv_pool = kv_pool
+        self.host_pool = host_pool
+        self.impl = impl
+        self.format = kv_format(kv_pool)
+
+    def save(self, path: Path, weights_version: int, identity: Identity, *, progress: bool) -> int:
+        """Write all prefixes of a version of the weights to a file, in place of the one that may be there.
+
+        Returns how many tokens it holds. Raises CacheFileError; the old file is as it was then.
+        """
+        tree, slots = self.cache.snapshot(weights_version)
+        with (
+            self._on_device(),
+            CacheFileWriter(path, tree, self.format, identity) as writer,
+            _bar("saving", tree.num_tokens, progress) as bar,
+        ):
+            buffers = self._buffers(tree.num_tokens)
+            hashed: deque[Future[Any]] = deque()
+            gathered: deque[tuple[_Buffer, int]] = deque()
+            for start, end in kv_pieces(tree.num_tokens, self.format):
+                if len(hashed) + len(gathered) == len(buffers):
+                    hashed.popleft().result()
+                buffer = buffers[0]
+                buffers.rotate(-1)
+                self._gather(slots[start:end], buffer)
+                gathered.append((buffer, end - start))
+                if len(gathered) == 2:  # the GPU gathers one piece while the other is written
+                    hashed.append(self._write(writer, *gathered.popleft(), bar))
+            while gathered:
+                hashed.append(self._write(writer, *gathered.popleft(), bar))
+            writer.finish()
+        return tree.num_tokens
+
+    def load(
+        self, path: Path, weights_version: int, identity: Identity, vocab_size: int, *, progress: bool
+    ) -> Loaded:
+        """Put the prefixes of a file into the tree, under `weights_version`, as far as there are free slots.
+
+        Raises CacheFileError: the file is not whole, or is not of this identity. Nothing has changed then.
+        """
+        with self._on_device(), CacheFileReader(path) as reader:
+            differing = differences(reader.identity, identity)
+            if not differing and reader.kv != self.format:
+                differing.append(f"KV is {reader.kv} in the file, {self.format} in the model")
+            if differing:
+                raise CacheFileError(f"the cache file {path} is of another model: {'; '.join(differing)}")
+            fault = reader.tree.fault(vocab_size)
+            if fault is not None:
+                raise CacheFileError(f"the cache file {path} cannot be used: {fault}")
+            arriving: Adoption | None = None
+            try:
+                with uninterrupted():
+                    adoption = arriving = self.cache.begin_adoption(reader.tree, weights_version)
+                # KV that nobody has checked goes to slots that nobody reads.
+                self._read(reader, adoption.slots, progress)
+                with uninterrupted():
+                    self.cache.adopt(adoption)
+                    arriving = None
+            finally:
+                if arriving is not None:
+                    with uninterrupted():
+                        self.cache.give_up(arriving)
+        return Loaded(int(adoption.taken.sum()), int(adoption.known.sum()), adoption.left_out)
+
+    def _read(self, reader: CacheFileReader, slots: Slots, progress: bool) -> None:
+        """Check every piece of KV, and copy what has a slot there."""
+        num_tokens = reader.tree.num_tokens
+        buffers = self._buffers(num_tokens)
+        checked: deque[Future[None]] = deque()
+        with _bar("loading", num_tokens, progress) as bar:
+            for start, end in kv_pieces(num_tokens, self.format):
+                if len(checked) == len(buffers):
+                    checked.popleft().result()
+                buffer = buffers[0]
+                buffers.rotate(-1)
+                buffer.wait()
+                checked.append(reader.read(buffer.bytes(end - start)))
+                self._scatter(buffer, slots[start:end])
+                bar.update(end - start)
+            for future in checked:
+                future.result()
+        for buffer in buffers:  # no copy may outlive it
+            buffer.wait()
+
+    def _write(self, writer: CacheFileWriter, buffer: _Buffer, count: int, bar: tqdm[Any]) -> Future[Any]:
+        buffer.wait()
+        hashed = writer.write(buffer.bytes(count))
+        bar.update(count)
+        return hashed
+
+    def _gather(self, slots: Slots, buffer: _Buffer) -> None:
+        """Start to copy the KV of `slots` `[n]`, -s on the host, to the first n tokens of a buffer: the one place
+        that knows where the KV of a saved token is.
+        """
+        pool = self.kv_pool.buffer
+        here, there = (np.flatnonzero(which).astype(np.int32) for which in (slots > 0, slots < 0))
+        source, target = (torch.from_numpy(array).to(pool.device) for array in (slots[here], here))
+        kv_copy(pool, source, buffer.by_layer, target, impl=self.impl)
+        buffer.copied()
+        if self.host_pool is not None:
+            source, target = torch.from_numpy(-slots[there]), torch.from_numpy(there)
+            kv_copy(self.host_pool.buffer, source, buffer.by_layer, target, impl="torch")
+
+    def _scatter(self, buffer: _Buffer, slots: Slots) -> None:
+        """Start to copy tokens of a buffer to the `slots` `[n]` of the pool that are not 0."""
+        pool = self.kv_pool.buffer
+        places = np.flatnonzero(slots).astype(np.int32)
+        source, target = (torch.from_numpy(array).to(pool.device) for array in (places, slots[places]))
+        kv_copy(buffer.by_layer, source, pool, target, impl=self.impl)
+        buffer.copied()
+
+    def _buffers(self, num_tokens: int) -> deque[_Buffer]:
+        size = self.format.piece_tokens
+        count = min(NUM_BUFFERS, -(-num_tokens // size))
+        return deque(_Buffer(self.kv_pool.buffer, min(size, num_tokens)) for _ in range(count))
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Copies and events go to the pool's device; before and after, nothing is queued there.
+
+        No copy may outlive its buffer, whatever ends this: torch does not know that a kernel uses it.
+        """
+        device = self.kv_pool.buffer.device
+        if device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            try:
+                yield
+            finally:
+                torch.cuda.synchronize()
+
+
+class _Buffer:
+    """Host memory for the KV of some tokens, `[num_tokens, num_layers, 2, num_kv_heads, head_dim]`."""
+
+    def __init__(self, pool: Tensor, num_tokens: int) -> None:
+        num_layers, two, _, *head = pool.shape
+        self.memory = torch.empty(
+            (num_tokens, num_layers, two, *head), dtype=pool.dtype, device="cpu", pin_memory=pool.is_cuda
+        )
+        self.by_layer = self.memory.permute(1, 2, 0, 3, 4)
+        self._done: torch.cuda.Event | None = None
+        self._on_gpu = pool.is_cuda
+
+    def bytes(self, num_tokens: int) -> NDArray[np.uint8]:
+        """Of the first tokens, in one dimension: a view."""
+        flat = self.memory[:num_tokens].view(-1).view(torch.uint8)
+        return np.asarray(flat.numpy())
+
+    def copied(self) -> None:
+        """A copy from or to it has been queued."""
+        if self._on_gpu:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def wait(self) -> None:
+        """Until that copy has ended."""
+        if self._done is not None:
+            self._done.synchronize()
+
+
+def _bar(what: str, num_tokens: int, shown: bool) -> tqdm[Any]:
+    return tqdm(desc=what, total=num_tokens, unit=" tokens", unit_scale=True, disable=not shown, file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Plans and runs as pages, plots and tables."""

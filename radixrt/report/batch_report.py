@@ -1,0 +1,277 @@
+"""What a batch did, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from radixrt.report.figures import seconds as duration
+from radixrt.report.timeline import Sample, columns
+
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """What one process did for a batch. Tokens are those of the requests that ended without an error.
+
+    Attributes:
+        started: Unix time in seconds.
+        answered: requests that ended, those with an error too.
+        prompt_tokens, cached_tokens: tokens of the prompts, and those of them that were found in the cache.
+        completion_tokens: generated tokens.
+        best_hit_rate: the hit rate that no engine can exceed on the prompts that were to run, from an empty cache;
+            None if there were none.
+        predicted_hit_rate: the one that their plan expected; None where it was not followed, the cache was not
+            empty at first, or had a second tier.
+        seconds: from the first request submitted to the last one finished; neither loading the weights nor reading
+            the input is in it.
+        prefill_seconds, decode_seconds: of them, the device's in passes that compute tokens of prompts, and in
+            those that only decode.
+        scheduling_seconds: the host's, for planning and booking passes; the device may compute meanwhile.
+        passes: of the model.
+        most_running: requests that ran at once at most.
+    """
+
+    started: float = 0.0
+    answered: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    best_hit_rate: float | None = None
+    predicted_hit_rate: float | None = None
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    scheduling_seconds: float = 0.0
+    passes: int = 0
+    most_running: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
+        return _ratio(self.cached_tokens, self.prompt_tokens)
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds in which the device computed nothing; passes that failed count as nothing."""
+        return max(0.0, self.seconds - self.prefill_seconds - self.decode_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second."""
+        return _ratio(self.completion_tokens, self.seconds)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run costs, in the currency of the price. Only its `seconds` count.
+
+    Attributes:
+        price_per_hour: of the machine.
+        run: of the whole run.
+        per_million_generated: of 1,000,000 generated tokens; None if there are none.
+        per_million_tokens: of 1,000,000 tokens, be they of prompts or generated; None if there are none.
+    """
+
+    price_per_hour: float
+    run: float
+    per_million_generated: float | None
+    per_million_tokens: float | None
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """Figures of one batch. Tokens are those of the requests that ended without an error.
+
+    Attributes:
+        output_path: the file with the records; the run's folder if the batch was interrupted; None for
+            standard output.
+        requests: input lines that are not blank.
+        written: records that there are: `requests`, unless the batch was interrupted.
+        errors: records with an error, be it in one of several answers.
+        prompt_tokens, cached_tokens: tokens of the prompts, and those of them that were found in the cache.
+        completion_tokens: generated tokens.
+        kept: records that earlier runs had left, and this one went on from.
+        run: figures of this run alone.
+        price_per_hour: of the machine, in any currency; None if it is not known.
+        timeline: of this run.
+        is_complete: whether each line has its record.
+    """
+
+    output_path: Path | None
+    requests: int
+    written: int
+    errors: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    kept: int = 0
+    run: RunFigures = field(default_factory=RunFigures)
+    price_per_hour: float | None = None
+    timeline: tuple[Sample, ...] = ()
+    is_complete: bool = True
+
+    @classmethod
+    def of_nothing(cls) -> BatchReport:
+        """That of a batch that has not begun to run."""
+        return cls(None, 0, 0, 0, 0, 0, 0, is_complete=False)
+
+    @property
+    def hit_rate(self) -> float:
+        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
+        return _ratio(self.cached_tokens, self.prompt_tokens)
+
+    @property
+    def best_hit_rate(self) -> float | None:
+        """The hit rate that no engine can exceed on the prompts of this run: to compare `run.hit_rate` with."""
+        return self.run.best_hit_rate
+
+    @property
+    def predicted_hit_rate(self) -> float | None:
+        """The one that the plan of this run expected; None where it was not followed, or could not be."""
+        return self.run.predicted_hit_rate
+
+    @property
+    def seconds(self) -> float:
+        """Of this run."""
+        return self.run.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second in this run."""
+        return self.run.tokens_per_second
+
+    @property
+    def cost(self) -> Cost | None:
+        """Of this run; None without a price."""
+        if self.price_per_hour is None:
+            return None
+        run, generated = self.price_per_hour * self.run.seconds / 3600, self.run.completion_tokens
+        tokens = self.run.prompt_tokens + generated
+        return Cost(
+            price_per_hour=self.price_per_hour,
+            run=run,
+            per_million_generated=run * MILLION / generated if generated else None,
+            per_million_tokens=run * MILLION / tokens if tokens else None,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as JSON values; keys are only ever added.
+
+        Of the whole file, besides attributes by their names, are `output` (a path; null for standard output),
+        `complete` and `hit_rate`. `run` holds the attributes and properties of `RunFigures`, `started` as a date
+        of ISO 8601. `cost` is null, or holds the attributes of `Cost`. `timeline` has a list for each attribute
+        of `Sample`, all of the same length.
+        """
+        run, cost = self.run, self.cost
+        return {
+            "output": None if self.output_path is None else str(self.output_path),
+            "complete": self.is_complete,
+            "requests": self.requests,
+            "written": self.written,
+            "kept": self.kept,
+            "errors": self.errors,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "hit_rate": self.hit_rate,
+            "run": {
+                **vars(run),
+                "started": datetime.fromtimestamp(run.started, timezone.utc).isoformat(timespec="seconds"),
+                "hit_rate": run.hit_rate,
+                "idle_seconds": run.idle_seconds,
+                "tokens_per_second": run.tokens_per_second,
+            },
+            "cost": None if cost is None else dict(vars(cost)),
+            "timeline": columns(self.timeline),
+        }
+
+
+def file_figures(report: BatchReport) -> dict[str, str]:
+    """Names and values of the whole file, in the order in which they are read."""
+    kept = f" ({report.kept:,} from earlier runs)" if report.kept else ""
+    written = "" if report.is_complete else f"{report.written:,} of "
+    return {
+        "requests": f"{written}{report.requests:,}{kept}",
+        "errors": f"{report.errors:,}",
+        "prompt tokens": f"{report.prompt_tokens:,}",
+        "cached tokens": f"{report.cached_tokens:,}",
+        "hit rate": f"{report.hit_rate:.2%}" + ("" if report.kept else _bounds(report.run)),
+        "generated tokens": f"{report.completion_tokens:,}",
+    }
+
+
+def run_figures(run: RunFigures) -> dict[str, str]:
+    """What this run did of it, likewise."""
+    return {
+        "answered": f"{run.answered:,} requests",
+        "prompt tokens": f"{run.prompt_tokens:,}",
+        "cached tokens": f"{run.cached_tokens:,}",
+        "hit rate": f"{run.hit_rate:.2%}{_bounds(run)}",
+        "generated tokens": f"{run.completion_tokens:,}",
+    }
+
+
+def time_figures(report: BatchReport) -> dict[str, str]:
+    """What this run took, likewise."""
+    run, cost = report.run, report.cost
+    parts = ", ".join(f"{name} {duration(value)}" for name, value in device_seconds(run).items())
+    passes = f"{run.passes:,} passes of at most {run.most_running:,} requests"
+    figures = {
+        "time": f"{run.seconds:.1f} s ({passes}, {run.tokens_per_second:,.0f} generated tokens/s)",
+        "time spent": f"{parts}; {duration(run.scheduling_seconds)} of the host's in scheduling",
+    }
+    if cost is not None:
+        figures["cost"] = f"{money(cost.run)} at {money(cost.price_per_hour)} an hour"
+        if cost.per_million_tokens is not None:
+            figures["per 1M tokens"] = money(cost.per_million_tokens)
+        if cost.per_million_generated is not None:
+            figures["per 1M generated"] = money(cost.per_million_generated)
+    return figures
+
+
+def device_seconds(run: RunFigures) -> dict[str, float]:
+    """What the device did with the seconds of a run."""
+    return {"prefill": run.prefill_seconds, "decode": run.decode_seconds, "idle": run.idle_seconds}
+
+
+def money(amount: float) -> str:
+    """An amount in two decimals, or in as many as show something."""
+    return f"{amount:,.2f}" if amount >= 0.1 or not amount else f"{amount:.2g}"
+
+
+def print_report(report: BatchReport, console: Console, **more: str) -> None:
+    """Print the figures as a small table, those of `more` at its end."""
+    rows = file_figures(report)
+    if report.kept and report.run.answered:
+        own = run_figures(report.run)
+        rows["this run"] = (
+            f"{own['answered']}, {own['prompt tokens']} prompt tokens, {own['generated tokens']} generated tokens"
+        )
+        rows["its hit rate"] = own["hit rate"]
+    rows |= time_figures(report) | {name.replace("_", " "): text for name, text in more.items()}
+    for name, text in rows.items():
+        console.print(Text.assemble((f"{name:<18}", "dim"), text), soft_wrap=True)
+
+
+def bounds(run: RunFigures) -> str:
+    """What the hit rate of a run is to be compared with; "" if nothing was to run."""
+    if run.best_hit_rate is None:
+        return ""
+    predicted = "" if run.predicted_hit_rate is None else f", predicted {run.predicted_hit_rate:.2%}"
+    return f"best possible {run.best_hit_rate:.2%}{predicted}"
+
+
+def _bounds(run: RunFigures) -> str:
+    text = bounds(run)
+    return f" ({text})" if text else ""
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,89 @@
+"""The figures and hints of a plan in words, for the terminal and for a page."""
+
+from __future__ import annotations
+
+from radixrt.planning.batch_plan import BatchPlan, Expectation, Prediction
+from radixrt.planning.hints import Hint
+from radixrt.report.outline import counted
+
+HINTS_TOLD = 5
+
+
+def plan_figures(plan: BatchPlan, expectation: Expectation | None, kv_bytes: int | None) -> dict[str, str]:
+    """Names and values, in the order in which they are read.
+
+    Args:
+        expectation: what a run will bring; None leaves that out.
+        kv_bytes: of one token's keys and values; None leaves bytes out.
+    """
+    counts = plan.statistics
+
+    def memory(tokens: int) -> str:
+        return f"{tokens:,} tokens" + ("" if kv_bytes is None else f" ({_bytes(tokens * kv_bytes)})")
+
+    figures = {
+        "prompts": f"{len(plan):,}",
+        "prompt tokens": f"{counts.prompt_tokens:,} ({counts.distinct_tokens:,} distinct)",
+        "expected answers": f"{int(plan.new_tokens[plan.run.order].sum()):,} tokens",
+        "best possible hit rate": f"{counts.best_hit_rate:.2%}",
+    }
+    if expectation is not None:
+        limits = expectation.limits
+        figures |= {
+            "pool": memory(limits.pool_tokens),
+            "hit rate, planned order": _prediction(expectation.planned),
+            "hit rate, file order": _prediction(expectation.file_order),
+        }
+    figures["memory, one at a time"] = memory(plan.longest_request)
+    if expectation is not None:
+        running = min(expectation.limits.max_running_requests, len(plan))
+        figures[f"memory, {running:,} at once"] = memory(plan.pool_for(running))
+        work = expectation.work
+        if work is not None:
+            least, most = work.expected_seconds
+            figures |= {
+                "prefill": f"{work.computed_tokens:,} tokens, at least {seconds(work.prefill_seconds)}",
+                "decode": f"{work.generated_tokens:,} tokens in about {work.decode_steps:,} passes, "
+                f"at least {seconds(work.decode_seconds)}",
+                "time": f"{seconds(least)} to {seconds(most)} (no engine below {seconds(work.least_seconds)})",
+            }
+    return figures
+
+
+def hint_texts(hints: tuple[Hint, ...]) -> list[str]:
+    """A sentence a hint, the worst first; how many more there are comes last."""
+    texts = []
+    for hint in hints[:HINTS_TOLD]:
+        fewest, most = int(hint.differing.min()), int(hint.differing.max())
+        count = counted(most, "token") if fewest == most else f"{fewest} to {most} tokens"
+        where = f"after their first {counted(hint.position, 'token')}" if hint.position else "at their beginning"
+        texts.append(
+            f"{len(hint.prompts):,} prompts differ in {count} {where} and agree after that: about "
+            f"{hint.tokens:,} more tokens could be shared if what differs came last"
+        )
+    if len(hints) > HINTS_TOLD:
+        rest = hints[HINTS_TOLD:]
+        prompts = sum(len(hint.prompts) for hint in rest)
+        tokens = sum(hint.tokens for hint in rest)
+        texts.append(f"{len(rest):,} more groups, {prompts:,} prompts, are like that: about {tokens:,} tokens")
+    return texts
+
+
+def seconds(value: float) -> str:
+    """A duration, as exact as it is worth."""
+    if value < 10:
+        return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.1f} s"
+    if value < 120:
+        return f"{value:.0f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
+def _prediction(prediction: Prediction) -> str:
+    how = "" if prediction.is_rehearsed else " (modelled)"
+    return f"{prediction.hit_rate:.2%}{how}"
+
+
+def _bytes(count: int) -> str:
+    if count < 1e6:
+        return f"{count / 1e3:.1f} kB"
+    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"

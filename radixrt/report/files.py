@@ -1,0 +1,91 @@
+"""The files that a batch's report goes to: checked before anything runs, written when it has ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from radixrt.errors import BatchFileError
+from radixrt.files.standard import place_name
+from radixrt.files.text_file import TextFile
+from radixrt.planning.batch_plan import BatchPlan
+from radixrt.report.batch_report import BatchReport
+from radixrt.report.outline import Show, decoded_by
+from radixrt.text.tokenizer import Tokenizer
+
+JSON, PAGE = ".json", ".html"
+
+Paths = str | Path | Iterable[str | Path]
+
+
+class ReportError(BatchFileError):
+    """A batch is complete, but its report cannot be written.
+
+    Attributes:
+        report: what it would have told.
+    """
+
+    def __init__(self, message: str, report: BatchReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class ReportFiles:
+    """Files of one report: JSON or a page, by their suffix. They replace what has their name.
+
+    Args:
+        paths: one, or several; () is none.
+        input_path, output_path: of the batch; "-" is standard input or output.
+
+    Raises:
+        BatchFileError: one of them cannot be written, must not be, or needs a package that is missing.
+    """
+
+    def __init__(self, paths: Paths, input_path: str | Path, output_path: str | Path) -> None:
+        listed = [paths] if isinstance(paths, (str, Path)) else paths
+        others = {"input": input_path, "output": output_path}
+        self._files = [_file(path, others) for path in dict.fromkeys(Path(path) for path in listed)]
+        self._title = place_name(input_path, "input")
+        if self.has_page and importlib.util.find_spec("matplotlib") is None:
+            raise BatchFileError(
+                "a report as a page needs matplotlib: pip install 'radixrt[report]', or name the report .json"
+            )
+
+    @property
+    def has_page(self) -> bool:
+        """Whether one of them is a page, which shows the shared prefixes."""
+        return any(file.path.suffix == PAGE for file in self._files)
+
+    def write(self, report: BatchReport, plan: BatchPlan | None, tokenizer: Tokenizer | None) -> None:
+        """Write all of them, each in one step.
+
+        Args:
+            plan: for a page; None if there is none.
+            tokenizer: of the prompts.
+
+        Raises:
+            BatchFileError: the disk refuses.
+        """
+        for file in self._files:
+            if file.path.suffix == JSON:
+                file.write(_json(report))
+            else:
+                file.write(_page(report, self._title, plan, decoded_by(tokenizer)))
+
+
+def _file(path: Path, others: Mapping[str, str | Path]) -> TextFile:
+    if path.suffix not in (JSON, PAGE):
+        raise BatchFileError(f"the report {path} is neither a page nor JSON; name it {PAGE} or {JSON}")
+    return TextFile(path, "report", others)
+
+
+def _json(report: BatchReport) -> str:
+    return json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
+
+
+def _page(report: BatchReport, title: str, plan: BatchPlan | None, show: Show) -> str:
+    from radixrt.report.page import report_page  # matplotlib, which not everybody has, takes half a second
+
+    return report_page(report, title=title, plan=plan, show=show)

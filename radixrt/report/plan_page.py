@@ -1,0 +1,33 @@
+"""A plan as a page that stands alone: figures, hints, and branches that fold."""
+
+from __future__ import annotations
+
+from html import escape
+
+from radixrt.planning.batch_plan import BatchPlan, Expectation
+from radixrt.report.figures import hint_texts, plan_figures
+from radixrt.report.html import figure_table, html_page, prefix_branches
+from radixrt.report.outline import Show, as_ids, outline
+
+
+def plan_page(
+    plan: BatchPlan,
+    *,
+    title: str,
+    expectation: Expectation | None = None,
+    kv_bytes: int | None = None,
+    show: Show = as_ids,
+    most_prefixes: int = 1000,
+) -> str:
+    """The page as HTML: figures, hints, and the largest shared prefixes as a tree that folds and unfolds.
+
+    Args:
+        title: of the page, such as the input's name.
+        expectation, kv_bytes: see `plan_figures`.
+        show: token ids to text.
+        most_prefixes: prefixes that are shown.
+    """
+    figures = figure_table(plan_figures(plan, expectation, kv_bytes))
+    hints = "".join(f'<p class="hint">{escape(text)}</p>\n' for text in hint_texts(plan.hints))
+    branches = prefix_branches(outline(plan, most_prefixes), show, int(plan.tree.saved_tokens.sum()))
+    return html_page(f"Plan of {title}", f"{figures}{hints}<h2>Shared prefixes</h2>\n{branches}")

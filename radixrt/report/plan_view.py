@@ -1,0 +1,59 @@
+"""A plan in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+from rich.tree import Tree
+
+from radixrt.planning.batch_plan import BatchPlan, Expectation
+from radixrt.report.figures import hint_texts, plan_figures
+from radixrt.report.outline import Prefix, Show, as_ids, counted, outline, shortened
+
+
+def print_plan(
+    plan: BatchPlan,
+    console: Console,
+    *,
+    expectation: Expectation | None = None,
+    kv_bytes: int | None = None,
+    show: Show = as_ids,
+    most_prefixes: int = 20,
+) -> None:
+    """Print figures, the largest shared prefixes as a tree, and hints.
+
+    Args:
+        expectation, kv_bytes: see `plan_figures`.
+        show: token ids to text.
+        most_prefixes: prefixes that are shown.
+    """
+    figures = plan_figures(plan, expectation, kv_bytes)
+    width = max(map(len, figures)) + 2
+    for name, text in figures.items():
+        console.print(Text.assemble((f"{name:<{width}}", "dim"), text), soft_wrap=True)
+    top = outline(plan, most_prefixes)
+    if top.children:
+        console.print()
+        console.print(view_outline(top, show))
+    for text in hint_texts(plan.hints):
+        console.print()
+        console.print(Text.assemble(("hint: ", "bold yellow"), text), soft_wrap=True)
+
+
+def view_outline(top: Prefix, show: Show) -> Tree:
+    """A rich Tree of an outline; `show` makes text of token ids."""
+    view = Tree(counted(top.prompts, "prompt"))
+    stack = [(top, view)]
+    while stack:
+        prefix, branch = stack.pop()
+        stack += [(child, branch.add(_label(child, show))) for child in prefix.children]
+        if prefix.others:
+            branch.add(f"[dim]and {counted(prefix.others, 'smaller one')}[/dim]")
+    return view
+
+
+def _label(prefix: Prefix, show: Show) -> str:
+    text = escape(shortened(prefix.tokens, show, 40, 60))
+    tokens = counted(len(prefix.tokens), "token")
+    return f"{prefix.prompts:,} x {tokens}, saves {prefix.saved_tokens:,}: [dim]{text}[/dim]"

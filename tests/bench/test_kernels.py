@@ -1,0 +1,841 @@
+"""The kernel benchmark without a GPU: rooflines, goals, tables, and cases that run, with pretended times."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import re
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import layers.linear
+import radixrt
+from radixrt.bench.kernels import elementwise, kv_copy, linear, run, sampling
+from radixrt.bench.kernels import tree as tree_bench
+from radixrt.bench.kernels.attention import decode_case, extend_case
+from radixrt.bench.kernels.attention_inputs import AttentionShape, attention_inputs
+from radixrt.bench.kernels.case import Call, Case, Contender, Expected, PlanFigures, worst_error
+from radixrt.bench.kernels.goals import GOALS, GROUP_GOALS, PUBLISHED, Goal, goal_of
+from radixrt.bench.kernels.groups import GROUPS
+from radixrt.bench.kernels.measurement import Measurement, Result, measure
+from radixrt.bench.kernels.roofline import Machine, Work, decode_work, extend_work
+from radixrt.bench.kernels.run import Options, choose_cases, describe, run_benchmark
+from radixrt.bench.kernels.table import Report
+from radixrt.bench.kernels.timing import copies_beyond_l2
+from radixrt.bench.kernels.tree import FLAT, tree_case, tree_shape
+from radixrt.cli import main
+from radixrt.errors import ParameterError
+from radixrt.execution.attention import planner as attention_planner
+from radixrt.execution.attention import shared_segments
+from radixrt.execution.attention.shared_segments import TreeCosts
+from triton_ops.implementation import GPU, compiling_for, gpu_of
+from triton_ops.linear.split_k_linear import PartialLinearConfig
+from triton_ops.norms.rms_norm import add_rms_norm
+
+HOME = Path(radixrt.__file__).resolve().parent.parent
+CARD = Machine(
+    "NVIDIA H200",
+    bandwidth=4e12,
+    flops=800e12,
+    exps=4e12,
+    l2_bytes=60 * 2**20,
+    host_to_device=50e9,
+    device_to_host=40e9,
+)
+OTHER = replace(CARD, name="NVIDIA A100-SXM4-80GB")
+CPU = torch.device("cpu")
+
+
+class PretendedTimer:
+    """Calls what it is given, and says what it is told to."""
+
+    def __init__(self, eager: float = 2e-4, graph: float = 1e-4) -> None:
+        self.seconds = eager, graph
+        self.sets: list[int] = []
+
+    def eager(self, call: Callable[[], object]) -> float:
+        call()
+        return self.seconds[0]
+
+    def graph(self, calls: Sequence[Callable[[], object]], eager_seconds: float) -> float:
+        assert eager_seconds == self.seconds[0]
+        for call in calls:
+            call()
+        self.sets.append(len(calls))
+        return self.seconds[1]
+
+
+def printed(results: list[Result]) -> str:
+    """The tables of results that are sorted by group."""
+    console = Console(file=io.StringIO(), width=run._WIDTH, record=True, highlight=False)
+    report = Report(console)
+    for _, members in groupby(results, lambda result: result.case.group):
+        report.print_group(list(members))
+    report.print_end()
+    return console.export_text()
+
+
+def case_of(group: str, shape: str) -> Case[Any]:
+    return next(case for case in choose_cases(Options()) if (case.group, case.shape) == (group, shape))
+
+
+def result_of(group: str, shape: str, eager: float, graph: float, machine: Machine = CARD) -> Result:
+    return Result(case_of(group, shape), machine, (Measurement("radixrt", 3e-3, eager, graph),), 4)
+
+
+# --- rooflines ---
+
+
+def test_rooflines() -> None:
+    work = decode_work([2048] * 64, 32, 8, 128, 2)
+    assert work.bytes == 64 * 2048 * 4096 + 64 * 2 * 32 * 128 * 2
+    assert work.flops == 4 * 128 * 32 * 64 * 2048
+    assert work.exps == 32 * 64 * 2048
+    assert work.bound(CARD).limit == "bytes"
+    assert work.bound(CARD).seconds == work.bytes / 4e12
+
+    # Pairs of a query and a key, counted one by one.
+    requests = [(7, 5), (0, 9), (3, 0)]
+    pairs = sum(prefix + i + 1 for prefix, new in requests for i in range(new))
+    work = extend_work(requests, 4, 2, 16, 2)
+    assert work.flops == 4 * 16 * 4 * pairs
+    assert work.exps == 4 * pairs
+    assert work.bytes == 2 * 16 * (2 * 2 * (12 + 9 + 3) + 2 * 4 * 14)
+
+    # The published rates: causal, 509 TFLOP/s in 1.08 ms and 4.35 TB/s in 1.975 ms.
+    assert case_of("extend", "B=1 0+8192").work.flops / 1.08e-3 == pytest.approx(509e12, rel=0.01)
+    assert case_of("decode", "B=256 L=8192").work.bytes / 1.975e-3 == pytest.approx(4.35e12, rel=0.01)
+    # Small heads are limited by exponentials, large ones by products.
+    assert case_of("extend", "B=4 0+4096 H=48/48 D=32").work.bound(CARD).limit == "exp"
+    assert case_of("extend", "B=4 0+4096 H=32/32").work.bound(CARD).limit == "flops"
+    assert all(case.work.bound(CARD).limit == "bytes" for case in choose_cases(Options(only=("elementwise",))))
+    assert Work(4e9).bound(CARD).seconds == 1e-3
+
+
+def test_every_elementwise_case_is_larger_than_64_mb() -> None:
+    assert all(case.work.bytes > 64 * 2**20 for case in choose_cases(Options(only=("elementwise",))))
+
+
+def test_input_sets_exceed_twice_the_cache() -> None:
+    assert copies_beyond_l2(1e9, 60 * 2**20) == 1
+    assert copies_beyond_l2(33.5e6, 60 * 2**20) == 4
+    assert copies_beyond_l2(100, 60 * 2**20) == 64
+
+
+# --- goals ---
+
+
+def test_goals_and_published_times_belong_to_cases() -> None:
+    shapes = {(case.group, case.shape) for case in choose_cases(Options())}
+    assert set(GOALS) <= shapes
+    assert set(PUBLISHED) <= shapes
+    assert set(GROUP_GOALS) <= set(GROUPS)
+    assert {case.group for case in choose_cases(Options())} == set(GROUPS)
+
+
+def test_verdicts() -> None:
+    work = Work(bytes=4e9)  # 1 ms
+    goal = Goal(bandwidth_share=0.8, seconds=2e-3, floor_seconds=1.5e-3, stretch_seconds=1.1e-3)
+    assert goal.limit(work, CARD) == pytest.approx(1.25e-3)
+    times = {1.0e-3: "stretch", 1.2e-3: "yes", 1.4e-3: "floor", 1.6e-3: "no"}
+    assert {seconds: goal.verdict(seconds, work, CARD) for seconds in times} == times
+    # On another card shares hold, times do not.
+    assert [goal.verdict(seconds, work, OTHER) for seconds in times] == ["yes", "yes", "no", "no"]
+    assert Goal(seconds=1e-3).limit(work, OTHER) is None
+    assert Goal(seconds=1e-3).verdict(1.0, work, OTHER) == ""
+    assert goal_of("extend", "B=3 0+1") is None
+    # Never slower than FlashInfer, and 90 % of the bandwidth; 85 % of FA3's speed.
+    assert case_of("decode", "B=64 L=2048").goal == Goal(
+        bandwidth_share=0.9, seconds=144e-6, floor_seconds=1.15 * 144e-6
+    )
+    assert case_of("extend", "B=8 4096+512").goal == Goal(
+        seconds=0.614e-3 / 0.85, floor_seconds=0.917e-3, stretch_seconds=0.614e-3
+    )
+
+
+# --- the tables ---
+
+
+def test_table() -> None:
+    shape = ("extend", "B=8 0+2048")
+    result = result_of(*shape, eager=0.9e-3, graph=0.75e-3)
+    others = (
+        Measurement("FlashInfer FA2", reason="ModuleNotFoundError: No module named 'flashinfer'"),
+        Measurement("SDPA cuDNN", 2e-3, 1.5e-3, 1.6e-3),
+        Measurement("FlexAttention", 0.4, reason="wrong: a row's relative error is 0.4"),
+    )
+    decode = result_of("decode", "B=1 L=8192", eager=30e-6, graph=20e-6)
+    decode = replace(decode, measurements=(*decode.measurements, others[0]))
+    shown = printed([decode, replace(result, measurements=(result.ours, *others))])
+    lines = ([cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line)
+    cells = {line[0]: line for line in lines}
+    percent = f"{100 * result.bound.seconds / 0.75e-3:.0f}"
+    assert cells["B=8 0+2048"][1:-1] == [
+        *("900.0", "750.0", f"{result.case.work.flops / 0.75e-3 / 1e12:.0f} TF/s", percent),
+        *("flops", "3.0e-03", "788.2", "yes"),
+    ]
+    assert cells["SDPA cuDNN"][-1] == "2.00x"
+    assert cells["FlashInfer 0.6.18 FA3, published"][1] == "670.0"
+    assert cells["FlashInfer FA2"][1:3] == ["- [1]", "-"]
+    assert cells["FlexAttention"][1:3] == ["- [2]", "-"]
+    # The first note is that of two tables, and said once.
+    assert shown.count("No module named 'flashinfer'") == 1
+    assert re.search(r"\[1\] ModuleNotFoundError.*\n\[2\] wrong: a row", shown)
+    assert cells["B=1 L=8192 scattered"][7:9] == ["22.0", "yes"]
+    assert "2 of 2 goals are met." in shown
+
+
+@pytest.mark.parametrize(("seconds", "met"), [(170e-6, "no"), (160e-6, "floor"), (143e-6, "yes")])
+def test_a_goal_is_met_by_either_time(seconds: float, met: str) -> None:
+    for eager, graph in ((1.0, seconds), (seconds, 1.0)):
+        result = result_of("decode", "B=64 L=2048", eager, graph)
+        assert result.verdict == met
+        assert f"{int(met == 'yes')} of 1 goals are met." in printed([result])
+
+
+def test_table_of_another_card_has_no_times_of_this_one() -> None:
+    shown = printed([result_of("extend", "B=1 0+8192", 1e-3, 1e-3, OTHER)])
+    assert "published" not in shown
+    assert "goals are met" not in shown
+    assert "NVIDIA A100" in describe(OTHER)
+
+
+def test_a_case_that_stays_in_the_cache_says_so() -> None:
+    case = decode_case(AttentionShape(1, 127, 1))
+    result = Result(case, CARD, (Measurement("radixrt", 1e-3, 1e-5, 1e-5),), input_sets=64)
+    assert result.in_l2
+    assert "stay in L2" in printed([result])
+    assert not result_of("decode", "B=64 L=2048", 1e-3, 1e-3).in_l2
+
+
+def test_json_and_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from radixrt.bench.kernels.plot import plot
+
+    results = [
+        result_of("extend", "B=8 0+2048", 1e-3, 1e-3),
+        result_of("elementwise", "silu_and_mul 16384x14336", 1e-3, 1e-3),
+    ]
+    failed = Measurement("radixrt", reason="it failed")
+    results.append(Result(case_of("decode", "B=1 L=8192"), CARD, (failed, Measurement("x", 0.0, 1.0, 1.0)), 4))
+    written = json.loads(json.dumps([result.to_dict() for result in results]))
+    assert written[0]["goal_seconds"] == pytest.approx(0.67e-3 / 0.85)
+    assert written[0]["verdict"] == "no"
+    assert [p["name"] for p in written[0]["published"]] == ["FlashInfer 0.6.18 FA2", "FlashInfer 0.6.18 FA3"]
+    assert written[2]["measurements"][0]["reason"] == "it failed"
+    assert written[2]["verdict"] == ""
+    plot(written, tmp_path / "out.png", card="t")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- cases that run ---
+
+SMALL = AttentionShape(2, 0, 1, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        decode_case(replace(SMALL, prefix=37)),
+        decode_case(replace(SMALL, prefix=37, scattered=False)),
+        extend_case(replace(SMALL, extend=33)),
+        extend_case(replace(SMALL, prefix=20, extend=150)),
+    ],
+)
+def test_attention_cases(case: Case[Any], kernel_device: torch.device) -> None:
+    """With the kernels themselves."""
+    timer = PretendedTimer()
+    result = measure(case, replace(CARD, l2_bytes=int(case.work.bytes)), timer, kernel_device, compiled=False)
+    assert result.input_sets == 2
+    ours = result.ours
+    assert ours.reason is None
+    assert ours.error is not None
+    assert ours.error < 1e-5
+    assert (ours.eager_seconds, ours.graph_seconds, ours.best_seconds) == (2e-4, 1e-4, 1e-4)
+    # Ours, and on contiguous KV torch's: every set went through it, and it is right.
+    flash = [m for m in result.measurements if m.name == "SDPA FlashAttention-2"]
+    assert set(timer.sets) == {2}
+    for measurement in flash:
+        assert measurement.reason is not None or (measurement.error or 0) < 1e-5, measurement
+    assert len(flash) == ("scattered" not in case.name)
+    assert all(m.reason for m in result.measurements if m.name.startswith("FlashInfer"))
+    assert "FlexAttention" not in [m.name for m in result.measurements]
+
+
+@pytest.fixture
+def half_precision(monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Triton's interpreter does not know bfloat16."""
+    monkeypatch.setattr(elementwise, "DTYPE", torch.float16)
+    return torch.float16
+
+
+def small_elementwise_cases() -> list[Case[Any]]:
+    return [
+        *elementwise.row_cases(5, 48),
+        *elementwise.activation_cases(5, 48),
+        elementwise.logits_case(3, 100),
+        *elementwise.head_cases(5, 4, 2, 16),
+    ]
+
+
+@pytest.mark.usefixtures("half_precision")
+def test_elementwise_cases(kernel_device: torch.device) -> None:
+    """With the kernels themselves."""
+    cases = small_elementwise_cases()
+    for case in cases:
+        timer = PretendedTimer()
+        machine = replace(CARD, l2_bytes=int(case.work.bytes))
+        result = measure(case, machine, timer, kernel_device, compiled=False)
+        assert result.ours.reason is None, (case.name, result.ours.traceback)
+        assert timer.sets == [2], case.name
+        assert [c.name for c in case.contenders] == ["radixrt", "torch.compile"]
+    usual = {case.name.rpartition(" ")[0] for case in choose_cases(Options(only=("elementwise",)))}
+    assert {case.name.rpartition(" ")[0] for case in cases} == usual
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_sampling_cases(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> None:
+    """With the kernels themselves; torch's own draws obey the filters."""
+    monkeypatch.setattr(sampling, "DTYPE", torch.float16)
+    for case in sampling.sampling_cases(3, 500):
+        result = measure(case, replace(CARD, l2_bytes=1), PretendedTimer(), kernel_device)
+        ours, by_torch, *others = result.measurements
+        assert ours.reason is None, (case.name, ours.traceback)
+        assert by_torch.reason is None, (case.name, by_torch.traceback)
+        assert [m.name for m in others] == (["FlashInfer"] if case.variant else [])
+    assert case_of("sampling", "temperature 512x151936").work.bytes == 512 * 151_936 * 2
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_linear_cases(parts: int, monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> None:
+    """With the kernels themselves, and where the product is not cut."""
+    config = PartialLinearConfig(16, 16, 2, 32) if parts > 1 else None
+    monkeypatch.setattr(linear, "DTYPE", torch.float16)
+    monkeypatch.setattr(layers.linear, "partial_linear_config", lambda *_: config)
+    added: list[int] = []
+
+    def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:
+        added.append(x.dim() - 1)
+        return add_rms_norm(x, *arguments, **options)
+
+    monkeypatch.setattr(linear, "add_rms_norm", recorded)
+    result = measure(linear.linear_case(5, 96, 64), replace(CARD, l2_bytes=1), PretendedTimer(), kernel_device)
+    for measurement in result.measurements:
+        assert measurement.reason is None, measurement.traceback
+    assert set(added) == ({1, 2} if parts > 1 else {1})
+    assert result.case.work.bytes == 2 * (5 * 96 + 64 * 96 + 64 + 3 * 5 * 64)
+    usual = choose_cases(Options(only=("linear",)))
+    assert len(usual) == 4 * len(linear.BATCHES)
+    assert [case.work.bound(CARD).limit for case in (usual[0], usual[-1])] == ["bytes", "flops"]
+
+
+def test_kv_copy_cases(kernel_device: torch.device) -> None:
+    """With the kernel itself."""
+    shape = kv_copy.Shape(20, 2, 2, 16)
+    for case in kv_copy.kv_copy_cases(shape):
+        result = measure(case, replace(CARD, l2_bytes=1), PretendedTimer(), kernel_device)
+        for measurement in result.measurements:
+            assert measurement.reason is None, (case.name, measurement.traceback)
+            assert measurement.error == 0.0
+        assert result.bound.limit == ("bytes" if "pool" in case.name else "link")
+    usual = {case.name: case for case in choose_cases(Options(only=("kv_copy",)))}
+    to_host, in_pool = usual["to host 2048x28x8x128 scattered"], usual["in the pool 2048x28x8x128"]
+    assert to_host.work.device_to_host == 2048 * 28 * 2 * 8 * 128 * 2
+    goal = to_host.goal
+    assert goal is not None
+    assert goal.limit(to_host.work, CARD) == pytest.approx(to_host.work.device_to_host / (0.8 * 40e9))
+    assert goal.limit(in_pool.work, CARD) is None
+    assert "9.4 GB/s" in printed([result_of("kv_copy", to_host.shape, 25e-3, 25e-3)])
+
+
+def test_elementwise_bytes() -> None:
+    """Counted from the tensors of a case: read once, written once."""
+    sizes = {case.name.rpartition(" ")[0]: case.work.bytes for case in small_elementwise_cases()}
+    rows, gates = 5 * 48 * 2, 5 * 48 * 2
+    assert sizes["rms_norm"] == 2 * rows
+    assert sizes["add_layer_norm"] == 4 * rows
+    assert sizes["silu_and_mul"] == 3 * gates
+    assert sizes["gelu_new"] == 2 * gates
+    assert sizes["soft_cap"] == 2 * 3 * 100 * 2
+    # q read and written, k read, written and stored, v read and stored; angles; position and slot.
+    assert (
+        sizes["norm_rotary_store"] == sizes["rotary_store"] == 5 * (16 * 2 * (2 * 4 + 3 * 2 + 2 * 2) + 16 * 4 + 8)
+    )
+
+
+def test_input_sets_share_no_slots() -> None:
+    sets = attention_inputs(replace(SMALL, prefix=20, extend=5), CPU, 3)
+    slots = torch.cat([one.req_to_token.flatten() for one in sets])
+    assert sorted(slots.tolist()) == list(range(1, 3 * 50 + 1))
+    for one in sets:
+        new = one.req_to_token[:, 20:].flatten()
+        assert torch.equal(one.k, one.k_buffer[new])
+        assert torch.equal(one.v, one.v_buffer[new])
+    assert torch.equal(sets[1].dense(sets[1].k_buffer)[1, 3], sets[1].k_buffer[sets[1].req_to_token[1, 3]])
+    consecutive = attention_inputs(replace(SMALL, prefix=20, scattered=False), CPU, 1)[0]
+    assert (consecutive.req_to_token.diff(dim=1) == 1).all()
+
+
+def test_trees() -> None:
+    shape = tree_shape((1, 2), (2, 3), (4, 1), attention=SMALL)
+    assert shape.words == "B=4 1/2/4 of 2/3/1 H=4/2 D=16"
+    assert shape.tokens().tolist() == [
+        [0, 1, 2, 3, 4, 8],
+        [0, 1, 2, 3, 4, 9],
+        [0, 1, 5, 6, 7, 10],
+        [0, 1, 5, 6, 7, 11],
+    ]
+    # Keys and values of the twelve tokens, queries and results.
+    assert shape.work().bytes == 12 * 2 * 2 * 16 * 4 + 4 * 2 * 4 * 16 * 4
+    assert shape.work().flops == decode_work([6] * 4, *SMALL.heads).flops
+    (inputs,) = attention_inputs(shape.attention, CPU, 1, shape.tokens())
+    assert sorted(inputs.req_to_token.unique().tolist()) == list(range(1, 13))
+    assert (inputs.req_to_token[0, :5] == inputs.req_to_token[1, :5]).all()
+
+
+def test_names_and_sizes_of_trees() -> None:
+    deep = tree_shape(*((2**level, 128) for level in range(9)))
+    chain = tree_shape(*((1, 256) for _ in range(4)), (256, 128))
+    two_level, unshared = tree_shape((1, 8192), (64, 128)), tree_shape((64, 8320))
+    assert [shape.words for shape in (deep, chain, two_level, unshared, tree_shape((8, 64), (256, 64)))] == [
+        "B=256 1/2/../256 (9) of 128",
+        "B=256 1/1/../256 (5) of 256/256/../128 (5)",
+        "B=64 8192+128",
+        "B=64 8320",
+        "B=256 8/256 of 64",
+    ]
+    assert two_level.sizes == {"batch": 64, "shared": 8192, "private": 128}
+    assert not any(shape.sizes for shape in (deep, chain, unshared))
+
+
+CHEAP = TreeCosts(reread_bandwidth=4.2e12, operations=1e18, item=0.0, partial_crossings=0.1, launches=0.0)
+
+
+@pytest.fixture
+def cheap_trees(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small trees are worth reading once, too, fill the few programs there are, and are cut to small pieces."""
+    monkeypatch.setattr(attention_planner, "SHARED_PROGRAMS_PER_SM", 8 / gpu_of(kernel_device).num_sms)
+    monkeypatch.setattr(attention_planner, "TreeCosts", lambda: CHEAP)
+    monkeypatch.setattr(shared_segments, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(shared_segments, "MIN_PIECE", 16)
+
+
+@pytest.mark.usefixtures("cheap_trees")
+@pytest.mark.parametrize(
+    ("levels", "flat_factor"),
+    [
+        ([(1, 90), (3, 7)], 3 * 97 / 111),
+        ([(1, 1), (2, 40), (4, 9), (12, 2)], 12 * 52 / 141),
+        ([(1, 30), (1, 40), (6, 1)], 6 * 71 / 76),
+        ([(3, 40)], 1.0),
+    ],
+)
+def test_tree_cases(levels: list[tuple[int, int]], flat_factor: float, kernel_device: torch.device) -> None:
+    """With the kernels themselves, and the engine's own plans."""
+    case = tree_case(tree_shape(*levels, attention=SMALL))
+    timer = PretendedTimer()
+    machine = replace(CARD, l2_bytes=int(case.work.bytes))
+    result = measure(case, machine, timer, kernel_device)
+    tree, flat, cascade = result.measurements
+    assert timer.sets == [2, 2]
+    for measurement in (tree, flat):
+        assert measurement.reason is None, measurement.traceback
+        assert (measurement.error or 0) < 1e-5
+        assert measurement.plan is not None
+        assert measurement.plan.seconds > 0
+    assert tree.plan is not None
+    assert flat.plan is not None
+    assert flat.plan.read_factor == pytest.approx(flat_factor)
+    assert flat.plan.shared_items == 0
+    # Each is read once, but for a single token that several tiles read.
+    assert 1 <= tree.plan.read_factor < 1.01
+    assert (tree.plan.shared_items > 0) == (len(levels) > 1)
+    assert "flashinfer" in (cascade.reason or "")
+
+
+class Cascade:
+    """FlashInfer's wrapper, in torch: levels one after the other, merged by their log-sum-exps."""
+
+    def __init__(self, num_levels: int, workspace: Tensor, layout: str) -> None:
+        assert (workspace.dtype, layout) == (torch.uint8, "NHD")
+        self.num_levels = num_levels
+
+    def plan(self, queries: Any, offsets: Any, pages: Any, page_lens: Any, *numbers: int, **options: Any) -> None:
+        self.levels = list(zip(queries, offsets, pages, page_lens, strict=True))
+        assert len(self.levels) == self.num_levels
+        assert all(tensor.dtype == torch.int32 for level in self.levels for tensor in level)
+        assert numbers == (SMALL.num_heads, SMALL.num_kv_heads, SMALL.head_dim, 1)
+        assert options == {"sm_scale": SMALL.scale, "q_data_type": SMALL.dtype, "kv_data_type": SMALL.dtype}
+
+    def run(self, q: Tensor, pool: tuple[Tensor, Tensor]) -> Tensor:
+        scores: list[list[Tensor]] = [[] for _ in q]
+        values: list[list[Tensor]] = [[] for _ in q]
+        group = SMALL.num_heads // SMALL.num_kv_heads
+        for queries, offsets, pages, page_lens in self.levels:
+            assert len(page_lens) == len(queries) - 1 == len(offsets) - 1
+            assert (page_lens == 1).all()
+            for node in range(len(page_lens)):
+                read = pages[offsets[node] : offsets[node + 1]].long()
+                keys, held = (buffer[read, 0].repeat_interleave(group, 1) for buffer in pool)
+                for row in range(int(queries[node]), int(queries[node + 1])):
+                    scores[row].append(torch.einsum("hd,thd->ht", q[row], keys) * SMALL.scale)
+                    values[row].append(held)
+        return torch.stack(
+            [
+                torch.einsum("ht,thd->hd", torch.cat(score, 1).softmax(1), torch.cat(value))
+                for score, value in zip(scores, values, strict=True)
+            ]
+        )
+
+
+def test_what_flash_infer_is_told_of_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(MultiLevelCascadeAttentionWrapper=Cascade))
+    for levels in ([(1, 9), (3, 7)], [(1, 1), (2, 5), (4, 9), (20, 3)], [(2, 3), (2, 4), (6, 1)], [(3, 8)]):
+        case = tree_case(tree_shape(*levels, attention=SMALL))
+        cascade = replace(case, contenders=(case.contenders[2],))
+        (measurement,) = measure(cascade, replace(CARD, l2_bytes=1), PretendedTimer(), CPU).measurements
+        assert measurement.reason is None, measurement.traceback
+        assert (measurement.error or 0) < 1e-5
+
+
+@pytest.mark.parametrize(("levels", "shares"), [([(1, 8192), (256, 128)], True), ([(64, 2048)], False)])
+def test_what_is_measured_is_what_the_engine_plans(
+    levels: list[tuple[int, int]], shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the engine's own costs, for the card that the goals are of; kernels are left out."""
+    asked: list[tuple[int, ...]] = []
+
+    class Watched(attention_planner.AttentionPlanner):
+        def plan_padded(self, rows: Any, seq_lens: Any, **options: Any) -> Any:
+            asked.append((len(rows), *set(seq_lens.tolist())))
+            return super().plan_padded(rows, seq_lens, **options)
+
+    monkeypatch.setattr(tree_bench, "AttentionPlanner", Watched)
+    shape = tree_shape(*levels, attention=replace(SMALL, num_heads=32, num_kv_heads=8, dtype=torch.float16))
+    (inputs,) = attention_inputs(shape.attention, CPU, 1, shape.tokens())
+    with compiling_for(GPU(90, 132)):
+        plan = tree_bench.our_decode(inputs, shape, tree=True).plan
+        flat = tree_bench.our_decode(inputs, shape, tree=False).plan
+    assert plan is not None
+    assert flat is not None
+    assert set(asked) == {(shape.attention.batch, shape.attention.length)}
+    if not shares:
+        assert replace(plan, seconds=0) == replace(flat, seconds=0) == PlanFigures(0, 1.0, 0)
+        return
+    assert flat.read_factor == pytest.approx(256 * 8320 / 40_960)
+    # A tile of 128 is 32 requests times the heads of a group, so that eight read each segment.
+    assert plan.shared_items % 8 == 0
+    assert plan.read_factor == (8 * 8192 + 256 * 128) / shape.distinct
+
+
+def tree_result(shape: str, tree: float, flat: float | None, machine: Machine = CARD) -> Result:
+    """Of given times, in seconds."""
+    case = case_of("tree", shape)
+    reason = "it failed" if flat is None else None
+    plan = PlanFigures(123.4e-6, 1.25, 8)
+    return Result(
+        case,
+        machine,
+        (
+            Measurement("radixrt", 3e-3, 2 * tree, tree, plan=plan),
+            Measurement(FLAT, 3e-3, flat, flat, reason, plan=replace(plan, read_factor=52, shared_items=0)),
+        ),
+        1,
+    )
+
+
+def test_table_of_trees() -> None:
+    fast = tree_result("B=256 8192+128", 100e-6, 1000e-6)
+    shown = printed([fast, tree_result("B=64 8192+128", 100e-6, 96e-6), tree_result("B=256 2048", 100e-6, 98e-6)])
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line]
+    percent, moved = (
+        f"{100 * seconds / 100e-6:.0f}" for seconds in (fast.bound.seconds, fast.case.work.bytes / 4e12)
+    )
+    assert lines[0] == [
+        *("B=256 8192+128", "200.0", "100.0", percent, fast.bound.limit),
+        *(moved, "1.25x", "123", "125.0", "yes", ""),
+    ]
+    flat = [line for line in lines if line[0] == FLAT]
+    assert [line[-1] for line in flat] == ["10.00x", "0.96x (!)", "0.98x"]
+    assert flat[0][6:8] == ["52.00x", "123"]
+    cascade = next(line for line in lines if line[0] == "FlashInfer 0.6.18 cascade, published")
+    assert cascade[1:3] == ["432.0", ""]
+    assert cascade[-1] == "4.32x"
+    assert "Tree is more than 3 % slower than flat in 1 of 3 cases." in shown
+    assert "tokens that the plan's items read" in shown
+    assert "(!)" not in printed([result_of("extend", "B=1 0+8192", 1e-3, 1e-3)])
+    assert "…" not in shown
+
+
+def test_tree_is_compared_with_what_was_timed() -> None:
+    assert tree_result("B=256 2048", 1.031, 1.0).is_slower is True
+    assert tree_result("B=256 2048", 1.029, 1.0).is_slower is False
+    assert tree_result("B=256 2048", 1.0, None).is_slower is None
+    assert result_of("extend", "B=1 0+8192", 1.0, 1.0).is_slower is None
+    written = tree_result("B=256 8192+128", 2.0, 1.0).to_dict()
+    assert written["is_slower"] is True
+    assert written["sizes"] == {"batch": 256, "shared": 8192, "private": 128}
+    assert written["measurements"][0]["plan"] == {"seconds": 123.4e-6, "read_factor": 1.25, "shared_items": 8}
+
+
+def swept_trees() -> list[dict[str, Any]]:
+    """As if each token took a time of its own, of the sweep of trees."""
+    results = []
+    for case in choose_cases(Options(only=("tree",), sweep=True)):
+        seconds = case.work.bytes / 4e12, case.work.flops / 16e12
+        times = (Measurement(name, 0.0, 1.0, time) for name, time in zip(("radixrt", FLAT), seconds, strict=True))
+        results.append(Result(case, CARD, tuple(times), 1).to_dict())
+    return results
+
+
+def test_figure_of_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from radixrt.bench.kernels.plot import plot
+    from radixrt.bench.kernels.tree_plot import is_tree_sweep
+
+    results = json.loads(json.dumps(swept_trees()))
+    drawn: list[Any] = []
+    savefig = Figure.savefig
+
+    def saved(figure: Figure, *arguments: Any, **options: Any) -> None:
+        drawn.extend(figure.axes)
+        savefig(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    plot(results[::-1], tmp_path / "out.png", card="NVIDIA H200")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = drawn
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    flat, tree = ([line for line in axes.lines if line.get_linestyle() == style] for style in ("--", "-"))
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["tree", "flat", *(f"{n:,} tokens shared" for n in (32_768, 8192, 2048, 512, 128))]
+    assert [line.get_color() for line in tree] == [line.get_color() for line in flat]
+    by_name = {result["shape"]: result for result in results}
+    for shared, solid, dashed in zip((128, 512, 2048, 8192, 32_768), tree, flat, strict=True):
+        batches = [4, 8, 16, 32, 64, 128, 256, 512] if shared > 128 else [16, 64, 256, 512]
+        for i, line in enumerate((solid, dashed)):
+            assert list(line.get_xdata()) == batches
+            expected = [
+                1e6 * by_name[f"B={batch} {shared}+128"]["measurements"][i]["graph_seconds"] for batch in batches
+            ]
+            assert list(line.get_ydata()) == pytest.approx(expected)
+    assert "128 tokens of each request's own" in axes.get_title()
+
+    # What is not timed is left out, and what is no sweep of trees is drawn as ever.
+    fewer = [result for result in results if result["sizes"].get("shared") != 8192]
+    plot(fewer, tmp_path / "out.png", card="x")
+    assert len(drawn[-1].lines) == 2 * 4
+    for measurement in by_name["B=4 512+128"]["measurements"]:
+        measurement["eager_seconds"] = measurement["graph_seconds"] = None
+    plot(results, tmp_path / "out.png", card="x")
+    assert list(drawn[-1].lines[2].get_xdata()) == [8, 16, 32, 64, 128, 256, 512]
+    other = result_of("extend", "B=1 0+8192", 1.0, 1.0).to_dict()
+    assert not is_tree_sweep([*results, other])
+    assert not is_tree_sweep([by_name["B=64 8192+128"], by_name["B=256 8192+128"]])
+    assert not is_tree_sweep([by_name["B=256 2048"]])
+
+
+def test_pictures_of_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where there is no GPU, from what --json wrote where there was one."""
+    pytest.importorskip("matplotlib")
+    drawn: list[tuple[list[str], str]] = []
+    monkeypatch.setattr(
+        "radixrt.bench.kernels.plot.plot",
+        lambda results, file, card: drawn.append(([result["shape"] for result in results], card)),
+    )
+    report, picture = tmp_path / "out.json", tmp_path / "out.png"
+    other = result_of("extend", "B=1 0+8192", 1.0, 1.0).to_dict()
+    report.write_text(json.dumps({"machine": {"name": "its card"}, "results": [*swept_trees()[-4:], other]}))
+    command = ["bench", "kernels", "--from", str(report)]
+    assert main([*command, "--plot", str(picture)]) == 0
+    assert main([*command, "--plot", str(picture), "--only", "tree/B=64 1024", "--only", "extend"]) == 0
+    shapes = ["B=1 1024", "B=16 1024", "B=64 1024", "B=512 1024", "B=1 0+8192"]
+    assert drawn == [(shapes, "its card"), ([shapes[2], shapes[4]], "its card")]
+
+    def fails(arguments: list[str], message: str) -> None:
+        assert main(["bench", "kernels", *arguments]) == 2
+        assert re.search(message, capsys.readouterr().err)
+
+    for more in (
+        [],
+        ["--plot", "p.png", "--sweep"],
+        ["--plot", "p.png", "--quick"],
+        ["--plot", "p", "--json", "j"],
+    ):
+        fails(["--from", str(report), *more], "--from measures nothing")
+    fails(
+        ["--from", str(tmp_path / "no.json"), "--plot", str(picture)], "is not what radixrt bench kernels --json"
+    )
+    fails([*command[2:], "--plot", str(tmp_path / "no" / "out.png")], "cannot be written")
+    fails([*command[2:], "--plot", str(picture), "--only", "decode"], "which is none of decode's")
+    for text in ("", "{}", "[]", '{"machine": {"name": "x"}, "results": [1]}'):
+        report.write_text(text)
+        fails([*command[2:], "--plot", str(picture)], "is not what radixrt bench kernels --json")
+    assert len(drawn) == 2
+
+
+def contender(name: str, result: Callable[[], Tensor], **options: Any) -> Contender[Tensor]:
+    return Contender(name, lambda _: Call(result, lambda out: (out,)), **options)
+
+
+def pretended_case(*contenders: Contender[Tensor], expected: Callable[[Tensor], Expected]) -> Case[Tensor]:
+    return Case(
+        "elementwise", "pretended", "", Work(1e9), lambda *_: [torch.zeros(1)], expected, tuple(contenders)
+    )
+
+
+def test_wrong_results_and_failures_are_no_times() -> None:
+    right = torch.ones(3, 8)
+    nan, one_row = right.clone(), right.clone()
+    nan[2, 1], one_row[1] = torch.nan, 1.1
+
+    def fails() -> Tensor:
+        raise ZeroDivisionError("it\ncannot")
+
+    case = pretended_case(
+        contender("radixrt", lambda: one_row),
+        contender("nan", lambda: nan),
+        contender("fails", fails),
+        contender("right", lambda: right),
+        contender("shape", lambda: right[:2]),
+        expected=lambda _: Expected([right]),
+    )
+    timer = PretendedTimer()
+    result = measure(case, CARD, timer, CPU)
+    reasons = {m.name: m.reason for m in result.measurements}
+    assert reasons.pop("right") is None
+    assert reasons.pop("radixrt") == "wrong: a row's relative error is 0.1"
+    assert reasons.pop("nan") == "wrong: a row's relative error is nan"
+    assert reasons.pop("fails") == "ZeroDivisionError: it"
+    assert (reasons.pop("shape") or "").startswith("RuntimeError: ")
+    assert timer.sets == [1]  # only what is right is timed
+    assert all(m.eager_seconds is None for m in result.measurements if m.name != "right")
+    assert result.verdict == ""
+    assert "0 of 1 goals are met." in printed([result])
+
+
+def test_every_contender_gets_inputs_of_its_own() -> None:
+    def adds_one(x: Tensor) -> Call:
+        return Call(lambda: x.add_(1), lambda _: (x,))
+
+    def expected(x: Tensor) -> Expected:
+        return Expected([x + 1])
+
+    case = pretended_case(Contender("radixrt", adds_one), Contender("other", adds_one), expected=expected)
+    assert [m.error for m in measure(case, CARD, PretendedTimer(), CPU).measurements] == [0.0, 0.0]
+
+
+def test_a_reference_that_fails_is_said_of_everyone() -> None:
+    def expected(_: Tensor) -> Expected:
+        raise MemoryError("too large")
+
+    case = pretended_case(contender("radixrt", lambda: torch.ones(1)), expected=expected)
+    result = measure(case, CARD, PretendedTimer(), CPU)
+    assert result.ours.reason == "no reference: MemoryError: too large"
+
+
+def test_worst_error_compares_the_rows_that_the_reference_has() -> None:
+    out = torch.tensor([[3.0, 4.0], [9.0, 9.0], [0.0, 5.0], [0.5, 0.0]])
+    expected = Expected([torch.tensor([[3.0, 4.0], [0.0, 4.0], [0.0, 0.0]])], rows=torch.tensor([0, 2, 3]))
+    assert worst_error([out], expected) == 0.5
+    assert worst_error([out[:3]], replace(expected, tensors=[out[[0, 2]]], rows=torch.tensor([0, 2]))) == 0.0
+
+
+# --- the command ---
+
+
+def test_cases_are_chosen_by_group_and_pattern() -> None:
+    def names(*only: str, **options: bool) -> list[str]:
+        return [f"{case.group}/{case.name}" for case in choose_cases(Options(only=only, **options))]
+
+    assert names("short-extend/B=[14]*", "decode/B=1 *") == [
+        "decode/B=1 L=8192 scattered",
+        "decode/B=1 L=8192 consecutive",
+        "short-extend/B=1 32768+16",
+        "short-extend/B=4 32768+16",
+    ]
+    everything = names()
+    assert len(everything) == len(set(everything))
+    swept = names(sweep=True)
+    assert set(everything) < set(swept)
+    assert len(swept) == len(set(swept))
+    assert "extend/B=8 0+2048 D=80" in swept
+    # What torch.compile makes: of the usual cases only.
+    compiled = [case for case in choose_cases(Options(sweep=True)) if any(c.compiles for c in case.contenders)]
+    usual = [case for case in choose_cases(Options()) if any(c.compiles for c in case.contenders)]
+    assert [case.name for case in compiled] == [case.name for case in usual]
+
+
+def test_command_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def fails(arguments: list[str], message: str) -> None:
+        assert main(["bench", "kernels", *arguments]) == 2
+        shown = capsys.readouterr().err
+        assert re.fullmatch(r"radixrt: error: .*" + message + r".*\n", shown), shown
+
+    fails([], "needs an NVIDIA GPU")
+    fails(
+        ["--only", "dekode"],
+        "one of: decode, decode-fp8, tree, extend, short-extend, elementwise, sampling, linear",
+    )
+    fails(["--only", "decode/B=3*"], "none of decode's: 'B=1 L=8192 scattered', ")
+    fails(["--json", str(tmp_path)], "cannot be written")
+    fails(["--plot", str(tmp_path / "no" / "out.png")], "cannot be written")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    fails(["--plot", str(tmp_path / "out.png")], re.escape("pip install 'radixrt[bench]'"))
+    with pytest.raises(ParameterError, match="only is 'x'"):
+        choose_cases(Options(only=("x",)))
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_run(
+    works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it, on a card that is pretended."""
+    right = torch.ones(3, 8)
+    case = pretended_case(
+        contender("radixrt", lambda: right if works else -right), expected=lambda _: Expected([right])
+    )
+    monkeypatch.setattr(run, "choose_cases", lambda options: [case])
+    monkeypatch.setattr(run, "measure_machine", lambda timer, device: CARD)
+    monkeypatch.setattr(run, "CudaTimer", lambda seconds: PretendedTimer())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    report_file = tmp_path / "out.json"
+    assert run_benchmark(Options(), json_file=report_file) == int(not works)
+    shown = capsys.readouterr().out
+    assert "NVIDIA H200: copies 4.00 TB/s" in shown
+    written = json.loads(report_file.read_text())
+    assert set(written) == {"environment", "machine", "options", "results"}
+    assert written["machine"]["bandwidth"] == 4e12
+    assert (written["results"][0]["measurements"][0]["reason"] is None) == works
+
+
+def test_the_script_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(HOME / "scripts" / "bench_kernels.py"), run_name="__main__")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for group, words in GROUPS.items():
+        assert re.search(rf"  {group} +{re.escape(words)}\n", shown), group

@@ -1,0 +1,489 @@
+"""The throughput benchmark, end to end at tiny sizes; its figures, goals and tables from given times."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import radixrt
+from radixrt.bench.run import Run
+from radixrt.bench.shapes import SHAPES, write_shape
+from radixrt.bench.throughput import benchmark, goals, measurement, passes
+from radixrt.bench.throughput.device_time import busy_seconds, costs, device_intervals
+from radixrt.bench.throughput.figures import (
+    BaselineRun,
+    KernelCost,
+    Profile,
+    ShapeFigures,
+    StartUp,
+    StepTime,
+    WorkloadFigures,
+)
+from radixrt.bench.throughput.goals import GOALS, goal_of
+from radixrt.bench.throughput.names import CONFIGS, LISTS
+from radixrt.bench.throughput.options import Options
+from radixrt.bench.throughput.passes import measure_step, profile_passes
+from radixrt.bench.throughput.plot import plot_figures
+from radixrt.bench.throughput.start_up import cold_and_warm, measure_start_up
+from radixrt.bench.throughput.table import print_comparison, print_details, print_start_up, print_workloads
+from radixrt.bench.throughput.transformers_batching import TransformersBatching
+from radixrt.cli import main
+from radixrt.errors import ParameterError, RadixrtError
+from radixrt.runtime import Runtime
+from radixrt.workloads import lists
+from tests.support.tiny_workloads import make_tiny
+
+HOME = Path(radixrt.__file__).resolve().parent.parent
+CARD = goals.CARD
+RUN = Run(
+    seconds=2.0,
+    requests=3,
+    prompt_tokens=1000,
+    cached_tokens=600,
+    generated_tokens=200,
+    recomputed_tokens=0,
+    best_cached_tokens=700,
+    bound_seconds=1.0,
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny(monkeypatch)
+    monkeypatch.setattr(passes, "STEP_REQUESTS", 5)
+    monkeypatch.setattr(passes, "WARM_STEPS", 1)
+    monkeypatch.setattr(passes, "TIMED_STEPS", 3)
+    monkeypatch.setattr(passes, "PREFILLS_BEFORE", 1)
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, tiny: None) -> Any:
+    with Runtime(
+        write_shape("tiny", tmp_path),
+        load_format="dummy",
+        device="cpu",
+        chunked_prefill_size=16,
+        max_total_tokens=4096,
+    ) as runtime:
+        yield runtime
+
+
+def printed(print_to: Callable[[Console], None], width: int = 125) -> str:
+    console = Console(file=io.StringIO(), width=width, record=True, highlight=False)
+    print_to(console)
+    return console.export_text()
+
+
+def figures(*workloads: WorkloadFigures, config: str = "qwen3-0.6b", **others: Any) -> ShapeFigures:
+    return ShapeFigures(config, config, list(workloads), **others)
+
+
+# -- the command -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("tiny")
+def test_everything_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    def runtime(**options: Any) -> Runtime:
+        made.append(options)
+        return Runtime(**options)
+
+    monkeypatch.setattr(measurement, "Runtime", runtime)
+    options = shlex.split("""
+        --scale cpu --repeat 2 --device cpu --bandwidth 1e6 --flops 1e9
+        --no-prefix-cache --no-overlap --no-graphs --flat
+        --baseline transformers --idle --step --start-up
+        --workload unshared --workload docqa --workload samples
+    """)
+    report = tmp_path / "out.json"
+    assert main(["bench", "throughput", *options, "--json", str(report), "--trace", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert f"{3 * (2 * 5 + 1) + 3}/{3 * (2 * 5 + 1) + 3}" in shown.err
+    for words in ("decode step of 5 requests", "start-up with compiled kernels", "no prefix cache", "aten::mm"):
+        assert words in shown.out
+    assert re.search(r"docqa +│ +6 │", shown.out), shown.out
+
+    own = [
+        {name: options.get(name) for name in ("enable_prefix_cache", "overlap", "cuda_graphs", "attention")}
+        for options in made
+    ]
+    nothing = dict.fromkeys(own[0])
+    assert own == [
+        nothing,
+        nothing | {"enable_prefix_cache": False},
+        nothing | {"overlap": False},
+        nothing | {"cuda_graphs": False},
+        nothing | {"attention": "flat"},
+    ]
+
+    written = json.loads(report.read_text())
+    assert set(written) == {"environment", "options", "shapes"}
+    (shape,) = written["shapes"]
+    assert shape["config"] == "tiny"
+    assert [figures["workload"] for figures in shape["workloads"]] == ["unshared", "docqa", "samples"]
+    for workload in shape["workloads"]:
+        assert len(workload["runs"]) == 2
+        assert workload["runs"][0]["prompt_tokens"] != workload["runs"][1]["prompt_tokens"] or (
+            workload["workload"] == "samples"  # its lengths do not vary
+        )
+        assert workload["hit_rate"] == pytest.approx(workload["best_hit_rate"], abs=0.02)
+        assert set(workload["ablations"]) == {"no-prefix-cache", "no-overlap", "no-graphs", "flat"}
+        for ablation in workload["ablations"].values():
+            for run, ours in zip(ablation["runs"], workload["runs"], strict=True):
+                assert run["prompt_tokens"] == ours["prompt_tokens"]  # the same lists
+        without_cache = workload["ablations"]["no-prefix-cache"]["runs"]
+        assert all(run["cached_tokens"] == 0 for run in without_cache)
+        assert workload["baseline"]["seconds"] > 0
+        assert workload["idle_share"] is None  # there is no GPU
+        assert workload["times_bound"] > 0
+        assert workload["goal_seconds"] is None
+    assert shape["step"]["requests"] == 5
+    assert shape["start_up"]["warm"]["parts"]["total"] <= shape["start_up"]["warm"]["runtime"]
+    assert [profile["name"] for profile in shape["profiles"]] == ["prefill", "decode"]
+    for name in ("prefill", "decode"):
+        assert json.loads((tmp_path / f"tiny-{name}.json").read_text())["traceEvents"]
+
+
+def test_all_lists_are_measured_unless_some_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Options] = []
+    monkeypatch.setattr(benchmark, "run_benchmark", lambda options, **_: asked.append(options) or 0)
+    for words in ("", "--workload samples --workload docqa --workload samples"):
+        assert main(["bench", "throughput", "--scale", "cpu", *words.split()]) == 0
+    assert [options.workloads for options in asked] == [LISTS, ("samples", "docqa")]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_model_and_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "out.json"
+    options = "--scale cpu --model built-in --workload samples --workload samples --repeat 1 --device cpu"
+    assert main(["bench", "throughput", *options.split(), "--json", str(report)]) == 0
+    shown = capsys.readouterr()
+    (shape,) = json.loads(report.read_text())["shapes"]
+    assert [len(workload["runs"]) for workload in shape["workloads"]] == [1]
+    assert "model built-in" in shown.out
+    assert "1/1" in shown.err
+    for words in ("goal", "start-up", "transformers", "decode step", "how many times ours"):
+        assert words not in shown.out
+    assert re.search(r"samples(.*│){6} +- │ +- │ +- │ +- │\n", shown.out), shown.out  # bound and idle
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_baseline_that_fails_or_lasts_hides_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = shlex.split("bench throughput --scale cpu --workload docqa --repeat 1 --device cpu")
+    command += ["--baseline", "transformers"]
+    assert main([*command, "--baseline-limit", "0.001"]) == 0
+    assert re.search(r"docqa +│ +[0-9.]+ │ +> 0\.001 │", capsys.readouterr().out)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no room\nfor anything")
+
+    for broken in ("_started", "_answer", "__init__"):
+        with monkeypatch.context() as patch:
+            patch.setattr(TransformersBatching, broken, fails)
+            assert main(command) == 0
+        shown = capsys.readouterr().out
+        assert re.search(r"docqa +│ +[0-9.]+ │ +- \[1\] │", shown), shown
+        assert "[1] RuntimeError: no room\n" in shown
+
+
+@pytest.mark.usefixtures("tiny")
+def test_answers_of_another_length_are_no_figures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = TransformersBatching._started
+
+    def shorter(self: TransformersBatching, asks: Any) -> Any:
+        manager = started(self, asks)
+        add = manager.add_request
+        manager.add_request = lambda ids, max_new_tokens: add(ids, max_new_tokens=max_new_tokens - 1)
+        return manager
+
+    monkeypatch.setattr(TransformersBatching, "_started", shorter)
+    options = "--scale cpu --workload docqa --repeat 1 --device cpu --baseline transformers"
+    assert main(["bench", "throughput", *options.split()]) == 0
+    assert "[1] RadixrtError: it made 12 of 16 tokens" in capsys.readouterr().out  # in the warm-up
+
+
+@pytest.mark.usefixtures("tiny")
+def test_two_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(SHAPES, "other", {**SHAPES["tiny"], "vocab_size": 40})
+    options = Options(scale="cpu", configs=("tiny", "other"), workloads=("samples",), repeat=1, device="cpu")
+    picture = tmp_path / "out.png"
+    assert benchmark.run_benchmark(replace(options, baseline="transformers"), plot_file=picture) == 0
+    shown = capsys.readouterr()
+    assert "4/4" in shown.err
+    titles = [line for line in shown.out.splitlines() if line.startswith(("tiny (", "other ("))]
+    assert [title.split()[0] for title in titles] == ["tiny", "other", "tiny", "other"]
+    assert "- [" not in shown.out  # prompts are of ids that each shape has
+    assert picture.stat().st_size > 10_000
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measurement, "run_once", interrupted)
+    assert main(["bench", "throughput", "--scale", "cpu", "--workload", "samples", "--device", "cpu"]) == 130
+    assert capsys.readouterr().err.endswith("radixrt: interrupted\n")
+
+
+def test_command_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "ShapeMeasurement", lambda *_: pytest.fail("it ran"))
+
+    def fails(arguments: list[str], message: str) -> None:
+        assert main(["bench", "throughput", "--device", "cpu", *arguments]) == 2
+        shown = capsys.readouterr().err
+        assert re.search(r"radixrt: error: .*" + message + r".*\n$", shown), shown
+
+    fails(["--json", str(tmp_path)], "cannot be written")
+    fails(["--plot", str(tmp_path / "no" / "out.png")], "cannot be written")
+    fails(["--trace", str(tmp_path / "no")], "is no folder")
+    fails(["--repeat", "0"], "repeat is 0")
+    fails(["--baseline-limit", "0"], "baseline_limit is 0")
+    fails(["--model", "m", "--config", "tiny"], "give one")
+    for arguments in (["--workload", "chat"], ["--config", "gpt"], ["--baseline", "vllm"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "throughput", *arguments])
+        assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": "huge"}, "scale is 'huge'; it must be one of: cpu, full"),
+        ({"workloads": ("chat",)}, "workload is 'chat'; it must be one of: unshared, fewshot"),
+        ({"configs": ("gpt",)}, "config is 'gpt'; it must be one of: tiny"),
+        ({"ablations": ("no-thing",)}, "ablation is 'no-thing'"),
+        ({"baseline": "vllm"}, "baseline is 'vllm'; it must be one of: transformers"),
+        ({"seed": -1}, "seed is -1"),
+        ({"bandwidth": 1e12}, "given together"),
+    ],
+)
+def test_options_out_of_bounds_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        Options(**changes)
+
+
+def test_the_script_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_throughput.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(HOME / "scripts" / "bench_throughput.py"), run_name="__main__")
+    assert ended.value.code == 0
+    assert "--baseline-limit" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("tiny")
+def test_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = shlex.split("--scale cpu --repeat 1 --device cuda --workload docqa --baseline transformers")
+    report = tmp_path / "out.json"
+    asked = ["--idle", "--step", "--start-up", "--trace", str(tmp_path), "--json", str(report)]
+    assert main(["bench", "throughput", *options, *asked]) == 0
+    (shape,) = json.loads(report.read_text())["shapes"]
+    assert 0 < shape["workloads"][0]["idle_share"] < 1
+    assert shape["step"]["waiting"] >= 0
+    assert shape["start_up"]["cold"]["total"] > shape["start_up"]["warm"]["total"]
+    for profile in shape["profiles"]:
+        assert profile["costs"]
+        assert not any(cost["name"].startswith("aten::") for cost in profile["costs"])
+
+
+# -- what is measured --------------------------------------------------------------------------------------
+
+
+def test_a_decode_step_is_taken_apart(runtime: Runtime) -> None:
+    engine = runtime._driver.check_open()
+    step = measure_step(runtime)
+    assert (step.requests, step.steps) == (5, 3)
+    assert min(step.planning, step.launching) > 0
+    assert step.waiting >= 0
+    assert step.cpu_seconds == step.planning + step.launching
+    assert not {"launch", "collect"} & set(vars(engine.runner))  # nothing of it stays behind
+    assert not runtime.has_work
+    assert runtime.flush_cache() == 0
+
+
+def test_profiles(runtime: Runtime, tmp_path: Path) -> None:
+    asks = lists.unshared(requests=4, prompt_len=(20, 30))
+    prefill, decode = profile_passes(runtime, asks, tmp_path, "it")
+    assert (prefill.steps, decode.steps) == (1, passes.DECODES_PROFILED)
+    for profile in (prefill, decode):
+        assert Path(profile.file).stat().st_size > 1000
+        assert [cost.seconds for cost in profile.costs] == sorted((c.seconds for c in profile.costs), reverse=True)
+    calls = {cost.name: cost.calls for cost in decode.costs}
+    assert calls["aten::mm"] == 4 * 2 + 1  # of one step: four products a layer, and the head
+    with pytest.raises(RadixrtError, match="nothing of 1 prompts was left"):
+        profile_passes(runtime, lists.unshared(requests=1, prompt_len=(4, 4)), tmp_path, "it")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_pool_that_is_too_small_for_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "NEW_TOKENS", 20)
+    folder = write_shape("tiny", tmp_path)
+    with (
+        Runtime(folder, load_format="dummy", device="cpu", max_total_tokens=100) as runtime,
+        pytest.raises(RadixrtError, match="5 requests of 20 new tokens never ran together"),
+    ):
+        measure_step(runtime)
+
+
+def test_start_up_tells_why_it_failed(tmp_path: Path) -> None:
+    with pytest.raises(RadixrtError, match=r"ended with status 1 before its first token: radixrt\.errors"):
+        measure_start_up({"model": str(tmp_path), "device": "cpu"})
+
+
+def test_the_second_start_finds_the_kernels_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = []
+
+    def measured(options: Any, environment: dict[str, str]) -> int:
+        folders.append(Path(environment["TRITON_CACHE_DIR"]))
+        assert [*folders[-1].iterdir()] == [folders[-1] / "kernel"] * (len(folders) - 1)
+        (folders[-1] / "kernel").touch()
+        return len(folders)
+
+    monkeypatch.setattr("radixrt.bench.throughput.start_up.measure_start_up", measured)
+    assert cold_and_warm({}) == (1, 2)
+    assert folders[0] == folders[1]
+
+
+def test_busy_time_is_a_union() -> None:
+    second = 10**9
+    assert busy_seconds([]) == 0
+    intervals = [(5 * second, 6 * second), (0, 2 * second), (second, 3 * second), (second, 2 * second)]
+    assert busy_seconds(intervals) == 4
+
+
+def test_only_what_ran_on_the_gpu_counts() -> None:
+    def event(name: str, device: str, start: int, duration: int, annotation: bool = False) -> Any:
+        return SimpleNamespace(
+            name=lambda: name,
+            device_type=lambda: SimpleNamespace(name=device),
+            start_ns=lambda: start,
+            duration_ns=lambda: duration,
+            is_user_annotation=lambda: annotation,
+        )
+
+    events = [
+        event("matmul", "CUDA", 0, 3000),
+        event("matmul", "CUDA", 5000, 5000),
+        event("copy", "CUDA", 9000, 10000),
+        event("all of it", "CUDA", 0, 90000, annotation=True),
+        event("cudaLaunchKernel", "CPU", 0, 70000),
+    ]
+    profiler = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
+    assert device_intervals(profiler) == [(0, 3000), (5000, 10000), (9000, 19000)]
+    assert costs(profiler, 2, torch.device("cuda")) == (
+        KernelCost("copy", pytest.approx(5e-6), 0.5),
+        KernelCost("matmul", pytest.approx(4e-6), 1.0),
+    )
+
+
+# -- figures, goals and tables -----------------------------------------------------------------------------
+
+
+def test_figures() -> None:
+    runs = (RUN, replace(RUN, seconds=6.0, bound_seconds=2.0), replace(RUN, seconds=4.0, cached_tokens=900))
+    found = WorkloadFigures("docqa", None, runs)
+    assert (found.seconds, found.bound_seconds, found.times_bound) == (4.0, 1.0, 3.0)
+    assert (found.output_tokens_per_second, found.tokens_per_second) == (50.0, 300.0)
+    assert (found.hit_rate, found.best_hit_rate) == (pytest.approx(0.7), pytest.approx(0.7))
+    assert (found.goal_seconds, found.is_met, found.seconds_without("no-overlap")) == (None, None, None)
+    unknown = WorkloadFigures("docqa", 2.0, (replace(RUN, bound_seconds=None),))
+    assert (unknown.times_bound, unknown.goal_seconds, unknown.is_met) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("runs", "limit", "is_met"),
+    [
+        ([(2.0, 1.0)], 2.0, True),
+        ([(2.01, 1.0)], 2.0, False),
+        ([(2.0, 1.0), (5.0, 2.0), (6.0, 3.0)], 4.0, True),  # each of its own list's bound
+        ([(2.1, 1.0), (4.0, 2.0), (6.6, 3.0)], 4.0, False),
+    ],
+)
+def test_goals_are_met_or_missed(runs: list[tuple[float, float]], limit: float, is_met: bool) -> None:
+    measured = tuple(replace(RUN, seconds=seconds, bound_seconds=bound) for seconds, bound in runs)
+    found = WorkloadFigures("docqa", 2.0, measured)
+    assert (found.goal_seconds, found.is_met) == (limit, is_met)
+    shown = printed(lambda console: print_workloads(figures(found), console))
+    assert (" met " in shown, " missed " in shown) == (is_met, not is_met)
+
+
+def test_goals_hold_for_their_card_alone() -> None:
+    assert goal_of("qwen3-0.6b", "unshared", CARD) == 1.25
+    assert goal_of("llama-3.1-8b", "samples", CARD) == 1.35
+    assert goal_of("qwen3-0.6b", "unshared", "NVIDIA A100-SXM4-80GB") is None
+    assert goal_of("tiny", "unshared", CARD) is None
+    assert goal_of(None, "unshared", CARD) is None
+    assert set(GOALS) == set(itertools.product(CONFIGS["full"], LISTS))
+    assert {config for config, _ in GOALS} <= set(SHAPES)
+
+
+def test_tables() -> None:
+    docqa = WorkloadFigures("docqa", goal_of("qwen3-0.6b", "docqa", CARD), (RUN,), idle_share=0.125)
+    docqa.ablated = {"no-overlap": (replace(RUN, seconds=3.0),)}
+    docqa.baseline = BaselineRun(seconds=5.0)
+    samples = WorkloadFigures("samples", None, (RUN,), ablated={"no-overlap": (RUN,)})
+    shape = figures(docqa, samples)
+    shown = printed(lambda console: print_workloads(shape, console))
+    cells = ["docqa", "3", "2.00", "100", "600", "60.0%", "70.0%", "1.00", "x2.00", "50", "12.5%", "x2.2", "met"]
+    assert re.search(" +│ +".join(map(re.escape, cells)) + " +│", shown), shown
+    shown = printed(lambda console: print_comparison(shape, console))
+    assert re.search(r"docqa +│ 2\.00 │ 3\.00 x1\.50 │ +5\.00 x2\.50 │", shown), shown
+    assert re.search(r"samples +│ 2\.00 │ 2\.00 x1\.00 │ +- │", shown), shown
+
+
+@pytest.mark.parametrize(("device", "verdicts"), [(CARD, ["missed", "met", "met", "missed"]), ("CPU (x86)", [])])
+def test_goals_of_start_and_step(device: str, verdicts: list[str]) -> None:
+    start = StartUp(imports=5.0, runtime=8.0, parts={"weights": 1.0, "graphs": 5.0}, first_token=1.0, total=14.0)
+    shape = figures(
+        step=StepTime(512, 100, planning=6e-4, launching=5e-4, waiting=2e-3),
+        cold=None,
+        warm=start,
+        profiles=[Profile("decode", 5, (KernelCost("matmul", 2e-5, 4.0),), "a/it-decode.json")],
+    )
+
+    def show(console: Console) -> None:
+        print_details(shape, console, device)
+        print_start_up(shape, console, device)
+        shape.warm, shape.cold = None, replace(start, total=61.0, parts={})
+        print_start_up(shape, console, device)
+
+    shown = printed(show, width=400)
+    assert re.findall(r"goal .*?: (met|missed)\)", shown) == verdicts
+    assert "CPU 1.10 ms" in shown
+    assert re.search(r"│ +20\.0 │ +4\.0 │ +5\.00 │ matmul", shown)
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    workloads = [
+        WorkloadFigures(name, 3.0, (RUN,), {"no-overlap": (RUN,)}, baseline=BaselineRun(seconds=4.0))
+        for name in LISTS
+    ]
+    picture = tmp_path / "out.png"
+    plot_figures([figures(*workloads), figures(workloads[0])], picture, title="it")
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert picture.stat().st_size > 10_000

@@ -1,0 +1,373 @@
+"""The command line, over a runtime without a model."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import io
+import json
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import radixrt
+import radixrt.frontend.request_builder
+from radixrt.cli import main
+from radixrt.cli.options import MODEL, SAMPLING, SCHEDULE, add_options, sampling_params
+from radixrt.errors import DeviceLostError, ModelError, SchedulerError
+from radixrt.frontend.sampling_aliases import SPELLINGS
+from radixrt.models.families import FAMILIES
+from radixrt.models.registry import ARCHITECTURES, find_architecture
+from radixrt.runtime import Runtime
+from tests.support.fake_runtime import FakeRuntime
+from tests.support.file_limit import file_limit
+
+HOME = Path(radixrt.__file__).resolve().parent.parent
+
+
+class Recorder(FakeRuntime):
+    """Notes what it is made with."""
+
+    made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        Recorder.made_with = (args, kwargs)
+
+
+class FakeBuilder:
+    """Takes what a FakeRuntime takes, and notes what it is made with."""
+
+    made_with: tuple[Any, ...]
+    tokenizer = None
+    build = staticmethod(FakeRuntime().prepare)
+
+    def __init__(self, *args: Any) -> None:
+        FakeBuilder.made_with = args
+
+
+@pytest.fixture
+def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments of a batch of two lines, over a Recorder."""
+    monkeypatch.setitem(vars(radixrt), "Runtime", Recorder)  # not setattr: it would import the real one
+    monkeypatch.setattr(radixrt.frontend.request_builder, "builder_without_weights", FakeBuilder)
+    (tmp_path / "in.jsonl").write_text(
+        '{"prompt": "ab"}\n{"prompt": "ab", "sampling_params": {"temperature": 1}}\n'
+    )
+    return ["batch", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+
+
+def test_batch(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*batch, "--max-new-tokens", "5"]) == 0
+    records = [json.loads(line) for line in Path(batch[-1]).read_text().splitlines()]
+    assert [record["token_ids"] for record in records] == [[195, 5], [195, 5]]
+    shown = capsys.readouterr()
+    for row in (
+        r"requests +2\n",
+        r"errors +0\n",
+        r"prompt tokens +4\n",
+        r"cached tokens +2\n",
+        r"hit rate +50\.00% \(best possible 25\.00%, predicted 25\.00%\)\n",
+        r"generated tokens +4\n",
+        r"time +0\.0 s \(.* generated tokens/s\)\n",
+        r"output +",
+    ):
+        assert re.search(row, shown.out), shown.out
+    assert "2/2" in shown.err
+    assert Recorder.made_with == ((), {})
+    assert main([*batch, "--overwrite", "--no-progress"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_bad_lines_are_named_before_the_weights_are_loaded(
+    batch: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [b'{"prompt": "ab", "custom_id": "a"}', b"{", b"", b'{"token_ids": [1000], "metadata": 3}']
+    Path(batch[2]).write_bytes(b"\n".join([*lines, *[lines[0]] * 30]))
+    named = [
+        "32 of 33 lines are bad (30 duplicate_custom_id, 1 invalid_line, 1 invalid_prompt):\n",
+        "  line 2: invalid_line: ",
+        "\n  line 4: invalid_prompt: the prompt holds token id 1000; the model's are below 1000\n  line 5: ",
+        "\n  ... and 12 more\n",
+    ]
+    made: list[bool] = []
+    monkeypatch.setitem(vars(radixrt), "Runtime", lambda: made.append(True) or Recorder())
+    assert main([*batch, "--no-progress", "--strict"]) == 2
+    shown = capsys.readouterr().err
+    assert all(part in shown for part in named), shown
+    assert "Nothing has run" in shown
+    assert not made
+    assert not Path(batch[-1]).with_name("out.jsonl.run").exists()
+    assert main([*batch, "--no-progress"]) == 0
+    shown = capsys.readouterr().err
+    assert all(part in shown for part in named), shown
+    assert made == [True]
+    assert len(Path(batch[-1]).read_bytes().splitlines()) == 33
+
+
+def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(Recorder, "submit", lambda self, *requests, **_: seen.extend(r.params for r in requests))
+    options = shlex.split("""
+        --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --max-new-tokens 4
+        --model m --dtype float32 --device cpu --impl torch --load-format dummy --context-length 64 --seed 5
+        --memory-fraction 0.5 --max-total-tokens 100 --host-memory-gb 0.5 --max-running-requests 3
+        --chunked-prefill-size 32 --schedule-policy fcfs --no-prefix-cache --force-miss --no-overlap --no-graphs
+        --attention flat
+    """)
+    assert main([*batch, "--restart", *options]) == 1  # the requests were taken away
+    assert FakeBuilder.made_with == ("m", 64)
+    assert Recorder.made_with[1] == {
+        "model": "m",
+        "dtype": "float32",
+        "device": "cpu",
+        "impl": "torch",
+        "load_format": "dummy",
+        "context_length": 64,
+        "seed": 5,
+        "memory_fraction": 0.5,
+        "max_total_tokens": 100,
+        "host_memory_gb": 0.5,
+        "max_running_requests": 3,
+        "chunked_prefill_size": 32,
+        "schedule_policy": "fcfs",
+        "enable_prefix_cache": False,
+        "force_miss": True,
+        "overlap": False,
+        "cuda_graphs": False,
+        "attention": "flat",
+    }
+    first, second = seen
+    assert first == radixrt.SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, max_new_tokens=4)
+    assert (second.temperature, second.top_k) == (1.0, 3)
+
+
+def test_every_keyword_of_the_api_is_an_option() -> None:
+    sampling = [SPELLINGS.get(option.name, option.name) for option in SAMPLING]
+    assert sorted(sampling) == sorted(field.name for field in fields(radixrt.SamplingParams))
+    runtime = [option.name for option in (*MODEL, *SCHEDULE)]
+    assert sorted(runtime) == sorted(set(inspect.signature(Runtime).parameters))
+
+
+def test_sampling_options_are_the_parameters() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, "sampling", SAMPLING)
+    assert sampling_params(parser.parse_args([])) == radixrt.SamplingParams()
+    options = shlex.split("""
+        --max-new-tokens 9 --min-new-tokens 2 --n 3 --temperature 0.5 --top-k 4 --top-p 0.5 --min-p 0.25
+        --repetition-penalty 1.5 --presence-penalty -1 --frequency-penalty 0.5 --logit-bias 2=-100,13=1.5
+        --allowed-token-ids 2,13 --bad-word no --bad-word ' never' --sampling-seed 7 --stop 'a b' --stop c
+        --include-stop-str --stop-token-ids 5 --ignore-eos --no-skip-special-tokens --logprobs 2
+        --prompt-logprobs 0 --prompt-logprobs-start 4
+    """)
+    assert sampling_params(parser.parse_args(options)) == radixrt.SamplingParams(
+        max_new_tokens=9,
+        min_new_tokens=2,
+        n=3,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.5,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        logit_bias=((2, -100.0), (13, 1.5)),
+        allowed_token_ids=(2, 13),
+        bad_words=("no", " never"),
+        seed=7,
+        stop=("a b", "c"),
+        include_stop_str=True,
+        stop_token_ids=(5,),
+        ignore_eos=True,
+        skip_special_tokens=False,
+        logprobs=2,
+        prompt_logprobs=0,
+        prompt_logprobs_start=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--logit-bias 3", "argument --logit-bias: '3' is not a list of biases, such as 2=-100,13=1.5"),
+        ("--stop-token-ids 3,x", "argument --stop-token-ids: '3,x' is not a list of token ids, such as 2,13"),
+        ("--temp 0", "unrecognized arguments: --temp"),
+    ],
+)
+def test_options_that_cannot_be_read(
+    batch: list[str], capsys: pytest.CaptureFixture[str], options: str, message: str
+) -> None:
+    for command in (batch, ["generate", "x"], ["chat"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, *options.split()])
+        assert ended.value.code == 2
+        shown = capsys.readouterr().err
+        assert message in shown
+        assert len(shown.splitlines()) == 2
+
+
+def test_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["models"]) == 0
+    shown = capsys.readouterr().out
+    for name, family in FAMILIES.items():
+        assert re.search(rf"{name} +{family.name} +{re.escape(family.checkpoints)}", shown)
+    assert list(ARCHITECTURES) == list(FAMILIES)
+    assert find_architecture("Qwen3ForCausalLM").__name__ == "Qwen3"
+
+
+def test_mistakes_show_in_one_line_before_the_model_loads(
+    batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(vars(radixrt), "Runtime", lambda: pytest.fail("it loaded"))
+
+    def fails(arguments: list[str], status: int, message: str) -> None:
+        assert main(arguments) == status
+        shown = capsys.readouterr().err
+        assert re.fullmatch(r"radixrt: error: .*" + message + r".*\n", shown), shown
+
+    fails([*batch, "--temperature", "-1"], 2, r"temperature is -1\.0")
+    fails([*batch[:2], "nothing.jsonl", *batch[3:]], 2, r"nothing\.jsonl does not exist")
+    fails([*batch[:-1], "out.parquet"], 2, r"records are JSON lines; name it \.jsonl, .*")
+    Path(batch[-1]).write_text("precious")
+    fails(batch, 2, "--overwrite replaces it")
+    assert Path(batch[-1]).read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ModelError("no such model"), 2), (SchedulerError("stuck"), 1), (DeviceLostError("it works no more"), 75)],
+)
+def test_status_says_whose_fault_it_is(
+    batch: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    def fail(**options: Any) -> None:
+        raise error
+
+    monkeypatch.setitem(vars(radixrt), "Runtime", fail)
+    assert main(batch) == status
+
+
+def test_interrupt(batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> Recorder:
+        runtime = Recorder()
+        runtime.on_step = lambda: signal.raise_signal(signal.SIGINT) if len(runtime.running) == 2 else None
+        return runtime
+
+    monkeypatch.setitem(vars(radixrt), "Runtime", interrupted)
+    assert main([*batch, "--no-progress"]) == 130
+    assert re.fullmatch(
+        r"radixrt: stopped: 1 of 2 records are kept in .*out\.jsonl\.run; the same command goes on from there\n",
+        capsys.readouterr().err,
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
+)
+def test_interrupt_while_the_model_loads(
+    batch: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: str,
+    status: int,
+    said: str,
+) -> None:
+    monkeypatch.setitem(vars(radixrt), "Runtime", lambda: signal.raise_signal(signal.Signals[number]))
+    assert main(batch) == status
+    assert capsys.readouterr().err == f"radixrt: {said}\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_empty_input(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path(batch[2]).write_text("\n")
+    assert main(batch) == 0
+    assert "holds no prompts" in capsys.readouterr().out
+    assert Path(batch[-1]).read_bytes() == b""
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "-"])
+def test_a_disk_that_is_full_before_anything_runs(
+    batch: list[str], capsys: pytest.CaptureFixture[str], output: str
+) -> None:
+    """The same command can be given again: nothing is left behind that would be in its way."""
+    source = Path(batch[2])
+    batch[-1] = output if output == "-" else batch[-1]
+    source.write_text(json.dumps({"prompt": "ab", "metadata": "x" * 50_000}))
+    with file_limit(10_000):
+        assert main(batch) == 75
+    assert "entries.jsonl: File too large; raise the limit" in capsys.readouterr().err
+    assert list(source.parent.iterdir()) == [source]
+
+
+def test_records_on_standard_output_are_alone_there(
+    batch: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(Path(batch[2]).read_bytes())))
+    assert main(["batch", "--input", "-", "--output", "-", "--no-progress"]) == 0
+    shown = capfd.readouterr()
+    assert [json.loads(line)["index"] for line in shown.out.splitlines()] == [0, 1]
+    assert re.search(r"requests +2\n(.*\n)*output +standard output\n", shown.err)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert main(["batch", "--input", "-", "--output", "-", "--no-progress"]) == 0
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err) == ("", "standard input holds no prompts: standard output is empty\n")
+
+
+def test_the_script_is_the_command(
+    batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["offline_batch.py", *batch[1:]])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(HOME / "scripts" / "offline_batch.py"), run_name="__main__")
+    assert ended.value.code == 0
+    assert Path(batch[-1]).exists()
+
+
+COMMANDS = ("generate", "chat", "batch", "bench", "bench prefix-reuse", "bench throughput", "models")
+
+
+def test_help_teaches_and_imports_nothing_heavy() -> None:
+    """Each in less than a second: but for an interpreter's start, which is measured with the first."""
+    code = """
+import sys, time
+from radixrt.cli import main
+for arguments in sys.argv[1:]:
+    begin = time.perf_counter()
+    try:
+        main(arguments.split())
+    except SystemExit as ended:
+        assert ended.code == (0 if arguments else 2), arguments
+    assert time.perf_counter() - begin < 1, arguments
+assert not {"torch", "numpy", "transformers", "rich", "tqdm"} & set(sys.modules)
+"""
+    lines = ["--help", *(f"{command} --help" for command in COMMANDS), "--version", ""]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *lines], cwd=HOME, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    helps = re.split(r"^usage: ", result.stdout, flags=re.MULTILINE)[1:]
+    assert len(helps) == 1 + len(COMMANDS)
+    for command, shown in zip(("", *COMMANDS), helps, strict=True):
+        assert re.search(rf"^example.*\n?.*radixrt {command}", shown, flags=re.MULTILINE | re.DOTALL), command
+
+
+def test_models_needs_no_torch() -> None:
+    code = "import sys; from radixrt.cli import main; main(['models']); assert 'torch' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], cwd=HOME, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_version_and_module() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "radixrt", "--version"], cwd=HOME, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout == f"radixrt {radixrt.__version__}\n"

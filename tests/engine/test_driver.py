@@ -1,0 +1,447 @@
+"""Calls that do not run to their end: cancelled, left, aborted, closed. Nothing stays, and others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixrt import FinishReason, ParameterError, RadixrtError, Runtime
+from radixrt import SamplingParams as Params
+from tests.support.checkpoints import VOCAB_SIZE, llama, write
+
+pytestmark = pytest.mark.usefixtures("device")
+
+GREEDY = Params(temperature=0, max_new_tokens=24, ignore_eos=True)
+ENDLESS = Params(temperature=0, max_new_tokens=1500, ignore_eos=True)
+FACTS = "Mira likes Oslo. Tarek counts 374. Hugo keeps boats.\nQ: "
+PATIENCE = 60  # seconds, for what takes parts of one
+
+
+@pytest.fixture(scope="module")
+def builtin(device: torch.device) -> Iterator[Runtime]:
+    with Runtime(device=device, max_total_tokens=8000) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Path:
+    with torch.device("cpu"):
+        return write(llama(seed=4), tmp_path_factory.mktemp("llama"))
+
+
+def small(folder: Path, **options: Any) -> Runtime:
+    runtime = Runtime(folder, **{"device": torch.get_default_device(), "max_total_tokens": 2000, **options})
+    runtime._kv_pool.fill(float("nan"))
+    return runtime
+
+
+def nothing_is_left(runtime: Runtime) -> bool:
+    """Whether no request holds a slot, a row, a lock or a place in a queue; of a closed runtime too."""
+    stats, rows = runtime._cache.stats(), runtime._rows
+    return (
+        not runtime._scheduler.has_work
+        and not runtime._driver._calls
+        and (stats.locked, stats.private, stats.pending) == (0, 0, 0)
+        and stats.free + stats.evictable == stats.capacity
+        and rows.num_free == rows.max_requests
+        and not runtime._cache.leases
+    )
+
+
+def in_time(action: Callable[[], Any]) -> list[Any]:
+    """Run `action` in a thread that must come to its end. Returns what it returned or raised, as a list of one."""
+    got: list[Any] = []
+
+    def run() -> None:
+        try:
+            got.append(action())
+        except Exception as error:
+            got.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert got, "it hangs"
+    return got
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for another thread."""
+    ticks = threading.Event()
+    for _ in range(PATIENCE * 200):
+        if condition():
+            return
+        ticks.wait(0.005)
+    pytest.fail("it never comes")
+
+
+async def tasks_until(condition: Callable[[], bool]) -> None:
+    """Wait for another task."""
+    for _ in range(PATIENCE * 50):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never comes")
+
+
+# -- asyncio -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["generate", "generate, many", "stream", "stream, in the loop's body"])
+def test_a_cancelled_task_ends_its_requests_alone(builtin: Runtime, kind: str) -> None:
+    questions = [f"{FACTS}{question}?\nA:" for question in ("Mira likes", "Tarek counts", "Hugo keeps")]
+    expected = [output.text for output in builtin.generate(questions, GREEDY)]
+    assert [text.split()[0] for text in expected] == ["Oslo", "374", "boats"]
+    chunks: list[Any] = []
+
+    async def to_be_cancelled() -> None:
+        if kind == "generate":
+            await builtin.async_generate(FACTS, ENDLESS)
+        elif kind == "generate, many":
+            await builtin.async_generate([FACTS, "Hugo"], replace(ENDLESS, n=2))
+        else:
+            async for chunk in builtin.async_stream(FACTS, ENDLESS):
+                chunks.append(chunk)
+                if kind != "stream":
+                    await asyncio.sleep(PATIENCE)
+
+    async def everything() -> list[Any]:
+        task = asyncio.create_task(to_be_cancelled())
+        running = 4 if kind == "generate, many" else 1
+        await tasks_until(lambda: len(builtin._scheduler.running) == running)
+        await tasks_until(lambda: bool(chunks) or kind.startswith("generate"))
+        others = [asyncio.create_task(builtin.async_generate(question, GREEDY)) for question in questions]
+        await asyncio.sleep(0)  # they are submitted
+        assert len(builtin._driver._calls) > 3
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        outputs = await asyncio.gather(*others)
+        gc.collect()
+        await tasks_until(lambda: nothing_is_left(builtin))  # the event loop closes a stream that was in the body
+        return outputs
+
+    (outputs,) = in_time(lambda: asyncio.run(everything()))
+    assert not isinstance(outputs, Exception), outputs
+    assert [output.text for output in outputs] == expected
+    assert nothing_is_left(builtin)
+
+
+def test_a_task_that_is_cancelled_before_its_first_pass(builtin: Runtime) -> None:
+    async def everything() -> None:
+        for _ in range(20):
+            task = asyncio.create_task(builtin.async_generate([FACTS, "Hugo"], ENDLESS))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    assert in_time(lambda: asyncio.run(everything())) == [None]
+    assert nothing_is_left(builtin)
+
+
+# -- left early --------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_half_way_is_released_at_once(builtin: Runtime) -> None:
+    prompt, params = f"{FACTS}Hugo keeps?\nA:", replace(GREEDY, max_new_tokens=100)
+    expected = builtin.generate(prompt, params)
+    kept = builtin.stream(prompt, params)
+    next(kept)
+    stream, outputs = builtin.stream(FACTS, ENDLESS), builtin.generate_iter([FACTS, "Hugo"], [GREEDY, ENDLESS])
+    next(stream)
+    next(outputs)
+    assert len(builtin._driver._calls) == 3
+    stream.close()
+    del outputs
+    assert len(builtin._driver._calls) == 1
+    assert builtin._scheduler.has_work
+    *_, last = kept
+    assert last.output is not None
+    assert last.output.token_ids == expected.token_ids
+    assert nothing_is_left(builtin)
+
+
+@pytest.mark.parametrize("place", ["flush_cache", "submit"])
+def test_a_stream_may_be_forgotten_wherever_a_thread_is(
+    builtin: Runtime, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    forgotten = builtin.stream(FACTS, ENDLESS)
+    next(forgotten)
+
+    def collected(*_: Any, **__: Any) -> int:
+        forgotten.close()  # as the garbage collector may, at any time
+        return 0
+
+    def act() -> None:
+        with monkeypatch.context() as patch:
+            if place == "submit":
+                patch.setattr(builtin._driver._engine, "submit_all", collected)
+                builtin.submit()
+            else:
+                patch.setattr(builtin._cache, "flush", collected)
+                builtin.flush_cache()
+        builtin.generate("Hugo", Params(max_new_tokens=1))
+
+    assert in_time(act) == [None]
+    assert nothing_is_left(builtin)
+
+
+def test_a_call_in_the_middle_of_a_step_is_refused(builtin: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal's handler runs in the main thread wherever that is."""
+    runner = builtin._driver._engine.runner
+    launch, errors = runner.launch, []
+
+    def handled(batch: Any) -> Any:
+        for call in (builtin.close, lambda: builtin.generate("Hugo")):
+            with pytest.raises(RadixrtError, match="in the middle of its own work") as error:
+                call()
+            errors.append(error)
+        return launch(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "launch", handled)
+        (output,) = in_time(lambda: builtin.generate("Mira", replace(GREEDY, max_new_tokens=2)))
+    assert len(errors) >= 2
+    assert output.usage.completion_tokens == 2
+    assert nothing_is_left(builtin)
+
+
+@pytest.mark.parametrize("kind", ["generate", "stream"])
+def test_ctrl_c_while_requests_are_submitted(builtin: Runtime, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    engine, passes = builtin._driver._engine, builtin._cache.passes_launched
+    submit_all = engine.submit_all
+
+    def interrupted(requests: Any, **options: Any) -> None:
+        submit_all(requests, **options)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(engine, "submit_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        builtin.generate("Hugo", ENDLESS) if kind == "generate" else next(builtin.stream("Hugo", ENDLESS))
+    assert nothing_is_left(builtin)
+    assert builtin._cache.passes_launched - passes < 3  # it was ended, and did not run to its end
+
+
+# -- aborted -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4, 7])
+def test_an_abort_ends_all_answers_to_a_prompt(folder: Path, steps: int) -> None:
+    prompt, other = list(range(5, 30)), list(range(5, 20))
+    with small(folder, chunked_prefill_size=8, max_running_requests=4) as runtime:
+        expected = runtime.generate(other, GREEDY).token_ids
+        runtime.flush_cache()
+        many = runtime.prepare(prompt, Params(n=6, max_new_tokens=40, ignore_eos=True), index=0)
+        runtime.submit(many, runtime.prepare(other, GREEDY, index=1))
+        outputs = [output for _ in range(steps) for output in runtime.step()]
+        assert outputs == []
+        assert runtime.abort(many)
+        while runtime.has_work or len(outputs) < 2:
+            outputs += runtime.step()
+        assert nothing_is_left(runtime)
+        assert not runtime.abort(many)
+    aborted, kept = sorted(outputs, key=lambda output: output.index)
+    assert kept.token_ids == expected
+    assert [answer.index for answer in aborted.outputs] == list(range(6))
+    assert {answer.finish_reason for answer in aborted.outputs} == {FinishReason.ABORT}
+    drawn = [len(answer.token_ids) for answer in aborted.outputs]
+    assert max(drawn) < 40
+    assert aborted.usage.completion_tokens == sum(drawn)
+
+
+def test_another_thread_aborts_by_the_callers_id(builtin: Runtime) -> None:
+    prompts, params = (
+        [FACTS, "Hugo", "Mira"],
+        [ENDLESS, replace(GREEDY, max_new_tokens=80), replace(ENDLESS, n=2)],
+    )
+    expected = builtin.generate(prompts[1], params[1]).token_ids
+    got: list[Any] = []
+
+    def generate() -> list[Any]:
+        return builtin.generate(prompts, params, request_ids=["a", "b", "c"])
+
+    thread = threading.Thread(target=lambda: got.extend(in_time(generate)), daemon=True)
+    thread.start()
+    until(lambda: builtin.abort("a"))
+    until(lambda: builtin.abort("c"))
+    thread.join(PATIENCE)
+    (outputs,) = got
+    assert [output.id for output in outputs] == ["a", "b", "c"]
+    assert [output.finish_reason for output in outputs] == [
+        FinishReason.ABORT,
+        FinishReason.LENGTH,
+        FinishReason.ABORT,
+    ]
+    assert outputs[1].token_ids == expected
+    assert outputs[0].to_dict()["meta_info"]["id"] == "a"
+    assert not any(builtin.abort(name) for name in "abc")
+    assert nothing_is_left(builtin)
+
+
+def test_ids_of_the_callers(builtin: Runtime) -> None:
+    stream = builtin.stream(FACTS, ENDLESS, request_id="a")
+    assert next(stream).request_id == "a"
+    short = Params(max_new_tokens=1)
+    with pytest.raises(ParameterError, match="request id 'a' is that of another request that has not ended"):
+        builtin.generate([FACTS, "Hugo"], short, request_ids=["b", "a"])
+    assert not builtin.abort("b")
+    assert builtin.abort("a")
+    *_, last = stream
+    assert (last.request_id, last.output.id, last.output.finish_reason) == ("a", "a", FinishReason.ABORT)
+    assert builtin.generate(FACTS, short, request_ids="a").id == "a"  # free again
+    outputs = builtin.generate(["Hugo", [-1]], short, request_ids=["1", "0"], on_error="return")
+    assert [output.id for output in outputs] == ["1", "0"]
+    assert {output.id for output in builtin.generate_iter(["Hugo"], short, request_ids=["x"])} == {"x"}
+    assert asyncio.run(builtin.async_generate("Hugo", short, request_ids="x")).id == "x"
+    assert isinstance(builtin.generate("Hugo", short).id, int)
+    assert nothing_is_left(builtin)
+    for prompts, ids, message in (
+        (["a", "b"], ["x", "x"], "request_ids holds 'x' twice"),
+        (["a", "b"], ["x"], "there are 1 request_ids for 2 prompts"),
+        (["a", "b"], "xy", "request ids are 'xy'; they must be strings, a list of them for a list"),
+        ("a", ["x"], r"request ids are \['x'\]"),
+        (["a"], [7], r"request ids are \[7\]"),
+        (["a"], 7, "request ids are 7"),
+    ):
+        with pytest.raises(ParameterError, match=message):
+            builtin.generate(prompts, short, request_ids=ids)
+
+
+# -- closed ------------------------------------------------------------------------------------------------
+
+
+def test_close_during_a_stream(folder: Path) -> None:
+    with Runtime(device=torch.get_default_device(), max_total_tokens=4000) as runtime:
+        begun, closed = threading.Event(), threading.Event()
+
+        def consume() -> None:
+            for _ in runtime.stream(FACTS, ENDLESS):
+                begun.set()
+                closed.wait(PATIENCE)
+
+        thread_got: list[Any] = []
+        thread = threading.Thread(target=lambda: thread_got.extend(in_time(consume)), daemon=True)
+        thread.start()
+        assert begun.wait(PATIENCE)
+        assert in_time(runtime.close) == [None]
+        closed.set()
+        thread.join(PATIENCE)
+        assert [str(error) for error in thread_got] == ["the runtime is closed"]
+        assert nothing_is_left(runtime)
+        assert not runtime.abort(0)
+
+
+def test_close_while_a_stream_and_calls_run(folder: Path) -> None:
+    """Whether a call waits for the lock just then, or looks at its outputs, decides what it gets; never a hang."""
+    for _ in range(5):
+        runtime = Runtime(device=torch.get_default_device(), max_total_tokens=8000)
+
+        def stream(runtime: Runtime = runtime) -> str:
+            *_, last = runtime.stream(FACTS, ENDLESS)
+            return str(last.output.finish_reason)
+
+        def generate(runtime: Runtime = runtime) -> str:
+            outputs = runtime.generate([FACTS, "Hugo"], replace(ENDLESS, n=2))
+            return ", ".join({str(answer.finish_reason) for output in outputs for answer in output.outputs})
+
+        def wait(runtime: Runtime = runtime) -> str:
+            return str(asyncio.run(runtime.async_generate("Mira", ENDLESS)).finish_reason)
+
+        got: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda action=action, got=got: got.extend(in_time(action)), daemon=True)
+            for action in (stream, generate, wait)
+        ]
+        for thread in threads:
+            thread.start()
+        # A fast device may have answered one before the others have come.
+        until(lambda runtime=runtime, got=got: len(runtime._driver._calls) == 4 or got)
+        assert in_time(runtime.close) == [None]
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert len(got) == 3
+        ends = {end for one in got for end in str(one).split(", ")}
+        assert ends <= {"abort", "length", "the runtime is closed"}
+        assert nothing_is_left(runtime)
+
+
+# -- new weights -------------------------------------------------------------------------------------------
+
+
+def test_new_weights_let_open_streams_end_first(builtin: Runtime) -> None:
+    """Those of the thread that calls, which cannot take their chunks meanwhile, and those of others."""
+    from radixrt.builtin import MODEL_PATH
+
+    params = replace(GREEDY, max_new_tokens=60)
+    expected = builtin.generate(FACTS, params)
+    begun, go_on = threading.Event(), threading.Event()
+    other: list[Any] = []
+
+    def consume() -> None:
+        for chunk in builtin.stream(FACTS, params):
+            other.append(chunk)
+            begun.set()
+            go_on.wait(PATIENCE)
+
+    thread = threading.Thread(target=consume, daemon=True)
+    thread.start()
+    assert begun.wait(PATIENCE)
+
+    def update() -> list[Any]:
+        stream = builtin.stream(FACTS, params)
+        chunks = [next(stream)]
+        builtin.update_weights(MODEL_PATH)
+        assert nothing_is_left(builtin)
+        return [*chunks, *stream]
+
+    (chunks,) = in_time(update)
+    go_on.set()
+    thread.join(PATIENCE)
+    for got in (chunks, other):
+        assert "".join(chunk.text for chunk in got) == expected.text
+        assert got[-1].output.token_ids == expected.token_ids
+    assert builtin.generate(FACTS, params).token_ids == expected.token_ids
+
+
+# -- retracted ---------------------------------------------------------------------------------------------
+
+
+def test_penalties_outlast_a_retraction(folder: Path) -> None:
+    rng = np.random.default_rng(5)
+    prompts = [[int(token) for token in rng.integers(3, VOCAB_SIZE, 9)] for _ in range(6)]
+    # A request that may stop is expected to stop early, so that too many are admitted.
+    params = [
+        replace(
+            GREEDY,
+            max_new_tokens=40,
+            stop_token_ids=(0,),
+            bad_words=[[0]],
+            temperature=temperature,
+            repetition_penalty=1.3,
+            frequency_penalty=0.4,
+            presence_penalty=0.3,
+        )
+        for temperature in (0, 0, 0, 1, 1, 1)
+    ]
+    with small(folder, dtype="float32") as roomy:
+        expected = [output.token_ids for output in roomy.generate(prompts, params)]
+        plain = roomy.generate(prompts, replace(GREEDY, max_new_tokens=40, bad_words=[[0]]))
+        assert [output.token_ids for output in plain[:3]] != expected[:3]
+    with small(folder, dtype="float32", max_total_tokens=120) as tight:
+        outputs = tight.generate(prompts, params)
+        assert tight._scheduler.num_retractions > 0
+        assert sum(output.usage.recomputed_tokens for output in outputs) > 0
+        assert nothing_is_left(tight)
+    assert [output.token_ids for output in outputs] == expected

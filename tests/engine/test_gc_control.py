@@ -1,0 +1,54 @@
+"""Tests of what the garbage collector leaves alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from radixrt.engine.gc_control import old_objects_left_alone
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def garbage() -> weakref.ref[Cycle]:
+    return weakref.ref(Cycle())
+
+
+def test_only_new_garbage_is_collected_until_the_last_call_ends() -> None:
+    gc.collect()
+    gc.disable()  # but for ours
+    try:
+        old = garbage()
+        with old_objects_left_alone():
+            new = garbage()
+            with old_objects_left_alone():
+                gc.collect()
+                assert new() is None
+            gc.collect()
+            assert old() is not None
+        assert gc.get_freeze_count() == 0
+        gc.collect()
+        assert old() is None
+    finally:
+        gc.enable()
+
+
+def test_a_call_that_fails_or_is_left_early_ends_it() -> None:
+    def calls() -> Iterator[int]:
+        with old_objects_left_alone():
+            yield 1
+
+    call = calls()
+    next(call)
+    assert gc.get_freeze_count() > 0
+    call.close()
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(KeyError), old_objects_left_alone():
+        raise KeyError
+    assert gc.get_freeze_count() == 0

@@ -1,0 +1,216 @@
+"""SIGINT and SIGTERM: what they do inside of what must not be cut in two."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from radixrt.engine.signals import (
+    FirstSignal,
+    Interrupted,
+    first_interrupt,
+    signal_of,
+    sigterm_raises,
+    uninterrupted,
+)
+
+INT, TERM = signal.SIGINT, signal.SIGTERM
+
+
+def handlers() -> tuple[Any, Any]:
+    return signal.getsignal(INT), signal.getsignal(TERM)
+
+
+@pytest.fixture(autouse=True)
+def unchanged() -> Iterator[None]:
+    """Each test leaves the handlers as they were, whatever it raises."""
+    before = handlers()
+    assert before == (signal.default_int_handler, signal.SIG_DFL)
+    yield
+    after = handlers()
+    for number, handler in zip((INT, TERM), before, strict=True):
+        signal.signal(number, handler)
+    assert after == before
+
+
+@pytest.mark.parametrize("first", [INT, TERM])
+@pytest.mark.parametrize("second", [INT, TERM])
+def test_the_first_is_noted_and_the_second_raises(
+    first: int, second: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [5.0]
+    monkeypatch.setattr("radixrt.engine.signals.time.monotonic", lambda: now[0])
+    with first_interrupt("stopping") as interrupted:
+        assert (interrupted.is_set(), interrupted.number, interrupted.age) == (False, None, 0.0)
+        interrupted.notice = "really stopping"
+        signal.raise_signal(first)
+        now[0] = 7.5
+        assert (interrupted.is_set(), interrupted.number, interrupted.age) == (True, first, 2.5)
+        with pytest.raises(KeyboardInterrupt) as error:
+            signal.raise_signal(second)
+    assert signal_of(error.value) == second
+    assert isinstance(error.value, Interrupted) == (second == TERM)
+    assert capfd.readouterr().err == "\nreally stopping; Ctrl-C again stops at once\n"
+
+
+def test_a_handler_of_the_application_stays() -> None:
+    calls: list[int] = []
+    signal.signal(TERM, lambda number, frame: calls.append(number))
+    own = signal.getsignal(TERM)
+    try:
+        with first_interrupt("") as interrupted:
+            assert signal.getsignal(TERM) is own
+            signal.raise_signal(TERM)
+            assert not interrupted.is_set()
+            signal.raise_signal(INT)  # the other one is ours all the same
+            assert interrupted.number == INT
+            with uninterrupted():
+                signal.raise_signal(TERM)
+                assert calls == [TERM]
+            assert calls == [TERM, TERM]
+        with sigterm_raises():
+            assert signal.getsignal(TERM) is own
+        assert signal.getsignal(TERM) is own
+    finally:
+        signal.signal(TERM, signal.SIG_DFL)
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    signal.signal(TERM, signal.SIG_IGN)
+    signal.signal(INT, signal.SIG_IGN)
+    try:
+        with sigterm_raises(), first_interrupt("") as interrupted, uninterrupted():
+            assert handlers() == (signal.SIG_IGN, signal.SIG_IGN)
+            signal.raise_signal(TERM)
+            signal.raise_signal(INT)
+            assert not interrupted.is_set()
+        assert handlers() == (signal.SIG_IGN, signal.SIG_IGN)
+    finally:
+        signal.signal(TERM, signal.SIG_DFL)
+        signal.signal(INT, signal.default_int_handler)
+
+
+def test_an_interrupt_that_the_application_handles_is_its_own_at_the_second() -> None:
+    calls: list[int] = []
+    signal.signal(INT, lambda number, frame: calls.append(number))
+    try:
+        with first_interrupt("") as interrupted:
+            signal.raise_signal(INT)
+            assert (interrupted.number, calls) == (INT, [])
+            signal.raise_signal(INT)
+            assert calls == [INT]
+    finally:
+        signal.signal(INT, signal.default_int_handler)
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_held_up_to_the_end(number: int) -> None:
+    done = []
+
+    def work() -> None:
+        with uninterrupted(), uninterrupted():
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+            done.append(True)
+
+    with sigterm_raises(), pytest.raises(KeyboardInterrupt) as error:
+        work()
+    assert signal_of(error.value) == number
+    assert done
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_the_third_one_is_not_held_up(number: int) -> None:
+    def work() -> None:
+        with uninterrupted():
+            signal.raise_signal(INT)
+            signal.raise_signal(TERM)
+            signal.raise_signal(number)
+            pytest.fail("it was held up")
+
+    with sigterm_raises(), pytest.raises(KeyboardInterrupt) as error:
+        work()
+    assert signal_of(error.value) == number
+
+
+def test_held_up_and_then_noted() -> None:
+    with first_interrupt("") as interrupted:
+        with uninterrupted():
+            signal.raise_signal(TERM)
+            assert not interrupted.is_set()
+        assert interrupted.number == TERM
+        with pytest.raises(Interrupted), uninterrupted():
+            signal.raise_signal(TERM)
+
+
+def test_an_exception_inside_is_what_comes_out() -> None:
+    def work() -> None:
+        with uninterrupted():
+            signal.raise_signal(INT)
+            raise ValueError("mine")
+
+    with first_interrupt("") as interrupted:
+        with pytest.raises(ValueError, match="mine"):
+            work()
+        assert not interrupted.is_set()
+
+
+def test_sigterm_without_a_handler_is_not_held_up() -> None:
+    with uninterrupted():
+        assert signal.getsignal(TERM) is signal.SIG_DFL
+
+
+def test_handlers_are_whole_whatever_a_signal_raises_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that comes while handlers are put in place, or back."""
+    set_handler = signal.signal
+    for at in range(1, 9):
+        calls = 0
+
+        def interrupted(number: int, handler: Any, at: int = at) -> Any:
+            nonlocal calls
+            calls += 1
+            before = set_handler(number, handler)
+            if calls == at:
+                raise KeyboardInterrupt
+            return before
+
+        with sigterm_raises(), monkeypatch.context() as patch:
+            inside = handlers()
+            patch.setattr(signal, "signal", interrupted)
+            try:
+                with uninterrupted():
+                    pass
+                with first_interrupt(""):
+                    pass
+            except KeyboardInterrupt:
+                pass
+            assert (calls >= at) == (at <= 8)
+            assert handlers() == inside, at
+
+
+def test_outside_the_main_thread() -> None:
+    before, seen = handlers(), []
+
+    def work() -> None:
+        with sigterm_raises(), first_interrupt("") as interrupted, uninterrupted():
+            seen.append((handlers(), type(interrupted)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(before, FirstSignal)]
+
+
+def test_the_second_signal_is_the_second_whoever_puts_the_handler_back() -> None:
+    """As what holds signals up does if the first one comes while it looks who handles them."""
+    with first_interrupt("stopping") as first:
+        handler = signal.getsignal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert first.is_set()
+        signal.signal(signal.SIGINT, handler)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,217 @@
+"""Models on kernels: the logits of the references, and how many kernels a layer launches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layers import linear, radix_attention
+from layers.input_metadata import InputMetadata
+from layers.norm import RMSNorm, WideRMSNorm
+from layers.placement import Placement
+from radixrt.models.decoder import Block, Decoder
+from radixrt.models.loader import load_model
+from tests.support import checkpoints
+from triton_ops.kv.e4m3 import E4M3
+from triton_ops.linear.split_k_linear import PartialLinearConfig, partial_linear
+from triton_ops.norms import rms_norm
+
+
+class Pool:
+    """KV of all layers in few slots, NaN until written; with e4m3, the same scale for all keys and another for all
+    values.
+    """
+
+    def __init__(self, model: Decoder, device: torch.device, *, e4m3: bool = False) -> None:
+        config = model.config
+        shape = (2, config.num_layers, 16, config.num_kv_heads, config.head_dim)
+        self.kv = torch.full(shape, torch.nan, device=device).to(E4M3 if e4m3 else torch.float32)
+        self.scales = torch.ones(2, config.num_kv_heads, device=device) / 16 if e4m3 else None
+        if self.scales is not None:
+            self.scales[1] /= 2
+
+    def k_buffer(self, layer_id: int) -> Tensor:
+        return self.kv[0, layer_id]
+
+    def v_buffer(self, layer_id: int) -> Tensor:
+        return self.kv[1, layer_id]
+
+    def k_scale(self, layer_id: int) -> Tensor | None:
+        return None if self.scales is None else self.scales[0]
+
+    def v_scale(self, layer_id: int) -> Tensor | None:
+        return None if self.scales is None else self.scales[1]
+
+
+def passes(model: Decoder, device: torch.device, *, e4m3: bool = False) -> Tensor:
+    """Logits of a prompt in two chunks, and of two decodes."""
+    pool, slots = Pool(model, device, e4m3=e4m3), [5, 3, 11, 7, 1, 2, 9, 14]
+    rows = torch.tensor([slots], dtype=torch.int32, device=device)
+    logits = []
+    with torch.inference_mode():
+        for start, end in ((0, 4), (4, 6), (6, 7), (7, 8)):
+            metadata = InputMetadata.from_lengths(
+                [0], [end], [start], slots[start:end], rows, num_extends=int(end - start > 1)
+            )
+            ids = torch.arange(start + 20, end + 20, dtype=torch.int32, device=device)
+            hidden = model(ids, metadata, pool)
+            logits.append(model.compute_logits(hidden, torch.arange(len(ids), dtype=torch.int32, device=device)))
+    return torch.cat(logits)
+
+
+FAMILIES = {
+    "qwen3": checkpoints.qwen3,
+    "qwen3-moe": checkpoints.qwen3_moe,
+    "phi3, partial rotary": partial(
+        checkpoints.phi3, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+    ),
+    "gemma2": checkpoints.gemma2,
+    "gemma3": checkpoints.gemma3,
+    "olmo2": checkpoints.olmo2,
+    "smollm3": checkpoints.smollm3,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_compute_what_the_references_do(family: str, tmp_path: Path, kernel_device: torch.device) -> None:
+    checkpoints.write(FAMILIES[family](), tmp_path)
+    on_kernels, on_references = (
+        passes(load_model(tmp_path, device=kernel_device, dtype="float32", impl=impl)[0], kernel_device)
+        for impl in ("triton", "torch")
+    )
+    assert on_kernels.isfinite().all()
+    torch.testing.assert_close(on_kernels, on_references, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_over_e4m3_compute_what_the_references_do(
+    family: str, dtype: str, tmp_path: Path, kernel_device: torch.device
+) -> None:
+    """A key or value may be rounded to the next number, which is up to an eighth away."""
+    checkpoints.write(FAMILIES[family](), tmp_path)
+    on_kernels, on_references = (
+        passes(load_model(tmp_path, device=kernel_device, dtype=dtype, impl=impl)[0], kernel_device, e4m3=True)
+        for impl in ("triton", "torch")
+    )
+    assert on_kernels.isfinite().all()
+    off = (on_kernels.float() - on_references.float()).norm() / on_references.float().norm()
+    assert off < (2e-3 if dtype == "float32" else 5e-2), off
+
+
+@pytest.mark.parametrize(
+    ("family", "in_parts"),
+    [("llama", 4), ("qwen3", 4), ("qwen3_moe", 3), ("gemma2", 0), ("olmo2", 0)],
+)
+def test_outputs_in_parts_are_those_that_a_norm_adds_up(
+    family: str, in_parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
+) -> None:
+    """Of two layers, with the same kernels without parts beside them. Experts and other blocks have none."""
+    make = getattr(checkpoints, family)
+    checkpoints.write(make(hidden_size=64, intermediate_size=80, head_dim=16), tmp_path)
+    model, _ = load_model(tmp_path, device=kernel_device, dtype="float16", impl="triton")
+    whole = passes(model, kernel_device)
+    shapes: list[tuple[int, ...]] = []
+
+    def recorded(*arguments: Any, **options: Any) -> Tensor:
+        parts = partial_linear(*arguments, **options)
+        shapes.append(tuple(parts.shape))
+        return parts
+
+    monkeypatch.setattr(linear, "partial_linear", recorded)
+    monkeypatch.setattr(linear, "partial_linear_config", lambda *_: PartialLinearConfig(16, 16, 2, 32))
+    logits = passes(model, kernel_device)
+    assert len(shapes) == in_parts * 4
+    assert {shape[0] for shape in shapes} == ({2, 3} if in_parts else set())
+    assert logits.isfinite().all()
+    off = (logits.float() - whole.float()).norm() / whole.float().norm()
+    assert off < 5e-3, off
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, partial(WideRMSNorm, offset=0.0)])
+def test_a_block_allows_parts_where_its_norms_add_them(norm: Callable[..., RMSNorm]) -> None:
+    allowed = []
+
+    class Part(nn.Module):
+        def forward(self, hidden: Tensor, *_: object, parts_allowed: bool = False) -> Tensor:
+            allowed.append(parts_allowed)
+            return hidden
+
+    norms = [norm(8, 1e-5, placement=Placement(torch.float32, torch.device("cpu"))) for _ in range(2)]
+    part: Any = Part()
+    block = Block(attention_norm=norms[0], attention=part, feed_forward_norm=norms[1], feed_forward=part)
+    nothing: Any = None
+    block(torch.ones(3, 8), torch.ones(3, 8), nothing, nothing)
+    assert allowed == [norm is RMSNorm] * 2
+
+
+def test_biased_and_referenced_outputs_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "partial_linear_config", lambda *_: PartialLinearConfig(16, 16, 2, 32))
+    x = torch.ones(3, 64)
+    for bias, impl in ((True, "triton"), (False, "torch"), (False, "auto")):
+        placement = Placement(torch.float32, torch.device("cpu"), impl)
+        projection = linear.Linear(64, 64, bias=bias, placement=placement)
+        for parameter in projection.parameters():
+            parameter.fill_(0.5)
+        assert torch.equal(projection(x, parts_allowed=True), torch.full((3, 64), 32.0 + 0.5 * bias))
+
+
+# --- launches ---
+
+# What allocates or looks at memory, and computes nothing.
+FREE = (
+    "empty",
+    "new_empty",
+    "empty_like",
+    "view",
+    "_unsafe_view",
+    "slice",
+    "t",
+    "transpose",
+    "detach",
+    "alias",
+    "select",
+)
+
+
+class Computed(TorchDispatchMode):
+    """Counts the operations of torch that run on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name not in FREE:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("family", "launches"), [("llama", 4), ("qwen3", 4), ("phi3", 4), ("gemma2", 4), ("olmo2", 6)]
+)
+def test_launches_of_a_layer(family: str, launches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.write(getattr(checkpoints, family)(), tmp_path)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # kernels are not run, only asked for
+    model, _ = load_model(tmp_path, device="cpu", impl="triton")
+    launched = []
+    kernel_type = type(rms_norm._rms_norm_kernel)
+    monkeypatch.setattr(kernel_type, "run", lambda kernel, *_, **__: launched.append(kernel))
+    monkeypatch.setattr(radix_attention, "extend_attention", lambda q, *_, **__: torch.empty_like(q))
+    rows = torch.arange(8, dtype=torch.int32).view(1, 8)
+    metadata = InputMetadata.from_lengths([0], [3], [0], [1, 2, 3], rows)
+    hidden, pool = torch.zeros(3, model.config.hidden_size), Pool(model, torch.device("cpu"))
+    with torch.no_grad(), Computed() as computed:
+        model.blocks[1](hidden, None if family == "olmo2" else hidden, metadata, pool)
+    products = computed.counts.pop("mm", 0) + computed.counts.pop("addmm", 0)
+    assert products == 4
+    assert len(launched) + computed.counts.total() == launches, (launched, computed.counts)

@@ -1,0 +1,590 @@
+"""Loading checkpoints: what is read where, and the error for each thing that can be wrong with a folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from layers.rotary import LinearScaling, Llama3Scaling, LongRopeScaling, RopeParameters
+from radixrt.errors import ModelError, ParameterError
+from radixrt.models import loader
+from radixrt.models.config import AttentionKind, ModelConfig
+from radixrt.models.decoder import Decoder
+from radixrt.models.gemma import GemmaConfig
+from radixrt.models.loader import load_model
+from tests.support import checkpoints
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small Llama whose head is its own."""
+    return checkpoints.write(checkpoints.llama(), tmp_path / "model")
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Change entries of a JSON file; None removes one."""
+    value = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({name: entry for name, entry in value.items() if entry is not None}))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def loaded(folder: Path, **options: Any) -> dict[str, Tensor]:
+    model, _ = load_model(folder, **options)
+    return dict(model.checkpoint_tensors())
+
+
+def assert_same_weights(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+# --- what is read ---
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": checkpoints.llama,
+    "llama with biases": lambda: checkpoints.llama(attention_bias=True, mlp_bias=True, num_key_value_heads=1),
+    "qwen3 with biases": lambda: checkpoints.qwen3(attention_bias=True),
+    "qwen2": checkpoints.qwen2,
+    "phi3": checkpoints.phi3,
+    "olmo2": checkpoints.olmo2,
+    "gemma3": checkpoints.gemma3,
+    "mixtral": checkpoints.mixtral,
+    "qwen3-moe": checkpoints.qwen3_moe,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
+def test_every_tensor_is_in_its_place(family: str, max_shard_size: str, tmp_path: Path) -> None:
+    checkpoints.write(FAMILIES[family](), tmp_path, max_shard_size=max_shard_size)
+    assert (tmp_path / "model.safetensors").exists() == (max_shard_size == "1GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "20KB")
+    stored = [load_file(file) for file in tmp_path.glob("*.safetensors")]
+    model, _ = load_model(tmp_path)
+    ours = dict(model.checkpoint_tensors())
+    assert_same_weights(ours, {name: tensor for file in stored for name, tensor in file.items()})
+    assert sum(tensor.numel() for tensor in ours.values()) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_experts_may_be_stored_stacked(family: str, tmp_path: Path) -> None:
+    """transformers writes expert by expert, as the hub has them, or the stacks that it computes with."""
+    reference = FAMILIES[family]()
+    apart = checkpoints.write(reference, tmp_path / "apart")
+    stacked = checkpoints.write(reference, tmp_path / "stacked", save_original_format=False)
+    assert "model.layers.1.mlp.experts.gate_up_proj" in load_file(stacked / "model.safetensors")
+    assert not any("gate_up_proj" in name for name in load_file(apart / "model.safetensors"))
+    assert_same_weights(loaded(stacked), loaded(apart))
+    edit_weights(stacked, lambda w: w.update({"model.layers.1.mlp.experts.down_proj": torch.zeros(7, 32, 48)}))
+    with pytest.raises(
+        ModelError, match=r"experts.0.(w2|down_proj).weight .* \[32, 48\]|belong nowhere: .*experts.6"
+    ):
+        load_model(stacked)
+
+
+def test_a_packed_projection_of_another_shape_is_named(tmp_path: Path) -> None:
+    checkpoints.write(checkpoints.phi3(), tmp_path)
+    edit_weights(tmp_path, lambda w: w.update({"model.layers.0.self_attn.qkv_proj.weight": torch.zeros(96, 32)}))
+    with pytest.raises(ModelError, match=r"layers.0.self_attn.qkv_proj.weight .* \[96, 32\]; .* \[64, 32\]"):
+        load_model(tmp_path)
+
+
+def test_parameters_are_on_the_device_in_the_dtype_without_gradients(folder: Path) -> None:
+    model, _ = load_model(str(folder), dtype=torch.bfloat16)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert {name for name, _ in model.named_buffers()} == {"blocks.0.attention.attention.rotary.cos_sin_cache"}
+    assert not model.training
+
+
+def test_dtype_auto_is_the_checkpoints_but_float32_on_a_cpu(folder: Path) -> None:
+    edit_json(folder / "config.json", dtype="float16")
+    assert load_model(folder)[0].norm.weight.dtype == torch.float32
+    assert load_model(folder, device="meta", load_format="dummy")[0].norm.weight.dtype == torch.float16
+    assert load_model(folder, dtype="bfloat16")[0].norm.weight.dtype == torch.bfloat16
+    # Older configs call it torch_dtype; where there is none, float32 is what such checkpoints hold.
+    edit_json(folder / "config.json", dtype=None, torch_dtype="bfloat16")
+    assert ModelConfig.from_folder(folder).dtype == torch.bfloat16
+    edit_json(folder / "config.json", torch_dtype=None)
+    assert ModelConfig.from_folder(folder).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float99", "Tensor", torch.float64])
+def test_other_dtypes_are_refused(folder: Path, dtype: str | torch.dtype) -> None:
+    with pytest.raises(ModelError, match=f"dtype .*{dtype}.*bfloat16"):
+        load_model(folder, dtype=dtype)
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_ignored(folder: Path) -> None:
+    expected = loaded(folder)
+    edit_weights(folder, lambda w: w.update({"model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    assert_same_weights(loaded(folder), expected)
+
+
+def test_a_tied_head_in_a_checkpoint_is_ignored(tmp_path: Path) -> None:
+    reference = checkpoints.llama(tie_word_embeddings=True)
+    checkpoints.write(reference, tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    edit_weights(tmp_path, lambda w: w.update({"lm_head.weight": torch.zeros(3, 3)}))
+    model, _ = load_model(tmp_path)
+    assert "lm_head.weight" not in dict(model.checkpoint_tensors())
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model.embedding.weight, reference.model.embed_tokens.weight)
+
+
+# --- what is wrong with the weights ---
+
+
+def drop(*names: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda w: [w.pop(name) for name in names]
+
+
+def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
+    return lambda w: w.update({name: tensor})
+
+
+BAD_WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "missing": (
+        drop("model.norm.weight", "model.layers.1.self_attn.k_proj.weight"),
+        r"LlamaForCausalLM.*2 tensors are missing: model.layers.1.self_attn.k_proj.weight, model.norm.weight$",
+    ),
+    "no head of its own": (drop("lm_head.weight"), "1 tensors are missing: lm_head.weight"),
+    "many missing": (
+        lambda w: [w.pop(name) for name in list(w) if "layers.0" in name],
+        r"9 tensors are missing: model.layers.0.input_layernorm.weight, .* and 1 more$",
+    ),
+    "extra": (
+        put("model.layers.2.self_attn.q_proj.weight", torch.zeros(1)),
+        "1 tensors belong nowhere: model.layers.2.self_attn.q_proj.weight",
+    ),
+    "a bias the config knows nothing of": (
+        put("model.layers.0.self_attn.q_proj.bias", torch.zeros(32)),
+        "belong nowhere: model.layers.0.self_attn.q_proj.bias",
+    ),
+    "renamed": (
+        lambda w: w.update({"norm.weight": w.pop("model.norm.weight")}),
+        "1 tensors are missing: model.norm.weight; 1 tensors belong nowhere: norm.weight",
+    ),
+    "shape of a part": (
+        put("model.layers.1.self_attn.v_proj.weight", torch.zeros(32, 16)),
+        r"model.layers.1.self_attn.v_proj.weight in .*model.safetensors has shape \[32, 16\]; .* \[16, 32\]",
+    ),
+    "transposed": (
+        lambda w: w.update({"lm_head.weight": w["lm_head.weight"].T.contiguous()}),
+        r"lm_head.weight in .* has shape \[32, 101\]; .* \[101, 32\]",
+    ),
+    "broadcastable": (put("model.norm.weight", torch.zeros(1)), r"model.norm.weight in .* has shape \[1\]"),
+    "quantised": (
+        put("model.norm.weight", torch.zeros(32, dtype=torch.int8)),
+        "model.norm.weight in .* is torch.int8; quantised weights are not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_WEIGHTS)
+def test_wrong_tensors_are_named(folder: Path, name: str) -> None:
+    change, message = BAD_WEIGHTS[name]
+    edit_weights(folder, change)
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
+
+
+def test_a_tensor_stored_twice_is_named(tmp_path: Path) -> None:
+    checkpoints.write(checkpoints.llama(), tmp_path, max_shard_size="20KB")
+    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "more.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    edit_json(index, weight_map={**json.loads(index.read_text())["weight_map"], "x": "more.safetensors"})
+    with pytest.raises(ModelError, match=r"model.norm.weight is stored twice"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "absent-1.safetensors", "b": "absent-2.safetensors"}, "lacks .* absent-1.safetensors, absent-2"),
+        ({"a": "../model.safetensors"}, "names files outside its folder: ../model.safetensors"),
+        ({}, "holds no weight_map"),
+        (["model.safetensors"], "holds no weight_map"),
+    ],
+)
+def test_a_wrong_index_is_refused(folder: Path, weight_map: object, message: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
+
+
+def test_a_damaged_file_is_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read"):
+        load_model(folder)
+
+
+def test_pickles_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model.bin: pickles can run code and are not read"):
+        load_model(folder)
+
+
+def test_a_folder_without_weights_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
+        load_model(folder)
+
+
+# --- where it comes from ---
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_hub_id_fetches_no_code_and_no_pickles(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, load_format: Any
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def fetch(source: str, **options: Any) -> str:
+        calls.append({"source": source, **options})
+        return str(folder)
+
+    monkeypatch.setattr(loader, "snapshot_download", fetch)
+    _, config = load_model("someone/model", load_format=load_format)
+    assert config.architecture == "LlamaForCausalLM"
+    (call,) = calls
+    assert call["source"] == "someone/model"
+    assert ("*.safetensors" in call["allow_patterns"]) == (load_format == "auto")
+    assert not {"*", "*.py", "*.bin", "*.pt"} & set(call["allow_patterns"])
+
+
+def test_neither_a_folder_nor_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(source: str, **_: Any) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(loader, "snapshot_download", fetch)
+    with pytest.raises(ModelError, match=r"'someone/model' is neither a folder nor .* OSError: no network"):
+        load_model("someone/model")
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", "./nowhere", "~/nowhere", "a/b/c", Path("nowhere")])
+def test_a_path_that_is_no_name_asks_no_hub(source: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "snapshot_download", None)
+    with pytest.raises(ModelError, match=f"there is no folder {source}"):
+        load_model(source)
+
+
+# --- dummy weights ---
+
+
+def test_dummy_weights_depend_on_the_seed_alone(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    first = loaded(folder, load_format="dummy", seed=7)
+    assert_same_weights(loaded(folder, load_format="dummy", seed=7), first)
+    other = loaded(folder, load_format="dummy", seed=8)
+    assert all(torch.equal(other[name], first[name]) == ("norm" in name) for name in first)
+
+
+def test_dummy_weights_are_noise_of_the_configs_range(folder: Path) -> None:
+    weights = loaded(folder, load_format="dummy")
+    matrices = [tensor for name, tensor in weights.items() if "norm" not in name]
+    assert all((weights[name] == 1).all() for name in weights if "norm" in name)
+    values = torch.cat([tensor.flatten() for tensor in matrices])
+    assert values.std().item() == pytest.approx(0.3, rel=0.05)
+    assert values.unique().numel() > 0.99 * values.numel(), "no stretch is used twice"
+
+
+def test_dummy_norms_change_nothing(tmp_path: Path) -> None:
+    """A norm of Gemma multiplies by 1 + w, one of OLMo 2 by w."""
+    for build, neutral in ((checkpoints.gemma3, 0.0), (checkpoints.olmo2, 1.0)):
+        checkpoints.write(build(), tmp_path)
+        weights = loaded(tmp_path, load_format="dummy")
+        norms = [tensor for name, tensor in weights.items() if "norm" in name]
+        assert norms
+        assert all((tensor == neutral).all() for tensor in norms)
+
+
+def test_dummy_experts_differ(tmp_path: Path) -> None:
+    checkpoints.write(checkpoints.mixtral(), tmp_path)
+    model, _ = load_model(tmp_path, load_format="dummy")
+    gate_up = model.get_parameter("blocks.0.feed_forward.gate_up")
+    assert gate_up.unique().numel() > 0.99 * gate_up.numel()
+
+
+def test_dummy_weights_longer_than_the_cycle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "DUMMY_PERIOD", 997)
+    weights = loaded(folder, load_format="dummy")
+    head = weights["lm_head.weight"].flatten()
+    assert torch.equal(head[:997], head[997:1994])
+    assert len({tuple(row) for row in weights["lm_head.weight"].tolist()}) == checkpoints.VOCAB_SIZE
+    assert all(tensor.abs().max() < 2 for tensor in weights.values()), "all are filled"
+
+
+def test_an_unknown_load_format_is_refused(folder: Path) -> None:
+    with pytest.raises(ModelError, match="load_format 'gguf' is unknown; these are: auto, dummy"):
+        load_model(folder, load_format="gguf")  # type: ignore[arg-type]
+
+
+# --- the config ---
+
+
+def test_config_of_a_llama(tmp_path: Path) -> None:
+    reference = checkpoints.llama(
+        rope_parameters=checkpoints.LLAMA3_ROPE, head_dim=16, attention_bias=True, tie_word_embeddings=True
+    )
+    checkpoints.write(reference, tmp_path)
+    rope = RopeParameters(10000.0, Llama3Scaling(8.0, 1.0, 4.0, 32))
+    assert ModelConfig.from_folder(tmp_path) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        num_layers=2,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=101,
+        context_length=256,
+        max_context_length=256,
+        rms_norm_eps=1e-6,
+        attention=(AttentionKind(rope), AttentionKind(rope)),
+        activation="silu",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=False,
+        initializer_range=0.3,
+        dtype=torch.float32,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+def test_config_of_a_gemma3(tmp_path: Path) -> None:
+    checkpoints.write(checkpoints.gemma3(), tmp_path)
+    config = GemmaConfig.from_folder(tmp_path)
+    local = AttentionKind(RopeParameters(100.0), checkpoints.WINDOW)
+    assert config.attention == (local, local, AttentionKind(RopeParameters(10000.0, LinearScaling(8.0))))
+    assert (config.activation, config.attention_scale) == ("gelu_pytorch_tanh", 24**-0.5)
+    assert (config.attention_softcap, config.logits_softcap) == (None, None)
+    assert (config.context_length, config.max_context_length) == (256, 256), "the local rope reaches no farther"
+
+
+def test_older_names_of_a_gemma3(tmp_path: Path) -> None:
+    """Released configs have a pattern instead of layer_types, and two bases."""
+    file = checkpoints.write(checkpoints.gemma3(), tmp_path) / "config.json"
+    edit_json(file, layer_types=None, rope_parameters=None, _sliding_window_pattern=None)
+    edit_json(file, sliding_window_pattern=2, rope_theta=5000.0, rope_local_base_freq=50.0, num_hidden_layers=4)
+    kinds = GemmaConfig.from_folder(tmp_path).attention
+    assert [kind.window for kind in kinds] == [checkpoints.WINDOW, None] * 2
+    assert [kind.rope for kind in kinds] == [RopeParameters(50.0), RopeParameters(5000.0)] * 2
+
+
+def test_older_names_of_a_phi3(tmp_path: Path) -> None:
+    """As Phi-3 128k has them."""
+    file = checkpoints.write(checkpoints.phi3(), tmp_path) / "config.json"
+    old = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    edit_json(file, rope_parameters=None, rope_theta=1e4, rope_scaling=old, original_max_position_embeddings=64)
+    factor = math.sqrt(1 + math.log(4) / math.log(64))
+    scaling = LongRopeScaling((1.0,) * 4, (2.0,) * 4, 64, factor)
+    assert ModelConfig.from_folder(tmp_path).attention[0].rope == RopeParameters(1e4, scaling)
+
+
+def test_windows_of_layers(tmp_path: Path) -> None:
+    """A window is of all layers, or of those of its type; types that know none ignore it."""
+
+    def windows(folder: Path) -> list[int | None]:
+        return [kind.window for kind in ModelConfig.from_folder(folder).attention]
+
+    assert windows(checkpoints.write(checkpoints.mistral(), tmp_path / "a")) == [checkpoints.WINDOW] * 2
+    qwen = checkpoints.qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert windows(checkpoints.write(qwen, tmp_path / "b")) == [None, 8]
+    edit_json(tmp_path / "b" / "config.json", use_sliding_window=False, layer_types=None)
+    assert windows(tmp_path / "b") == [None, None]
+    checkpoints.write(checkpoints.llama(), tmp_path / "c")
+    edit_json(tmp_path / "c" / "config.json", sliding_window=8, layer_types=["sliding_attention"] * 2)
+    assert windows(tmp_path / "c") == [None, None]
+    checkpoints.write(checkpoints.gemma2(num_hidden_layers=3), tmp_path / "d")
+    assert windows(tmp_path / "d") == [checkpoints.WINDOW, None, checkpoints.WINDOW]
+
+
+def test_layers_without_rope(tmp_path: Path) -> None:
+    checkpoints.write(checkpoints.smollm3(num_hidden_layers=4), tmp_path)
+    ropes = [kind.rope for kind in ModelConfig.from_folder(tmp_path).attention]
+    assert ropes == [RopeParameters(2000000.0), None] * 2
+    model, _ = load_model(tmp_path)
+    assert {name for name, _ in model.named_buffers()} == {"blocks.0.attention.attention.rotary.cos_sin_cache"}
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 256),
+        (checkpoints.LLAMA3_ROPE, 256),
+        (checkpoints.LINEAR_ROPE, 1024),
+        (checkpoints.DYNAMIC_ROPE, 1024),
+        ({**checkpoints.YARN_ROPE, "factor": 4.0}, 256),
+        ({**checkpoints.YARN_ROPE, "factor": 16.0}, 512),
+    ],
+)
+def test_context_lengths(folder: Path, rope: dict[str, Any], longest: int) -> None:
+    edit_json(folder / "config.json", rope_parameters=rope)
+    model, config = load_model(folder)
+    assert (config.context_length, config.max_context_length) == (256, longest)
+    for length in (2, longest):
+        model, config = load_model(folder, context_length=length)
+        assert (config.context_length, config.max_context_length) == (length, longest)
+        assert model.get_buffer("blocks.0.attention.attention.rotary.cos_sin_cache").shape == (length, 8)
+    for length in (1, longest + 1, 16.0):
+        with pytest.raises(ParameterError, match=f"context_length is {length}; .* from 2 to {longest}"):
+            load_model(folder, context_length=length)  # type: ignore[arg-type]
+
+
+def test_older_names_of_the_rope(folder: Path) -> None:
+    config = folder / "config.json"
+
+    def rope() -> RopeParameters | None:
+        return ModelConfig.from_folder(folder).attention[0].rope
+
+    old = {key: value for key, value in checkpoints.LLAMA3_ROPE.items() if key != "rope_theta"}
+    edit_json(config, rope_parameters=None, rope_theta=500000.0, rope_scaling=old)
+    assert rope() == RopeParameters(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 32))
+    edit_json(config, rope_scaling=None)
+    assert rope() == RopeParameters(500000.0)
+    edit_json(config, rope_theta=None)
+    assert rope() == RopeParameters(10000.0)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"eos_token_id": 5}, (5,)),
+        ({"eos_token_id": [9, 5, 9]}, (5, 9)),
+        ({"eos_token_id": 0}, (0,)),
+        ({"temperature": 0.6}, (2,)),
+        (None, (2,)),
+    ],
+)
+def test_end_tokens(folder: Path, generation: dict[str, Any] | None, expected: tuple[int, ...]) -> None:
+    file = folder / "generation_config.json"
+    file.unlink()
+    if generation is not None:
+        file.write_text(json.dumps(generation))
+    assert ModelConfig.from_folder(folder).eos_token_ids == expected
+
+
+def test_no_end_token_at_all(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(re.sub(r'"eos_token_id": \d+', '"eos_token_id": null', text))
+    assert ModelConfig.from_folder(folder).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("value", ["2", [2, "3"], 1.5, True])
+def test_end_tokens_that_are_none(folder: Path, value: object) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ModelError, match="eos_token_id must be a token id or a list of them"):
+        ModelConfig.from_folder(folder)
+
+
+def rope(**parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 1e4, **parameters}}
+
+
+UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "llama",
+        {"hidden_act": "relu"},
+        "activation 'relu' is not supported; these are: silu, gelu, gelu_pytorch_tanh",
+    ),
+    ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights are not supported"),
+    (
+        "llama",
+        rope(rope_type="proportional"),
+        "rope_type 'proportional' is not supported; .*: default, linear, dyn",
+    ),
+    ("llama", rope(rope_type="default", partial_rotary_factor=0.4), "3 of head_dim 8 .*factor 0.4.* is odd"),
+    (
+        "llama",
+        rope(rope_type="default", partial_rotary_factor=1.5),
+        "12 of head_dim 8 .*factor 1.5.* out of range",
+    ),
+    ("llama", rope(rope_type="llama3", factor=8.0), "cannot be used.*low_freq"),
+    ("llama", rope(rope_type="linear", factor=0.5), "the rope's factor is 0.5; it must be at least 1"),
+    ("llama", rope(rope_type="yarn"), "cannot be used.*factor"),
+    ("phi3", rope(rope_type="longrope", short_factor=[1.0] * 4), "cannot be used.*long_factor"),
+    ("llama", rope(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[1.0]), "long_factor has 1 numbers"),
+    ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+    ("llama", {"head_dim": 7}, "7 of head_dim 7 .* is odd"),
+    ("llama", {"hidden_size": "32"}, "config.json cannot be used: .*hidden_size"),
+    ("llama", {"model_type": "no_such_type"}, "config.json cannot be used: .*no_such_type"),
+    (
+        "llama",
+        {"architectures": ["GPT2LMHeadModel"]},
+        "'GPT2LMHeadModel' is not supported; .*LlamaForCausalLM, Mist",
+    ),
+    ("llama", {"architectures": None}, "names no architecture: architectures is None"),
+    ("llama", {"architectures": "LlamaForCausalLM"}, "names no architecture: architectures is 'LlamaForCausalLM'"),
+    ("mistral", {"sliding_window": 0}, "sliding_window is 0; a token sees at least itself"),
+    ("gemma2", {"sliding_window": None}, "cannot be used|names sliding_attention, but there is no sliding_window"),
+    ("gemma2", {"layer_types": ["full_attention"]}, "layer_types.* 1 .*2 layers|cannot be used.*layer_types"),
+    (
+        "gemma2",
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        "layers of kind chunked_attention are not",
+    ),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+    ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries, but the model has 2 layers"),
+    ("mixtral", {"hidden_act": "gelu"}, "experts with hidden_act 'gelu' are not supported; 'silu' is"),
+    ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be 1 to 6"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), UNSUPPORTED)
+def test_unsupported_configs_are_refused_by_name(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    folder = checkpoints.write(getattr(checkpoints, family)(), tmp_path)
+    file = folder / "config.json"
+    # A value of None is written, where edit_json would drop the entry.
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ModelError, match=f"(?s){message}"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', "\xff"])
+def test_a_damaged_config_is_named(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ModelError, match=r"config.json (cannot be read|holds no JSON object)"):
+        load_model(folder)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config.json cannot be read: .*No such file"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "evil"])
+def test_code_in_a_model_folder_is_not_run(folder: Path, tmp_path: Path, model_type: str) -> None:
+    proof = tmp_path / "ran"
+    code = f"open({str(proof)!r}, 'w')\nfrom transformers import LlamaConfig\nclass Evil(LlamaConfig): pass\n"
+    (folder / "evil.py").write_text(code)
+    edit_json(folder / "config.json", model_type=model_type, auto_map={"AutoConfig": "evil.Evil"})
+    if model_type == "llama":
+        assert isinstance(load_model(folder)[0], Decoder)
+    else:
+        with pytest.raises(ModelError, match=r"config.json cannot be used"):
+            load_model(folder)
+    assert not proof.exists()

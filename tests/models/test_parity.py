@@ -1,0 +1,298 @@
+"""Logits of our decoders against transformers: cold, cached, chunked, and mixed with decodes in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from layers.input_metadata import InputMetadata
+from radixrt.errors import ParameterError
+from radixrt.models.config import ModelConfig
+from radixrt.models.decoder import Decoder
+from radixrt.models.loader import load_model
+from tests.support import checkpoints
+from triton_ops.attention.plan import AttentionPlan
+from triton_ops.implementation import runs_triton
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": checkpoints.llama,
+    "llama3 rope, tied": partial(
+        checkpoints.llama, rope_parameters=checkpoints.LLAMA3_ROPE, tie_word_embeddings=True
+    ),
+    "llama with biases": partial(checkpoints.llama, attention_bias=True, mlp_bias=True),
+    "llama, heads wider than hidden": partial(checkpoints.llama, head_dim=16, num_key_value_heads=1),
+    "llama without groups": partial(checkpoints.llama, num_key_value_heads=4),
+    "qwen3": checkpoints.qwen3,
+    "qwen3, tied, with biases": partial(checkpoints.qwen3, tie_word_embeddings=True, attention_bias=True),
+    "qwen3 with a window in its second layer": partial(
+        checkpoints.qwen3, use_sliding_window=True, sliding_window=checkpoints.WINDOW, max_window_layers=1
+    ),
+    "linear rope": partial(checkpoints.llama, rope_parameters=checkpoints.LINEAR_ROPE),
+    "dynamic rope": partial(checkpoints.llama, rope_parameters=checkpoints.DYNAMIC_ROPE),
+    "yarn rope": partial(checkpoints.qwen3, rope_parameters=checkpoints.YARN_ROPE),
+    "yarn rope, mscale": partial(
+        checkpoints.llama,
+        rope_parameters={**checkpoints.YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+    ),
+    "long rope, short": partial(
+        checkpoints.phi3, rope_parameters=checkpoints.LONG_ROPE, original_max_position_embeddings=256
+    ),
+    "qwen2": checkpoints.qwen2,
+    "mistral": checkpoints.mistral,
+    "mistral without a window": partial(checkpoints.mistral, sliding_window=None),
+    "phi3": partial(checkpoints.phi3, sliding_window=checkpoints.WINDOW),
+    "phi3, partial rotary": partial(
+        checkpoints.phi3, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+    ),
+    "olmo2": checkpoints.olmo2,
+    "smollm3": checkpoints.smollm3,
+    "gemma2": checkpoints.gemma2,
+    "gemma3": checkpoints.gemma3,
+    "mixtral": checkpoints.mixtral,
+    "qwen3-moe": checkpoints.qwen3_moe,
+    "qwen3-moe, renormalised": partial(checkpoints.qwen3_moe, norm_topk_prob=True, mlp_only_layers=[]),
+}
+
+
+# Where transformers computes frequencies during the pass, in float32 and on the device.
+ROUGHLY = 2e-4
+
+
+class Session:
+    """A model, a pool whose unused slots hold NaN, and rows of scattered slots."""
+
+    def __init__(self, model: Decoder, config: ModelConfig, *, max_requests: int = 4, max_len: int = 96) -> None:
+        self.model = model
+        slots = torch.randperm(max_requests * max_len, generator=torch.Generator().manual_seed(0)) + 1
+        self.req_to_token = slots.view(max_requests, max_len).int()
+        shape = (2, config.num_layers, slots.numel() + 1, config.num_kv_heads, config.head_dim)
+        self.kv = torch.full(shape, torch.nan)
+
+    def k_buffer(self, layer_id: int) -> Tensor:
+        return self.kv[0, layer_id]
+
+    def v_buffer(self, layer_id: int) -> Tensor:
+        return self.kv[1, layer_id]
+
+    def k_scale(self, layer_id: int) -> None:
+        return None
+
+    v_scale = k_scale
+
+    def run(
+        self,
+        *requests: tuple[int, list[int], int],
+        num_extends: int | None = None,
+        plan: AttentionPlan | None = None,
+    ) -> list[Tensor]:
+        """Logits of all new tokens of (row, tokens so far, how many of them have their KV in the pool)."""
+        metadata = InputMetadata.from_lengths(
+            [row for row, _, _ in requests],
+            [len(ids) for _, ids, _ in requests],
+            [prefix for _, _, prefix in requests],
+            torch.cat([self.req_to_token[row, prefix : len(ids)] for row, ids, prefix in requests]).cpu().numpy(),
+            self.req_to_token,
+            num_extends=num_extends,
+            plan=plan,
+        )
+        new_ids = [token for _, ids, prefix in requests for token in ids[prefix:]]
+        hidden = self.model(torch.tensor(new_ids, dtype=torch.int32), metadata, self)
+        assert hidden.shape == (len(new_ids), self.model.config.hidden_size)
+        every = torch.arange(len(new_ids), dtype=torch.int32)
+        logits = self.model.compute_logits(hidden, every)
+        last = self.model.compute_logits(hidden, metadata.logits_indices)
+        assert_close(last, logits[metadata.logits_indices.long()])
+        return list(logits.split([len(ids) - prefix for _, ids, prefix in requests]))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: torch.device
+) -> tuple[Any, Decoder, ModelConfig]:
+    with torch.device("cpu"):  # the same weights on every device
+        reference = MODELS[request.param]()
+    reference.to(device)
+    folder = checkpoints.write(reference, tmp_path_factory.mktemp("model"))
+    model, config = load_model(folder, device=torch.get_default_device())
+    assert runs_triton(model.placement.impl, device) == (device.type == "cuda"), "kernels on a GPU"
+    return reference, model, config
+
+
+@pytest.fixture
+def session(pair: tuple[Any, Decoder, ModelConfig]) -> Session:
+    return Session(*pair[1:])
+
+
+@pytest.fixture
+def reference(pair: tuple[Any, Decoder, ModelConfig]) -> Callable[[list[int]], Tensor]:
+    return partial(dense, pair[0])
+
+
+def dense(reference: Any, ids: list[int]) -> Tensor:
+    """The logits of all tokens, by transformers."""
+    reference.to(torch.get_default_device())
+    with torch.no_grad():
+        out: Tensor = reference(torch.tensor([ids])).logits[0]
+    return out
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, checkpoints.VOCAB_SIZE, length)]
+
+
+def assert_close(ours: Tensor, theirs: Tensor, *, atol: float = 2e-5) -> None:
+    if ours.device.type != "cpu":  # a GPU adds up in another order: 2.2e-5 was seen with experts
+        atol = max(atol, 5e-5)
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=1e-5)
+
+
+def test_cold(session: Session, reference: Callable[[list[int]], Tensor]) -> None:
+    a, b, c = prompt(60, 1), prompt(1, 2), prompt(17, 3)
+    for ours, ids in zip(session.run((2, a, 0), (0, b, 0), (3, c, 0)), (a, b, c), strict=True):
+        assert_close(ours, reference(ids))
+
+
+def test_cached_prefix(session: Session, reference: Callable[[list[int]], Tensor]) -> None:
+    """A second request reads the slots of the first one's prefix."""
+    a = prompt(50, 1)
+    b = a[:33] + prompt(20, 4)
+    session.run((0, a, 0))
+    session.req_to_token[1, :33] = session.req_to_token[0, :33]
+    (ours,) = session.run((1, b, 33))
+    assert_close(ours, reference(b)[33:])
+
+
+def test_chunked(session: Session, reference: Callable[[list[int]], Tensor]) -> None:
+    a = prompt(64, 5)
+    ours = torch.cat([session.run((1, a[:end], start))[0] for start, end in ((0, 7), (7, 8), (8, 40), (40, 64))])
+    assert_close(ours, reference(a))
+
+
+def test_extends_and_decodes_of_one_pass(session: Session, reference: Callable[[list[int]], Tensor]) -> None:
+    """A chunk, a cold prompt and two decodes together; greedy tokens feed the decodes for some steps."""
+    a, b, c, d = prompt(40, 6), prompt(9, 7), prompt(30, 8), prompt(70, 9)
+    session.run((0, a[:15], 0), (1, c, 0), (3, d, 0))
+    c, d = [*c, int(reference(c)[-1].argmax())], [*d, int(reference(d)[-1].argmax())]
+    logits = session.run((0, a, 15), (2, b, 0), (1, c, len(c) - 1), (3, d, len(d) - 1), num_extends=2)
+    for ours, ids in zip(logits, (a, b, c, d), strict=True):
+        assert_close(ours, reference(ids)[-len(ours) :])
+    for _ in range(4):
+        c, d = [*c, int(logits[-2].argmax())], [*d, int(logits[-1].argmax())]
+        logits = session.run((1, c, len(c) - 1), (3, d, len(d) - 1), num_extends=0)
+        for ours, ids in zip(logits, (c, d), strict=True):
+            assert_close(ours, reference(ids)[-1:])
+
+
+def test_decodes_of_a_shared_plan(session: Session, reference: Callable[[list[int]], Tensor]) -> None:
+    """The prefix is one item for both rows."""
+    prefix = prompt(40, 10)
+    a, b = prefix + prompt(6, 11), prefix + prompt(3, 12)
+    session.run((0, a[:-1], 0))
+    session.req_to_token[1, :40] = session.req_to_token[0, :40]
+    session.run((1, b[:-1], 40))
+    items = ([0, 0, 1], [0, 40, 40], [40, 6, 3], [0, 0, 1], [2, 1, 1])
+    plan = AttentionPlan.build(AttentionPlan.host_arrays(*items, [46, 43]), torch.get_default_device())
+    logits = session.run((0, a, 45), (1, b, 42), num_extends=0, plan=plan)
+    for ours, ids in zip(logits, (a, b), strict=True):
+        assert_close(ours, reference(ids)[-1:])
+
+
+def test_a_wrong_context_changes_the_greedy_tokens(
+    session: Session, reference: Callable[[list[int]], Tensor]
+) -> None:
+    """What makes the tests above worth something: one wrong slot, token, position or layer shows."""
+    a = prompt(50, 1)
+    right = reference(a).argmax(-1)
+
+    def wrong_tokens(ours: Tensor) -> int:
+        return int((ours.argmax(-1) != right[30 : 30 + len(ours)]).sum())
+
+    session.run((0, a, 0))
+    assert wrong_tokens(session.run((0, a, 30))[0]) == 0
+    swapped = session.req_to_token.clone()
+    session.req_to_token[0, [22, 27]] = swapped[0, [27, 22]]
+    # Two tokens: no window ends between the two slots.
+    assert wrong_tokens(session.run((0, a[:32], 30))[0]) == 0, "attention has no order: positions are in the keys"
+    session.req_to_token[0, 22] = session.req_to_token[0, 27]
+    assert wrong_tokens(session.run((0, a, 30))[0]) > 0, "one wrong slot of thirty"
+    session.req_to_token.copy_(swapped)
+    session.kv[1, 0, session.req_to_token[0, 23:27].long()] = 0.0
+    assert wrong_tokens(session.run((0, a, 30))[0]) > 0, "four V of one layer lost"
+    session.run((0, a, 0))
+    assert wrong_tokens(session.run((0, a[:30] + a[31:], 30))[0]) > 0, "one token left out"
+
+
+@pytest.mark.usefixtures("device")
+def test_what_lies_before_a_window_is_not_read(tmp_path: Path) -> None:
+    """Extended and decoded from position 30: the slots of what it does not see may hold NaN."""
+    folder = checkpoints.write(checkpoints.mistral(), tmp_path)
+    session, a = Session(*load_model(folder, device=torch.get_default_device())), prompt(40, 1)
+    session.run((0, a, 0))
+    first = 30 - checkpoints.WINDOW + 1
+    for ids, num_extends in ((a, 1), (a[:31], 0)):
+        (expected,) = session.run((0, ids, 30), num_extends=num_extends)
+        kept = session.kv.clone()
+        session.kv[:, :, session.req_to_token[0, :first].long()] = torch.nan
+        assert torch.equal(session.run((0, ids, 30), num_extends=num_extends)[0], expected)
+        session.kv[:, :, session.req_to_token[0, first].long()] = 1.0
+        assert not torch.allclose(session.run((0, ids, 30), num_extends=num_extends)[0][0], expected[0])
+        session.kv.copy_(kept)
+
+
+@pytest.mark.usefixtures("device")
+def test_dynamic_rope_in_a_longer_context(tmp_path: Path) -> None:
+    """Beyond the original length: theta is that of transformers for a full context, at every length.
+
+    So a sequence that fills the context equals transformers', and a shorter one equals a model with that theta.
+    """
+    reference = checkpoints.llama(max_position_embeddings=16, rope_parameters=checkpoints.DYNAMIC_ROPE)
+    folder = checkpoints.write(reference, tmp_path)
+    session = Session(*load_model(folder, device=torch.get_default_device(), context_length=60))
+    a = prompt(60, 1)
+    (ours,) = session.run((0, a, 0))
+    assert_close(ours, dense(reference, a), atol=ROUGHLY)
+    # A head has 8 elements: theta grows by (factor * 60 / 16 - (factor - 1)) ^ (8 / 6).
+    theta = 10000.0 * (4.0 * 60 / 16 - 3.0) ** (8 / 6)
+    fixed = checkpoints.llama(rope_parameters={"rope_type": "default", "rope_theta": theta})
+    for name, parameter in reference.state_dict().items():
+        assert torch.equal(fixed.state_dict()[name], parameter), "the same seed, the same weights"
+    chunks = [session.run((1, a[:end], start))[0] for start, end in ((0, 7), (7, 40))]
+    assert_close(torch.cat(chunks), dense(fixed, a[:40]))
+    with pytest.raises(ParameterError, match="context_length is 65; it must be a whole number from 2 to 64"):
+        load_model(folder, context_length=65)
+
+
+@pytest.mark.usefixtures("device")
+def test_long_rope_follows_the_context_length(tmp_path: Path) -> None:
+    """Beyond the original length all sequences have the long factors, up to it the short ones."""
+    reference = checkpoints.phi3(rope_parameters=checkpoints.LONG_ROPE, original_max_position_embeddings=16)
+    folder, a = checkpoints.write(reference, tmp_path), prompt(60, 1)
+    longer = Session(*load_model(folder, device=torch.get_default_device()))
+    chunks = [longer.run((1, a[:end], start))[0] for start, end in ((0, 7), (7, 60))]
+    assert_close(torch.cat(chunks), dense(reference, a), atol=ROUGHLY)
+    shorter = Session(*load_model(folder, device=torch.get_default_device(), context_length=16))
+    assert_close(shorter.run((0, a[:16], 0))[0], dense(reference, a[:16]))
+    assert not torch.allclose(longer.run((0, a[:16], 0))[0], dense(reference, a[:16]), atol=0.1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "mixtral"])
+def test_bfloat16_keeps_close(family: str, tmp_path: Path, device: torch.device) -> None:
+    """Our bfloat16 logits are no farther from float32's than twice transformers' own."""
+    reference = MODELS[family]()
+    folder = checkpoints.write(reference, tmp_path)
+    model, config = load_model(folder, dtype="bfloat16", device=device)
+    session, ids = Session(model, config), prompt(40, 1)
+    session.kv = session.kv.bfloat16()
+    (ours,) = session.run((0, ids, 0))
+    assert ours.dtype == torch.bfloat16
+    with torch.no_grad():
+        exact = reference(torch.tensor([ids])).logits[0]
+        theirs = reference.bfloat16()(torch.tensor([ids])).logits[0]
+    assert (ours - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()

@@ -1,0 +1,384 @@
+"""Plans of batches: statistics, memory, hits with the real scheduler, predictions, work."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixrt.bench.batch_plan import CASES, measure_speed, random_tree
+from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.limits import RunLimits
+from radixrt.planning import batch_plan, rehearsal
+from radixrt.planning.batch_plan import BatchPlan, plan_batch
+from radixrt.planning.cache_model import ModelledRun, model_run
+from radixrt.planning.rehearsal import Rehearsal, rehearse
+from radixrt.planning.token_store import TokenStore
+from radixrt.planning.work import QUICKEST, SLOWEST, expected_work
+from radixrt.schedule.request import Request
+from radixrt.schedule.scheduler import Scheduler
+from radixrt.workloads import token_statistics
+from radixrt.workloads.bound import DeviceSpeed, ModelShape, list_bound
+from radixrt.workloads.lists import Ask, docqa, fewshot, samples, system_prompt, unshared
+from tests.planning.test_prefix_order import prompt_lists
+
+BUDGETS = (2048, 8192, 16384)
+
+FULL: dict[str, Callable[[], list[Ask]]] = {
+    make.__name__: make for make in (unshared, fewshot, docqa, system_prompt, samples)
+}
+# The same in small, with budgets of an eighth: prefixes are as long as passes, or longer.
+SMALL: dict[str, Callable[[], list[Ask]]] = {
+    "unshared": lambda: unshared(requests=60, prompt_len=(10, 100), new_tokens=(10, 100)),
+    "fewshot": lambda: fewshot(subjects=15, questions=12, examples_len=(50, 180), question_len=(5, 15)),
+    "docqa": lambda: docqa(documents=4, document_len=1000, questions=16, question_len=(5, 15), new_tokens=20),
+    "system_prompt": lambda: system_prompt(requests=80, system_len=250, user_len=(4, 32), new_tokens=(8, 32)),
+    "samples": lambda: samples(prompts=5, prompt_len=128, samples=12, new_tokens=64),
+    "three levels": lambda: random_tree(7, (6, 5, 6), ((20, 60), (10, 50), (1, 30)), (1, 40)),
+    "a chain": lambda: chain(60, 5),
+}
+
+
+def chain(links: int, length: int) -> list[Ask]:
+    """Each prompt goes on where another one ends, as turns of a conversation do."""
+    tokens = np.arange(links * length, dtype=np.int32)
+    return [Ask(tokens[: (i * 37 % links + 1) * length], 1 + i % 7) for i in range(links)]
+
+
+def plan_of(asks: Sequence[Ask]) -> tuple[BatchPlan, np.ndarray]:
+    new_tokens = np.array([ask.max_new_tokens for ask in asks], dtype=np.int64)
+    return plan_batch(TokenStore.of([ask.prompt_ids for ask in asks]), new_tokens), new_tokens
+
+
+def real_run(plan: BatchPlan, limits: RunLimits, *, planned: bool = True) -> Rehearsal:
+    if planned:
+        return rehearse(plan.store, plan.run.order, plan.new_tokens, limits, plan.keep)
+    return rehearse(plan.store, np.arange(len(plan)), plan.new_tokens, limits)
+
+
+def modelled_run(plan: BatchPlan, limits: RunLimits, *, planned: bool = True) -> ModelledRun:
+    order, keep = (plan.run.order, plan.keep) if planned else (np.arange(len(plan)), None)
+    return model_run(plan.order, plan.tree, plan.store.lengths, plan.new_tokens, order, limits, keep)
+
+
+# -- what the tokens alone say -----------------------------------------------------------------------------
+
+
+@given(prompts=prompt_lists(), new_tokens=st.integers(0, 4))
+def test_statistics_are_those_of_the_prompts(prompts: list[list[int]], new_tokens: int) -> None:
+    plan = plan_batch(TokenStore.of(prompts), new_tokens)
+    assert plan.statistics == token_statistics(prompts)
+    assert sorted(plan.run.order.tolist()) == [i for i, prompt in enumerate(prompts) if prompt]
+    assert len(plan) == len(plan.keep) == sum(map(bool, prompts))
+
+
+@given(prompts=prompt_lists(), data=st.data())
+def test_memory_is_that_of_requests_side_by_side(prompts: list[list[int]], data: st.DataObject) -> None:
+    prompts = [prompt for prompt in prompts if prompt]
+    new_tokens = [data.draw(st.integers(1, 4)) for _ in prompts]
+    plan = plan_batch(TokenStore.of(prompts), np.array(new_tokens, dtype=np.int64))
+    in_run = [(prompts[i], new_tokens[i] - 1) for i in plan.run.order]
+    for running in range(1, len(prompts) + 2):
+        needed = 0
+        for first in range(max(1, len(prompts) - running + 1)):
+            together = in_run[first : first + running]
+            prefixes = {tuple(prompt[: n + 1]) for prompt, _ in together for n in range(len(prompt))}
+            needed = max(needed, len(prefixes) + sum(grown for _, grown in together))
+        assert plan.pool_for(running) == needed
+    assert plan.longest_request == plan.pool_for(1)
+
+
+def test_plans_without_torch() -> None:
+    code = (
+        "import sys; from radixrt.planning.token_store import TokenStore; "
+        "from radixrt.planning.batch_plan import plan_batch; from radixrt.limits import RunLimits; "
+        "plan = plan_batch(TokenStore.of([[1, 2, 3], [1, 2, 4]]), 5); "
+        "assert plan.expect(RunLimits(20)).planned.cached_tokens == 2; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[2])
+
+
+# -- hits with the real scheduler --------------------------------------------------------------------------
+
+
+def check_planned_hits(asks: list[Ask], budget: int) -> None:
+    """With a pool of twice the longest request: 99 % of the best possible in the planned order."""
+    plan, _ = plan_of(asks)
+    best = plan.statistics.best_hit_rate
+    limits = RunLimits(2 * plan.longest_request, chunked_prefill_size=budget)
+    planned, file_order = real_run(plan, limits), real_run(plan, limits, planned=False)
+    print(f"best {best:.2%}, planned {planned.hit_rate:.2%}, file order {file_order.hit_rate:.2%}")
+    assert planned.prompt_tokens == file_order.prompt_tokens == plan.statistics.prompt_tokens
+    assert planned.hit_rate >= 0.99 * best
+    assert planned.recomputed_tokens == 0
+    assert file_order.hit_rate <= best
+    assert modelled_run(plan, limits).cached_tokens == pytest.approx(planned.cached_tokens, rel=0.01)
+    if len(plan) > 200:  # each hit of fewer weighs too much
+        assert abs(modelled_run(plan, limits, planned=False).hit_rate - file_order.hit_rate) < 0.01
+
+
+@pytest.mark.parametrize("budget", [size // 8 for size in BUDGETS])
+@pytest.mark.parametrize("name", SMALL)
+def test_the_planned_order_hits_what_can_be_hit(name: str, budget: int) -> None:
+    check_planned_hits(SMALL[name](), budget)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", FULL)
+def test_the_planned_order_hits_what_can_be_hit_at_full_size(name: str, budget: int) -> None:
+    check_planned_hits(FULL[name](), budget)
+
+
+def test_file_order_hits_less() -> None:
+    plan, _ = plan_of(SMALL["fewshot"]())
+    limits = RunLimits(2 * plan.longest_request, chunked_prefill_size=256)
+    assert real_run(plan, limits, planned=False).hit_rate < 0.4 < 0.8 < real_run(plan, limits).hit_rate
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        *itertools.product(("fewshot", "samples", "three levels", "a chain"), (1, 3, 16, 64, 333, *BUDGETS)),
+        *itertools.product(("docqa",), (64, 333, *BUDGETS)),
+    ],
+)
+def test_followers_wait_under_every_budget(name: str, budget: int) -> None:
+    """With memory for all: nothing is computed twice but the last token of a prompt, however passes are cut."""
+    asks = SMALL[name]()
+    if budget < 16:
+        asks = sorted(asks, key=lambda ask: len(ask.prompt_ids))[:40]
+    plan, new_tokens = plan_of(asks)
+    limits = RunLimits(int(plan.store.lengths.sum() + new_tokens.sum()), chunked_prefill_size=budget)
+    for planned in (True, False):
+        run = real_run(plan, limits, planned=planned)
+        # One that is wholly cached computes its last token; in file order also where a longer one came first.
+        least = plan.statistics.best_cached_tokens - (0 if planned else len(plan))
+        assert least <= run.cached_tokens <= plan.statistics.best_cached_tokens
+
+
+@settings(max_examples=60)
+@given(prompts=prompt_lists(), data=st.data())
+def test_the_least_pool_keeps_all_hits(prompts: list[list[int]], data: st.DataObject) -> None:
+    prompts = [prompt for prompt in prompts if prompt]
+    new_tokens = np.array([data.draw(st.integers(1, 5)) for _ in prompts], dtype=np.int64)
+    plan = plan_batch(TokenStore.of(prompts), new_tokens)
+    limits = RunLimits(
+        max(1, plan.longest_request) + data.draw(st.integers(0, 20)),
+        max_running_requests=data.draw(st.integers(1, 6)),
+        chunked_prefill_size=data.draw(st.sampled_from([1, 3, 7, 100])),
+    )
+    run = real_run(plan, limits)
+    assert run.cached_tokens == plan.statistics.best_cached_tokens
+    assert modelled_run(plan, limits).cached_tokens == run.cached_tokens
+
+
+def test_many_requests_are_never_objects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In windows, with the same hits and passes as all at once."""
+    plan, _ = plan_of(SMALL["three levels"]() * 12)
+    waiting: list[int] = []
+    submit_all = Scheduler.submit_all
+
+    def watched(self: Scheduler, requests: list[Request], **_: object) -> None:
+        submit_all(self, requests)
+        waiting.append(len(self.waiting))
+
+    monkeypatch.setattr(Scheduler, "submit_all", watched)
+    monkeypatch.setattr(rehearsal, "RANKED", 10)
+    monkeypatch.setattr("radixrt.schedule.policy.RANKED", 10)
+    limits = RunLimits(3000, max_running_requests=8, chunked_prefill_size=64)
+    all_at_once = real_run(plan, limits)
+    monkeypatch.setattr(rehearsal, "SUBMITTED_AT_ONCE", 50)
+    assert real_run(plan, limits) == all_at_once
+    assert max(waiting[1:]) < 60 < len(plan) == waiting[0]
+
+
+# -- what nobody needs any more ----------------------------------------------------------------------------
+
+
+def test_what_no_later_prompt_needs_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = plan_of(SMALL["three levels"]())
+    held: list[int] = []
+    passes = PrefixCache.pass_ended
+
+    def watched(self: PrefixCache) -> None:
+        passes(self)
+        held.append(self.tree.evictable_tokens)
+
+    monkeypatch.setattr(PrefixCache, "pass_ended", watched)
+    limits = RunLimits(
+        100_000, max_running_requests=1
+    )  # one after the other: whoever ends is followed by the next
+    real_run(plan, limits)
+    assert max(held) <= plan.keep.max()
+    assert held[-1] == 0
+    held.clear()
+    rehearse(plan.store, plan.run.order, plan.new_tokens, limits)
+    assert max(held) > 5 * plan.keep.max()
+
+
+def test_what_others_that_wait_need_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was retracted comes before the one that ends: what both share is not dropped, though none after it
+    needs that.
+    """
+    store = TokenStore.of([[1] * 20 + [2], [1] * 20 + [3]])
+    order, new_tokens = np.arange(2), np.array([30, 3])
+    retracted: list[int] = []
+    next_batch = Scheduler.next_batch
+
+    def retracting(self: Scheduler) -> object:
+        batch = next_batch(self)
+        first = next((r for r in self.running if r.index == 0), None)
+        if first is not None and first.num_output == 2 and not retracted:
+            self.retract(first)
+            self.max_running_requests = 1  # it waits until the other one has ended
+            retracted.append(first.index)
+        return batch
+
+    monkeypatch.setattr(Scheduler, "next_batch", retracting)
+    run = rehearse(store, order, new_tokens, RunLimits(200), np.array([20, 0], dtype=np.int32))
+    assert retracted == [0]
+    # Its own prompt and its two tokens were published when it was retracted: one token at most is computed again.
+    assert run.recomputed_tokens <= 2
+
+
+# -- predictions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [16, 8, 4, 2])
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("name", ["fewshot", "three levels", pytest.param("docqa", marks=pytest.mark.long)])
+def test_the_model_predicts_what_the_scheduler_does(name: str, planned: bool, part: int) -> None:
+    asks = {
+        "fewshot": lambda: fewshot(subjects=200, questions=10, examples_len=(40, 140), question_len=(4, 12)),
+        "three levels": lambda: random_tree(7, (12, 10, 20), ((20, 60), (10, 50), (1, 30)), (1, 40)),
+        "docqa": lambda: docqa(documents=60, document_len=400, questions=40, question_len=(2, 6), new_tokens=32),
+    }[name]()
+    plan, _ = plan_of(asks)
+    limits = RunLimits(max(2 * plan.longest_request, plan.statistics.distinct_tokens // part))
+    real, model = real_run(plan, limits, planned=planned), modelled_run(plan, limits, planned=planned)
+    assert abs(model.hit_rate - real.hit_rate) < 0.01
+    assert model.timeline.passes.sum() == pytest.approx(real.passes, rel=0.1)
+
+
+def test_short_runs_are_rehearsed_and_long_ones_modelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = plan_of(SMALL["fewshot"]())
+    limits = RunLimits(1000, chunked_prefill_size=64)
+    found = plan.expect(limits)
+    assert found.planned.is_rehearsed
+    assert found.file_order.is_rehearsed
+    assert found.planned.hit_rate == real_run(plan, limits).hit_rate
+    assert found.file_order.cached_tokens == real_run(plan, limits, planned=False).cached_tokens
+    monkeypatch.setattr(batch_plan, "REHEARSED_PASSES", 10)
+    found = plan.expect(limits)
+    assert not found.planned.is_rehearsed
+    assert found.file_order.cached_tokens == modelled_run(plan, limits, planned=False).cached_tokens
+    monkeypatch.setattr(batch_plan, "REHEARSED_PASSES", 10**9)
+    monkeypatch.setattr(batch_plan, "REHEARSED_PROMPTS", 10)
+    assert not plan.expect(limits).planned.is_rehearsed
+
+
+def test_a_pool_of_any_size_is_rehearsed_as_one_that_holds_all() -> None:
+    plan, _ = plan_of(SMALL["fewshot"]())
+    assert plan.expect(RunLimits(10**12)).planned.hit_rate == plan.statistics.best_hit_rate
+
+
+def test_a_pool_that_does_not_hold_the_longest_request_is_refused() -> None:
+    plan, _ = plan_of(SMALL["fewshot"]())
+    with pytest.raises(ValueError, match=f"needs {plan.longest_request:,} tokens, but the pool holds 100"):
+        plan.expect(RunLimits(100))
+    plan.expect(RunLimits(plan.longest_request))
+
+
+# -- work --------------------------------------------------------------------------------------------------
+
+H200 = DeviceSpeed(bandwidth=4.26e12, flops=790e12)
+QWEN3 = ModelShape(28, 1024, 3072, 16, 8, 128, 151936)
+LLAMA = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
+
+# Seconds that the engine took on an H200, at both shapes: docs/benchmarks.md, "What stands".
+MEASURED = {
+    "unshared": (5.27, 13.50),
+    "fewshot": (0.60, 3.49),
+    "docqa": (0.74, 2.68),
+    "system_prompt": (1.38, 5.18),
+    "samples": (3.40, 9.63),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_time_is_where_the_engine_was(name: str) -> None:
+    asks = FULL[name]()
+    plan, new_tokens = plan_of(asks)
+    model = modelled_run(plan, RunLimits(900_000))
+    run = plan.run
+    for shape, seconds in zip((QWEN3, LLAMA), MEASURED[name], strict=True):
+        work = expected_work(model, plan.store.lengths[run.order], run.shared, new_tokens[run.order], shape, H200)
+        bound = list_bound(asks, shape, H200)
+        assert work.least_seconds == pytest.approx(bound, rel=0.1)
+        least, most = work.expected_seconds
+        assert (least, most) == (QUICKEST * work.least_seconds, SLOWEST * work.least_seconds)
+        assert least <= seconds <= most
+        assert work.computed_tokens == plan.statistics.distinct_tokens + wholly_cached(plan)
+        assert work.generated_tokens == new_tokens.sum()
+
+
+def wholly_cached(plan: BatchPlan) -> int:
+    return int((plan.run.shared == plan.store.lengths[plan.run.order]).sum())
+
+
+# One layer of 42 weights, a head of 10, KV of 8 bytes, 16 operations a pair of tokens: see test_workloads.
+TOY = ModelShape(1, 2, 3, 2, 1, 2, 5)
+
+
+def test_work_of_two_prompts() -> None:
+    plan = plan_batch(TokenStore.of([[1, 2, 3], [1, 2, 4]]), 1)
+    work = plan.expect(RunLimits(50), TOY, DeviceSpeed(1e30, 1.0)).work
+    assert work is not None
+    assert (work.computed_tokens, work.generated_tokens) == (4, 2)
+    assert work.prefill_seconds == 4 * 84 + 9 * 16 + 2 * 20
+
+
+def test_fewer_requests_at_once_take_longer() -> None:
+    plan, _ = plan_of(SMALL["system_prompt"]())
+    seconds = []
+    for running in (80, 40, 5):
+        work = plan.expect(RunLimits(100_000, max_running_requests=running), QWEN3, H200).work
+        assert work is not None
+        seconds.append(work.decode_seconds)
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert seconds[2] > 4 * seconds[0]
+
+
+def test_long_answers_first_leave_no_tail() -> None:
+    """What runs alone at the end is short: fewer passes than with the long answer last."""
+    asks = [Ask(np.array([i, 1], dtype=np.int32), 500 if i == 70 else 20) for i in range(100)]
+    plan, _ = plan_of(asks)
+    limits = RunLimits(1000, max_running_requests=10)
+    assert real_run(plan, limits).passes < 520 < 600 < real_run(plan, limits, planned=False).passes
+
+
+# -- speed and memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_planning_is_quick(case: str) -> None:
+    speed = measure_speed(case, 2_000 if case != "one long prefix" else 400)
+    assert speed.plan + speed.hints < 3
+    assert speed.memory < 400e6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_planning_a_hundred_thousand_prompts_is_quick(case: str) -> None:
+    speed = measure_speed(case, 100_000 if case != "one long prefix" else 20_000)
+    print(speed)
+    assert speed.plan + speed.hints + speed.model < 20  # about 3 on a core that has nothing else to do
+    assert speed.memory < 1e9

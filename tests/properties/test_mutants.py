@@ -1,0 +1,904 @@
+"""Seeded faults in the real code, each of which the simulation must find, by the invariant that it breaks.
+
+A fault is found when a random walk raises the violation that is named, or when the code itself refuses what the
+fault makes it do (a slot freed twice). Without a fault the same walks find nothing: see test_simulation.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memory_pool.kv_transfers import KVTransfer, KVTransfers
+from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
+from memory_pool.slot_allocator import SlotAllocator
+from radixrt.cache.pending_match import Prospect
+from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.radix_tree import Insertion, Match, Namespace, Node, RadixTree
+from radixrt.engine.driver import Driver
+from radixrt.engine.engine import Engine
+from radixrt.errors import SchedulerError
+from radixrt.execution.attention import shared_segments
+from radixrt.execution.attention.shared_segments import SharedSegments
+from radixrt.execution.graphs.decode_numbers import DecodeForm, DecodeNumbers, _Growing
+from radixrt.output import FinishReason
+from radixrt.schedule import scheduler as scheduling
+from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.progress import Progress
+from radixrt.schedule.request import Request, RequestState
+from radixrt.schedule.scheduler import Scheduler
+from tests.support.planned_reads import PlannedWorld
+from tests.support.simulation import SimulatedPass, SimulatedRunner, Sizes, Violation, Walk, World
+from triton_ops.attention.plan import AttentionPlan, SharedItems
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+# A tight pool, chunks, several rows: everything happens here. With forced misses every prompt is remapped. First
+# come, first served lets a prompt that is scored compute what the tree has, before those that match more of it.
+SIZES = Sizes(num_slots=48, num_rows=6, max_running=4, chunk=5, drops=True)
+ALL_SIZES = [
+    SIZES,
+    replace(SIZES, force_miss=True, num_slots=64),
+    replace(SIZES, policy=SchedulePolicy.FCFS, chunk=16, num_slots=64),
+]
+# A host that has hardly room for a prompt, one in which most of what was evicted is found, and one that fills up.
+TIERED_SIZES = [
+    replace(SIZES, num_slots=30, host_slots=8, chunk=16, max_running=2),
+    replace(SIZES, num_slots=44, host_slots=150, chunk=16),
+    replace(SIZES, num_slots=44, host_slots=24),
+]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    breaks: tuple[str, ...]  # the number of the invariant, or the beginning of its name
+    apply: Patch
+    sizes: list[Sizes]
+    world: type[World]
+    first: int  # the seed of the walk that is tried before the others
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(
+    *breaks: str, sizes: list[Sizes] = ALL_SIZES, world: type[World] = World, first: int = 0
+) -> Callable[[Patch], Patch]:
+    def register(apply: Patch) -> Patch:
+        MUTANTS.append(Mutant(apply.__name__, breaks, apply, sizes, world, first))
+        return apply
+
+    return register
+
+
+@mutant("5:")
+def drop_the_remap(patch: pytest.MonkeyPatch) -> None:
+    """A duplicate's slots go to pending while the row still points at them."""
+    write = ReqToTokenPool.write
+    commit = PrefixCache.commit
+
+    def forgetful(self: PrefixCache, lease: Lease, tokens: np.ndarray, computed: int) -> None:
+        patch.setattr(ReqToTokenPool, "write", lambda *_: None)
+        commit(self, lease, tokens, computed)
+        patch.setattr(ReqToTokenPool, "write", write)
+
+    patch.setattr(PrefixCache, "commit", forgetful)
+
+
+@mutant("5:", "7:", "6:", "2:", "4:")
+def free_while_pending(patch: pytest.MonkeyPatch) -> None:
+    """Slots are let go at once, though a pass in flight reads them."""
+    patch.setattr(PrefixCache, "_retire", PrefixCache._settle)
+
+
+@mutant("6:", "7:")
+def match_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
+    match = RadixTree.match
+
+    def generous(self: RadixTree, namespace: Namespace, tokens: np.ndarray, limit: int | None = None) -> Match:
+        found = match(self, namespace, tokens, limit)
+        if found.node is not None and found.inside < len(found.node.tokens) and found.length < len(tokens) - 1:
+            return Match(found.node, found.inside + 1, found.length + 1)
+        return found
+
+    patch.setattr(RadixTree, "match", generous)
+
+
+@mutant("6:")
+def match_the_last_token_too(patch: pytest.MonkeyPatch) -> None:
+    match = RadixTree.match
+    patch.setattr(RadixTree, "match", lambda self, ns, tokens, limit=None: match(self, ns, tokens, None))
+
+
+@mutant("4:", "9:")
+def forget_to_unlock(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RadixTree, "unlock", lambda self, node, keep=None: np.zeros(0, dtype=np.int32))
+
+
+@mutant("4:", "5:", "2:")
+def evict_locked_nodes(patch: pytest.MonkeyPatch) -> None:
+    evict = RadixTree.evict
+
+    def ruthless(self: RadixTree, count: int) -> np.ndarray:
+        locks = [(node, node.lock) for root in self.roots.values() for node in _below(root)]
+        for node, _ in locks:
+            node.lock = 0
+        slots = evict(self, count)
+        for node, lock in locks:
+            node.lock = lock
+        return slots
+
+    def always_enough(self: RadixTree) -> int:
+        return self.device_tokens
+
+    def offer_any(self: RadixTree, node: Node) -> None:
+        if node.parent is not None and not node.device_children and not node.queued:
+            node.queued = True
+            scheduling.bisect.insort(self._heap, self._entry(node))
+
+    patch.setattr(RadixTree, "evict", ruthless)
+    patch.setattr(RadixTree, "_offer", offer_any)
+    patch.setattr(RadixTree, "evictable_tokens", property(always_enough))
+
+
+def _below(root: Node) -> list[Node]:
+    out = [root]
+    for node in out:
+        out.extend(node.children.values())
+    return out
+
+
+@mutant("7:", "6:")
+def pad_to_a_live_slot(patch: pytest.MonkeyPatch) -> None:
+    build = World.__post_init__
+
+    def padded(self: World) -> None:
+        build(self)
+        self.runner.pad_slot = 1
+
+    patch.setattr(World, "__post_init__", padded)
+
+
+@mutant("followers wait")
+def release_followers_too_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "leader", lambda *_: None)
+
+
+@mutant("followers wait", first=2)
+def look_for_leaders_at_the_match_alone(patch: pytest.MonkeyPatch) -> None:
+    """A leader that stands before the match, where others published what comes between, is not seen."""
+    leader = PrefixCache.leader
+
+    def near(self: PrefixCache, match: Match, tokens: np.ndarray, limit: int) -> Lease | None:
+        everywhere = self._frontiers
+        nearest = match.node if match.node is None or match.at_boundary else match.node.parent
+        self._frontiers = {at: leases for at, leases in everywhere.items() if at[0] is nearest}
+        found = leader(self, match, tokens, limit)
+        self._frontiers = everywhere
+        return found
+
+    patch.setattr(PrefixCache, "leader", near)
+
+
+@mutant("6:")
+def commit_what_is_only_launched(patch: pytest.MonkeyPatch) -> None:
+    let_go, computed = Scheduler._let_go, Request.computed
+
+    def hasty(self: Scheduler, request: Request, keep: int | None = None) -> None:
+        patch.setattr(Request, "computed", property(lambda self: min(self.launched, self.num_known)))
+        let_go(self, request, keep)
+        patch.setattr(Request, "computed", computed)
+
+    patch.setattr(Scheduler, "_let_go", hasty)
+
+
+@mutant("6:", "7:", "12:")
+def commit_what_is_not_finite(patch: pytest.MonkeyPatch) -> None:
+    collect = SimulatedRunner.collect
+
+    def blind(self: SimulatedRunner, handle: SimulatedPass) -> PassResult:
+        result = collect(self, handle)
+        return replace(result, finite=np.ones_like(result.finite))
+
+    patch.setattr(SimulatedRunner, "collect", blind)
+
+
+@mutant("2:", "8:", "freeing")
+def release_twice(patch: pytest.MonkeyPatch) -> None:
+    """Two ways out of a request each release it, and release does not notice."""
+    release = PrefixCache.release
+
+    def again(self: PrefixCache, lease: Lease, keep: int | None = None) -> None:
+        release(self, lease, keep)
+        lease.released = False
+        release(self, lease, keep)
+
+    patch.setattr(PrefixCache, "release", again)
+
+
+@mutant("1:")
+def drop_what_nobody_needs_and_lose_its_slots(patch: pytest.MonkeyPatch) -> None:
+    unlock = RadixTree.unlock
+
+    def careless(self: RadixTree, node: Node, keep: int | None = None) -> np.ndarray:
+        unlock(self, node, keep)
+        return np.zeros(0, dtype=np.int32)
+
+    patch.setattr(RadixTree, "unlock", careless)
+
+
+@mutant("4:", "5:", "2:", "unlocking")
+def drop_what_others_hold(patch: pytest.MonkeyPatch) -> None:
+    """What nobody after it needs goes, although a request beside it still reads it."""
+    settle = PrefixCache._settle
+
+    def ruthless(self: PrefixCache, pending: Any) -> None:
+        lease = pending.lease
+        if lease is not None and lease.keep is not None:
+            for step in self.tree.path(lease.node):
+                step.lock = 1
+        settle(self, pending)
+
+    patch.setattr(PrefixCache, "_settle", ruthless)
+
+
+@mutant("1:", "9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES, first=1)
+def drop_what_the_host_has_a_copy_of(patch: pytest.MonkeyPatch) -> None:
+    """Its node leaves the tree, and its slots on the host with it."""
+    unlock = RadixTree.unlock
+
+    def blind(self: RadixTree, node: Node, keep: int | None = None) -> np.ndarray:
+        copies = [(step, step.host_slots) for step in self.path(node)]
+        for step, _ in copies:
+            step.host_slots = None
+        freed = unlock(self, node, keep)
+        for step, host_slots in copies:
+            if len(step.tokens):
+                step.host_slots = host_slots
+        return freed
+
+    patch.setattr(RadixTree, "unlock", blind)
+
+
+@mutant("6:", "7:")
+def ignore_the_namespace(patch: pytest.MonkeyPatch) -> None:
+    match, node_at = RadixTree.match, RadixTree.node_at
+
+    def merged_match(self: RadixTree, namespace: Namespace, tokens: np.ndarray, limit: int | None = None) -> Match:
+        return match(self, Namespace(), tokens, limit)
+
+    patch.setattr(RadixTree, "match", merged_match)
+    patch.setattr(RadixTree, "node_at", lambda self, namespace, found: node_at(self, Namespace(), found))
+
+
+@mutant("12:")
+def lose_a_retracted_request_s_last_token(patch: pytest.MonkeyPatch) -> None:
+    book = Scheduler._book_token
+
+    def lossy(self: Scheduler, request: Request, token_id: int) -> None:
+        if request.state is RequestState.WAITING:
+            token_id = (token_id + 1) % 5
+        book(self, request, token_id)
+
+    patch.setattr(Scheduler, "_book_token", lossy)
+
+
+@mutant("rows:", "7:", "5:", first=2)
+def keep_a_freed_row_s_changes(patch: pytest.MonkeyPatch) -> None:
+    free = ReqToTokenPool.free
+
+    def hoarding(self: ReqToTokenPool, row: int) -> None:
+        changes, self._changes = self._changes, []
+        stretches, self._stretches = self._stretches, {}
+        free(self, row)
+        self._changes, self._stretches = changes, stretches
+
+    patch.setattr(ReqToTokenPool, "free", hoarding)
+
+
+@mutant("7:", first=10)
+def lose_the_changes_of_a_failed_launch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReqToTokenPool, "give_back", lambda self, changes: None)
+
+
+@mutant("7:")
+def lose_a_change(patch: pytest.MonkeyPatch) -> None:
+    take = ReqToTokenPool.take_changes
+
+    def careless(self: ReqToTokenPool) -> RowChanges:
+        changes = take(self)
+        return RowChanges(changes.rows[:-1], changes.positions[:-1], changes.slots[:-1])
+
+    patch.setattr(ReqToTokenPool, "take_changes", careless)
+
+
+@mutant("13:")
+def count_a_hit_again_after_a_retraction(patch: pytest.MonkeyPatch) -> None:
+    retract = Scheduler.retract
+
+    def inflating(self: Scheduler, request: Request) -> None:
+        retract(self, request)
+        request.cached_tokens = None
+
+    patch.setattr(Scheduler, "retract", inflating)
+
+
+@mutant("11:")
+def never_overdue(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduling, "is_overdue", lambda request: False)
+    patch.setattr("radixrt.schedule.policy.is_overdue", lambda request: False)
+
+
+@mutant("3:", "6:", "4:", "5:", "unlocking")
+def split_forgets_the_lock(patch: pytest.MonkeyPatch) -> None:
+    split = RadixTree._split
+
+    def sloppy(self: RadixTree, node: Node, at: int) -> Node:
+        upper = split(self, node, at)
+        upper.lock = 0
+        return upper
+
+    patch.setattr(RadixTree, "_split", sloppy)
+
+
+@mutant("2:", "5:", "6:", "1:")
+def insert_returns_no_duplicates(patch: pytest.MonkeyPatch) -> None:
+    insert = RadixTree.insert
+
+    def silent(self: RadixTree, node: Node, tokens: np.ndarray, slots: np.ndarray) -> Insertion:
+        return replace(insert(self, node, tokens, slots), canonical=np.zeros(0, np.int32))
+
+    patch.setattr(RadixTree, "insert", silent)
+
+
+@mutant("6:", "7:", first=1)
+def ignore_the_weights_version(patch: pytest.MonkeyPatch) -> None:
+    match, node_at = RadixTree.match, RadixTree.node_at
+
+    def stale(self: RadixTree, namespace: Namespace, tokens: np.ndarray, limit: int | None = None) -> Match:
+        return match(self, replace(namespace, weights_version=0), tokens, limit)
+
+    def at(self: RadixTree, namespace: Namespace, found: Match) -> Node:
+        return node_at(self, replace(namespace, weights_version=0), found)
+
+    patch.setattr(RadixTree, "match", stale)
+    patch.setattr(RadixTree, "node_at", at)
+
+
+@mutant("6:", "7:", "12:", first=1)
+def take_other_weights_while_requests_run(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Driver, "while_idle", lambda self, action: action())
+
+
+@mutant("2:", "5:", "7:", "cannot allocate -", first=2)
+def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
+    admit = Scheduler._admit
+
+    def shared(self: Scheduler, request: Request, lease: Lease) -> None:
+        if request.parent is not None and request.parent.lease is not None:
+            lease.row = request.parent.lease.row
+        admit(self, request, lease)
+
+    patch.setattr(Scheduler, "_admit", shared)
+
+
+@mutant("8:", first=5)
+def abort_one_answer_and_not_the_others(patch: pytest.MonkeyPatch) -> None:
+    def alone(self: Engine, request: Request) -> None:
+        self.scheduler.abort(request)
+
+    patch.setattr(Engine, "abort", alone)
+
+
+@mutant("8:", first=7)
+def abort_an_answer_and_keep_what_it_holds(patch: pytest.MonkeyPatch) -> None:
+    end, let_go = Scheduler._end, Scheduler._let_go
+
+    def forgetful(self: Scheduler, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        keeps = reason is FinishReason.ABORT and request.parent is not None
+        patch.setattr(Scheduler, "_let_go", (lambda *_: None) if keeps else let_go)
+        end(self, request, reason, error)
+        patch.setattr(Scheduler, "_let_go", let_go)
+
+    patch.setattr(Scheduler, "_end", forgetful)
+
+
+@mutant("10:")
+def sample_all_first_tokens_in_one_pass(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_limit_samples", lambda self, pieces, num_decodes: pieces)
+
+
+@mutant("12:")
+def draw_all_answers_as_the_same_sample(patch: pytest.MonkeyPatch) -> None:
+    fork = Request.fork
+    patch.setattr(Request, "fork", lambda self, sample_index: fork(self, 1))
+
+
+@mutant("13:")
+def find_in_the_cache_what_is_to_be_scored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Request, "match_limit", property(lambda self: self.num_known - 1))
+
+
+# -- the numbers of running requests ------------------------------------------------------------------------
+
+
+@mutant("12:")
+def overlook_what_is_special(patch: pytest.MonkeyPatch) -> None:
+    """Requests with many stop tokens are booked like all others."""
+    begin = Progress.begin
+
+    def alike(self: Progress, row: int, tokens: np.ndarray, **numbers: Any) -> None:
+        begin(self, row, tokens, **numbers)
+        self.is_special[row] &= numbers["wants_logprobs"]
+
+    patch.setattr(Progress, "begin", alike)
+
+
+@mutant("12:")
+def forget_the_stops_of_running_requests(patch: pytest.MonkeyPatch) -> None:
+    append = Progress.append
+
+    def deaf(self: Progress, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        append(self, rows, token_ids)
+        return self.known[rows] >= self.limit[rows]
+
+    patch.setattr(Progress, "append", deaf)
+
+
+@mutant("12:", "6:", "7:")
+def leave_tokens_in_a_row_that_others_get(patch: pytest.MonkeyPatch) -> None:
+    """What a request keeps when it ceases to run is still a view of its line."""
+
+    def view(self: Progress, row: int) -> np.ndarray:
+        self.runs[row] = False
+        return self.tokens[row, : self.known[row]]
+
+    patch.setattr(Progress, "end", view)
+
+
+@mutant("8:", "12:", "13:", "list index")
+def book_for_a_row_that_was_let_go(patch: pytest.MonkeyPatch) -> None:
+    """A retracted request's last token goes to the line that it had."""
+    end = Progress.end
+
+    def careless(self: Progress, row: int) -> np.ndarray:
+        tokens = end(self, row)
+        self.runs[row] = True
+        return tokens
+
+    patch.setattr(Progress, "end", careless)
+
+
+@mutant("8:")
+def decode_whoever_decoded_before(patch: pytest.MonkeyPatch) -> None:
+    """That a request was let go is not noticed."""
+    let_go = Scheduler._let_go
+
+    def unnoticed(self: Scheduler, request: Request, keep: int | None = None) -> None:
+        was_current = self._is_current
+        let_go(self, request, keep)
+        self._is_current = was_current
+
+    patch.setattr(Scheduler, "_let_go", unnoticed)
+
+
+@mutant("8: nothing")
+def decode_beyond_the_last_token(patch: pytest.MonkeyPatch) -> None:
+    """Who has launched all that it may is not noticed."""
+    look = Scheduler._look_who_decodes
+
+    def rarely(self: Scheduler) -> None:
+        self._decodes_last += bool(self._decodes)
+        look(self)
+
+    patch.setattr(Scheduler, "_look_who_decodes", rarely)
+
+
+@mutant("6:", "7:", "8:", "12:", "13:")
+def come_back_while_a_token_is_in_flight(patch: pytest.MonkeyPatch) -> None:
+    retract = Scheduler.retract
+
+    def at_once(self: Scheduler, request: Request) -> None:
+        retract(self, request)
+        request.let_go_at = 0
+
+    patch.setattr(Scheduler, "retract", at_once)
+
+
+@mutant("13:", "index")
+def count_log_probabilities_of_those_who_want_none(patch: pytest.MonkeyPatch) -> None:
+    begin = Progress.begin
+
+    def generous(self: Progress, row: int, tokens: np.ndarray, **numbers: Any) -> None:
+        begin(self, row, tokens, **numbers)
+        self.wants_logprobs[row] = True
+
+    patch.setattr(Progress, "begin", generous)
+
+
+@mutant("8: a pass tells")
+def tell_of_nobody_who_comes(patch: pytest.MonkeyPatch) -> None:
+    batch = Scheduler._batch
+    patch.setattr(Scheduler, "_batch", lambda *arguments: replace(batch(*arguments), admitted=()))
+
+
+@mutant("6: what a request")
+def expect_what_was_there(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Prospect, "_stands", lambda self: True)
+
+
+@mutant("6: what a request")
+def keep_the_edge_of_what_left_the_tree(patch: pytest.MonkeyPatch) -> None:
+    evict = RadixTree.evict
+
+    def silent(self: RadixTree, count: int) -> np.ndarray:
+        before = [(node, node.tokens) for root in self.roots.values() for node in _below(root)]
+        slots = evict(self, count)
+        for node, tokens in before:
+            if not len(node.tokens):
+                node.tokens = tokens
+        return slots
+
+    patch.setattr(RadixTree, "evict", silent)
+
+
+@mutant("6: what a request", "10:", first=2)
+def wait_for_who_has_gone_on(patch: pytest.MonkeyPatch) -> None:
+    """That a leader has come further is not noticed."""
+    is_awaited = Prospect.is_awaited
+    patch.setattr(Prospect, "is_awaited", lambda self: self._leader is not None or is_awaited(self))
+
+
+# -- two tiers ---------------------------------------------------------------------------------------------
+
+
+@mutant("6:", "7:", sizes=TIERED_SIZES)
+def load_before_the_stores(patch: pytest.MonkeyPatch) -> None:
+    """All loads of a pass come before its stores: into slots that are yet to be stored."""
+    take = KVTransfers.take
+
+    def reordered(self: KVTransfers) -> deque[KVTransfer]:
+        return deque(sorted(take(self), key=lambda transfer: transfer.to_host))
+
+    patch.setattr(KVTransfers, "take", reordered)
+
+
+@mutant("6:", "7:", sizes=TIERED_SIZES[:1], first=3)
+def store_before_the_loads(patch: pytest.MonkeyPatch) -> None:
+    """All stores of a pass come before its loads: over what is yet to be loaded."""
+    take = KVTransfers.take
+
+    def reordered(self: KVTransfers) -> deque[KVTransfer]:
+        return deque(sorted(take(self), key=lambda transfer: not transfer.to_host))
+
+    patch.setattr(KVTransfers, "take", reordered)
+
+
+@mutant("transfers:", sizes=TIERED_SIZES)
+def merge_transfers_to_one_target(patch: pytest.MonkeyPatch) -> None:
+    unique = np.unique
+
+    def blind(targets: np.ndarray) -> np.ndarray:
+        unique(targets)
+        return targets
+
+    patch.setattr("memory_pool.kv_transfers.np.unique", blind)
+
+
+@mutant("6:", "7:", sizes=TIERED_SIZES)
+def make_transfers_again_after_a_failed_launch(patch: pytest.MonkeyPatch) -> None:
+    """Those that had been started are given back with the others."""
+    give_back, take = KVTransfers.give_back, KVTransfers.take
+    taken: list[KVTransfer] = []
+
+    def remembered(self: KVTransfers) -> deque[KVTransfer]:
+        transfers = take(self)
+        taken[:] = transfers
+        return transfers
+
+    patch.setattr(KVTransfers, "take", remembered)
+    patch.setattr(KVTransfers, "give_back", lambda self, transfers: give_back(self, deque(taken)))
+
+
+@mutant("6:", "7:", sizes=TIERED_SIZES)
+def lose_the_transfers_of_a_failed_launch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVTransfers, "give_back", lambda self, transfers: None)
+
+
+@mutant("6:", sizes=TIERED_SIZES)
+def store_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVTransfers, "store", lambda *_: None)
+
+
+@mutant("6:", "7:", sizes=TIERED_SIZES)
+def load_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVTransfers, "load", lambda *_: None)
+
+
+@mutant("1:", "2:", "3:", "4:", "16:", "assert", sizes=TIERED_SIZES)
+def split_forgets_the_host(patch: pytest.MonkeyPatch) -> None:
+    split = RadixTree._split
+
+    def careless(self: RadixTree, node: Node, at: int) -> Node:
+        host_slots, node.host_slots = node.host_slots, None
+        upper = split(self, node, at)
+        node.host_slots = host_slots
+        return upper
+
+    patch.setattr(RadixTree, "_split", careless)
+
+
+@mutant("4:", "16:", sizes=TIERED_SIZES)
+def split_miscounts_children_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    split = RadixTree._split
+
+    def careless(self: RadixTree, node: Node, at: int) -> Node:
+        upper = split(self, node, at)
+        upper.host_children = 0
+        return upper
+
+    patch.setattr(RadixTree, "_split", careless)
+
+
+@mutant("1:", "2:", "3:", "4:", "16:", sizes=TIERED_SIZES)
+def drop_a_host_node_above_others(patch: pytest.MonkeyPatch) -> None:
+    """The host forgets a node whose descendants it keeps."""
+    offer = RadixTree._offer_to_host
+
+    def any_node(self: RadixTree, node: Node) -> None:
+        children, node.host_children = node.host_children, 0
+        offer(self, node)
+        node.host_children = children
+
+    evict = RadixTree.evict_from_host
+
+    def ruthless(self: RadixTree, count: int) -> np.ndarray:
+        below = [(node, node.host_children) for root in self.roots.values() for node in _below(root)]
+        for node, _ in below:
+            node.host_children = 0
+        slots = evict(self, count)
+        for node, children in below:
+            node.host_children = max(0, children)
+        return slots
+
+    patch.setattr(RadixTree, "_offer_to_host", any_node)
+    patch.setattr(RadixTree, "evict_from_host", ruthless)
+
+
+@mutant("1:", "2:", "16:", sizes=TIERED_SIZES)
+def forget_what_the_host_could_keep_and_say_it_has_it(patch: pytest.MonkeyPatch) -> None:
+    """A node leaves the device though the host has no copy, and stays in the tree."""
+    patch.setattr(PrefixCache, "_store", lambda *_: None)
+    patch.setattr(RadixTree, "_forget", lambda *_: None)
+
+
+@mutant("4:", "16:", "5:", "assert", sizes=TIERED_SIZES)
+def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
+    """An unlocked node leaves the device though a child is there."""
+    take_off = RadixTree.take_off_device
+
+    def its_parent(self: RadixTree, node: Node) -> np.ndarray:
+        above = node.parent
+        if above is not None and above.parent is not None and not above.lock and above.host_slots is not None:
+            node = above
+        return take_off(self, node)
+
+    patch.setattr(RadixTree, "take_off_device", its_parent)
+
+
+@mutant("1:", "2:", "5:", "16:", "assert", sizes=TIERED_SIZES)
+def computed_slots_do_not_fill_what_the_host_has(patch: pytest.MonkeyPatch) -> None:
+    """A request that computed what the host has: its slots are neither the tree's nor its own."""
+    patch.setattr(RadixTree, "put_on_device", lambda self, node, slots: None)
+
+
+@mutant("4:", "5:", "16:", "6:", "unlocking", sizes=TIERED_SIZES)
+def load_what_nobody_locks(patch: pytest.MonkeyPatch) -> None:
+    lock = RadixTree.lock
+    load = PrefixCache._load
+
+    def unlocked(self: PrefixCache, *arguments: Any) -> object:
+        patch.setattr(RadixTree, "lock", lambda self, node, until=None: None)
+        out = load(self, *arguments)
+        patch.setattr(RadixTree, "lock", lock)
+        return out
+
+    patch.setattr(PrefixCache, "_load", unlocked)
+
+
+@mutant("2:", "3:", "5:", "6:", "16:", "assert", "index", sizes=TIERED_SIZES[:1], first=3)
+def load_what_making_room_has_dropped(patch: pytest.MonkeyPatch) -> None:
+    """The match is not looked up again once there is room for it."""
+    match = RadixTree.match
+    load = PrefixCache._load
+
+    def stale(self: PrefixCache, top: Node, namespace: Namespace, tokens: np.ndarray, found: Match) -> object:
+        patch.setattr(RadixTree, "match", lambda *_: found)
+        out = load(self, top, namespace, tokens, found)
+        patch.setattr(RadixTree, "match", match)
+        return out
+
+    patch.setattr(PrefixCache, "_load", stale)
+
+
+@mutant("1:", "2:", sizes=TIERED_SIZES[:1], first=3)
+def keep_slots_that_nothing_is_loaded_into(patch: pytest.MonkeyPatch) -> None:
+    load = PrefixCache._load
+
+    def hoarding(self: PrefixCache, *arguments: Any) -> object:
+        free, self.slots.free = self.slots.free, lambda slots: None
+        out = load(self, *arguments)
+        self.slots.free = free
+        return out
+
+    evict = PrefixCache._evict
+
+    def evicting(self: PrefixCache, count: int) -> None:
+        hidden, self.slots.free = self.slots.free, SlotAllocator.free.__get__(self.slots)
+        evict(self, count)
+        self.slots.free = hidden
+
+    patch.setattr(PrefixCache, "_load", hoarding)
+    patch.setattr(PrefixCache, "_evict", evicting)
+
+
+@mutant("5:", sizes=TIERED_SIZES)
+def drop_from_the_host_whatever_comes_first(patch: pytest.MonkeyPatch) -> None:
+    """Its queue is in order of arrival."""
+
+    def offer(self: RadixTree, node: Node) -> None:
+        if node.host_slots is not None and not node.host_children and not node.host_queued:
+            node.host_queued = True
+            self._host_heap.append(self._entry(node))
+
+    patch.setattr(RadixTree, "_offer_to_host", offer)
+
+
+@mutant("6:", "7:", "9:", sizes=TIERED_SIZES)
+def flush_the_device_alone(patch: pytest.MonkeyPatch) -> None:
+    def flush(self: PrefixCache) -> int:
+        self._evict(self.tree.evictable_tokens)
+        return 0
+
+    patch.setattr(PrefixCache, "flush", flush)
+
+
+@mutant("13:", sizes=TIERED_SIZES)
+def count_as_computed_what_was_loaded(patch: pytest.MonkeyPatch) -> None:
+    admit = Scheduler._admit
+
+    def ignorant(self: Scheduler, request: Request, lease: Lease) -> None:
+        admit(self, request, lease)
+        lease.matched -= lease.loaded
+
+    patch.setattr(Scheduler, "_admit", ignorant)
+
+
+# -- what plans read for several ---------------------------------------------------------------------------
+
+
+@mutant("17: each position", world=PlannedWorld)
+def end_shared_segments_a_token_late(patch: pytest.MonkeyPatch) -> None:
+    find = SharedSegments.find
+
+    def late(*arguments: Any, **limits: Any) -> tuple[np.ndarray, SharedItems]:
+        tail_starts, shared = find(*arguments, **limits)
+        return tail_starts, replace(shared, lens=shared.lens + 1)
+
+    patch.setattr(SharedSegments, "find", late)
+
+
+@mutant("17: what is read for several is what each has", world=PlannedWorld)
+def share_a_token_that_is_each_one_s_own(patch: pytest.MonkeyPatch) -> None:
+    """Segments end a token late, and so tails begin a token late."""
+    depth_first = shared_segments.depth_first
+
+    def generous(slots: np.ndarray, lines: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        order, common = depth_first(slots, lines, lens)
+        most = np.minimum(lens[order][:-1], lens[order][1:])
+        return order, np.minimum(common + (common > 0), most)
+
+    patch.setattr(shared_segments, "depth_first", generous)
+
+
+@mutant("7:", "17: what is read for several is what each has on the device", world=PlannedWorld)
+def send_no_remap(patch: pytest.MonkeyPatch) -> None:
+    """The device's row still names a duplicate's own slots."""
+    commit, write = PrefixCache.commit, ReqToTokenPool.write
+
+    def on_the_host(self: ReqToTokenPool, row: int, start: int, slots: np.ndarray) -> None:
+        self.req_to_token[row, start : start + len(slots)] = slots
+
+    def silent(self: PrefixCache, lease: Lease, tokens: np.ndarray, computed: int) -> None:
+        patch.setattr(ReqToTokenPool, "write", on_the_host)
+        commit(self, lease, tokens, computed)
+        patch.setattr(ReqToTokenPool, "write", write)
+
+    patch.setattr(PrefixCache, "commit", silent)
+
+
+@mutant("17: each position", "17: what is read", "17: a plan is made", world=PlannedWorld)
+def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
+    """That other requests decode is not noticed."""
+    of = DecodeNumbers.of
+
+    def unnoticed(self: DecodeNumbers, batch: ScheduleBatch, *arguments: Any) -> DecodeForm:
+        if self._rows is not None and len(self._rows) == len(batch.req_pool_indices):
+            self._rows = batch.req_pool_indices
+        return of(self, batch, *arguments)
+
+    patch.setattr(DecodeNumbers, "of", unnoticed)
+
+
+@mutant("17: each position", "17: a plan is of", world=PlannedWorld)
+def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
+    def stunted(self: _Growing, seq_lens: np.ndarray) -> None:
+        self._seq_lens[: len(seq_lens)] = seq_lens
+
+    patch.setattr(_Growing, "update", stunted)
+
+
+@mutant("17: a plan is made", world=PlannedWorld)
+def share_more_than_padded_plans_have_room_for(patch: pytest.MonkeyPatch) -> None:
+    find = SharedSegments.find
+    patch.setattr(
+        SharedSegments, "find", lambda *arguments, **limits: find(*arguments, **dict.fromkeys(limits, 99))
+    )
+
+
+@mutant("17: a result is one item's", world=PlannedWorld)
+def take_nothing_in(patch: pytest.MonkeyPatch) -> None:
+    """A row that has one narrow item writes its result, whatever shared items computed."""
+    arrays = AttentionPlan.host_arrays
+
+    def direct(*arguments: Any) -> dict[str, np.ndarray]:
+        plan = arrays(*arguments)
+        return plan | {"tail_partial_starts": np.zeros_like(plan["tail_partial_starts"])}
+
+    patch.setattr(AttentionPlan, "host_arrays", direct)
+
+
+def walk_until_it_breaks(sizes: list[Sizes], seeds: Iterable[int], actions: int, kind: type[World] = World) -> str:
+    """The first violation of the walks, or of the code's own checks; "" if there is none."""
+    for seed in seeds:
+        world = kind(sizes[seed % len(sizes)])
+        walk = Walk(world, seed, faults=4)
+        try:
+            for _ in range(actions):
+                walk.act()
+            world.drain()
+        except Violation as violation:
+            return violation.name
+        except SchedulerError:
+            return "10: requests wait and none can be admitted"
+        except (ValueError, IndexError, AssertionError) as error:
+            return str(error) or "assert"
+    return ""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    logging.getLogger("radixrt.engine.engine").setLevel(logging.CRITICAL)
+
+
+@pytest.mark.parametrize("fault", MUTANTS, ids=lambda m: m.name)
+def test_the_fault_is_found(fault: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault.apply(monkeypatch)
+    seeds = sorted(range(36), key=lambda seed: seed != fault.first)
+    found = walk_until_it_breaks(fault.sizes, seeds, actions=120, kind=fault.world)
+    assert found, "no invariant saw the fault"
+    assert found.startswith(fault.breaks), found
+
+
+@pytest.mark.parametrize("world", [pytest.param(World, marks=pytest.mark.long), PlannedWorld])
+@pytest.mark.parametrize("sizes", [ALL_SIZES, TIERED_SIZES], ids=["device", "device and host"])
+def test_without_a_fault_nothing_is_found(sizes: list[Sizes], world: type[World]) -> None:
+    assert walk_until_it_breaks(sizes, range(len(sizes)), actions=120, kind=world) == ""

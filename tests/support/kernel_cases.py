@@ -1,0 +1,594 @@
+"""Calls of every operation that has a Triton kernel, with CPU tensors whose contents nobody reads: what the
+kernels are compiled for ahead of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from triton_ops.activations.elementwise import MAX_BYTES
+from triton_ops.activations.gelu_and_mul import gelu_and_mul
+from triton_ops.activations.gelu_fast import gelu_fast
+from triton_ops.activations.gelu_new import gelu_new
+from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.attention.decode import decode_attention, decode_item_len
+from triton_ops.attention.extend import extend_attention, plan_extends
+from triton_ops.attention.plan import AttentionPlan, ExtendPlan, SharedItems
+from triton_ops.attention.shared import shared_rows
+from triton_ops.attention.soft_cap import soft_cap
+from triton_ops.implementation import GPU, gpu_of
+from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
+from triton_ops.kv.kv_copy import kv_copy
+from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, norm_rotary_store
+from triton_ops.linear.split_k_linear import partial_linear, partial_linear_config
+from triton_ops.moe.moe import moe
+from triton_ops.moe.topk_softmax import topk_softmax
+from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
+from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
+from triton_ops.norms.rms_norm_fp32_weight import (
+    add_wide_rms_norm,
+    norm_add_wide_rms_norm,
+    wide_rms_norm,
+    wide_rms_norm_add,
+)
+from triton_ops.row_tables import known_tokens, write_cells
+from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only
+from triton_ops.sampling.logprobs import token_logprobs
+from triton_ops.sampling.penalties import apply_penalties
+from triton_ops.sampling.sample import finite_rows, greedy, sample
+
+HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
+SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """A call of `op`; `call` passes it impl="triton".
+
+    `few`: one of those that `make test` compiles. `wgmma`: on Hopper one of its kernels must use the tensor cores'
+    warpgroup instructions. `min_capability`: it is for GPUs from this compute capability on.
+    """
+
+    op: Callable[..., object]
+    name: str
+    call: Callable[[], object]
+    few: bool = False
+    wgmma: bool = False
+    min_capability: int = 80
+
+    def __str__(self) -> str:
+        return f"{self.op.__name__}: {self.name}"
+
+
+def kernel_cases() -> Iterator[KernelCase]:
+    """All cases of the operations that have a kernel."""
+    yield from _extend_cases()
+    yield from _decode_cases()
+    yield from _tree_cases()
+    yield from _elementwise_cases()
+    yield from _linear_cases()
+    yield from _expert_cases()
+    yield from _sampling_cases()
+    yield from _kv_copy_cases()
+    yield from _row_table_cases()
+
+
+# --- attention ---
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Requests of one length each, on a page table of their own."""
+
+    batch: int
+    prefix: int
+    extend: int
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 128
+    group: int = 4
+    options: tuple[str, ...] = ()
+    e4m3: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{self.batch} x ({self.prefix} + {self.extend})", SHORT_NAMES[self.dtype], f"d {self.head_dim}"]
+        return ", ".join([*words, f"group {self.group}", *self.options, *(["e4m3"] if self.e4m3 else [])])
+
+    @property
+    def min_capability(self) -> int:
+        return FIRST_CAPABILITY if self.e4m3 else 80
+
+    def pool(self) -> dict[str, Tensor]:
+        """`k_buffer`, `v_buffer` and `req_to_token`, with 8 KV heads."""
+        dtype = E4M3 if self.e4m3 else self.dtype
+        num_slots = self.batch * (self.prefix + self.extend) + 1
+        shape = (num_slots, 8, self.head_dim)
+        return {
+            "k_buffer": torch.empty(shape, dtype=dtype),
+            "v_buffer": torch.empty(shape, dtype=dtype),
+            "req_to_token": torch.arange(1, num_slots, dtype=torch.int32).view(self.batch, -1),
+        }
+
+    def keywords(self) -> dict[str, Any]:
+        """The options by their names, and what every call has."""
+        num_heads = 8 * self.group
+        values = {
+            "softcap": 30.0,
+            "sliding_window": 1000,
+            "sinks": torch.empty(num_heads),
+            "alibi_slopes": torch.empty(num_heads),
+        }
+        scales = {"k_scale": torch.empty(8), "v_scale": torch.empty(8)} if self.e4m3 else {}
+        return {"scale": 0.1, "impl": "triton", **scales, **{name: values[name] for name in self.options}}
+
+
+def _shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionShape, bool]]:
+    """What one kernel is compiled for, and whether it is one of the few."""
+    for shape, few in _plain_shapes(batch, prefix, extend):
+        yield shape, few
+        # As models have them: norm_rotary_store leaves float16 over e4m3 in place of bfloat16.
+        if shape.dtype == torch.bfloat16:
+            yield replace(shape, e4m3=True, dtype=torch.float16), few
+        elif shape.dtype == torch.float32:
+            yield replace(shape, e4m3=True), False
+
+
+def _plain_shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionShape, bool]]:
+    shape = partial(AttentionShape, batch, prefix, extend)
+    for head_dim in HEAD_DIMS:
+        for dtype in SHORT_NAMES:
+            yield shape(dtype, head_dim), dtype == torch.bfloat16 and head_dim in (80, 128, 256)
+        softcap, window, sinks, alibi = (("softcap",), ("sliding_window",), ("sinks",), ("alibi_slopes",))
+        for options in (softcap, softcap + window, sinks + window, alibi):
+            yield shape(head_dim=head_dim, options=options), False
+    for group in (1, 2, 7, 8, 16):
+        yield shape(group=group), False
+    yield shape(group=2, options=("softcap",)), False  # Gemma 2 27B, its layers without a window
+    yield shape(head_dim=128, options=("softcap", "sliding_window", "sinks", "alibi_slopes")), True
+
+
+def _extend_cases() -> Iterator[KernelCase]:
+    for batch, prefix, extend in ((4, 1024, 512), (2, 8192, 16), (4, 0, 512)):
+        for shape, few in _shapes(batch, prefix, extend):
+            wgmma = extend * shape.group >= 64 and shape.dtype != torch.float32
+            few = few and (extend == 512 or (shape.head_dim == 128 and not shape.options))
+            few = few and prefix > 0
+            yield KernelCase(
+                extend_attention, str(shape), partial(_extend, shape), few, wgmma, shape.min_capability
+            )
+
+
+def _extend(shape: AttentionShape, plan: ExtendPlan | None = None) -> None:
+    """q, k and v are views of one packed projection, as a model has them."""
+    num_tokens = shape.batch * shape.extend
+    packed = torch.empty(num_tokens, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)
+    q, k, v = packed.split([8 * shape.group, 8, 8], dim=1)
+    requests = torch.arange(shape.batch, dtype=torch.int32)
+    extend_attention(
+        q,
+        k,
+        v,
+        **shape.pool(),
+        req_pool_indices=requests,
+        prefix_lens=torch.full_like(requests, shape.prefix),
+        extend_start_loc=requests * shape.extend,
+        extend_seq_lens=torch.full_like(requests, shape.extend),
+        plan=plan,
+        **shape.keywords(),
+    )
+
+
+def _decode_cases() -> Iterator[KernelCase]:
+    for batch, length in ((64, 1024), (1, 8192)):
+        for shape, few in _shapes(batch, length - 1, 1):
+            few = few and (batch > 1 or (shape.head_dim == 128 and not shape.options))
+            yield KernelCase(
+                decode_attention, str(shape), partial(_decode, shape), few, False, shape.min_capability
+            )
+
+
+def _decode(shape: AttentionShape) -> None:
+    q = torch.empty(shape.batch, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)[:, : 8 * shape.group]
+    seq_lens, keywords = [shape.prefix + shape.extend] * shape.batch, shape.keywords()
+    arrays = AttentionPlan.flat_arrays(
+        range(shape.batch),
+        seq_lens,
+        max_item_len=decode_item_len(gpu_of(q.device), 8, np.array(seq_lens, np.int32)),
+        sliding_window=keywords.get("sliding_window"),
+    )
+    decode_attention(q, **shape.pool(), plan=AttentionPlan.build(arrays, q.device), **keywords)
+
+
+def _tree_cases() -> Iterator[KernelCase]:
+    """Requests that share a prefix."""
+    seen: set[AttentionShape] = set()
+    for windowed, few in _shapes(64, 1024, 128):
+        # There are no shared items in layers with windows.
+        options = tuple(name for name in windowed.options if name != "sliding_window")
+        shape = replace(windowed, options=options)
+        if shape not in seen:
+            seen.add(shape)
+            wgmma, least = shape.dtype != torch.float32, shape.min_capability
+            yield KernelCase(decode_attention, f"tree {shape}", partial(_tree, shape), few, wgmma, least)
+            if few:  # the same kernel, told of tokens in place of decodes
+                extends = replace(shape, extend=16)
+                call = partial(_shared_extend, extends)
+                yield KernelCase(extend_attention, f"tree {extends}", call, False, wgmma, least)
+
+
+def _tree(shape: AttentionShape) -> None:
+    q = torch.empty(shape.batch, 8 * shape.group, shape.head_dim, dtype=shape.dtype)
+    rows = np.arange(shape.batch, dtype=np.int32)
+    tails = np.full_like(rows, shape.prefix)
+    arrays = AttentionPlan.tree_arrays(rows, tails + shape.extend, tails, _all_share(shape, shape.batch))
+    decode_attention(q, **shape.pool(), plan=AttentionPlan.build(arrays, q.device), **shape.keywords())
+
+
+def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:
+    """A prefix that all query rows read."""
+    rows = np.arange(num_rows, dtype=np.int32)
+    most = shared_rows(gpu_of(torch.get_default_device()), shape.head_dim, shape.group, shape.dtype)
+    first = rows[::most]
+    lens = np.minimum(num_rows - first, most)
+    return SharedItems(0 * first, 0 * first, np.full_like(first, shape.prefix), first, lens, rows)
+
+
+def _shared_extend(shape: AttentionShape) -> None:
+    counts = np.full(shape.batch, shape.extend, np.int32)
+    prefix = np.full_like(counts, shape.prefix)
+    arrays, tile_tokens = plan_extends(
+        prefix,
+        np.cumsum(counts, dtype=np.int32) - counts,
+        counts,
+        gpu=gpu_of(torch.get_default_device()),
+        num_heads=8 * shape.group,
+        num_kv_heads=8,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        tail_starts=prefix,
+        shared=_all_share(shape, int(counts.sum())),
+    )
+    plan = ExtendPlan.build(arrays, torch.get_default_device(), tile_tokens=tile_tokens)
+    _extend(shape, plan)
+
+
+# --- elementwise ---
+
+
+def _elementwise_cases() -> Iterator[KernelCase]:
+    for dtype in SHORT_NAMES:
+        # Hidden sizes of models: powers of two and not; one that is no multiple of 16; the largest that may be.
+        largest = MAX_BYTES // dtype.itemsize
+        sizes = {128, 2048, 4096, 5120, 7168, 100, 16384, min(18432, largest), largest}
+        for size in [4096] if dtype == torch.float16 else sorted(sizes):
+            for num_tokens in (64, 4096):
+                few = dtype == torch.bfloat16 and (num_tokens, size) == (4096, 4096)
+                yield from _row_cases((num_tokens, size), dtype, few)
+        for head_dim in HEAD_DIMS:
+            yield from _head_cases((4096, 8, head_dim), dtype)
+
+
+def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterator[KernelCase]:
+    num_tokens, size = shape
+    empty = partial(torch.empty, dtype=dtype)
+
+    def case(op: Callable[..., object], make: Callable[[], tuple[Any, ...]], **keywords: Any) -> KernelCase:
+        words = [f"{num_tokens} x {size}", SHORT_NAMES[dtype], *(f"{name} {v}" for name, v in keywords.items())]
+        return KernelCase(op, ", ".join(words), lambda: op(*make(), **keywords, impl="triton"), few)
+
+    def row() -> tuple[Any, ...]:
+        return (empty(shape),)
+
+    def weighted() -> tuple[Any, ...]:
+        return empty(shape), empty(size)
+
+    def added() -> tuple[Any, ...]:
+        return empty(shape), empty(shape), empty(size)
+
+    def normed_and_added() -> tuple[Any, ...]:
+        return empty(shape), empty(shape), empty(size), empty(size)
+
+    def biased() -> tuple[Any, ...]:
+        return empty(shape), empty(size), empty(size)
+
+    def added_biased() -> tuple[Any, ...]:
+        return empty(shape), empty(shape), empty(size), empty(size)
+
+    def gate_up() -> tuple[Any, ...]:
+        return (empty(num_tokens, 2 * size),)
+
+    yield case(rms_norm, weighted, eps=1e-5)
+    yield case(add_rms_norm, added, eps=1e-5)
+    yield case(wide_rms_norm, weighted, eps=1e-5, offset=1.0)
+    yield case(add_wide_rms_norm, added, eps=1e-5, offset=0.0)
+    yield case(norm_add_wide_rms_norm, normed_and_added, eps=1e-5, offset=1.0)
+    yield case(wide_rms_norm_add, added, eps=1e-5, offset=0.0)
+    yield case(layer_norm, weighted, bias=None, eps=1e-5)
+    yield case(layer_norm, biased, eps=1e-5)
+    yield case(add_layer_norm, added_biased, eps=1e-5)
+    yield case(silu_and_mul, gate_up)
+    yield case(gelu_and_mul, gate_up, approximate="none")
+    yield case(gelu_and_mul, gate_up, approximate="tanh")
+    yield case(gelu_new, row)
+    yield case(gelu_fast, row)
+    yield case(soft_cap, row, cap=30.0)
+
+
+def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[KernelCase]:
+    """`shape` is k's and v's; q has 4 times their heads. All three are views of one packed projection."""
+    num_tokens, num_kv_heads, head_dim = shape
+    empty = partial(torch.empty, dtype=dtype)
+    norms = {
+        "no norm": None,
+        "norm": HeadNorm(empty(head_dim), empty(head_dim), 1e-6),
+        "wide norm": HeadNorm(empty(head_dim), empty(head_dim), 1e-6, offset=1.0),
+    }
+    positions = torch.arange(num_tokens, dtype=torch.int32)
+    rotations = {
+        "no rotation": None,
+        **{
+            f"rotary {size}{', interleaved' * interleaved}": Rotation(
+                torch.empty(num_tokens, size), positions, interleaved
+            )
+            for size in (head_dim, head_dim // 2)
+            for interleaved in (False, True)
+        },
+    }
+
+    def call(norm: HeadNorm | None, rotation: Rotation | None, e4m3: bool) -> None:
+        packed = empty(num_tokens, 6 * num_kv_heads, head_dim)
+        q, k, v = packed.split([4 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+        pool = torch.empty(2, num_tokens + 1, num_kv_heads, head_dim, dtype=E4M3 if e4m3 else dtype)
+        scale = torch.empty(num_kv_heads) if e4m3 else None
+        steps = {"norm": norm, "rotation": rotation, "k_scale": scale, "v_scale": scale}
+        norm_rotary_store(q, k, v, *pool, positions, **steps, impl="triton")
+
+    # The other dtypes take the same ways.
+    names = product(norms, rotations) if dtype == torch.bfloat16 else [("norm", f"rotary {head_dim}")]
+    for norm_words, rotation_words in names:
+        usual = (norm_words, rotation_words) in {
+            ("no norm", "rotary 128"),
+            ("norm", "rotary 128"),
+            ("wide norm", "rotary 128, interleaved"),
+            ("no norm", "rotary 40"),
+        }
+        name = f"{num_tokens} tokens, d {head_dim}, {SHORT_NAMES[dtype]}, {norm_words}, {rotation_words}"
+        few = usual and dtype == torch.bfloat16 and (head_dim < 256 or norm_words == "norm")
+        for e4m3 in (False, True):
+            yield KernelCase(
+                norm_rotary_store,
+                f"{name}{', e4m3' * e4m3}",
+                partial(call, norms[norm_words], rotations[rotation_words], e4m3),
+                few,
+                min_capability=FIRST_CAPABILITY if e4m3 else 80,
+            )
+
+
+# --- projections in parts ---
+
+
+def _linear_cases() -> Iterator[KernelCase]:
+    """Every configuration, and the norm that adds up its parts; shapes of Qwen3 0.6B and 1.7B, Llama 3.1 8B."""
+    for num_columns, depth in ((1024, 2048), (1024, 3072), (2048, 6144), (4096, 4096), (4096, 14_336)):
+        for num_rows, dtype in product((16, 32, 64, 128, 256), (torch.bfloat16, torch.float16)):
+            config = partial_linear_config(GPU(90, 132), num_rows, num_columns, depth, dtype)
+            if config is None:
+                continue
+            name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}"
+            few = dtype == torch.bfloat16 and (num_columns, depth) in ((1024, 2048), (4096, 14_336))
+            x, weight = torch.empty(num_rows, depth, dtype=dtype), torch.empty(num_columns, depth, dtype=dtype)
+            call = partial(partial_linear, x, weight, config, impl="triton")
+            yield KernelCase(partial_linear, name, call, few, wgmma=True, min_capability=90)
+            parts = torch.empty(-(-depth // config.part_depth), num_rows, num_columns)
+            residual, norm_weight = (
+                torch.empty(num_rows, num_columns, dtype=dtype),
+                torch.empty(num_columns, dtype=dtype),
+            )
+            call = partial(add_rms_norm, parts, residual, norm_weight, 1e-5, impl="triton")
+            yield KernelCase(add_rms_norm, f"{name}, {len(parts)} parts", call, few)
+
+
+# --- experts ---
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """`num_tokens` tokens that choose `top_k` of the experts each."""
+
+    num_tokens: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    inner_size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        sizes = f"{self.top_k} of {self.num_experts} experts, {self.hidden_size} x {self.inner_size}"
+        return f"{self.num_tokens} tokens, {sizes}, {SHORT_NAMES[self.dtype]}"
+
+    def moe(self) -> None:
+        empty = partial(torch.empty, dtype=self.dtype)
+        moe(
+            empty(self.num_tokens, self.hidden_size),
+            torch.empty(self.num_tokens, self.top_k),
+            torch.arange(self.top_k).repeat(self.num_tokens, 1),
+            empty(self.num_experts, 2 * self.inner_size, self.hidden_size),
+            empty(self.num_experts, self.hidden_size, self.inner_size),
+            impl="triton",
+        )
+
+    def topk_softmax(self, renormalize: bool) -> None:
+        logits = torch.empty(self.num_tokens, self.num_experts, dtype=self.dtype)
+        topk_softmax(logits, self.top_k, renormalize=renormalize, impl="triton")
+
+
+def _expert_cases() -> Iterator[KernelCase]:
+    """Mixtral's experts, Qwen3-MoE's, and some whose sizes are multiples of nothing."""
+    for dtype in SHORT_NAMES:
+        for sizes in ((8, 2, 4096, 14_336), (128, 8, 2048, 768), (5, 3, 40, 24)):
+            for num_tokens in (1, 64, 256, 512, 4096):
+                shape = ExpertShape(num_tokens, *sizes, dtype)
+                few = dtype == torch.bfloat16 and (num_tokens, sizes[0]) in ((4096, 8), (64, 128))
+                # A tile takes about as many rows as an expert has.
+                many_rows = num_tokens * shape.top_k >= 64 * shape.num_experts
+                wgmma = many_rows and dtype != torch.float32 and shape.hidden_size >= 64
+                yield KernelCase(moe, str(shape), shape.moe, few, wgmma)
+                for renormalize in (False, True):
+                    name = f"{shape}, renormalize {renormalize}"
+                    call = partial(shape.topk_softmax, renormalize)
+                    yield KernelCase(topk_softmax, name, call, few and renormalize)
+
+
+# --- sampling ---
+
+
+@dataclass(frozen=True)
+class LogitsShape:
+    """Logits of `num_rows` draws."""
+
+    num_rows: int
+    vocab_size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.num_rows} x {self.vocab_size}, {SHORT_NAMES[self.dtype]}"
+
+    def logits(self) -> Tensor:
+        return torch.empty(self.num_rows, self.vocab_size, dtype=self.dtype)
+
+    def each(self, dtype: torch.dtype) -> Tensor:
+        """A number for each row."""
+        return torch.empty(self.num_rows, dtype=dtype)
+
+    def sample(self, *filters: str) -> None:
+        given = {name: self.each(torch.int32 if name == "top_ks" else torch.float32) for name in filters}
+        sample(
+            self.logits(),
+            temperatures=self.each(torch.float32),
+            seeds=self.each(torch.int64),
+            sample_indices=self.each(torch.int32),
+            positions=self.each(torch.int32),
+            finite=self.each(torch.bool),
+            impl="triton",
+            **given,
+        )
+
+    def greedy(self) -> None:
+        greedy(self.logits(), finite=self.each(torch.bool), impl="triton")
+
+    def finite_rows(self) -> None:
+        finite_rows(self.logits(), impl="triton")
+
+    def token_logprobs(self, num_top: int) -> None:
+        token_logprobs(self.logits(), self.each(torch.int32), num_top, impl="triton")
+
+    def apply_penalties(self) -> None:
+        pairs, penalties = (self.each(torch.int32),) * 3, self.each(torch.float32)
+        apply_penalties(
+            self.logits(),
+            *pairs,
+            repetition=penalties,
+            presence=penalties,
+            frequency=penalties,
+            impl="triton",
+        )
+
+    def add_bias(self) -> None:
+        pairs = self.each(torch.int32), self.each(torch.int32)
+        add_bias(self.logits(), *pairs, self.each(torch.float32), impl="triton")
+
+    def ban_tokens(self) -> None:
+        pairs = self.each(torch.int32), self.each(torch.int32)
+        ban_tokens(self.logits(), *pairs, self.each(torch.bool), impl="triton")
+
+    def keep_only(self) -> None:
+        pairs = self.each(torch.int32), self.each(torch.int32)
+        keep_only(self.logits(), *pairs, self.each(torch.bool), impl="triton")
+
+    def apply_bitmask(self) -> None:
+        bitmask = torch.empty(self.num_rows, -(-self.vocab_size // 32), dtype=torch.int32)
+        apply_bitmask(self.logits(), bitmask, impl="triton")
+
+
+def _sampling_cases() -> Iterator[KernelCase]:
+    """Vocabularies of Qwen, Llama 3 and Llama 2, and one that is a multiple of nothing."""
+    for dtype in SHORT_NAMES:
+        for vocab_size in (151_936, 128_256, 32_000, 50_257):
+            shape = LogitsShape(512, vocab_size, dtype)
+            few = vocab_size == 151_936 and dtype != torch.float16
+            for filters in ((), ("top_ks",), ("top_ps",), ("top_ks", "top_ps"), ("top_ks", "top_ps", "min_ps")):
+                name = ", ".join([str(shape), *filters])
+                wanted = filters != ("top_ks",) if dtype == torch.bfloat16 else len(filters) == 3
+                yield KernelCase(sample, name, partial(shape.sample, *filters), few and wanted)
+            yield KernelCase(greedy, str(shape), shape.greedy, few)
+            yield KernelCase(finite_rows, str(shape), shape.finite_rows, few)
+            for num_top in (0, 5, 20):
+                name = f"{shape}, top {num_top}"
+                yield KernelCase(
+                    token_logprobs, name, partial(shape.token_logprobs, num_top), few and num_top == 5
+                )
+            yield KernelCase(apply_penalties, str(shape), shape.apply_penalties, few)
+            yield KernelCase(add_bias, str(shape), shape.add_bias, few)
+            yield KernelCase(ban_tokens, str(shape), shape.ban_tokens, few)
+            yield KernelCase(keep_only, str(shape), shape.keep_only, few)
+            yield KernelCase(apply_bitmask, str(shape), shape.apply_bitmask, few)
+
+
+# --- KV movement ---
+
+
+def _kv_copy_cases() -> Iterator[KernelCase]:
+    """Between a pool and memory that has a token's KV together; rows of a power of two, of 5 * 256 bytes, and of
+    what no access is wide enough for.
+    """
+    for dtype, num_heads, head_dim in (
+        (torch.bfloat16, 8, 128),
+        (torch.float8_e4m3fn, 8, 128),
+        (torch.bfloat16, 8, 80),
+        (torch.float32, 1, 16),
+        (torch.float32, 16, 256),
+        (torch.float8_e4m3fn, 1, 4),
+        (torch.float8_e4m3fn, 3, 7),
+    ):
+        shape = (4, 2, 100, num_heads, head_dim)
+        slots = torch.arange(1, 21, dtype=torch.int32)
+        for name, given in (
+            ("slots to slots", (slots, slots)),
+            ("gather", (slots, None)),
+            ("scatter", (None, slots)),
+        ):
+            yield KernelCase(
+                kv_copy,
+                f"{name}, {num_heads} heads, d {head_dim}, {str(dtype).removeprefix('torch.')}",
+                partial(_kv_copy, shape, dtype, *given),
+                few=dtype == torch.bfloat16,
+            )
+
+
+def _kv_copy(
+    shape: tuple[int, ...], dtype: torch.dtype, source_slots: Tensor | None, target_slots: Tensor | None
+) -> None:
+    num_layers, _, num_slots, *head = shape
+    pool = torch.empty(shape, dtype=dtype)
+    tokens = torch.empty(num_slots, num_layers, 2, *head, dtype=dtype).permute(1, 2, 0, 3, 4)
+    kv_copy(pool, source_slots, tokens, target_slots, impl="triton")
+
+
+# --- tables with a line a request ---
+
+
+def _row_table_cases() -> Iterator[KernelCase]:
+    """Of 512 requests."""
+    ids = torch.empty(512, dtype=torch.int32)
+    table, last_token = torch.empty(769, 4096, dtype=torch.int32), torch.empty(769, dtype=torch.int32)
+    write, know = partial(write_cells, impl="triton"), partial(known_tokens, impl="triton")
+    yield KernelCase(write_cells, "cells", partial(write, table, ids, ids, ids), few=True)
+    yield KernelCase(write_cells, "one column", partial(write, last_token[:, None], ids, None, ids), few=True)
+    yield KernelCase(known_tokens, "512 ids", partial(know, ids, last_token), few=True)

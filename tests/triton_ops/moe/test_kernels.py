@@ -1,0 +1,132 @@
+"""The Triton kernels of routing and of experts against their torch references."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from triton_ops.moe.moe import moe
+from triton_ops.moe.topk_softmax import topk_softmax
+
+# The interpreter does not know bfloat16.
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"),
+    [(1, 8, 2), (300, 128, 8), (17, 60, 4), (5, 1, 1), (3, 6, 6), (0, 8, 2)],
+)
+def test_topk_softmax(
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    renormalize: bool,
+    dtype: torch.dtype,
+    kernel_device: torch.device,
+) -> None:
+    # Without ties: where weights are equal, either expert is right.
+    order = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    logits = (order / 16 - 3).to(kernel_device, dtype)
+    weights, experts = topk_softmax(logits, top_k, renormalize=renormalize, impl="triton")
+    expected, expected_experts = topk_softmax(logits, top_k, renormalize=renormalize, impl="torch")
+    assert (weights.dtype, experts.dtype) == (torch.float32, torch.int64)
+    assert torch.equal(experts, expected_experts)
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_experts_of_a_row_of_nan_exist(kernel_device: torch.device) -> None:
+    logits = random(4, 6, dtype=torch.float32, device=kernel_device)
+    logits[1], logits[2, 3] = torch.nan, torch.nan
+    logits[3] = -torch.inf
+    weights, experts = topk_softmax(logits, 3, renormalize=True, impl="triton")
+    assert weights[1:].isnan().all()
+    assert weights[0].isfinite().all()
+    assert experts.min() >= 0
+    assert experts.max() < 6
+    assert all(row.unique().numel() == 3 for row in experts)
+
+
+def test_there_are_as_many_experts_as_chosen(kernel_device: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"top_k must be 1 to 6 \(all experts\), but is 7"):
+        topk_softmax(torch.ones(2, 6, device=kernel_device), 7, renormalize=True, impl="triton")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "hidden", "inner"),
+    [
+        (1, 5, 2, 48, 24),
+        (9, 5, 2, 48, 24),
+        (40, 3, 3, 20, 12),
+        (40, 3, 1, 200, 144),
+        (150, 2, 1, 64, 32),
+        (3, 64, 4, 32, 16),
+        (0, 4, 2, 32, 16),
+    ],
+)
+def test_moe(
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    kernel_device: torch.device,
+) -> None:
+    make = partial(random, dtype=dtype, device=kernel_device)
+    x = make(num_tokens, hidden)
+    logits = random(num_tokens, num_experts, dtype=torch.float32, device=kernel_device, seed=1)
+    weights, experts = topk_softmax(logits, top_k, renormalize=False)
+    gate_up = make(num_experts, 2 * inner, hidden, seed=2) / hidden**0.5
+    down = make(num_experts, hidden, inner, seed=3) / inner**0.5
+    out, expected = (moe(x, weights, experts, gate_up, down, impl=impl) for impl in ("triton", "torch"))
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_experts_without_tokens_are_not_read(kernel_device: torch.device) -> None:
+    make = partial(random, dtype=torch.float32, device=kernel_device)
+    x, experts = make(3, 16), torch.tensor([[1], [3], [1]], device=kernel_device)
+    gate_up, down = make(5, 24, 16, seed=2), make(5, 16, 12, seed=3)
+    weights = torch.ones(3, 1, device=kernel_device)
+    expected = moe(x, weights, experts, gate_up, down, impl="torch")
+    gate_up[[0, 2, 4]], down[[0, 2, 4]] = torch.nan, torch.nan
+    out = moe(x, weights, experts, gate_up, down, impl="triton")
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_tokens_do_not_disturb_one_another(kernel_device: torch.device) -> None:
+    make = partial(random, dtype=torch.float32, device=kernel_device)
+    x, experts = make(3, 16), torch.tensor([[1, 0], [1, 2], [2, 1]], device=kernel_device)
+    gate_up, down = make(3, 24, 16, seed=2), make(3, 16, 12, seed=3)
+    weights = torch.full((3, 2), 0.5, device=kernel_device)
+    clean = moe(x, weights, experts, gate_up, down, impl="triton")
+    x[1] = torch.nan
+    out = moe(x, weights, experts, gate_up, down, impl="triton")
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
+def test_experts_of_other_shapes_are_refused(kernel_device: torch.device) -> None:
+    make = partial(random, dtype=torch.float32, device=kernel_device)
+    x, gate_up, down = make(3, 16), make(3, 24, 16), make(3, 16, 12)
+    weights, experts = topk_softmax(make(3, 3), 2, renormalize=True)
+    for wrong, message in (
+        ((x[:, :8], gate_up, down), r"gate_up must be contiguous \[3, 24, 8\]"),
+        ((x, gate_up, down[:, :8]), r"down must be contiguous \[3, 16, 12\]"),
+        ((x, gate_up[:2], down), r"down must be contiguous \[2, 16, 12\]"),
+        ((x, gate_up, down.half()), "x, gate_up and down are torch.float32, torch.float32 and torch.float16"),
+    ):
+        tensors = dict(zip(("x", "gate_up", "down"), wrong, strict=True))
+        with pytest.raises(ValueError, match=message):
+            moe(**tensors, weights=weights, experts=experts, impl="triton")

@@ -1,0 +1,76 @@
+"""topk_softmax and moe against a loop over tokens in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from triton_ops.moe.moe import moe
+from triton_ops.moe.topk_softmax import topk_softmax
+
+pytestmark = pytest.mark.usefixtures("device")
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def dense(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    x, gate_up, down = x.double(), gate_up.double(), down.double()
+    out = torch.zeros_like(x)
+    for token, (row, chosen) in enumerate(zip(weights.tolist(), experts.tolist(), strict=True)):
+        for weight, expert in zip(row, chosen, strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            out[token] += weight * (down[expert] @ (gate / (1 + torch.exp(-gate)) * up))
+    return out
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(9, 5, 2), (1, 5, 1), (40, 3, 3), (0, 4, 2)])
+def test_moe(dtype: torch.dtype, num_tokens: int, num_experts: int, top_k: int) -> None:
+    x = random(num_tokens, 16, dtype=dtype)
+    weights, experts = topk_softmax(random(num_tokens, num_experts, seed=1), top_k, renormalize=False)
+    gate_up = random(num_experts, 24, 16, dtype=dtype, seed=2) / 4
+    down = random(num_experts, 16, 12, dtype=dtype, seed=3) / 4
+    out = moe(x, weights, experts, gate_up, down)
+    assert out.dtype == dtype
+    expected = dense(x, weights, experts, gate_up, down)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_experts_without_tokens_are_not_read() -> None:
+    x, experts = random(3, 16), torch.tensor([[1], [3], [1]])
+    gate_up, down = random(5, 24, 16, seed=2), random(5, 16, 12, seed=3)
+    expected = dense(x, torch.ones(3, 1), experts, gate_up, down)
+    gate_up[[0, 2, 4]], down[[0, 2, 4]] = torch.nan, torch.nan
+    out = moe(x, torch.ones(3, 1), experts, gate_up, down)
+    torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_tokens_do_not_disturb_one_another() -> None:
+    x, experts = random(3, 16), torch.tensor([[1, 0], [1, 2], [2, 1]])
+    gate_up, down = random(3, 24, 16, seed=2), random(3, 16, 12, seed=3)
+    weights = torch.full((3, 2), 0.5)
+    clean = moe(x, weights, experts, gate_up, down)
+    x[1] = torch.nan
+    out = moe(x, weights, experts, gate_up, down)
+    assert out[1].isnan().all()
+    torch.testing.assert_close(out[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_topk_softmax(dtype: torch.dtype, renormalize: bool) -> None:
+    logits = random(20, 7, dtype=dtype) * 3
+    weights, experts = topk_softmax(logits, 3, renormalize=renormalize)
+    assert (weights.dtype, experts.dtype) == (torch.float32, torch.int64)
+    exact = torch.softmax(logits.double(), -1)
+    for row, w, e in zip(exact, weights, experts, strict=True):
+        best = row[e] / (row[e].sum() if renormalize else 1.0)
+        torch.testing.assert_close(w.double(), best, atol=1e-6, rtol=1e-5)
+        assert (w.diff() <= 0).all()
+        rest = row[[i for i in range(7) if i not in e.tolist()]]
+        assert row[e].min() >= rest.max()

@@ -1,0 +1,1 @@
+"""Keys and values on their way into the pool, and between pools."""

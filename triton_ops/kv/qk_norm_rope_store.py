@@ -1,0 +1,405 @@
+"""What happens to queries, keys and values before attention, in one launch: norm and rotation of the query and key
+heads, and writing keys and values into the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triton_ops.activations.elementwise import check_vector
+from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
+from triton_ops.kv.e4m3 import E4M3, check_scales, in_float16, quantise, to_e4m3, to_float16
+from triton_ops.kv.kv_store import kv_store
+from triton_ops.kv.rotary import apply_rotary
+from triton_ops.norms.rms_norm import rms_norm, weighted
+from triton_ops.norms.rms_norm_fp32_weight import wide_rms_norm
+
+# Elements of a program. Both halves of a head take a 16-byte access a thread.
+TILE = 2048
+NUM_WARPS = 4
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """The norm of each query head and each key head by itself.
+
+    `q_weight` and `k_weight` are `[head_dim]` in the heads' dtype. `offset` None is `rms_norm`, else that of
+    `wide_rms_norm`.
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    offset: float | None = None
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The arguments of `apply_rotary`."""
+
+    cos_sin_cache: Tensor
+    positions: Tensor
+    interleaved: bool = False
+
+
+def norm_rotary_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    out_cache_loc: Tensor,
+    *,
+    norm: HeadNorm | None = None,
+    rotation: Rotation | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm q and k head by head, rotate them, and write k and v into the pool: `kv_store`. All in place.
+
+    A pool of e4m3 gets k and v divided by their heads' scales, as `quantise` says. Then k and v become the numbers
+    that the pool holds, not multiplied by the scales: new tokens attend to what later ones will.
+
+    Over such a pool attention multiplies in float16, to which a GPU converts e4m3 in a third of the instructions
+    that bfloat16 takes. So there bfloat16 q, k and v become float16, in the same memory: `in_float16`.
+
+    Args:
+        q: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32: becomes what attention reads.
+        k, v: `[num_tokens, num_kv_heads, head_dim]` in q's dtype; likewise. All three may be views of one
+            packed projection: a token's heads, and a head's elements, lie one after the other.
+        k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]` in the pool's dtype, likewise.
+        out_cache_loc: int32 `[num_tokens]`, the slots; distinct but for slot 0, which padding writes to.
+        norm: None: there is none.
+        rotation: None: the layer has no positions.
+        k_scale, v_scale: float32 `[num_kv_heads]`, positive, of a pool of e4m3; None with any other.
+
+    Returns q, k and v as attention reads them: the tensors that were given, or views of them as float16.
+
+    Each step rounds to q's dtype, as the operations do that this one is made of. Raises ValueError where the
+    kernel cannot read the tensors, or a scale is missing or meaningless.
+    """
+    check_scales(k_scale, v_scale, k.shape[1])
+    for name, scale, buffer in (("k", k_scale, k_buffer), ("v", v_scale, v_buffer)):
+        if (scale is None) == (buffer.dtype == E4M3):
+            raise ValueError(f"{name}_scale is {scale}, but {name}_buffer holds {buffer.dtype}")
+    if runs_triton(impl, q.device):
+        return _launch(q, k, v, k_buffer, v_buffer, out_cache_loc, norm, rotation, k_scale, v_scale)
+    new_q, new_k = q, k
+    if norm is not None and norm.offset is None:
+        new_q = rms_norm(q, norm.q_weight, norm.eps, impl="torch")
+        new_k = rms_norm(k, norm.k_weight, norm.eps, impl="torch")
+    elif norm is not None and norm.offset is not None:
+        new_q = wide_rms_norm(q, norm.q_weight, norm.eps, offset=norm.offset, impl="torch")
+        new_k = wide_rms_norm(k, norm.k_weight, norm.eps, offset=norm.offset, impl="torch")
+    if rotation is not None:
+        new_q, new_k = apply_rotary(
+            new_q, new_k, rotation.cos_sin_cache, rotation.positions, interleaved=rotation.interleaved
+        )
+    if new_q is not q:
+        q.copy_(new_q)
+        k.copy_(new_k)
+    if k_scale is not None and v_scale is not None:
+        k.copy_(quantise(k, k_scale))
+        v.copy_(quantise(v, v_scale))
+    kv_store(k, v, k_buffer, v_buffer, out_cache_loc)
+    if k_scale is None or q.dtype != torch.bfloat16:
+        return q, k, v
+    return _become_float16(q), _become_float16(k), _become_float16(v)
+
+
+def _become_float16(x: Tensor) -> Tensor:
+    return x.view(torch.float16).copy_(in_float16(x))
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    out_cache_loc: Tensor,
+    norm: HeadNorm | None,
+    rotation: Rotation | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    for name, heads in (("q", q), ("k", k), ("v", v), ("k_buffer", k_buffer), ("v_buffer", v_buffer)):
+        side_by_side = heads.shape[1] == 1 or heads.stride(1) == head_dim
+        if heads.shape[2] != head_dim or heads.stride(2) != 1 or not side_by_side:
+            raise ValueError(
+                f"{name} must have contiguous heads of {head_dim} elements, but has shape {[*heads.shape]} and "
+                f"strides {[*heads.stride()]}"
+            )
+    if not k.shape == v.shape == (num_tokens, num_kv_heads, head_dim) or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q, k and v disagree: {[*q.shape]} {q.dtype}, {[*k.shape]} {k.dtype}, {[*v.shape]} {v.dtype}"
+        )
+    if k_buffer.shape[1] != num_kv_heads or v_buffer.shape[1] != num_kv_heads:
+        raise ValueError(f"the pool has {k_buffer.shape[1]} and {v_buffer.shape[1]} heads, k has {num_kv_heads}")
+    if num_tokens * num_heads >= 2**31:
+        raise ValueError(f"{num_tokens} tokens of {num_heads} heads exceed the kernel's limit")
+    if norm is not None:
+        for name, weight in (("q_weight", norm.q_weight), ("k_weight", norm.k_weight)):
+            check_vector(name, weight, q)
+    rotary_dim = 0
+    if rotation is not None:
+        rotary_dim = rotation.cos_sin_cache.shape[1]
+        if rotary_dim % 2 or rotary_dim > head_dim or not rotation.cos_sin_cache.is_contiguous():
+            raise ValueError(
+                f"cos_sin_cache must be contiguous with an even number of at most {head_dim} columns, but has "
+                f"{rotary_dim}"
+            )
+    dtype = torch.float16 if k_scale is not None and q.dtype == torch.bfloat16 else q.dtype
+    read = q.view(dtype), k.view(dtype), v.view(dtype)
+    if num_tokens == 0:
+        return read
+    half = next_power_of_2(rotary_dim // 2) if rotary_dim else 0
+    rest = next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0
+    rows = max(1, TILE // next_power_of_2(head_dim))
+    kv_programs = cdiv(num_tokens * num_kv_heads, rows)
+    # Without norm, rotation and another dtype q stays as it is.
+    unchanged = norm is None and rotation is None and dtype == q.dtype
+    q_programs = 0 if unchanged else cdiv(num_tokens * num_heads, rows)
+    _norm_rotary_store_kernel[(q_programs + 2 * kv_programs,)](
+        q,
+        k,
+        v,
+        k_buffer,
+        v_buffer,
+        out_cache_loc,
+        None if norm is None else norm.q_weight,
+        None if norm is None else norm.k_weight,
+        None if rotation is None else rotation.cos_sin_cache,
+        None if rotation is None else rotation.positions,
+        k_scale,
+        v_scale,
+        num_tokens,
+        q_programs,
+        kv_programs,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        k_buffer.stride(0),
+        v_buffer.stride(0),
+        0.0 if norm is None else norm.eps,
+        OFFSET=None if norm is None else norm.offset,
+        INTERLEAVED=rotation is not None and rotation.interleaved,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        ROTARY_DIM=rotary_dim,
+        HALF=half,
+        REST=rest,
+        WHOLE=next_power_of_2(head_dim),
+        ROWS=rows,
+        TO_FLOAT16=dtype != q.dtype,
+        num_warps=NUM_WARPS,
+    )
+    return read
+
+
+# What differs from pass to pass must not ask for another variant.
+@triton.jit(
+    do_not_specialize=["num_tokens", "q_programs", "kv_programs"],
+    do_not_specialize_on_alignment=["slot_ptr", "position_ptr"],
+)
+def _norm_rotary_store_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_buffer_ptr,
+    v_buffer_ptr,
+    slot_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_sin_ptr,
+    position_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    num_tokens,
+    q_programs,
+    kv_programs,
+    q_stride,
+    k_stride,
+    v_stride,
+    k_buffer_stride,
+    v_buffer_stride,
+    eps,
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TO_FLOAT16: tl.constexpr,
+):
+    """A program has ROWS heads of q, of k or of v, in the order of tokens."""
+    program = tl.program_id(0)
+    if program < q_programs:
+        row = program * ROWS + tl.arange(0, ROWS)
+        token, head = row // NUM_HEADS, row % NUM_HEADS
+        _norm_and_rotate(
+            q_ptr + (token.to(tl.int64) * q_stride + head * HEAD_DIM)[:, None],
+            None,
+            None,
+            q_weight_ptr,
+            cos_sin_ptr,
+            position_ptr,
+            token,
+            token < num_tokens,
+            eps,
+            OFFSET,
+            INTERLEAVED,
+            HEAD_DIM,
+            ROTARY_DIM,
+            HALF,
+            REST,
+            TO_FLOAT16,
+        )
+    else:
+        is_v = program >= q_programs + kv_programs
+        row = (program - q_programs - tl.where(is_v, kv_programs, 0)) * ROWS + tl.arange(0, ROWS)
+        token, head = row // NUM_KV_HEADS, row % NUM_KV_HEADS
+        is_live = token < num_tokens
+        slot = tl.load(slot_ptr + token, mask=is_live, other=0).to(tl.int64)
+        if is_v:
+            col = tl.arange(0, WHOLE)[None, :]
+            mask = is_live[:, None] & (col < HEAD_DIM)
+            heads = v_ptr + (token.to(tl.int64) * v_stride + head * HEAD_DIM)[:, None] + col
+            to = v_buffer_ptr + (slot * v_buffer_stride + head * HEAD_DIM)[:, None] + col
+            v_scale = None if v_scale_ptr is None else tl.load(v_scale_ptr + head)[:, None]
+            _store(tl.load(heads, mask=mask), heads, to, v_scale, mask, False, TO_FLOAT16)
+        else:
+            _norm_and_rotate(
+                k_ptr + (token.to(tl.int64) * k_stride + head * HEAD_DIM)[:, None],
+                k_buffer_ptr + (slot * k_buffer_stride + head * HEAD_DIM)[:, None],
+                None if k_scale_ptr is None else tl.load(k_scale_ptr + head)[:, None],
+                k_weight_ptr,
+                cos_sin_ptr,
+                position_ptr,
+                token,
+                is_live,
+                eps,
+                OFFSET,
+                INTERLEAVED,
+                HEAD_DIM,
+                ROTARY_DIM,
+                HALF,
+                REST,
+                TO_FLOAT16,
+            )
+
+
+@triton.jit
+def _norm_and_rotate(
+    heads,
+    pool_heads,
+    pool_scale,
+    weight_ptr,
+    cos_sin_ptr,
+    position_ptr,
+    token,
+    is_live,
+    eps,
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    TO_FLOAT16: tl.constexpr,
+):
+    """Of the heads that begin at `heads [ROWS, 1]`; the result goes there and, unless it is None, to `pool_heads`,
+    over `pool_scale [ROWS, 1]` if there is one.
+
+    A head is held as the first and the second elements of its pairs, and what is not rotated.
+    """
+    live = is_live[:, None]
+    dtype: tl.constexpr = heads.dtype.element_ty
+    square = 0.0
+    if ROTARY_DIM > 0:
+        pair = tl.arange(0, HALF)[None, :]
+        is_pair = live & (pair < ROTARY_DIM // 2)
+        both = tl.arange(0, 2 * HALF)[None, :]
+        is_both = live & (both < ROTARY_DIM)
+        if INTERLEAVED:
+            first, second = _split(tl.load(heads + both, mask=is_both, other=0.0))
+        else:
+            first = tl.load(heads + pair, mask=is_pair, other=0.0)
+            second = tl.load(heads + ROTARY_DIM // 2 + pair, mask=is_pair, other=0.0)
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        position = tl.load(position_ptr + token, mask=is_live, other=0).to(tl.int64)
+        angles = cos_sin_ptr + (position * ROTARY_DIM)[:, None] + pair
+        cos = tl.load(angles, mask=is_pair, other=0.0)
+        sin = tl.load(angles + ROTARY_DIM // 2, mask=is_pair, other=0.0)
+        if weight_ptr is not None:
+            square += tl.sum(first * first + second * second, axis=1, keep_dims=True)
+    if REST > 0:
+        behind = ROTARY_DIM + tl.arange(0, REST)[None, :]
+        is_behind = live & (behind < HEAD_DIM)
+        rest = tl.load(heads + behind, mask=is_behind, other=0.0)
+        if weight_ptr is not None:
+            square += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), axis=1, keep_dims=True)
+    if weight_ptr is not None:
+        # A pointer for each head: loaded in the heads' layout, so that nothing moves between threads.
+        weights = weight_ptr + tl.zeros_like(token)[:, None]
+        scale = tl.rsqrt(square / HEAD_DIM + eps)
+        if ROTARY_DIM > 0:
+            if INTERLEAVED:
+                first_weight, second_weight = _split(tl.load(weights + both, mask=is_both, other=0.0))
+            else:
+                first_weight = tl.load(weights + pair, mask=is_pair, other=0.0)
+                second_weight = tl.load(weights + ROTARY_DIM // 2 + pair, mask=is_pair, other=0.0)
+            first = weighted(first * scale, first_weight, dtype, OFFSET).to(tl.float32)
+            second = weighted(second * scale, second_weight, dtype, OFFSET).to(tl.float32)
+        if REST > 0:
+            rest_weight = tl.load(weights + behind, mask=is_behind, other=0.0)
+            rest = weighted(rest.to(tl.float32) * scale, rest_weight, dtype, OFFSET)
+    if REST > 0:
+        pool_rest = None if pool_heads is None else pool_heads + behind
+        _store(rest, heads + behind, pool_rest, pool_scale, is_behind, weight_ptr is not None, TO_FLOAT16)
+    if ROTARY_DIM > 0:
+        turned = (first * cos - second * sin).to(dtype)
+        turned_second = (second * cos + first * sin).to(dtype)
+        if INTERLEAVED:
+            joined = tl.reshape(tl.join(turned, turned_second), [turned.shape[0], 2 * HALF])
+            pool_both = None if pool_heads is None else pool_heads + both
+            _store(joined, heads + both, pool_both, pool_scale, is_both, True, TO_FLOAT16)
+        else:
+            second_pair = ROTARY_DIM // 2 + pair
+            pool_pair = None if pool_heads is None else pool_heads + pair
+            pool_second = None if pool_heads is None else pool_heads + second_pair
+            _store(turned, heads + pair, pool_pair, pool_scale, is_pair, True, TO_FLOAT16)
+            _store(turned_second, heads + second_pair, pool_second, pool_scale, is_pair, True, TO_FLOAT16)
+
+
+@triton.jit
+def _store(x, heads, pool_heads, pool_scale, mask, CHANGED: tl.constexpr, TO_FLOAT16: tl.constexpr):
+    """Write x to `pool_heads`, over `pool_scale`, if there are any, and what stands for x from then on back to
+    `heads`, where it is not there yet: CHANGED says whether x itself is not.
+    """
+    if pool_scale is not None:
+        x = to_e4m3(x, pool_scale)
+    if pool_heads is not None:
+        tl.store(pool_heads, x.to(pool_heads.dtype.element_ty), mask=mask)
+    if TO_FLOAT16:
+        tl.store(heads.to(tl.pointer_type(tl.float16), bitcast=True), to_float16(x), mask=mask)
+    elif CHANGED or pool_scale is not None:
+        tl.store(heads, x.to(heads.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _split(x):
+    """The even and the odd columns of `x [rows, columns]`."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return even, odd

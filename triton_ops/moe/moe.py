@@ -1,0 +1,181 @@
+"""A mixture of gated feed-forward experts (Shazeer et al., 2017; SwiGLU experts as in Mixtral, 2024)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from triton_ops.activations.elementwise import row_and_columns
+from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
+
+
+def moe(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, impl: Impl = "auto"
+) -> Tensor:
+    """For each token, the sum of its experts' outputs `down(silu(gate(x)) * up(x))` times their weights.
+
+    Args:
+        x: `[num_tokens, hidden_size]`, any float dtype.
+        weights: float32 `[num_tokens, top_k]`.
+        experts: int64 `[num_tokens, top_k]`, each below `num_experts`, no two of a token's the same.
+        gate_up: `[num_experts, 2 * intermediate_size, hidden_size]` in x's dtype: gate over up.
+        down: `[num_experts, hidden_size, intermediate_size]` in x's dtype.
+
+    Returns:
+        `[num_tokens, hidden_size]` in x's dtype, summed in float32.
+
+    Experts without tokens cost nothing. On a GPU the reference waits for the device, to read how many tokens each
+    has; the kernels do not.
+    """
+    if runs_triton(impl, x.device):
+        return _launch(x, weights, experts, gate_up, down)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    top_k = experts.shape[1]
+    order = experts.flatten().argsort(stable=True)  # token and choice, by expert
+    counts = torch.bincount(experts.flatten(), minlength=gate_up.shape[0])
+    for expert, chosen in enumerate(torch.split(order, counts.tolist())):
+        if chosen.shape[0] == 0:
+            continue
+        tokens = chosen // top_k
+        computed = linear(
+            silu_and_mul(linear(x[tokens], gate_up[expert]), impl="torch"),
+            down[expert],
+        )
+        out.index_add_(0, tokens, computed.float() * weights.flatten()[chosen].unsqueeze(1))
+    return out.to(x.dtype)
+
+
+def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    (num_tokens, hidden_size), top_k = x.shape, experts.shape[1]
+    num_experts, inner_size = gate_up.shape[0], down.shape[2]
+    for name, matrices, shape in (
+        ("gate_up", gate_up, (num_experts, 2 * inner_size, hidden_size)),
+        ("down", down, (num_experts, hidden_size, inner_size)),
+    ):
+        if matrices.shape != shape or not matrices.is_contiguous():
+            raise ValueError(f"{name} must be contiguous {[*shape]}, but is {[*matrices.shape]}")
+    if not x.dtype == gate_up.dtype == down.dtype:
+        raise ValueError(f"x, gate_up and down are {x.dtype}, {gate_up.dtype} and {down.dtype}")
+    x, weights = x.contiguous(), weights.contiguous()
+    chosen = experts.flatten()
+    out = torch.empty_like(x)
+    if num_tokens == 0:
+        return out
+
+    # An expert's rows, each a token and one of its choices, are cut to tiles.
+    # Products in float32 do without tensor cores: larger tiles of them do not fit into the registers.
+    largest_tile = 64 if x.dtype == torch.float32 else 128
+    tile_rows = min(largest_tile, max(16, next_power_of_2(cdiv(chosen.shape[0], num_experts))))
+    order = chosen.argsort(stable=True)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
+    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    ends = counts.cumsum(0)
+    tile_ends = ((counts + tile_rows - 1) // tile_rows).cumsum(0)
+    max_tiles = min(chosen.shape[0], num_experts) + chosen.shape[0] // tile_rows
+
+    def product(a: Tensor, matrices: Tensor, rows_of_a: int, *, to_order: bool) -> Tensor:
+        """Each row, in the order of experts, times its expert's matrix; `rows_of_a` times a row of `a` is read."""
+        _, size, inner = matrices.shape
+        result = torch.empty(chosen.shape[0], size, dtype=a.dtype, device=a.device)
+        columns = min(largest_tile, max(16, next_power_of_2(size)))
+        depth = min(128 // a.element_size(), max(16, next_power_of_2(inner)))
+        _expert_product_kernel[(max_tiles * cdiv(size, columns),)](
+            a,
+            matrices,
+            result,
+            order,
+            ends,
+            tile_ends,
+            CHOICES=rows_of_a,
+            TO_ORDER=to_order,
+            NUM_EXPERTS=num_experts,
+            EXPERT_BLOCK=next_power_of_2(num_experts),
+            SIZE=size,
+            INNER=inner,
+            ROWS=tile_rows,
+            COLUMNS=columns,
+            DEPTH=depth,
+            num_warps=8 if tile_rows == 128 else 4,
+            num_stages=3,
+        )
+        return result
+
+    activated = silu_and_mul(product(x, gate_up, top_k, to_order=False), impl="triton")
+    parts = product(activated, down, 0, to_order=True)
+    block = min(1024, max(16, next_power_of_2(hidden_size)))
+    _weighted_sum_kernel[(num_tokens * cdiv(hidden_size, block),)](
+        parts, weights, out, TOP_K=top_k, SIZE=hidden_size, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _expert_product_kernel(
+    a_ptr,
+    matrices_ptr,
+    out_ptr,
+    order_ptr,
+    ends_ptr,
+    tile_ends_ptr,
+    CHOICES: tl.constexpr,
+    TO_ORDER: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Rows of `a [..., INNER]` times their experts' `[SIZE, INNER]`, transposed: a tile of one expert's a program.
+
+    Row r of the order of experts is `order[r]` of the order of tokens. CHOICES above 0: it reads row
+    `order[r] // CHOICES` of `a`, else row r. TO_ORDER: it writes row `order[r]`, else row r.
+    """
+    num_columns: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(0) // num_columns
+    expert_ids = tl.arange(0, EXPERT_BLOCK)
+    tile_ends = tl.load(tile_ends_ptr + expert_ids, mask=expert_ids < NUM_EXPERTS, other=2**62)
+    expert = tl.sum((tile_ends <= tile).to(tl.int32), axis=0)
+    if expert < NUM_EXPERTS:  # the grid is for the worst case
+        has_before = expert > 0
+        first_tile = tl.load(tile_ends_ptr + expert - 1, mask=has_before, other=0)
+        first_row = tl.load(ends_ptr + expert - 1, mask=has_before, other=0)
+        row = first_row + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
+        is_row = row < tl.load(ends_ptr + expert)
+        place = tl.load(order_ptr + row, mask=is_row, other=0)
+        a_row = place // CHOICES if CHOICES > 0 else row
+        column = tl.program_id(0) % num_columns * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = column < SIZE
+        depth = tl.arange(0, DEPTH)
+        a = a_ptr + a_row[:, None] * INNER + depth[None, :]
+        b = (
+            matrices_ptr
+            + expert.to(tl.int64) * SIZE * INNER
+            + column[None, :].to(tl.int64) * INNER
+            + depth[:, None]
+        )
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, INNER, DEPTH):
+            is_inner = start + depth < INNER
+            left = tl.load(a + start, mask=is_row[:, None] & is_inner[None, :], other=0.0)
+            right = tl.load(b + start, mask=is_inner[:, None] & is_column[None, :], other=0.0)
+            total = tl.dot(left, right, total, input_precision="ieee")
+        to = place if TO_ORDER else row
+        out = out_ptr + to[:, None] * SIZE + column[None, :]
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _weighted_sum_kernel(
+    parts_ptr, weights_ptr, out_ptr, TOP_K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    token, column = row_and_columns(SIZE, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        place = token * TOP_K + choice
+        part = tl.load(parts_ptr + place * SIZE + column, mask=column < SIZE, other=0.0)
+        total += part.to(tl.float32) * tl.load(weights_ptr + place)
+    tl.store(out_ptr + token * SIZE + column, total.to(out_ptr.dtype.element_ty), mask=column < SIZE)

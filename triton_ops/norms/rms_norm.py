@@ -1,0 +1,170 @@
+"""Root mean square norm (Zhang and Sennrich, 2019), alone or after the addition of a residual."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from triton_ops.activations.elementwise import (
+    EARLY_BLOCK,
+    as_rows,
+    check_parts,
+    check_residual,
+    check_vector,
+    row_blocks,
+)
+from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
+
+    `x` is `[..., size]` in any float dtype, `weight` `[size]` in the same. Normalised in float32, rounded to x's
+    dtype, then multiplied by the weight: the order of transformers, which checkpoints were trained with.
+    """
+    if runs_triton(impl, x.device):
+        return launch_rms_norm(x, None, weight, eps)[0]
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto"
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm(x + residual)` and the sum, which is the next residual; both `[..., size]` in residual's dtype.
+
+    `x` is `[..., size]` in that dtype, or the parts of it: float32 `[P, ..., size]`, added up in their order and
+    rounded to that dtype.
+    """
+    in_parts = x.dim() > residual.dim()
+    if runs_triton(impl, x.device):
+        return launch_rms_norm(x, residual, weight, eps, in_parts=in_parts)
+    residual = (reduce(torch.add, x).to(residual.dtype) if in_parts else x) + residual
+    return rms_norm(residual, weight, eps, impl="torch"), residual
+
+
+def launch_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    offset: float | None = None,
+    before: Tensor | None = None,
+    in_parts: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The kernel's norm of `x`, or of `x + residual`, and that sum (x itself where there is no residual).
+
+    `offset` None is `rms_norm`, else that of `wide_rms_norm`. With a weight `before`, x is normed by it before it
+    is added. Without `weight` there is the sum alone, twice. With `in_parts`, x is the parts of `add_rms_norm`.
+    Rows that do not lie a common stride apart are copied first. Raises ValueError where shapes or dtypes disagree.
+    """
+    size, rows, like, parts = x.shape[-1], as_rows(x), x, 0
+    if in_parts:
+        assert residual is not None
+        check_parts(x, residual)
+        like, parts = residual, len(x)
+    for name, vector in (("weight", weight), ("before", before)):
+        if vector is not None:
+            check_vector(name, vector, like)
+    num_rows = like.numel() // size
+    normed = others = total = None
+    if weight is not None:
+        normed = torch.empty_like(like, memory_format=torch.contiguous_format)
+    if residual is not None:
+        check_residual(residual, like)
+        others, total = as_rows(residual), torch.empty_like(like, memory_format=torch.contiguous_format)
+    if num_rows:
+        block, block_rows, num_warps = row_blocks(size, like.dtype, parts)
+        _rms_norm_kernel[(cdiv(num_rows, block_rows),)](
+            rows,
+            others,
+            before,
+            weight,
+            normed,
+            total,
+            num_rows,
+            rows.stride(0),
+            0 if others is None else others.stride(0),
+            eps,
+            PARTS=parts,
+            OFFSET=offset,
+            SIZE=size,
+            BLOCK=block,
+            ROWS=block_rows,
+            num_warps=num_warps,
+        )
+    total = x if total is None else total
+    return total if normed is None else normed, total
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    before_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    num_rows,
+    x_stride,
+    residual_stride,
+    eps,
+    PARTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    col = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (col < SIZE)
+    # A pointer for each row: weights are loaded in the rows' layout, so that nothing moves between threads.
+    same = tl.zeros_like(row) + col
+    early: tl.constexpr = BLOCK <= EARLY_BLOCK
+    if early and weight_ptr is not None:
+        weight = tl.load(weight_ptr + same, mask=mask, other=0.0)
+    x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
+    if PARTS > 0:
+        for part in tl.static_range(1, PARTS):
+            x += tl.load(x_ptr + (row + part * num_rows) * x_stride + col, mask=mask, other=0.0)
+        x = x.to(residual_ptr.dtype.element_ty)  # as a product that was never cut
+    dtype = x.dtype
+    if early and residual_ptr is not None:
+        other = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)
+    if before_ptr is not None:
+        if early:
+            before = tl.load(before_ptr + same, mask=mask, other=0.0)
+        scale = _scale(x, eps, SIZE)
+        if not early:
+            before = tl.load(before_ptr + same, mask=mask, other=0.0)
+        x = weighted(x.to(tl.float32) * scale, before, dtype, OFFSET)
+    if residual_ptr is not None:
+        if not early:
+            other = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)
+        # Rounded before it is normed: the next layer adds to this sum.
+        x = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
+        tl.store(sum_ptr + row * SIZE + col, x, mask=mask)
+    if weight_ptr is not None:
+        scale = _scale(x, eps, SIZE)
+        if not early:
+            weight = tl.load(weight_ptr + same, mask=mask, other=0.0)
+        normed = weighted(x.to(tl.float32) * scale, weight, dtype, OFFSET)
+        tl.store(out_ptr + row * SIZE + col, normed, mask=mask)
+
+
+@triton.jit
+def _scale(x, eps, SIZE: tl.constexpr):
+    """What the rows are multiplied by to be normed."""
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / SIZE + eps)
+
+
+@triton.jit
+def weighted(normed, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
+    """`normed` in float32 times the weight, rounded where `rms_norm` (OFFSET None) or `wide_rms_norm` do."""
+    weight = weight.to(tl.float32)
+    return (normed.to(dtype).to(tl.float32) * weight if OFFSET is None else normed * (weight + OFFSET)).to(dtype)

@@ -1,0 +1,61 @@
+"""Root mean square norm whose weight multiplies before the result is rounded, as in OLMo 2 and Gemma."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triton_ops.implementation import Impl, runs_triton
+from triton_ops.norms.rms_norm import launch_rms_norm
+
+
+def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float, impl: Impl = "auto") -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * (offset + weight)` over the last dimension.
+
+    `x` is `[..., size]` in any float dtype, `weight` `[size]` in the same. Everything is computed in float32 and
+    rounded to x's dtype at the end; `rms_norm` rounds before it multiplies. `offset` is 0 in OLMo 2 and 1 in
+    Gemma, whose weights are centred on 0.
+    """
+    if runs_triton(impl, x.device):
+        return launch_rms_norm(x, None, weight, eps, offset=offset)[0]
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * (offset + weight.float())).to(x.dtype)
+
+
+def add_wide_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float, impl: Impl = "auto"
+) -> tuple[Tensor, Tensor]:
+    """`wide_rms_norm(x + residual)` and the sum, which is the next residual; both `[..., size]` in x's
+    dtype.
+    """
+    if runs_triton(impl, x.device):
+        return launch_rms_norm(x, residual, weight, eps, offset=offset)
+    residual = x + residual
+    return wide_rms_norm(residual, weight, eps, offset=offset, impl="torch"), residual
+
+
+def norm_add_wide_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    before: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`add_wide_rms_norm` of `wide_rms_norm(x, before)`: what Gemma does between attention and feed-forward."""
+    if runs_triton(impl, x.device):
+        return launch_rms_norm(x, residual, weight, eps, offset=offset, before=before)
+    x = wide_rms_norm(x, before, eps, offset=offset, impl="torch")
+    return add_wide_rms_norm(x, residual, weight, eps, offset=offset, impl="torch")
+
+
+def wide_rms_norm_add(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float, impl: Impl = "auto"
+) -> Tensor:
+    """`wide_rms_norm(x) + residual`: what OLMo 2 does behind attention and feed-forward."""
+    if runs_triton(impl, x.device):
+        return launch_rms_norm(x, residual, None, eps, offset=offset, before=weight)[1]
+    return wide_rms_norm(x, weight, eps, offset=offset, impl="torch") + residual
