@@ -19,7 +19,7 @@ class PreparedRequest(Protocol):
     """A request as `BatchRuntime.prepare` makes it."""
 
     @property
-    def id(self) -> int:
+    def id(self) -> int | str:
         """That of its output, and of no other."""
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from radixrt.batch.batch_run import BatchRun, Order
 from radixrt.batch.batch_runtime import BatchRuntime, R
@@ -34,11 +34,16 @@ from radixrt.report.files import Paths, ReportError, ReportFiles
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from radixrt.batch.options import BatchOptions
+
 _log = logging.getLogger(__name__)
 
 
 def run_batch(
-    runtime: BatchRuntime[R], input_path: str | Path, output_path: str | Path, **others: Any
+    runtime: BatchRuntime[R], input_path: str | Path, output_path: str | Path, **options: Unpack[BatchOptions]
 ) -> BatchReport:
     """Answer each line of `input_path` with one record in `output_path`, in input order.
 
@@ -55,14 +60,14 @@ def run_batch(
 
     Args:
         runtime: a Runtime without other requests. It stays open.
-        others: as of Batch.
+        options: as of Batch.
 
     Raises:
         ParameterError, BatchFileError, JournalError, DeviceLostError, ErrorRateError, BatchInterrupted: as Batch.
     """
     if runtime.has_work:
         raise RadixrtError("the runtime has other requests; a batch needs one without")
-    with Batch(input_path, output_path, **others) as batch:
+    with Batch(input_path, output_path, **options) as batch:
         batch.look(runtime.tokenizer, lambda prompt, params, line: runtime.prepare(prompt, params, index=line))
         return batch.run(runtime)
 

@@ -1,179 +1,75 @@
-"""Many calls, one engine: whoever waits for an output advances everybody's requests by a pass."""
+"""Many callers, one engine: one of those who wait steps it, the others sleep until there is news of theirs."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
+from radixrt.engine.calls import N, OutputCall, PendingCall, StreamCall
 from radixrt.engine.engine import Engine
-from radixrt.engine.signals import uninterrupted
+from radixrt.engine.signals import deferred
 from radixrt.errors import DeviceLostError, ParameterError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.schedule.request import Request
 
 T = TypeVar("T")
+Call = PendingCall[Any]
+
+WOKEN_AT_ONCE = 16  # tasks of an event loop, so that it gets round to others between them
 
 _log = logging.getLogger(__name__)
 
 
-class Call:
-    """Requests that were submitted together, and their outputs as they come.
-
-    Attributes:
-        requests: by id, those whose outputs have not come.
-        names: the caller's own ids, by the place of the prompt; those of prompts without one are numbers.
-        ready: outputs that nobody has taken.
-    """
-
-    def __init__(self, names: Mapping[int, str] | None = None) -> None:
-        self.requests: dict[int, Request] = {}
-        self.names = names or {}
-        self.ready: deque[RequestOutput] = deque()
-
-    def id_of(self, request: Request) -> int | str:
-        """What users know a request by."""
-        return self.names.get(request.index, request.id)
-
-
 class Driver:
-    """Steps the engine for callers in any thread and hands each the outputs of its own requests.
+    """Steps the engine for callers in any thread and hands each the news of its own requests.
 
-    No thread of its own: a caller that waits takes the lock and steps for all. An exception that ends the step
-    ends that caller's wait; the others go on.
+    It has no thread of its own. A caller that waits takes the turn and steps for all, until there is news of its
+    call; then it passes the turn on to another that waits. Tasks of event loops sleep in futures, and one thread
+    of the loop's executor waits in their place. An exception that ends a step ends the wait of who took it; the
+    others go on.
+
+    `_mutex` guards who has the turn, who sleeps and which requests have not ended. It is never held during a pass.
 
     Args:
         engine: nobody else steps it.
-        make_output: turns a request whose answers have all ended into its output.
+        output_of: turns a request whose answers have all ended into its output.
 
     Attributes:
         device_lost: a step has lost the device; nothing may be asked of it any more.
     """
 
-    def __init__(self, engine: Engine, make_output: Callable[[Request], RequestOutput]) -> None:
+    def __init__(self, engine: Engine, output_of: Callable[[Request], RequestOutput]) -> None:
         self._open: Engine | None = engine  # None once it is closed
-        self._make_output = make_output
-        # A thread that holds it may come here again: the garbage collector ends a forgotten stream anywhere.
-        self._lock = threading.RLock()
-        self._working = False  # whoever holds the lock is in the middle of something
-        self._calls: dict[int, Call] = {}  # by the id of each request that has not ended
-        self._named: dict[str, Request] = {}  # those of them that have an id of the caller's
+        self._output_of = output_of
+        self._mutex = threading.RLock()
+        self._turn_is_free = threading.Condition(self._mutex)
+        self._owner: int | None = None  # the thread that has the turn
+        self._guests = 0  # threads that want the turn for something else than waiting: they go first
+        self._inside: set[int] = set()  # threads that are in here
+        self._asleep: dict[object, threading.Condition] = {}  # by call, threads that wait; the oldest first
+        self._tasks: dict[Call, asyncio.Future[None]] = {}  # by call, tasks that wait
+        self._has_proxy = False  # a thread waits in place of the tasks, or is about to
+        self._orphans: set[Call] = set()  # that tasks have abandoned
+        self._calls: dict[int | str, Call] = {}  # by the id of each request that has not ended
+        self._streams: dict[StreamCall, None] = {}  # those of them that hear of every pass; in order
+        self._inbox: deque[list[Request]] = deque()  # for the next step to submit
         self.device_lost = False
 
     @property
     def has_work(self) -> bool:
         """Whether requests have not ended, or passes are in flight, and there can be a next step."""
-        return self._engine.has_work and not self._engine.is_cut
+        engine = self.check_open()
+        return (bool(self._inbox) or engine.has_work) and not engine.is_cut
 
     @property
-    def _engine(self) -> Engine:
-        return self.check_open()
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Hold the lock, the driver being open."""
-        with self._lock:
-            if self._working:
-                raise RadixrtError("a runtime is called in the middle of its own work, as by a signal's handler")
-            self.check_open()
-            self._working = True
-            try:
-                yield
-            finally:
-                self._working = False
-
-    def submit(self, requests: Iterable[Request], call: Call, *, in_order: bool = False) -> None:
-        """Queue requests as part of a call, to be served `in_order`, or as the policy says.
-
-        Raises:
-            ParameterError: one of its names is taken.
-        """
-        requests = list(requests)
-        with self._alone(), uninterrupted():
-            named = {call.names[r.index]: r for r in requests if r.index in call.names}
-            for name in named.keys() & self._named.keys():
-                raise ParameterError(f"request id {name!r} is that of another request that has not ended")
-            self._engine.submit_all(requests, in_order=in_order)
-            self._named |= named
-            for request in requests:
-                call.requests[request.id] = request
-                self._calls[request.id] = call
-
-    def advance(self, call: Call) -> None:
-        """Advance all requests by one pass, unless `call` has an output to take or nothing to wait for."""
-        with self._alone():
-            if not call.ready and call.requests:
-                self._step()
-
-    def look(self, look: Callable[[], T]) -> T:
-        """What `look` returns while no pass is being booked. Raises RadixrtError if the driver is closed."""
-        with self._alone():
-            return look()
-
-    def step(self) -> None:
-        """Advance all requests by one pass."""
-        with self._alone():
-            self._step()
-
-    def abort(self, request_id: int | str) -> bool:
-        """End a request at the next step; from any thread. False if it has ended, or never was."""
-        if isinstance(request_id, str):
-            request = self._named.get(request_id)
-        else:
-            call = self._calls.get(request_id)
-            request = None if call is None else call.requests.get(request_id)
-        engine = self._open
-        if request is None or engine is None:
-            return False
-        engine.abort(request)
-        return True
-
-    def abandon(self, call: Call) -> None:
-        """End what is left of a call and run until it is gone, so that nothing of it stays behind."""
-        with self._lock:
-            if self._open is None:
-                return
-            for request in list(call.requests.values()):
-                self._open.abort(request)
-            if self._working:  # a stream forgotten in the middle of a step, say: the steps to come see to it
-                return
-            with self._alone():
-                # The last pass in flight too, unless others will step: nothing is left to do behind an answer.
-                while self.has_work and (call.requests or not self._calls):
-                    self._step()
-
-    def while_idle(self, action: Callable[[], T]) -> T:
-        """Run everything to its end, then `action`, before anything else is let in. Returns what `action` does.
-
-        What is booked between the tiers has been started by then.
-        """
-        with self._alone():
-            while self._engine.has_work:
-                self._step()
-            self._engine.check_whole()
-            with uninterrupted():
-                self._engine.make_transfers()
-            return action()
-
-    def close(self) -> None:
-        """End all requests and let go of the engine, from any thread.
-
-        Callers that wait get a RadixrtError, or outputs that end with "abort".
-        """
-        with self._lock:
-            if self._open is None:
-                return
-            with self._alone():
-                for call in list(self._calls.values()):
-                    for request in call.requests.values():
-                        self._engine.abort(request)
-                while self.has_work:
-                    self._step()
-                self._open = None  # and with it go the model and its memory
+    def num_pending(self) -> int:
+        """Requests that have not ended."""
+        return len(self._calls)
 
     def check_open(self) -> Engine:
         """The engine. Raises RadixrtError if the driver is closed."""
@@ -182,27 +78,329 @@ class Driver:
             raise RadixrtError("the runtime is closed")
         return engine
 
-    def _step(self) -> None:
-        with uninterrupted():  # booking included: an output that is not delivered now never is
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Iterable[Request], call: Call) -> None:
+        """Hand requests that were checked when they were built to the next step, without waiting for this one.
+
+        Raises:
+            ParameterError: the id of one is taken.
+        """
+        requests = list(requests)
+        with self._entered(), self._mutex:
+            self.check_open()
+            for request in requests:
+                if request.id in self._calls:
+                    raise ParameterError(
+                        f"request id {request.id!r} is that of another request that has not ended"
+                    )
+            self._register(requests, call)
+            if requests:
+                self._inbox.append(requests)
+
+    def submit_now(self, requests: Iterable[Request], call: OutputCall, *, in_order: bool) -> None:
+        """Queue requests after the current pass, to be served `in_order`, or as the policy says.
+
+        Raises:
+            ValueError: one can never run, or was submitted before; none of them is queued then.
+        """
+        requests = list(requests)
+        with self._turn(), deferred():
+            self.check_open().submit_all(requests, in_order=in_order)
+            with self._mutex:
+                self._register(requests, call)
+
+    def abort(self, request_id: int | str) -> bool:
+        """End a request at the next step; from any thread. False if it has ended, or never was."""
+        call, engine = self._calls.get(request_id), self._open
+        request = None if call is None else call.requests.get(request_id)
+        if request is None or engine is None:
+            return False
+        engine.abort(request)
+        return True
+
+    def _register(self, requests: Iterable[Request], call: Call) -> None:
+        for request in requests:
+            call.requests[request.id] = request
+            self._calls[request.id] = call
+        if isinstance(call, StreamCall):
+            self._streams[call] = None
+
+    # -- waiting -------------------------------------------------------------------------------------------
+
+    def news(self, call: PendingCall[N]) -> list[N]:
+        """Wait for news of a call and take it; nothing if the call is over."""
+        with self._entered():
+            self.check_open()
+            self._wait(lambda: call.has_news or not call.requests, call)
+        return call.take()
+
+    async def async_news(self, call: PendingCall[N]) -> list[N]:
+        """`news` for a task: its event loop never waits for a pass."""
+        loop = asyncio.get_running_loop()
+        with self._entered(), self._mutex:
+            self.check_open()
+            if call.has_news or not call.requests:
+                return call.take()
+            self._tasks[call] = told = loop.create_future()
+        try:
+            self._start_proxy(loop)
+            await told
+        finally:
+            self._tasks.pop(call, None)
+        return call.take()
+
+    def abandon(self, call: Call) -> None:
+        """End what is left of a call and run until it is gone, so that nothing of it stays.
+
+        The last pass in flight is collected too, unless others will step.
+        """
+
+        def is_gone() -> bool:
+            return self._open is None or not self.has_work or (not call.requests and bool(self._calls))
+
+        if self._abort_all(call):
+            with self._entered():
+                self._wait(is_gone, call)
+
+    def abandon_soon(self, call: Call) -> None:
+        """`abandon` for a task: what is left ends at the next steps, and nobody waits for it."""
+        if call.requests and self._abort_all(call):
+            with self._mutex:
+                self._orphans.add(call)
+            with contextlib.suppress(RuntimeError):  # there is no loop any more: steps to come see to it
+                self._start_proxy(asyncio.get_running_loop())
+
+    def _abort_all(self, call: Call) -> bool:
+        """Abort the requests of a call. Whether this thread may step.
+
+        It may not in the middle of something here, where the garbage collector ends a forgotten stream: steps to
+        come see to that.
+        """
+        engine = self._open
+        if engine is None:
+            return False
+        for request in tuple(call.requests.values()):
+            engine.abort(request)
+        return threading.get_ident() not in self._inside
+
+    def _wait(self, done: Callable[[], bool], key: object) -> None:
+        """Step, or sleep while others do, until `done`. What changes `done` wakes `key`."""
+        try:
+            while not done():
+                self.check_open()
+                if not self._stepped_until(done):
+                    self._sleep(done, key)
+        finally:
+            with self._mutex:
+                self._pass_on()
+
+    def _stepped_until(self, done: Callable[[], bool]) -> bool:
+        """Step until `done`, or until a guest waits. False if it is not this thread's turn."""
+        me = threading.get_ident()
+        try:
+            with self._mutex:
+                if self._owner is not None or self._guests:
+                    return False
+                self._owner = me
+            self._step()
+            while not done() and not self._guests:
+                self._step()
+            return True
+        finally:
+            self._give_back(me)
+
+    def _sleep(self, done: Callable[[], bool], key: object) -> None:
+        with self._mutex:
+            if not done() and (self._owner is not None or self._guests):
+                self._asleep[key] = woken = threading.Condition(self._mutex)
+                try:
+                    woken.wait()
+                finally:
+                    self._asleep.pop(key, None)
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        me = threading.get_ident()
+        if me in self._inside:
+            raise RadixrtError("a runtime is called in the middle of its own work, as by a signal's handler")
+        try:
+            self._inside.add(me)
+            yield
+        finally:
+            self._inside.discard(me)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Have the turn once the current pass has ended."""
+        me = threading.get_ident()
+        with self._entered():
             try:
-                ended = self._engine.step()
+                with self._mutex:
+                    self._guests += 1
+                    try:
+                        while self._owner is not None:
+                            self._turn_is_free.wait()
+                        self._owner = me
+                    finally:
+                        self._guests -= 1
+                yield
+            finally:
+                self._give_back(me)
+
+    def _give_back(self, me: int) -> None:
+        with self._mutex:
+            if self._owner == me:
+                self._owner = None
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Wake a thread to take the turn, if it is free."""
+        if self._owner is not None:
+            return
+        if self._guests:
+            self._turn_is_free.notify()
+        elif self._asleep:
+            self._asleep.pop(next(iter(self._asleep))).notify()
+
+    # -- tasks ---------------------------------------------------------------------------------------------
+
+    def _start_proxy(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have a thread of the loop's executor wait in place of the tasks, unless one does."""
+        with self._mutex:
+            if self._has_proxy:
+                return
+            self._has_proxy = True
+        try:
+            loop.run_in_executor(None, self._wait_for_tasks)
+        except BaseException:
+            self._has_proxy = False
+            raise
+
+    def _wait_for_tasks(self) -> None:
+        try:
+            with self._entered():
+                self._wait(self._no_task_waits, self)
+        except Exception as error:  # as a caller in a thread gets it
+            with self._mutex:
+                self._has_proxy = False
+                self._wake(tuple(self._tasks), error)
+
+    def _no_task_waits(self) -> bool:
+        with self._mutex:
+            if self._tasks:
+                return False
+            self._orphans = {call for call in self._orphans if call.requests}
+            if self._open is not None and self.has_work and (self._orphans or not self._calls):
+                return False
+            self._has_proxy = False  # here, so that the next task that waits starts another one
+            return True
+
+    def _wake(self, keys: Iterable[Any], error: Exception | None = None) -> None:
+        """Wake who waits for these calls; tasks with an error, if there is one."""
+        with self._mutex:
+            futures: dict[asyncio.AbstractEventLoop, deque[asyncio.Future[None]]] = {}
+            for key in keys:
+                if key in self._asleep:
+                    self._asleep.pop(key).notify()
+                if (told := self._tasks.pop(key, None)) is not None:
+                    futures.setdefault(told.get_loop(), deque()).append(told)
+            for loop, of_loop in futures.items():
+                with contextlib.suppress(RuntimeError):  # it was closed, and its tasks with it
+                    loop.call_soon_threadsafe(_resolve, loop, of_loop, error)
+            if not self._tasks and self in self._asleep:  # the proxy
+                self._asleep.pop(self).notify()
+
+    # -- between passes ------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Advance all requests by one pass."""
+        with self._turn():
+            self._step()
+
+    def between_passes(self, action: Callable[[], T]) -> T:
+        """What `action` returns while no pass is being booked. Raises RadixrtError if the driver is closed."""
+        with self._turn():
+            self.check_open()
+            return action()
+
+    def while_idle(self, action: Callable[[], T]) -> T:
+        """Run everything to its end, then `action`, before anything else is let in. Returns what `action` does.
+
+        What is booked between the tiers has been started by then.
+        """
+        with self._turn():
+            engine = self.check_open()
+            self._submit_inbox(engine)
+            while engine.has_work:
+                self._step(admit=False)
+            engine.check_whole()
+            with deferred():
+                engine.make_transfers()
+            return action()
+
+    def close(self) -> None:
+        """End all requests and let go of the engine, from any thread.
+
+        Callers that wait get a RadixrtError, or outputs that end with "abort".
+        """
+        if self._open is None:
+            return
+        with self._turn():
+            while (engine := self._open) is not None:
+                for call in tuple(self._calls.values()):
+                    self._abort_all(call)
+                while self.has_work:
+                    self._step()
+                with self._mutex:
+                    if not self._inbox or engine.is_cut:
+                        self._open = None  # and with it go the model and its memory
+            with self._mutex:
+                self._wake((*self._asleep, *self._tasks), RadixrtError("the runtime is closed"))
+
+    def _submit_inbox(self, engine: Engine) -> None:
+        while self._inbox:
+            engine.submit_all(self._inbox.popleft())
+
+    def _step(self, *, admit: bool = True) -> None:
+        engine = self.check_open()
+        with deferred():  # booking included: an output that is not delivered now never is
+            if admit:
+                self._submit_inbox(engine)
+            try:
+                ended = engine.step()
             except DeviceLostError:
                 self.device_lost = True
                 raise
-            for request in ended:
-                first = request.family[0]
-                if first.id in self._calls and all(answer.finished for answer in first.family):
-                    call = self._calls.pop(first.id)
-                    del call.requests[first.id]
-                    request_id = call.id_of(first)
-                    if isinstance(request_id, str):
-                        del self._named[request_id]
-                    output = self._output(first)
-                    call.ready.append(output if output.id == request_id else replace(output, id=request_id))
+            told = [call for request in ended if (call := self._end(request.family[0])) is not None]
+            told += [call for call in tuple(self._streams) if call.catch_up()]
+            if told:
+                self._wake(told)
+
+    def _end(self, first: Request) -> Call | None:
+        """Deliver the output of a request if its answers have all ended. Returns its call then."""
+        call = self._calls.get(first.id)
+        if call is None or not all(answer.finished for answer in first.family):
+            return None
+        call.end(first, self._output(first))
+        del self._calls[first.id]
+        if isinstance(call, StreamCall):
+            del self._streams[call]
+        return call
 
     def _output(self, first: Request) -> RequestOutput:
         try:
-            return self._make_output(first)
+            return self._output_of(first)
         except Exception as error:  # one request's text must not cost the others theirs
-            _log.exception("no output can be made of request %d", first.id)
-            return RequestOutput.refused(first.index, f"no output can be made: {error}")
+            _log.exception("no output can be made of request %s", first.id)
+            return RequestOutput.refused(first.index, f"no output can be made: {error}", first.id)
+
+
+def _resolve(loop: asyncio.AbstractEventLoop, told: deque[asyncio.Future[None]], error: Exception | None) -> None:
+    """Wake tasks, some at a time; in the thread of their loop."""
+    for _ in range(min(WOKEN_AT_ONCE, len(told))):
+        future = told.popleft()
+        if not future.done():  # cancelled
+            future.set_result(None) if error is None else future.set_exception(error)
+    if told:
+        loop.call_soon(_resolve, loop, told, error)

@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from radixrt.engine.gc_control import keep_for_good
-from radixrt.engine.signals import uninterrupted
+from radixrt.engine.signals import deferred
 from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.schedule.activity import Activity, ActivityMeter
 from radixrt.schedule.batch import Runner, ScheduleBatch
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
-
-LAG = 1  # passes that may be in flight while the next one is planned, where nothing else is said
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +32,8 @@ class Engine:
     Args:
         scheduler: decides what runs; the cache it uses is told when passes start and end.
         runner: computes it.
-        lag: passes that may be in flight while the next one is planned. 0: each is booked before the next one is
-            planned, so that the device waits for the host.
+        max_in_flight: passes that may be in flight while the next one is planned. 0: each is booked before the
+            next one is planned, so that the device waits for the host.
         clock: seconds of the host.
     """
 
@@ -44,12 +42,12 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         *,
-        lag: int = LAG,
+        max_in_flight: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self._lag = lag
+        self._max_in_flight = max_in_flight
         self._in_flight: deque[_InFlight] = deque()
         self._aborts: deque[Request] = deque()
         self._meter = ActivityMeter(clock)
@@ -96,7 +94,7 @@ class Engine:
             booked.give_back(transfers)  # those that could not be started
 
     def step(self) -> list[Request]:
-        """Launch the next pass, then book the one `lag` passes before it. Returns the requests that ended.
+        """Launch the next pass, then book the one `max_in_flight` passes before it. Returns who has ended.
 
         A pass that raises ends its own requests with FinishReason.ERROR; all others go on. Ctrl-C is raised
         after the step.
@@ -107,7 +105,7 @@ class Engine:
                 it could not handle (a third Ctrl-C), so that nobody knows what is in memory.
         """
         self.check_whole()
-        with uninterrupted():
+        with deferred():
             self.is_cut = True
             self._meter.begin_step()
             ended = self._step()
@@ -124,7 +122,7 @@ class Engine:
         batch = self.scheduler.next_batch()
         if batch is not None:
             self._in_flight.append(self._launch(batch))
-        if self._in_flight and (batch is None or len(self._in_flight) > self._lag):
+        if self._in_flight and (batch is None or len(self._in_flight) > self._max_in_flight):
             ended += self._collect(self._in_flight.popleft())
         return ended
 

@@ -22,7 +22,7 @@ from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import Slots
 from radixrt.cache.snapshot import Adoption
-from radixrt.engine.signals import uninterrupted
+from radixrt.engine.signals import deferred
 from radixrt.errors import CacheFileError
 from radixrt.kept_cache.cache_file import (
     CacheFileReader,
@@ -116,16 +116,16 @@ class CacheStorage:
                 raise CacheFileError(f"the cache file {path} cannot be used: {fault}")
             arriving: Adoption | None = None
             try:
-                with uninterrupted():
+                with deferred():
                     adoption = arriving = self.cache.begin_adoption(reader.tree, weights_version)
                 # KV that nobody has checked goes to slots that nobody reads.
                 self._read(reader, adoption.slots, progress)
-                with uninterrupted():
+                with deferred():
                     self.cache.adopt(adoption)
                     arriving = None
             finally:
                 if arriving is not None:
-                    with uninterrupted():
+                    with deferred():
                         self.cache.give_up(arriving)
         return Loaded(int(adoption.taken.sum()), int(adoption.known.sum()), adoption.left_out)
 

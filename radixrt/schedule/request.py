@@ -79,7 +79,7 @@ class Request:
     parent: Request | None = None
     keep: int | None = None
     in_order: bool = False
-    id: int = -1  # of the request in its Runtime; its other answers have none
+    id: int | str = -1  # of the request in its Runtime; its other answers have none
 
     state: RequestState = RequestState.WAITING
     arrival: int = -1  # its place in the order of submission; its other answers have the same

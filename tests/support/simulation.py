@@ -24,7 +24,7 @@ from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Match, Namespace, Node
 from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.engine.driver import Driver
-from radixrt.engine.engine import LAG, Engine
+from radixrt.engine.engine import Engine
 from radixrt.errors import DeviceLostError
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
@@ -407,7 +407,7 @@ class Sizes:
     policy: SchedulePolicy = SchedulePolicy.LPM
     enabled: bool = True
     force_miss: bool = False
-    lag: int = LAG
+    max_in_flight: int = 1
     drops: bool = False  # some requests say how little of them later ones need
 
 
@@ -463,7 +463,7 @@ class World:
         self.runner = SimulatedRunner(
             self.rows, s.num_slots, s.host_slots, s.chunk, self.scheduler.max_samples_per_pass
         )
-        self.engine = Engine(self.scheduler, self.runner, lag=s.lag)
+        self.engine = Engine(self.scheduler, self.runner, max_in_flight=s.max_in_flight)
         self.requests: list[Request] = []
         self.events: Counter[str] = Counter()
         self.first_match: dict[int, int] = {}
@@ -1216,6 +1216,6 @@ def random_sizes(seed: int, host_slots: int = 0) -> Sizes:
         force_miss=r.random() < 0.08,
         max_samples=r.choice([0, 4, 8]),
         host_slots=host_slots,
-        lag=LAG if r.random() > 0.2 else 0,
+        max_in_flight=1 if r.random() > 0.2 else 0,
         drops=True,
     )
