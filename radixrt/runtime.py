@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from radixrt.engine.driver import Driver
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.parts import Parts
 from radixrt.engine.signals import deferred
+from radixrt.engine.tasks import Workshop
 from radixrt.errors import ParameterError, PassError, PromptError, RadixrtError
 from radixrt.frontend.request_builder import (
     Continuation,
@@ -95,7 +95,7 @@ class Runtime:
         self._parts: Parts | None = parts  # None once it is closed
         self._driver = Driver(parts.engine, parts.output_of)
         self._loose = OutputCall()  # requests that came through `submit`
-        self._builder = parts.builder
+        self._builder, self._workshop = parts.builder, Workshop()
         self.config, self.device = parts.model.config, parts.model.device
         self.tokenizer, self.context_length = parts.builder.tokenizer, parts.builder.context_length
         self.seed, self.limits, self.start_up = parts.config.seed, parts.limits, parts.start_up
@@ -237,7 +237,7 @@ class Runtime:
         listed, many = listed_prompts(prompts)
         each, ids = one_each(sampling_params, len(listed), many), own_ids(request_ids, len(listed), many)
         built = partial(self._built, listed, each, ids, tenant, on_error)
-        outputs, requests = await asyncio.get_running_loop().run_in_executor(None, built)
+        outputs, requests = await self._workshop.run(built)
         call = OutputCall()
         try:
             self._driver.submit(requests, call)
@@ -259,7 +259,7 @@ class Runtime:
     ) -> AsyncIterator[StreamChunk]:
         """`stream` for asyncio, with the threads of `async_generate`."""
         built = partial(self._stream_request, prompt, sampling_params, tenant, request_id)
-        request, call = await asyncio.get_running_loop().run_in_executor(None, built), StreamCall()
+        request, call = await self._workshop.run(built), StreamCall()
         try:
             self._driver.submit([request], call)
             while not call.is_over:
@@ -384,7 +384,7 @@ class Runtime:
     @property
     def num_waiting(self) -> int:
         """Submitted requests that are not admitted yet, or wait again after a retraction."""
-        return len(self.parts.scheduler.waiting)
+        return self._driver.num_waiting
 
     def activity(self) -> Activity:
         """What passes have computed since the Runtime was made, and where the time went: on the device in prefill

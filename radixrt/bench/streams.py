@@ -16,7 +16,7 @@ from radixrt.engine.simulated import ConstantRunner, simulated_parts
 from radixrt.limits import RunLimits
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.batch import PassResult
+from radixrt.schedule.batch import PassResult, ScheduleBatch
 from radixrt.text.tokenizer import Tokenizer
 
 STREAMS = (1, 4, 16, 64, 256)
@@ -27,10 +27,15 @@ PROMPT_LEN = 16
 
 @dataclass
 class SlowRunner(ConstantRunner):
-    """Samples an "x" after some seconds; `passes` counts."""
+    """Samples an "x" after some seconds, from the moment on at which all requests are there; `passes` counts."""
 
     seconds: float = 0.0
     passes: int = 0
+    all_there: threading.Event = field(default_factory=threading.Event)
+
+    def launch(self, batch: ScheduleBatch) -> ScheduleBatch:
+        self.all_there.wait()
+        return super().launch(batch)
 
     def collect(self, handle: object) -> PassResult:
         self.passes += 1
@@ -79,16 +84,28 @@ def measure(kind: str, num_streams: int, *, tokens: int = TOKENS, seconds: float
     parts = simulated_parts(runner, limits, PROMPT_LEN + tokens, vocab_size=256, tokenizer=letters())
     figures = Figures(kind)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
-    prompts = np.random.default_rng(0).integers(0, 256, (num_streams, PROMPT_LEN)).tolist()
+    tokens_of = np.random.default_rng(0).integers(0, 256, (num_streams, PROMPT_LEN))
+    tokens_of[:, 0] = np.arange(num_streams)  # nothing to share: nobody waits for another one's prefix
+    prompts = tokens_of.tolist()
     with Runtime.from_parts(parts) as runtime:
         began = time.perf_counter()
+        starter = threading.Thread(target=_start, args=(runtime, runner, num_streams))
+        starter.start()
         if kind == "tasks":
             asyncio.run(_in_tasks(runtime, prompts, params, figures))
         else:
             _in_threads(runtime, prompts, params, figures)
         figures.seconds = time.perf_counter() - began
         figures.passes = runner.passes
+        starter.join()
     return figures
+
+
+def _start(runtime: Runtime, runner: SlowRunner, count: int) -> None:
+    """Let passes begin when all requests have been submitted: no stream needs more of them than its tokens."""
+    while runtime.num_running + runtime.num_waiting < count:
+        time.sleep(0.005)
+    runner.all_there.set()
 
 
 def letters() -> Tokenizer:

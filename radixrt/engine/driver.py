@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 from radixrt.engine.calls import N, OutputCall, PendingCall, StreamCall
 from radixrt.engine.engine import Engine
 from radixrt.engine.signals import deferred
+from radixrt.engine.tasks import answer_soon
 from radixrt.errors import DeviceLostError, ParameterError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.schedule.request import Request
 
 T = TypeVar("T")
 Call = PendingCall[Any]
-
-WOKEN_AT_ONCE = 16  # tasks of an event loop, so that it gets round to others between them
 
 _log = logging.getLogger(__name__)
 
@@ -67,9 +66,9 @@ class Driver:
         return (bool(self._inbox) or engine.has_work) and not engine.is_cut
 
     @property
-    def num_pending(self) -> int:
-        """Requests that have not ended."""
-        return len(self._calls)
+    def num_waiting(self) -> int:
+        """Requests that are not admitted, or wait again after a retraction."""
+        return len(self.check_open().scheduler.waiting) + sum(map(len, tuple(self._inbox)))
 
     def check_open(self) -> Engine:
         """The engine. Raises RadixrtError if the driver is closed."""
@@ -137,15 +136,13 @@ class Driver:
 
     async def async_news(self, call: PendingCall[N]) -> list[N]:
         """`news` for a task: its event loop never waits for a pass."""
+        self.check_open()
         loop = asyncio.get_running_loop()
-        with self._entered(), self._mutex:
-            self.check_open()
-            if call.has_news or not call.requests:
-                return call.take()
-            self._tasks[call] = told = loop.create_future()
+        self._tasks[call] = told = loop.create_future()  # first: news that come from now on find it
         try:
-            self._start_proxy(loop)
-            await told
+            if call.requests and not call.has_news:
+                self._start_proxy(loop)
+                await told
         finally:
             self._tasks.pop(call, None)
         return call.take()
@@ -267,11 +264,10 @@ class Driver:
 
     def _start_proxy(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have a thread of the loop's executor wait in place of the tasks, unless one does."""
-        with self._mutex:
-            if self._has_proxy:
-                return
-            self._has_proxy = True
+        if self._has_proxy:
+            return
         try:
+            self._has_proxy = True
             loop.run_in_executor(None, self._wait_for_tasks)
         except BaseException:
             self._has_proxy = False
@@ -282,34 +278,33 @@ class Driver:
             with self._entered():
                 self._wait(self._no_task_waits, self)
         except Exception as error:  # as a caller in a thread gets it
-            with self._mutex:
-                self._has_proxy = False
-                self._wake(tuple(self._tasks), error)
+            self._has_proxy = False
+            self._wake(tuple(self._tasks), error)
 
     def _no_task_waits(self) -> bool:
+        # First: a task that comes after this look starts another proxy, and one that came before it is seen.
+        self._has_proxy = False
+        self._has_proxy = self._tasks_need_steps()
+        return not self._has_proxy
+
+    def _tasks_need_steps(self) -> bool:
         with self._mutex:
-            if self._tasks:
-                return False
             self._orphans = {call for call in self._orphans if call.requests}
-            if self._open is not None and self.has_work and (self._orphans or not self._calls):
-                return False
-            self._has_proxy = False  # here, so that the next task that waits starts another one
-            return True
+            nobody_else_steps = bool(self._orphans) or not self._calls
+            return bool(self._tasks) or (nobody_else_steps and self._open is not None and self.has_work)
 
     def _wake(self, keys: Iterable[Any], error: Exception | None = None) -> None:
         """Wake who waits for these calls; tasks with an error, if there is one."""
         with self._mutex:
-            futures: dict[asyncio.AbstractEventLoop, deque[asyncio.Future[None]]] = {}
+            futures = []
             for key in keys:
                 if key in self._asleep:
                     self._asleep.pop(key).notify()
                 if (told := self._tasks.pop(key, None)) is not None:
-                    futures.setdefault(told.get_loop(), deque()).append(told)
-            for loop, of_loop in futures.items():
-                with contextlib.suppress(RuntimeError):  # it was closed, and its tasks with it
-                    loop.call_soon_threadsafe(_resolve, loop, of_loop, error)
+                    futures.append(told)
             if not self._tasks and self in self._asleep:  # the proxy
                 self._asleep.pop(self).notify()
+        answer_soon((told, None, error) for told in futures)
 
     # -- between passes ------------------------------------------------------------------------------------
 
@@ -394,13 +389,3 @@ class Driver:
         except Exception as error:  # one request's text must not cost the others theirs
             _log.exception("no output can be made of request %s", first.id)
             return RequestOutput.refused(first.index, f"no output can be made: {error}", first.id)
-
-
-def _resolve(loop: asyncio.AbstractEventLoop, told: deque[asyncio.Future[None]], error: Exception | None) -> None:
-    """Wake tasks, some at a time; in the thread of their loop."""
-    for _ in range(min(WOKEN_AT_ONCE, len(told))):
-        future = told.popleft()
-        if not future.done():  # cancelled
-            future.set_result(None) if error is None else future.set_exception(error)
-    if told:
-        loop.call_soon(_resolve, loop, told, error)

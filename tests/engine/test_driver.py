@@ -17,6 +17,7 @@ import torch
 
 from radixrt import FinishReason, ParameterError, RadixrtError, Runtime
 from radixrt import SamplingParams as Params
+from radixrt.engine.parts import Parts
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -41,21 +42,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Pa
 
 def small(folder: Path, **options: Any) -> Runtime:
     runtime = Runtime(folder, **{"device": torch.get_default_device(), "max_total_tokens": 2000, **options})
-    runtime._kv_pool.fill(float("nan"))
+    runtime.parts.model.kv_pool.fill(float("nan"))
     return runtime
 
 
-def nothing_is_left(runtime: Runtime) -> bool:
-    """Whether no request holds a slot, a row, a lock or a place in a queue; of a closed runtime too."""
-    stats, rows = runtime._cache.stats(), runtime._rows
+def nothing_is_left(runtime: Runtime | Parts) -> bool:
+    """Whether no request holds a slot, a row, a lock or a place in a queue; of a closed one, given its parts."""
+    parts = runtime if isinstance(runtime, Parts) else runtime.parts
+    stats, rows = parts.cache.stats(), parts.cache.rows
     return (
-        not runtime._scheduler.has_work
-        and not runtime._driver._calls
+        not parts.scheduler.has_work
+        and (isinstance(runtime, Parts) or not runtime.has_work)
         and (stats.locked, stats.private, stats.pending) == (0, 0, 0)
         and stats.free + stats.evictable == stats.capacity
         and rows.num_free == rows.max_requests
-        and not runtime._cache.leases
+        and not parts.cache.leases
     )
+
+
+def unfinished(runtime: Runtime) -> int:
+    """Answers that are under way or wait."""
+    return runtime.num_running + runtime.num_waiting
 
 
 def in_time(action: Callable[[], Any]) -> list[Any]:
@@ -118,11 +125,10 @@ def test_a_cancelled_task_ends_its_requests_alone(builtin: Runtime, kind: str) -
     async def everything() -> list[Any]:
         task = asyncio.create_task(to_be_cancelled())
         running = 4 if kind == "generate, many" else 1
-        await tasks_until(lambda: len(builtin._scheduler.running) == running)
+        await tasks_until(lambda: len(builtin.parts.scheduler.running) == running)
         await tasks_until(lambda: bool(chunks) or kind.startswith("generate"))
         others = [asyncio.create_task(builtin.async_generate(question, GREEDY)) for question in questions]
-        await asyncio.sleep(0)  # they are submitted
-        assert len(builtin._driver._calls) > 3
+        await tasks_until(lambda: unfinished(builtin) == running + len(questions))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -162,11 +168,11 @@ def test_what_is_left_half_way_is_released_at_once(builtin: Runtime) -> None:
     stream, outputs = builtin.stream(FACTS, ENDLESS), builtin.generate_iter([FACTS, "Hugo"], [GREEDY, ENDLESS])
     next(stream)
     next(outputs)
-    assert len(builtin._driver._calls) == 3
+    assert unfinished(builtin) == 3
     stream.close()
     del outputs
-    assert len(builtin._driver._calls) == 1
-    assert builtin._scheduler.has_work
+    assert unfinished(builtin) == 1
+    assert builtin.parts.scheduler.has_work
     *_, last = kept
     assert last.output is not None
     assert last.output.token_ids == expected.token_ids
@@ -187,10 +193,10 @@ def test_a_stream_may_be_forgotten_wherever_a_thread_is(
     def act() -> None:
         with monkeypatch.context() as patch:
             if place == "submit":
-                patch.setattr(builtin._driver._engine, "submit_all", collected)
+                patch.setattr(builtin.parts.engine, "submit_all", collected)
                 builtin.submit()
             else:
-                patch.setattr(builtin._cache, "flush", collected)
+                patch.setattr(builtin.parts.cache, "flush", collected)
                 builtin.flush_cache()
         builtin.generate("Hugo", Params(max_new_tokens=1))
 
@@ -200,7 +206,7 @@ def test_a_stream_may_be_forgotten_wherever_a_thread_is(
 
 def test_a_call_in_the_middle_of_a_step_is_refused(builtin: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal's handler runs in the main thread wherever that is."""
-    runner = builtin._driver._engine.runner
+    runner = builtin.parts.engine.runner
     launch, errors = runner.launch, []
 
     def handled(batch: Any) -> Any:
@@ -220,7 +226,7 @@ def test_a_call_in_the_middle_of_a_step_is_refused(builtin: Runtime, monkeypatch
 
 @pytest.mark.parametrize("kind", ["generate", "stream"])
 def test_ctrl_c_while_requests_are_submitted(builtin: Runtime, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    engine, passes = builtin._driver._engine, builtin._cache.passes_launched
+    engine, passes = builtin.parts.engine, builtin.parts.cache.passes_launched
     submit_all = engine.submit_all
 
     def interrupted(requests: Any, **options: Any) -> None:
@@ -231,7 +237,7 @@ def test_ctrl_c_while_requests_are_submitted(builtin: Runtime, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         builtin.generate("Hugo", ENDLESS) if kind == "generate" else next(builtin.stream("Hugo", ENDLESS))
     assert nothing_is_left(builtin)
-    assert builtin._cache.passes_launched - passes < 3  # it was ended, and did not run to its end
+    assert builtin.parts.cache.passes_launched - passes < 3  # it was ended, and did not run to its end
 
 
 # -- aborted -----------------------------------------------------------------------------------------------
@@ -335,11 +341,12 @@ def test_close_during_a_stream(folder: Path) -> None:
         thread = threading.Thread(target=lambda: thread_got.extend(in_time(consume)), daemon=True)
         thread.start()
         assert begun.wait(PATIENCE)
+        parts = runtime.parts
         assert in_time(runtime.close) == [None]
         closed.set()
         thread.join(PATIENCE)
         assert [str(error) for error in thread_got] == ["the runtime is closed"]
-        assert nothing_is_left(runtime)
+        assert nothing_is_left(parts)
         assert not runtime.abort(0)
 
 
@@ -367,14 +374,15 @@ def test_close_while_a_stream_and_calls_run(folder: Path) -> None:
         for thread in threads:
             thread.start()
         # A fast device may have answered one before the others have come.
-        until(lambda runtime=runtime, got=got: len(runtime._driver._calls) == 4 or got)
+        until(lambda runtime=runtime, got=got: unfinished(runtime) >= 4 or got)
+        parts = runtime.parts
         assert in_time(runtime.close) == [None]
         for thread in threads:
             thread.join(PATIENCE)
         assert len(got) == 3
         ends = {end for one in got for end in str(one).split(", ")}
         assert ends <= {"abort", "length", "the runtime is closed"}
-        assert nothing_is_left(runtime)
+        assert nothing_is_left(parts)
 
 
 # -- new weights -------------------------------------------------------------------------------------------
@@ -441,7 +449,7 @@ def test_penalties_outlast_a_retraction(folder: Path) -> None:
         assert [output.token_ids for output in plain[:3]] != expected[:3]
     with small(folder, dtype="float32", max_total_tokens=120) as tight:
         outputs = tight.generate(prompts, params)
-        assert tight._scheduler.num_retractions > 0
+        assert tight.parts.scheduler.num_retractions > 0
         assert sum(output.usage.recomputed_tokens for output in outputs) > 0
         assert nothing_is_left(tight)
     assert [output.token_ids for output in outputs] == expected

@@ -12,10 +12,10 @@ import pytest
 from radixrt.engine.signals import (
     FirstSignal,
     Interrupted,
+    deferred,
     first_interrupt,
     signal_of,
     sigterm_raises,
-    deferred,
 )
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
