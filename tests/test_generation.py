@@ -100,7 +100,7 @@ def test_n_in_a_pool_that_is_too_small_for_all(folder: Path) -> None:
         expected = [answer.token_ids for answer in roomy.generate(PROMPT, params).outputs]
     with Runtime(folder, device=torch.get_default_device(), max_total_tokens=60) as tight:
         output = tight.generate(PROMPT, params)
-        assert tight._scheduler.num_retractions > 0
+        assert tight.parts.scheduler.num_retractions > 0
     assert [answer.token_ids for answer in output.outputs] == expected
 
 

@@ -63,7 +63,8 @@ class Driver:
     def has_work(self) -> bool:
         """Whether requests have not ended, or passes are in flight, and there can be a next step."""
         engine = self.check_open()
-        return (bool(self._inbox) or engine.has_work) and not engine.is_cut
+        is_cut = engine.is_cut and self._owner is None  # else a step is on its way
+        return (bool(self._inbox) or engine.has_work) and not is_cut
 
     @property
     def num_waiting(self) -> int:
@@ -345,7 +346,7 @@ class Driver:
             while (engine := self._open) is not None:
                 for call in tuple(self._calls.values()):
                     self._abort_all(call)
-                while self.has_work:
+                while (self._inbox or engine.has_work) and not engine.is_cut:
                     self._step()
                 with self._mutex:
                     if not self._inbox or engine.is_cut:

@@ -565,11 +565,11 @@ def test_what_is_on_the_host_is_kept_in_files_too(
 ) -> None:
     with runtime(folder, device, **HOST) as tiered:
         tiered.generate(prompts, GREEDY)
-        tree = tiered._cache.tree
+        tree = tiered.parts.cache.tree
         assert tree.host_only_tokens > 0
         assert tiered.save_cache(tmp_path / "kept") == tree.total_tokens
         # What only the host has is on the device again as far as there is room, from the file.
-        tiered._cache._evict(150)
+        tiered.parts.cache._evict(150)
         before = tree.device_tokens
         assert tiered.load_cache(tmp_path / "kept") == 200 - before
         assert tree.device_tokens == 200
@@ -586,19 +586,19 @@ def test_ctrl_c_does_not_cut_a_flush(
 ) -> None:
     with runtime(folder, device, **HOST) as tiered:
         tiered.generate(prompts, GREEDY)
-        take_back = tiered._cache._take_back
+        take_back = tiered.parts.cache._take_back
 
         def interrupted(slots: Any) -> None:
             signal.raise_signal(signal.SIGINT)
             take_back(slots)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiered._cache, "_take_back", interrupted)
+            patch.setattr(tiered.parts.cache, "_take_back", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 tiered.flush_cache()
         stats = tiered.cache_stats()
         assert (stats.free, stats.host_free) == (stats.capacity, stats.host_capacity)
-        assert tiered._cache.tree.total_tokens == 0
+        assert tiered.parts.cache.tree.total_tokens == 0
         assert tokens(tiered.generate(prompts, GREEDY)) == cold
 
 
@@ -613,7 +613,7 @@ def test_ctrl_c_does_not_start_a_transfer_twice(
     """It comes between a transfer and the note that it has been made, when nothing runs and a cache is kept."""
     with runtime(folder, device, **HOST) as tiered:
         tiered.generate(prompts, GREEDY)
-        tiered._cache._evict(150)
+        tiered.parts.cache._evict(150)
         copy, calls = kv_mover.kv_copy, []
 
         def interrupted(*arguments: Any, **options: Any) -> None:
@@ -626,7 +626,7 @@ def test_ctrl_c_does_not_start_a_transfer_twice(
             with pytest.raises(KeyboardInterrupt):
                 tiered.save_cache(tmp_path / "kept")
         assert len(calls) == 1
-        assert not tiered._cache.transfers.take()
+        assert not tiered.parts.cache.transfers.take()
         assert not (tmp_path / "kept").exists()
         assert tokens(tiered.generate(prompts, GREEDY)) == cold
 

@@ -85,7 +85,7 @@ def test_closing_asks_nothing_of_a_lost_device(is_lost: bool) -> None:
             patch.setattr(ModelRunner, "check_device", failing_device.say_lost)
         with pytest.raises(DeviceLostError if is_lost else PassError):
             runtime.generate("Mira likes", PARAMS)
-        runtime.device = torch.device("cuda")
+        runtime.parts.model.device = torch.device("cuda")  # type: ignore[misc]
         calls: list[bool] = []
         patch.setattr(torch.cuda, "empty_cache", lambda: calls.append(True))
         del engine
