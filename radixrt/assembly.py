@@ -35,7 +35,7 @@ from radixrt.execution.model_runner import ModelRunner
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.kept_cache.fingerprint import weight_fingerprint
 from radixrt.kept_cache.identity import cache_identity
-from radixrt.kept_cache.storage import CacheStorage, Loaded
+from radixrt.kept_cache.storage import CacheStorage
 from radixrt.limits import RunLimits
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model, reload_weights
@@ -75,9 +75,10 @@ class LoadedModel:
     def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> int:
         return self.storage.save(path, weights_version, self.identity(), progress=progress)
 
-    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> Loaded:
+    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
         vocab_size = self.config.vocab_size
-        return self.storage.load(path, weights_version, self.identity(), vocab_size, progress=progress)
+        found = self.storage.load(path, weights_version, self.identity(), vocab_size, progress=progress)
+        return found.loaded, found.left_out
 
     def free_device(self) -> None:
         if self.device.type == "cuda":

@@ -486,17 +486,17 @@ class Runtime:
         self._check_keeps_a_cache("load_cache")
 
         version = self._builder.weights_version
-        found = self._driver.while_idle(
+        loaded, left_out = self._driver.while_idle(
             lambda: self.parts.model.load_cache(Path(path), version, progress=progress)
         )
-        if found.left_out:
+        if left_out:
             _log.warning(
                 "%s: %s of its tokens are loaded, %s are left out for lack of free slots",
                 path,
-                f"{found.loaded:,}",
-                f"{found.left_out:,}",
+                f"{loaded:,}",
+                f"{left_out:,}",
             )
-        return found.loaded
+        return loaded
 
     def close(self) -> None:
         """End all requests and let go of the model, from any thread. A second call does nothing.

@@ -35,6 +35,7 @@ def add_bench_command(commands: Any) -> None:
     _add_kept_prefixes(benchmarks)
     add_throughput(benchmarks)
     _add_kernels(benchmarks)
+    _add_streams(benchmarks)
 
 
 def _add_prefix_reuse(benchmarks: Any) -> None:
@@ -137,6 +138,22 @@ def _kept_prefixes(arguments: argparse.Namespace) -> int:
 
     given = {name: value for name, value in vars(arguments).items() if name not in ("run", *_FILES)}
     return run_benchmark(Options(**given), json_file=arguments.json)
+
+
+def _add_streams(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "streams",
+        help="how evenly concurrent streams get their tokens, without a model",
+        description="Run 1 to 256 streams at once, as tasks of an event loop and in threads, around passes that "
+        "only take 20 ms. Prints passes, chunks, and the longest time in which the event loop did nothing else.",
+    )
+    parser.set_defaults(run=_streams)
+
+
+def _streams(arguments: argparse.Namespace) -> int:
+    from radixrt.bench.streams import run_benchmark
+
+    return run_benchmark()
 
 
 _KERNELS_DESCRIPTION = """\

@@ -77,7 +77,7 @@ class Figures:
         return max(max(sizes) for sizes in self.chunks)
 
 
-def measure(kind: str, num_streams: int, *, tokens: int = TOKENS, seconds: float = PASS_SECONDS) -> Figures:
+def measure(kind: str, num_streams: int, *, tokens: int, seconds: float = 0.02) -> Figures:
     """Run streams at once, as "tasks" of an event loop or in "threads"."""
     runner = SlowRunner(token=ord("x"), seconds=seconds)
     limits = RunLimits(num_streams * (PROMPT_LEN + tokens + 2), num_streams)
@@ -168,7 +168,7 @@ def run_benchmark() -> int:
         column.justify = "right"
     for kind in ("tasks", "threads"):
         for count in STREAMS:
-            found = measure(kind, count)
+            found = measure(kind, count, tokens=TOKENS, seconds=PASS_SECONDS)
             stall = f"{found.stall * 1000:.1f}" if kind == "tasks" else "-"
             table.add_row(
                 str(count),

@@ -19,7 +19,6 @@ from radixrt.schedule.scheduler import Scheduler
 if TYPE_CHECKING:
     import torch
 
-    from radixrt.kept_cache.storage import Loaded
     from radixrt.models.config import ModelConfig
 
 
@@ -41,8 +40,10 @@ class ServedModel(Protocol):
     def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> int:
         """Write the cached prefixes of a version of the weights to a file. Returns how many tokens it holds."""
 
-    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> Loaded:
-        """Put the prefixes of a file into the cache."""
+    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
+        """Put the prefixes of a file into the cache. Returns how many tokens it took, and for how many there were
+        no free slots.
+        """
 
     def free_device(self) -> None:
         """Give back the device's memory that nobody uses any more."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +25,6 @@ from radixrt.schedule.batch import PassResult, Runner, ScheduleBatch
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from radixrt.kept_cache.storage import Loaded
 
 
 @dataclass
@@ -72,7 +69,7 @@ class NoWeights:
     def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> int:
         raise NotImplementedError
 
-    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> Loaded:
+    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
         raise NotImplementedError
 
     def free_device(self) -> None:

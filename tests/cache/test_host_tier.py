@@ -454,7 +454,7 @@ def test_answers_from_the_host_are_those_computed_cold(
         few = without.cache_stats()
     assert (few.host_capacity, few.stored_tokens) == (0, 0)
     with runtime(folder, device, **{**HOST, **options}) as tiered:
-        assert tiered._kv_pool.buffer.isnan().all()
+        assert tiered.parts.model.kv_pool.buffer.isnan().all()
         assert tokens(tiered.generate(prompts, GREEDY)) == cold
         many = tiered.cache_stats()
         assert many.stored_tokens > 0

@@ -119,7 +119,7 @@ def test_a_second_run_begins_with_the_cache_of_the_first(folder: Path, tmp_path:
         warm = first.generate(prompts(), GREEDY)
         cold_hits = cached(first.generate(prompts(7), GREEDY, tenant="a"))
         saved, before = first.save_cache(path), contents(first)
-        assert len(list(kv_pieces(saved, first._storage.format))) > 2 * NUM_BUFFERS
+        assert len(list(kv_pieces(saved, first.parts.model.storage.format))) > 2 * NUM_BUFFERS
     with runtime_of(folder, dtype=dtype) as second:
         assert second.load_cache(path) == saved == second.cache_stats().evictable
         after = contents(second)

@@ -760,7 +760,7 @@ def test_retraction_and_eviction_in_a_short_pool(folder: Path) -> None:
         expected = roomy.generate(prompts, params)
     with runtime_of(folder, max_total_tokens=60) as tight:
         assert_same(tight.generate(prompts, params), expected)
-        assert tight._scheduler.num_retractions > 0
+        assert tight.parts.scheduler.num_retractions > 0
         assert tight.cache_stats().evicted_tokens > 0
 
 
