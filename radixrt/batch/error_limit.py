@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from radixrt.batch.formats.record import LineErrorType
-from radixrt.batch.formats.strict_json import short
 from radixrt.batch.prescan import Prescan
-from radixrt.checks import real
+from radixrt.checks import real, short
 from radixrt.errors import ErrorRateError
 
 _MOST_NAMED = 5  # reasons in a message

@@ -338,7 +338,7 @@ def test_errors_of_all_kinds_and_runs_are_counted(files: tuple[Path, Path]) -> N
 
     def runtime() -> SimulatedRuntime:
         made = simulated_runtime()
-        made.text_fault = lambda index: ValueError(failures[index]) if index in failures else None
+        made.hooks.text_fault = lambda index: ValueError(failures[index]) if index in failures else None
         return made
 
     with pytest.raises(ErrorRateError) as error:
@@ -356,7 +356,7 @@ def test_errors_of_all_kinds_and_runs_are_counted(files: tuple[Path, Path]) -> N
     again = runtime()
     with pytest.raises(ErrorRateError, match=f"{count} of 40 lines"):  # at once: these errors are there
         run_batch(again, *files, max_error_rate=3 / 40)
-    assert not again.passes
+    assert not again.hooks.passes
     with pytest.raises(ErrorRateError, match="5 of 40 lines"):
         run_batch(again, *files, max_error_rate=4 / 40)
     run_batch(again, *files, max_error_rate=5 / 40)
@@ -428,7 +428,7 @@ def test_what_has_begun_is_finished(
     runtime.world.check_drained()
     again = simulated_runtime()
     run_batch(again, *files)
-    assert set(again.begun) == set(range(COUNT)) - begun
+    assert set(again.hooks.begun) == set(range(COUNT)) - begun
     check_answers(files[1])
 
 

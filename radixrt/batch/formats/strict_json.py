@@ -6,6 +6,8 @@ import json
 import math
 from typing import NoReturn
 
+from radixrt.checks import short
+
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
@@ -34,21 +36,6 @@ def dump_line(record: dict[str, object]) -> bytes:
     # halves of surrogate pairs have no UTF-8, and Python's escape of them is JSON's.
     text = json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
     return text.encode("utf-8", "backslashreplace") + b"\n"
-
-
-def kind(value: object) -> str:
-    """What a JSON value is, for people."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    kinds = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
-    return kinds[type(value)]
-
-
-def short(text: str, most: int = 60) -> str:
-    """`text`, or its beginning where it is longer than `most` characters."""
-    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def nests_deeper(value: object, limit: int) -> bool:
