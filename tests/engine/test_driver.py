@@ -6,24 +6,31 @@ import asyncio
 import gc
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from radixrt import FinishReason, ParameterError, RadixrtError, Runtime
+from radixrt import DeviceLostError, FinishReason, ParameterError, RadixrtError, RunLimits, Runtime
 from radixrt import SamplingParams as Params
+from radixrt.bench.streams import letters
 from radixrt.engine.parts import Parts
+from radixrt.engine.simulated import ConstantRunner, simulated_parts
+from radixrt.schedule.batch import PassResult
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
 
 pytestmark = pytest.mark.usefixtures("device")
 
 GREEDY = Params(temperature=0, max_new_tokens=24, ignore_eos=True)
 ENDLESS = Params(temperature=0, max_new_tokens=1500, ignore_eos=True)
+ENDLESS_SHORT = Params(max_new_tokens=190, ignore_eos=True)
 FACTS = "Mira likes Oslo. Tarek counts 374. Hugo keeps boats.\nQ: "
 PATIENCE = 60  # seconds, for what takes parts of one
 
@@ -453,3 +460,110 @@ def test_penalties_outlast_a_retraction(folder: Path) -> None:
         assert sum(output.usage.recomputed_tokens for output in outputs) > 0
         assert nothing_is_left(tight)
     assert [output.token_ids for output in outputs] == expected
+
+
+# -- who steps ---------------------------------------------------------------------------------------------
+
+
+def streaming(seconds: float = 0.005, *, fault: Exception | None = None, after: int = 0) -> Runtime:
+    """A Runtime without a model whose passes take their time; after so many of them they lose the device."""
+
+    class Runner(ConstantRunner):
+        passes = 0
+
+        def collect(self, handle: object) -> PassResult:
+            self.passes += 1
+            time.sleep(seconds)
+            if fault is not None and self.passes > after:
+                raise fault
+            return super().collect(handle)
+
+        def check_device(self, error: Exception) -> None:
+            raise DeviceLostError("the device works no more") from error
+
+    limits = RunLimits(10_000, 64)
+    return Runtime.from_parts(simulated_parts(Runner(ord("x")), limits, 200, vocab_size=256, tokenizer=letters()))
+
+
+def test_threads_and_tasks_advance_together() -> None:
+    """Whoever steps, each stream gets its tokens one by one, and a stream that nobody reads holds nobody up."""
+    sizes: dict[str, list[int]] = {}
+    params = Params(max_new_tokens=20, ignore_eos=True)
+    with streaming() as runtime:
+        idle = runtime.stream([9, 9], replace(params, max_new_tokens=150))
+        next(idle)
+
+        def thread(name: str) -> None:
+            sizes[name] = [len(chunk.token_ids) for chunk in runtime.stream([ord(name)], params)]
+
+        async def task(name: str) -> None:
+            sizes[name] = [len(chunk.token_ids) async for chunk in runtime.async_stream([ord(name)], params)]
+
+        async def tasks() -> None:
+            await asyncio.gather(*map(task, "abc"))
+
+        actions = [*(partial(thread, name) for name in "defg"), lambda: asyncio.run(tasks())]
+        threads = [threading.Thread(target=lambda action=action: in_time(action)) for action in actions]  # type: ignore[misc]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(PATIENCE)
+        assert sorted(sizes) == list("abcdefg")
+        assert {sum(one) for one in sizes.values()} == {20}
+        assert max(median(one) for one in sizes.values()) == 1
+        assert len(next(idle).token_ids) > 10  # what came meanwhile, as one chunk
+        idle.close()
+        assert nothing_is_left(runtime)
+
+
+def test_a_lost_device_ends_the_wait_of_all() -> None:
+    runtime = streaming(fault=RuntimeError("an illegal memory access"), after=3)
+    errors: list[BaseException] = []
+
+    def thread() -> None:
+        with pytest.raises(DeviceLostError) as error:
+            list(runtime.stream([5], ENDLESS_SHORT))
+        errors.append(error.value)
+
+    async def tasks() -> list[Any]:
+        calls = [runtime.async_generate([6], ENDLESS_SHORT) for _ in range(20)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    threads = [threading.Thread(target=lambda: in_time(thread)) for _ in range(3)]
+    for one in threads:
+        one.start()
+    (found,) = in_time(lambda: asyncio.run(tasks()))
+    for one in threads:
+        one.join(PATIENCE)
+    assert len(errors) == 3
+    assert len(found) == 20
+    assert all(isinstance(one, DeviceLostError) for one in found)
+
+
+def test_closing_ends_the_wait_of_tasks() -> None:
+    runtime = streaming()
+
+    async def tasks() -> list[Any]:
+        waiting = [asyncio.create_task(runtime.async_generate([7], ENDLESS_SHORT)) for _ in range(5)]
+        await tasks_until(lambda: runtime.num_running == 5)
+        await asyncio.get_running_loop().run_in_executor(None, runtime.close)
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    (found,) = in_time(lambda: asyncio.run(tasks()))
+    ends = {str(one) if isinstance(one, Exception) else str(one.finish_reason) for one in found}
+    assert len(found) == 5
+    assert ends <= {"abort", "the runtime is closed"}
+
+
+def test_one_request_s_text_costs_no_other_stream_its_own() -> None:
+    with streaming() as runtime:
+        params = Params(max_new_tokens=5, ignore_eos=True)
+        good = runtime.stream([5], params)
+        bad = runtime.stream([6], replace(params, max_new_tokens=50))
+        next(good), next(bad)
+        stop = next(r for r in runtime.parts.scheduler.running if r.max_new_tokens == 50).text_stop
+        stop.delta = lambda: (_ for _ in ()).throw(ValueError("half a character"))  # type: ignore
+        assert "".join(chunk.text for chunk in good) == "xxxx"
+        with pytest.raises(ValueError, match="half a character"):
+            list(bad)
+        assert nothing_is_left(runtime)
