@@ -97,7 +97,7 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
     assert metadata.num_extend_tokens == sum(num_new[:num_extends])
     assert metadata.max_extend_len == max(num_new[:num_extends], default=0)
     plan = metadata.decode_plan(sliding_window=None)
-    items = torch.stack([plan.item_query_starts, plan.item_rows, plan.item_lens], 1).tolist()
+    items = torch.stack([plan.item_query_starts, plan.item_req_pool_indices, plan.item_lens], 1).tolist()
     assert sorted(items) == [[b - num_extends, b, seq_lens[b]] for b in range(num_extends, 4)]
     assert metadata.decode_plan(sliding_window=7) is plan
 

@@ -117,7 +117,7 @@ class PlannedReads:
         """The plans' arrays, and of passes with extends, all that they are told. Every other one is padded, as
         captured ones are.
         """
-        count = len(batch.requests) - batch.num_extends
+        count = batch.num_rows - batch.num_extends
         if not batch.num_extends:
             size = -(-count // PADDED_TO) * PADDED_TO
             if size not in self._sizes:
@@ -134,7 +134,7 @@ class PlannedReads:
             return {**host, **plans.arrays, TILE_TOKENS: np.array([plans.tile_tokens])}
         shape = PassShape(
             num_tokens=(len(batch.input_ids) - count) // PADDED_TO * PADDED_TO + PADDED_TO,
-            num_rows=len(batch.requests) // PADDED_TO * PADDED_TO + PADDED_TO,  # each may sample
+            num_rows=batch.num_rows // PADDED_TO * PADDED_TO + PADDED_TO,  # each may sample
             num_extends=batch.num_extends + 2,
         )
         padded = self._graphs._padded(batch, shape, PlanKind.CUT)
@@ -167,7 +167,7 @@ def reads_of(arrays: Arrays) -> list[Reads]:
     all.
     """
     reads: list[Reads] = [[] for _ in arrays["seq_lens"]]
-    for line, start, length, first, count, partial in _items(arrays, "item", "rows"):
+    for line, start, length, first, count, partial in _items(arrays, "item"):
         for j in range(count):
             reads[first + j].append((line, start, start + length, -1 if partial < 0 else partial + j))
     _add_shared(arrays, reads)
@@ -197,7 +197,7 @@ def reads_of_extends(arrays: Arrays, host: Arrays) -> list[Reads]:
 def _add_shared(arrays: Arrays, reads: list[Reads]) -> None:
     """Adds what shared items read. Raises Violation unless each result is one item's, or merged from all."""
     queries = arrays["shared_queries"].tolist()
-    for line, start, length, first, count, partial in _items(arrays, "shared", "lines"):
+    for line, start, length, first, count, partial in _items(arrays, "shared"):
         require("17: shared items without rows read nothing", count > 0 or length == 0)
         require("17: shared items have no more rows than a tile", count <= ROWS_AT_ONCE, count)
         for j, query in enumerate(queries[first : first + count]):
@@ -223,9 +223,9 @@ def lists_of(arrays: Arrays, name: str, num_rows: int) -> list[list[int]]:
     return [sorted(partials[start:end]) for start, end in pairwise(starts)]
 
 
-def _items(arrays: Arrays, group: str, lines: str) -> Iterator[tuple[int, ...]]:
+def _items(arrays: Arrays, group: str) -> Iterator[tuple[int, ...]]:
     """Line, first position, tokens, first query, queries and first partial result of each item of a group."""
-    names = (lines, "starts", "lens", "query_starts", "query_lens", "partials")
+    names = ("req_pool_indices", "starts", "lens", "query_starts", "query_lens", "partials")
     return zip(*(arrays[f"{group}_{name}"].tolist() for name in names), strict=True)
 
 

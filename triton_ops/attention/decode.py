@@ -104,9 +104,15 @@ def decode_attention(
     queries[:-1].copy_(q).mul_(scale)
     positions = torch.zeros(num_decodes + 1, dtype=torch.int64, device=q.device)
     positions[:-1] = plan.seq_lens - 1
-    narrow = (plan.item_rows, plan.item_starts, plan.item_lens, plan.item_query_starts, plan.item_query_lens)
+    narrow = (
+        plan.item_req_pool_indices,
+        plan.item_starts,
+        plan.item_lens,
+        plan.item_query_starts,
+        plan.item_query_lens,
+    )
     shared = (
-        plan.shared_lines,
+        plan.shared_req_pool_indices,
         plan.shared_starts,
         plan.shared_lens,
         plan.shared_query_starts + num_decodes,
@@ -304,7 +310,7 @@ def _launch(
     partial_out = torch.empty((num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=q.device)
     early: dict[str, bool] = {}
-    if plan.shared_lines.shape[0]:
+    if plan.shared_req_pool_indices.shape[0]:
         if overlaps_launches(q.device):
             early = {"launch_pdl": True}
         shared_attention(
@@ -326,13 +332,13 @@ def _launch(
         e4m3=e4m3,
         tails=plan.tail_partial_starts.shape[0] > 0,
     )
-    _decode_kernel[(plan.item_rows.shape[0] * num_kv_heads,)](
+    _decode_kernel[(plan.item_req_pool_indices.shape[0] * num_kv_heads,)](
         q,
         k_buffer,
         v_buffer,
         req_to_token,
         plan.seq_lens,
-        plan.item_rows,
+        plan.item_req_pool_indices,
         plan.item_starts,
         plan.item_lens,
         plan.item_query_starts,

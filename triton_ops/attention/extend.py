@@ -188,7 +188,7 @@ def _attend_by_plan(
         new = slice(loc + max(start - prefix_len, 0), loc + max(start + length - prefix_len, 0))
         cached = slice(start, min(start + length, prefix_len))
         attend(loc + tokens, prefix_len + tokens, start, keys_of(line, cached, new), values_of(line, cached, new))
-    segments = torch.stack([plan.shared_lines, plan.shared_starts, plan.shared_lens], 1).tolist()
+    segments = torch.stack([plan.shared_req_pool_indices, plan.shared_starts, plan.shared_lens], 1).tolist()
     lists = torch.stack([plan.shared_query_starts, plan.shared_query_lens], 1).tolist()
     for (line, start, length), (first, count) in zip(segments, lists, strict=True):
         row = plan.shared_queries[first : first + count].long()
@@ -361,7 +361,7 @@ def _launch(
     num_partials = plan.row_partials.shape[0]
     partial_out = torch.empty((num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=q.device)
-    if plan.shared_lines.shape[0]:
+    if plan.shared_req_pool_indices.shape[0]:
         shared_attention(
             q, k_buffer, v_buffer, req_to_token, plan,
             scale, softcap, k_scale, v_scale, alibi_slopes, partial_out, partial_lse,

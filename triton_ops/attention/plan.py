@@ -47,14 +47,14 @@ class _Plan:
 class SharedItems:
     """Segments of KV that several query rows read, in numpy, int32. Of S items with Q rows in all:
 
-    - `lines` [S]: the line of `req_to_token` that names the segment's slots (any member's),
+    - `req_pool_indices` [S]: the line of `req_to_token` that names the segment's slots (any member's),
     - `starts`, `lens` [S]: KV positions and tokens,
     - `query_starts`, `query_lens` [S]: item i is read by the query rows
       `queries[query_starts[i] : query_starts[i] + query_lens[i]]`,
     - `queries` [Q]: query rows, in any order.
     """
 
-    lines: Int32Array
+    req_pool_indices: Int32Array
     starts: Int32Array
     lens: Int32Array
     query_starts: Int32Array
@@ -76,7 +76,7 @@ class SharingPlan(_Plan):
     All fields are int32 tensors on the device of the pass. Of S shared items with Q rows in all, R query rows, P
     partial results:
 
-    - `shared_lines`, `shared_starts`, `shared_lens`, `shared_query_starts`, `shared_query_lens` [S] and
+    - `shared_req_pool_indices`, `shared_starts`, `shared_lens`, `shared_query_starts`, `shared_query_lens` [S] and
       `shared_queries` [Q]: as in `SharedItems`; an item without rows costs next to nothing,
     - `shared_partials` [S]: the number of its first row's partial result, the others' follow: what shared items
       compute is always partial,
@@ -85,7 +85,7 @@ class SharingPlan(_Plan):
     - `seq_lens` [R]: the tokens up to each row's own position, with it.
     """
 
-    shared_lines: Tensor
+    shared_req_pool_indices: Tensor
     shared_starts: Tensor
     shared_lens: Tensor
     shared_query_starts: Tensor
@@ -107,7 +107,7 @@ class AttentionPlan(SharingPlan):
 
     The fields of `SharingPlan`, and of N narrow items, int32 too:
 
-    - `item_rows` [N]: the line of `req_to_token` that names the segment's slots (any request that has it),
+    - `item_req_pool_indices` [N]: the line of `req_to_token` that names the segment's slots (any request that has it),
     - `item_starts` [N]: the first KV position of the segment,
     - `item_lens` [N]: its number of tokens (0: the item adds nothing),
     - `item_query_starts`, `item_query_lens` [N]: the query rows that read it,
@@ -118,7 +118,7 @@ class AttentionPlan(SharingPlan):
       partial results `row_partials[tail_partial_starts[r] : tail_partial_starts[r + 1]]`.
     """
 
-    item_rows: Tensor
+    item_req_pool_indices: Tensor
     item_starts: Tensor
     item_lens: Tensor
     item_query_starts: Tensor
@@ -128,7 +128,7 @@ class AttentionPlan(SharingPlan):
 
     @staticmethod
     def host_arrays(
-        item_rows: ArrayLike,
+        item_req_pool_indices: ArrayLike,
         item_starts: ArrayLike,
         item_lens: ArrayLike,
         item_query_starts: ArrayLike,
@@ -142,7 +142,9 @@ class AttentionPlan(SharingPlan):
         Raises ValueError where the items' arrays differ in length, or an item's rows are not of the batch.
         """
         seq = np.asarray(seq_lens, np.int32)
-        items = np.array([item_rows, item_starts, item_lens, item_query_starts, item_query_lens], np.int32)
+        items = np.array(
+            [item_req_pool_indices, item_starts, item_lens, item_query_starts, item_query_lens], np.int32
+        )
         first, count = items[3], items[4]
         if items.size and (first.min() < 0 or count.min() < 0 or (first + count).max() > seq.size):
             raise ValueError(f"an item's query rows must be among the {seq.size} of the batch")
@@ -155,7 +157,7 @@ class AttentionPlan(SharingPlan):
             empty = np.zeros((5, begins.size), np.int32)
             empty[3], empty[4] = bare[begins], np.diff(begins, append=bare.size)
             items = np.concatenate([items, empty], 1)
-        names = ("item_rows", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
+        names = ("item_req_pool_indices", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
         return {
             **dict(zip(names, items, strict=True)),
             **_merging(items[3], items[4], shared, covered, with_tails=True),
@@ -279,7 +281,7 @@ class ExtendPlan(SharingPlan):
             first_row, count, shared, _covered(first_row, count, shared, num_rows), with_tails=False
         )
         seq_lens = _NONE
-        if shared.lines.size:
+        if shared.req_pool_indices.size:
             of, row = _pairs(loc, extend)
             seq_lens = np.zeros(num_rows, np.int32)
             seq_lens[row] = row + (prefix - loc + 1)[of]
@@ -300,7 +302,7 @@ def _covered(first: Int32Array, count: Int32Array, shared: SharedItems, num_rows
     """
     begins, ends = (np.bincount(rows, minlength=num_rows + 1) for rows in (first, first + count))
     covered: NDArray[np.int64] = np.cumsum(begins - ends)[:num_rows]
-    if shared.lines.size:
+    if shared.req_pool_indices.size:
         rows = _rows_of(shared)
         if rows.size and not 0 <= rows.min() <= rows.max() < num_rows:
             raise ValueError(f"a shared item's query rows must be among the {num_rows} of the batch")

@@ -79,7 +79,7 @@ class PassPlans:
             return any(len(self.arrays[f"decode {window} {field}"]) for window in self.windows)
 
         cut = PlanKind.CUT if some("row_partial_starts") else PlanKind.WHOLE
-        return cut | PlanKind.TREE if some("shared_lines") else cut
+        return cut | PlanKind.TREE if some("shared_req_pool_indices") else cut
 
     def decode(self, arrays: Mapping[str, Tensor]) -> dict[int | None, AttentionPlan]:
         """The decodes' plans, of the copies."""
@@ -261,7 +261,7 @@ class AttentionPlanner:
             window: self._extends(gpu, host, num_live, num_tokens, window, short=False, cut=cut)
             for window in self._windows
         }
-        if any(len(plan["shared_lines"]) for plan, _ in plans.values()):
+        if any(len(plan["shared_req_pool_indices"]) for plan, _ in plans.values()):
             least = self._tree_kind(len(decode_lens))
         rows = host["req_pool_indices"][num_extends:]
         trees_are_whole = least == PlanKind.CUT and self._tree_kind(len(rows)) == PlanKind.TREE
@@ -388,7 +388,7 @@ class AttentionPlanner:
         tail_starts, shared = self._shared.find(
             self._req_to_token, rows, shareable, most_items=most_items, most_partials=most_partials
         )
-        if not len(shared.lines) and not must:
+        if not len(shared.req_pool_indices) and not must:
             return None
         tails = np.maximum(seq_lens - tail_starts, 0)
         item_len = self._item_len(tails) if cut else None
@@ -425,7 +425,7 @@ def _with_fronts(
     fronts = tails - most
     longest = np.argsort(-fronts, kind="stable")[: np.count_nonzero(fronts >= SHORTEST_FRONT)]
     pieces = -(-fronts[longest] // FRONT_PIECE)
-    room = min(most_items - len(shared.lines), most_partials - int(shared.query_lens.sum()))
+    room = min(most_items - len(shared.req_pool_indices), most_partials - int(shared.query_lens.sum()))
     fit = np.count_nonzero(np.cumsum(pieces) <= room)
     if not fit:
         return tail_starts, shared
@@ -436,7 +436,7 @@ def _with_fronts(
     row = np.repeat(longest, pieces)
     nth = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     own = SharedItems(
-        lines=rows[row],
+        req_pool_indices=rows[row],
         starts=(tail_starts[row] + nth * FRONT_PIECE).astype(np.int32),
         lens=np.minimum(fronts[row] - nth * FRONT_PIECE, FRONT_PIECE).astype(np.int32),
         query_starts=place[row],

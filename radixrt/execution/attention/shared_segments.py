@@ -159,7 +159,7 @@ class SharedSegments:
             request, nth = ranges(counts[requests].astype(np.int64))
             queries = queries[request] + nth
         return tail_starts, SharedItems(
-            lines=rows[requests[first]][segment].astype(np.int32),
+            req_pool_indices=rows[requests[first]][segment].astype(np.int32),
             starts=(start[segment] + piece_start).astype(np.int32),
             lens=np.minimum(step[segment], length[segment] - piece_start).astype(np.int32),
             query_starts=(first_query[first][segment] + first_row).astype(np.int32),

@@ -406,7 +406,7 @@ def test_items_that_read_the_same_stand_side_by_side(
     ordered = AttentionPlan.flat_arrays(rows, lens, req_to_token=table, **options)
 
     def items(arrays: Any) -> list[tuple[int, ...]]:
-        names = ("item_rows", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
+        names = ("item_req_pool_indices", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
         return list(zip(*(arrays[name].tolist() for name in names), strict=True))
 
     assert sorted(items(ordered)) == sorted(items(plain))

@@ -120,7 +120,7 @@ def each_item(items: SharedItems) -> list[tuple[int, int, int, list[int]]]:
     return [
         (line, start, length, items.queries[first : first + count].tolist())
         for line, start, length, first, count in zip(
-            items.lines.tolist(),
+            items.req_pool_indices.tolist(),
             items.starts.tolist(),
             items.lens.tolist(),
             items.query_starts.tolist(),

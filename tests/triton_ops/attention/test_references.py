@@ -340,7 +340,7 @@ def test_decode_of_trees_with_padded_rows_and_empty_items() -> None:
     row, other = case.rows[[1, 3]].tolist()
     whole, none = np.array([40, 0], np.int32), np.zeros(2, np.int32)
     shared = SharedItems(
-        lines=np.array([row, other], np.int32),
+        req_pool_indices=np.array([row, other], np.int32),
         starts=none,
         lens=whole,
         query_starts=np.array([0, 1], np.int32),
