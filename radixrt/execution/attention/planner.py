@@ -445,6 +445,6 @@ def _with_fronts(
     )
     tail_starts = tail_starts.copy()
     tail_starts[longest] += fronts[longest]
-    names = ("lines", "starts", "lens", "query_starts", "query_lens")
+    names = ("req_pool_indices", "starts", "lens", "query_starts", "query_lens")
     joined = {name: np.concatenate([getattr(shared, name), getattr(own, name)]) for name in names}
     return tail_starts, SharedItems(**joined, queries=queries)
