@@ -135,7 +135,7 @@ def test_a_request_of_no_new_token_takes_no_room() -> None:
 
 def test_given_logits_indices_and_plan_are_kept() -> None:
     table = scattered_rows(2, 4)
-    plan = AttentionPlan.build(AttentionPlan.flat_arrays([1], [4]), torch.get_default_device())
+    plan = AttentionPlan.flat([1], [4]).to(torch.get_default_device())
     metadata = InputMetadata.from_lengths(
         [0, 1], [4, 4], [0, 3], [1, 2, 3, 4, 5], table, num_extends=1, logits_indices=[4, 0, 4], plan=plan
     )

@@ -25,11 +25,12 @@ from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.errors import SchedulerError
 from radixrt.execution.attention import shared_segments
-from radixrt.execution.attention.shared_segments import SharedSegments
-from radixrt.execution.graphs.decode_numbers import DecodeForm, DecodeNumbers, _Growing
+from radixrt.execution.attention.pass_plans import PassPlans
+from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
+from radixrt.execution.graphs.decode_numbers import DecodeForm, DecodeNumbers
 from radixrt.output import FinishReason
 from radixrt.schedule import scheduler as scheduling
-from radixrt.schedule.passes import PassResult, Pass
+from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.progress import Progress
 from radixrt.schedule.request import Request, RequestState
@@ -801,8 +802,8 @@ def share_a_token_that_is_each_one_s_own(patch: pytest.MonkeyPatch) -> None:
     """Segments end a token late, and so tails begin a token late."""
     depth_first = shared_segments.depth_first
 
-    def generous(slots: np.ndarray, lines: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        order, common = depth_first(slots, lines, lens)
+    def generous(slots: np.ndarray, offsets: np.ndarray, lens: np.ndarray, max_stops: int) -> Any:
+        order, common = depth_first(slots, offsets, lens, max_stops)
         most = np.minimum(lens[order][:-1], lens[order][1:])
         return order, np.minimum(common + (common > 0), most)
 
@@ -840,30 +841,32 @@ def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("17: each position", "17: a plan is of", world=PlannedWorld)
 def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
-    def stunted(self: _Growing, seq_lens: np.ndarray) -> None:
-        self._seq_lens[: len(seq_lens)] = seq_lens
+    def stunted(self: PassPlans, seq_lens: np.ndarray) -> None:
+        for plan in self.decode.values():
+            plan.seq_lens[: len(seq_lens)] = seq_lens
 
-    patch.setattr(_Growing, "update", stunted)
+    patch.setattr(PassPlans, "grow", stunted)
 
 
 @mutant("17: a plan is made", world=PlannedWorld)
 def share_more_than_padded_plans_have_room_for(patch: pytest.MonkeyPatch) -> None:
     find = SharedSegments.find
+    wide = SharedCapacity(99, 99)
     patch.setattr(
-        SharedSegments, "find", lambda *arguments, **limits: find(*arguments, **dict.fromkeys(limits, 99))
+        SharedSegments, "find", lambda *arguments, **options: find(*arguments, **options | {"capacity": wide})
     )
 
 
 @mutant("17: a result is one item's", world=PlannedWorld)
 def take_nothing_in(patch: pytest.MonkeyPatch) -> None:
     """A row that has one narrow item writes its result, whatever shared items computed."""
-    arrays = AttentionPlan.host_arrays
+    of_items = AttentionPlan.of_items
 
-    def direct(*arguments: Any) -> dict[str, np.ndarray]:
-        plan = arrays(*arguments)
-        return plan | {"tail_partial_starts": np.zeros_like(plan["tail_partial_starts"])}
+    def direct(*arguments: Any) -> AttentionPlan[Any]:
+        plan = of_items(*arguments)
+        return replace(plan, tail_partial_starts=np.zeros_like(plan.tail_partial_starts))
 
-    patch.setattr(AttentionPlan, "host_arrays", direct)
+    patch.setattr(AttentionPlan, "of_items", staticmethod(direct))
 
 
 def walk_until_it_breaks(sizes: list[Sizes], seeds: Iterable[int], actions: int, kind: type[World] = World) -> str:

@@ -88,14 +88,13 @@ def extend_attention(
             lens, group = extend_seq_lens.cpu().numpy(), q.shape[1] // k.shape[1]
             short = int(lens.max(initial=0)) * group <= SHORT_ROWS
             tile_tokens = extend_tile_tokens(gpu_of(q.device), q.shape[2], group, q.dtype, short=short)
-            arrays = ExtendPlan.host_arrays(
+            plan = ExtendPlan.of_extends(
                 prefix_lens.cpu().numpy(),
                 extend_start_loc.cpu().numpy(),
                 lens,
                 tile_tokens=tile_tokens,
                 sliding_window=sliding_window,
-            )
-            plan = ExtendPlan.build(arrays, q.device, tile_tokens=tile_tokens)
+            ).to(q.device)
         return _launch(
             q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, prefix_lens, extend_start_loc,
             extend_seq_lens, plan, scale, softcap, sliding_window, k_scale, v_scale, sinks, alibi_slopes, out, lse,
