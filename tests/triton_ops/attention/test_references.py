@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import require_interpreter
 from torch import Tensor
 
 from tests.support import attention_cases
@@ -22,6 +21,7 @@ from tests.support.attention_cases import (
     shared_plan,
     tree_arrays,
 )
+from tests.support.interpreter import require_interpreter
 from triton_ops.attention.decode import SHORT_ITEM, decode_attention
 from triton_ops.attention.extend import extend_attention, plan_extends
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, SharedItems
