@@ -16,7 +16,7 @@ from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.errors import DeviceLostError
-from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.attention.planner import ReferencePlanner, planner_of
 from radixrt.execution.executor import MAX_SCORED_AT_ONCE, Drawn, Executor
 from radixrt.execution.graphs.capture import GraphRecorder
 from radixrt.execution.graphs.ladder import TOKEN_SIZES, captured_shapes
@@ -48,7 +48,7 @@ class Tuning:
     max_plan_passes: int = MAX_PLAN_PASSES
     max_scored_at_once: int = MAX_SCORED_AT_ONCE
     recorder: Callable[[torch.device], GraphRecorder] = GraphMemory
-    planner: AttentionPlanner | None = None
+    planner: ReferencePlanner | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ModelRunner:
         self._probe = torch.zeros(_PROBE_WORDS, dtype=torch.int32, device=device)  # each is `_probes`
         self._probes = 0
         self._timer = PassTimer(device)
-        planner = tuning.planner or AttentionPlanner(
+        planner = tuning.planner or planner_of(
             model.config, model.placement, rows.req_to_token, kv_pool.buffer.dtype, tree=tree
         )
         num_weights = sum(weight.numel() for weight in model.parameters())

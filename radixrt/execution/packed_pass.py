@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from radixrt.execution.attention.planner import PassPlans, PlanKind
+from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
 from radixrt.execution.graphs.ladder import PassShape
 from radixrt.execution.staging import Int32Array, Layout
 from radixrt.schedule.passes import Features
@@ -27,7 +27,7 @@ class PassKey(NamedTuple):
     """Which captured graph computes a pass."""
 
     shape: PassShape
-    plan: PlanKind
+    plans: PlanShape
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PackedPass:
         inputs: where those lie that make the logits: the fields of InputMetadata, `input_ids`, `last_tokens` and
             `logits_indices`, the plans. Of a captured decode also what plain draws read, but none of the last two.
         extras: where all others lie: changes of rows, draws, scored tokens.
-        plans: of attention; of a captured pass nothing but their shapes has a meaning.
+        plans: of attention, on the host.
         num_extends: with padding.
         num_rows, num_samples, num_scored: B, S and P, without padding.
         has_row_changes: `req_to_token` on the device has to change before the pass.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 
 from layers.input_metadata import InputMetadata, Int32Array
 from memory_pool.req_to_token_pool import NO_CHANGES
-from radixrt.execution.attention.planner import MERGES_BELOW, AttentionPlanner, PassPlans, PlanKind
+from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
+from radixrt.execution.attention.planner import AttentionPlanner, ReferencePlanner
 from radixrt.execution.graphs.ladder import PassShape
 from radixrt.execution.packed_pass import PackedPass, PassKey
 from radixrt.execution.staging import Layout, packed, padded
@@ -39,14 +41,15 @@ class PassBuilder:
 
     Args:
         planner: plans attention.
-        shapes: of passes that may be captured, of decodes and of others, each ascending.
+        shapes: of passes that may be captured, of decodes and of others, each ascending. If there are any, the
+            planner is an AttentionPlanner: the references pad nothing.
         padding_row: of `req_to_token`.
         max_plan_passes: decodes of the same requests that a plan serves.
     """
 
     def __init__(
         self,
-        planner: AttentionPlanner,
+        planner: ReferencePlanner,
         shapes: list[PassShape],
         padding_row: int,
         max_plan_passes: int = MAX_PLAN_PASSES,
@@ -75,8 +78,8 @@ class PassBuilder:
             shapes = (shape for shape in reversed(self._shapes) if shape.is_decode == is_decode)
             for shape in islice(shapes, max_shapes):
                 known.insert(0, shape)
-                for plan in reversed(self._plan_kinds(shape)):
-                    yield self._idle(PassKey(shape, plan))
+                for plans in reversed(self._plan_shapes(shape)):
+                    yield self._idle(PassKey(shape, plans))
 
     def build(self, pass_: Pass) -> PackedPass:
         """Pack a pass: in the smallest captured shape that it fits, or, if there is none, as it is."""
@@ -114,7 +117,7 @@ class PassBuilder:
             "input_ids": pass_.input_ids,
             "last_tokens": last,
             "logits_indices": last[pass_.sampling.logits_rows],
-            **plans.arrays,
+            **plans.numbered(),
         }
         scored: Arrays = {"scored": pass_.scored, "scored_targets": pass_.scored_targets}
         extras = _draw_arrays(pass_) | _row_changes(pass_) | scored
@@ -124,16 +127,18 @@ class PassBuilder:
 
     def _with_extends(self, pass_: Pass, shape: PassShape) -> PackedPass | None:
         """None: a plan of its own is better, see `plan_padded_extends`."""
-        made = self._padded(pass_, shape, self._plan_kinds(shape)[0])
+        made = self._padded(pass_, shape)
         if made is None:
             return None
         inputs, plans = made
-        key = PassKey(shape, plans.kind)
+        key = PassKey(shape, plans.shape)
         words, layout = packed(inputs, self._inputs[key])
         extras = _draw_arrays(pass_) | _row_changes(pass_)
         return _packed_pass(pass_, key, words, layout, extras, plans, shape.num_extends)
 
-    def _padded(self, pass_: Pass, shape: PassShape, min_plan: PlanKind) -> tuple[Arrays, PassPlans] | None:
+    def _padded(
+        self, pass_: Pass, shape: PassShape, plan_shapes: Sequence[PlanShape] | None = None
+    ) -> tuple[Arrays, PassPlans] | None:
         """A pass in the places of a shape with extends. Its padding tokens are those of an extend of their own."""
         num_live, num_decodes = pass_.num_extends, pass_.num_rows - pass_.num_extends
         num_tokens = len(pass_.input_ids) - num_decodes
@@ -157,7 +162,7 @@ class PassBuilder:
         )
         host["positions"][num_tokens : shape.num_tokens] = 0  # there may be none so great
         lens = padded(pass_.seq_lens[num_live:], shape.num_rows)
-        plans = self._planner.plan_padded_extends(host, shape.num_extends, num_live, lens, least=min_plan)
+        plans = self._kernels.plan_padded_extends(host, shape.num_extends, num_live, lens, plan_shapes)
         if plans is None:
             return None
         last = host["extend_start_loc"] + host["extend_seq_lens"] - 1
@@ -167,7 +172,7 @@ class PassBuilder:
             "input_ids": spread(pass_.input_ids, num_tokens, spare_tokens, 0, 0),
             "last_tokens": padded(last, shape.num_extends + shape.num_rows),
             "logits_indices": padded(last[pass_.num_samples > 0], shape.num_rows),
-            **plans.arrays,
+            **plans.numbered(),
         }, plans
 
     # --- captured decodes ---
@@ -176,8 +181,8 @@ class PassBuilder:
         rows = pass_.req_pool_indices
         if self._current is None or rows is not self._rows or not self._plan_passes_left:
             lens = padded(pass_.seq_lens, shape.num_rows)
-            plans = self._planner.plan_padded(padded(rows, shape.num_rows), lens, least=_min_plan(shape))
-            self._current = self._decode_words[PassKey(shape, plans.kind)]
+            plans = self._kernels.plan_padded_decodes(padded(rows, shape.num_rows), lens)
+            self._current = self._decode_words[PassKey(shape, plans.shape)]
             self._current.begin(rows, plans)
             self._rows, self._plan_passes_left = rows, self._max_plan_passes
         self._plan_passes_left -= 1
@@ -193,21 +198,23 @@ class PassBuilder:
 
     # --- plans, and passes to capture ---
 
-    def _plan_kinds(self, shape: PassShape) -> tuple[PlanKind, ...]:
-        """What padded plans of a shape may be made of, ascending."""
-        if not shape.is_decode:
-            return self._planner.kinds_of_extends(shape.num_tokens, shape.num_rows)
-        # Both cut and of trees are those that are cut anyway.
-        least, both = _min_plan(shape), PlanKind.CUT | PlanKind.TREE
-        return tuple(kind for kind in self._planner.kinds if least in kind and (kind != both or least))
+    @property
+    def _kernels(self) -> AttentionPlanner:
+        assert isinstance(self._planner, AttentionPlanner)
+        return self._planner
+
+    def _plan_shapes(self, shape: PassShape) -> tuple[PlanShape, ...]:
+        if shape.is_decode:
+            return self._kernels.decode_shapes(shape.num_rows)
+        return self._kernels.extend_shapes(shape.num_tokens, shape.num_rows)
 
     def _idle(self, key: PassKey) -> PackedPass:
         shape, zeros = key.shape, np.zeros(key.shape.num_rows, np.int32)
         if shape.is_decode:
-            plans = self._planner.plan_padded(zeros, zeros, least=key.plan)
+            plans = self._kernels.plan_padded_decodes(zeros, zeros, [key.plans])
             idle = self._decode_words[key] = _DecodeWords(key, self._padding_row, plans)
             return _packed_pass(_IDLE, key, idle.words.copy(), idle.inputs, {}, plans, num_extends=0)
-        made = self._padded(_IDLE, shape, key.plan)
+        made = self._padded(_IDLE, shape, [key.plans])
         assert made is not None  # nothing is out of balance
         words, self._inputs[key] = packed(made[0])
         return _packed_pass(_IDLE, key, words, self._inputs[key], {}, made[1], shape.num_extends)
@@ -217,8 +224,8 @@ class _DecodeWords:
     """The words of captured decodes of one key, updated in place from pass to pass of the same requests.
 
     Attributes:
-        plans: of padded decodes alone; of their arrays nothing but the shapes has a meaning.
-        arrays: parts of the words.
+        inputs: where the arrays lie that `arrays` has.
+        arrays, plans: parts of the words.
     """
 
     def __init__(self, key: PassKey, padding_row: int, plans: PassPlans) -> None:
@@ -227,20 +234,19 @@ class _DecodeWords:
         host = InputMetadata.host_arrays(zeros + np.int32(padding_row), zeros + 1, zeros, zeros)
         draws = {name: np.zeros(size, dtype) for name, dtype in DRAW_DTYPES.items()}
         self.key = key
-        self.plans = plans
         # Plans come last: so the addresses of what draws read depend on the size alone.
-        self.words, self.inputs = packed({"input_ids": zeros, **host, **draws, **plans.arrays})
+        self.words, self.inputs = packed({"input_ids": zeros, **host, **draws, **plans.numbered()})
         self.arrays = self.inputs.parts(self.words)
+        self.plans = plans.with_arrays(self.arrays[name] for name in plans.numbered())
         self._idle = self.words.copy()
-        self._growing: list[_Growing] = []
 
     def begin(self, rows: Int32Array, plans: PassPlans) -> None:
         """Fill in what does not change while the requests `rows` `[B]` decode by these plans."""
         self.words[:] = self._idle
         self.arrays["req_pool_indices"][: len(rows)] = rows
-        for name, array in plans.arrays.items():
-            self.arrays[name][:] = array
-        self._growing = [_Growing(self.arrays, f"decode {window} ") for window in plans.windows]
+        for place, array in zip(self.plans.arrays(), plans.arrays(), strict=True):
+            place[:] = array
+        self.plans = replace(self.plans)  # other items grow
 
     def update(self, pass_: Pass) -> None:
         """Fill in what is new in a pass of the requests that it was begun for; of draws what the features name."""
@@ -255,27 +261,7 @@ class _DecodeWords:
         arrays["start_loc"] -= seq_lens
         for name in draws.features.array_names:
             arrays[name][:count] = draws.arrays[name]
-        for growing in self._growing:
-            growing.update(pass_.seq_lens)
-
-
-class _Growing:
-    """What grows in a plan as its requests do: the item of each that reads its last position.
-
-    With a window, items begin where it did when the plan was made; attention itself leaves out what it has passed.
-    """
-
-    def __init__(self, arrays: Mapping[str, Int32Array], prefix: str) -> None:
-        self._seq_lens, self._item_lens = arrays[prefix + "seq_lens"], arrays[prefix + "item_lens"]
-        starts, queries = arrays[prefix + "item_starts"], arrays[prefix + "item_query_starts"]
-        ends = (starts + self._item_lens == self._seq_lens[queries]) & (self._item_lens > 0)
-        self._items = np.flatnonzero(ends)
-        self._starts, self._queries = starts[self._items], queries[self._items]
-
-    def update(self, seq_lens: Int32Array) -> None:
-        """To requests that are so long `[B]`."""
-        self._seq_lens[: len(seq_lens)] = seq_lens
-        self._item_lens[self._items] = seq_lens[self._queries] - self._starts
+        self.plans.grow(pass_.seq_lens)
 
 
 _NONE = np.zeros(0, np.int32)
@@ -343,8 +329,3 @@ def _draw_arrays(pass_: Pass) -> Arrays:
 def _row_changes(pass_: Pass) -> Arrays:
     changes = pass_.row_changes
     return {"changed_rows": changes.rows, "changed_positions": changes.positions, "changed_slots": changes.slots}
-
-
-def _min_plan(shape: PassShape) -> PlanKind:
-    """What plans of decodes are made of at least."""
-    return PlanKind.CUT if shape.num_rows < MERGES_BELOW else PlanKind.WHOLE

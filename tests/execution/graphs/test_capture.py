@@ -25,8 +25,9 @@ from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine.engine import Engine
 from radixrt.execution.attention import planner as attention_planner
-from radixrt.execution.attention.planner import MERGES_BELOW, AttentionPlanner, PlanKind
-from radixrt.execution.attention.shared_segments import TreeCosts
+from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE, PlanShape
+from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.executor import Executor, Forward
 from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, MAX_CAPTURED_BATCH, ladder
 from radixrt.execution.model_runner import ModelRunner, Tuning
@@ -38,11 +39,12 @@ from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import PassResult
 from tests.models.test_parity import MODELS
 from tests.support.checkpoints import VOCAB_SIZE, gemma2, gemma3, llama, qwen3_moe, smollm3, write
-from triton_ops.implementation import compiling_for, gpu_of
+from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import FIRST_CAPABILITY
 
 pytestmark = pytest.mark.usefixtures("device")
 
+MERGES_BELOW = PlanTuning.cuts_below
 GREEDY = Params(temperature=0, max_new_tokens=12, ignore_eos=True)
 
 
@@ -75,11 +77,10 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
     def runner(model: Decoder, rows: Any, kv_pool: Any, *places: Any, tree: bool, **limits: int) -> ModelRunner:
         tuning = Tuning(token_sizes=(16, 64), max_plan_passes=max_plan_passes)
         if not on_gpu:  # plans are cut and padded as if kernels ran
-            with compiling_for(gpu_of(device)):
-                placement = replace(model.placement, impl="triton")
-                planner = AttentionPlanner(
-                    model.config, placement, rows.req_to_token, kv_pool.buffer.dtype, tree=tree
-                )
+            kv_dtype = kv_pool.buffer.dtype
+            planner = AttentionPlanner.of(
+                model.config, gpu_of(device), model.placement.dtype, rows.req_to_token, kv_dtype, tree=tree
+            )
             tuning = replace(tuning, recorder=Recomputing, planner=planner)
             most = options["max_running_requests"], options.get("chunked_prefill_size", 2048)
             limits = dict(zip(limits, most if cuda_graphs else (0, 0), strict=True))
@@ -429,11 +430,10 @@ def test_every_draw_is_captured_for_every_size(folder: Path, attention: str) -> 
     with runtime_of(folder, max_running_requests=MERGES_BELOW, attention=attention) as runtime:
         forwards, draws = captured_keys(runtime)
     sizes = ladder(MERGES_BELOW)
-    kinds = {(size, PlanKind.CUT) for size in sizes} | {(MERGES_BELOW, PlanKind.WHOLE)}
+    shapes = {(size, CUT) for size in sizes} | {(MERGES_BELOW, WHOLE)}
     if attention == "tree":
-        both = PlanKind.CUT | PlanKind.TREE
-        kinds |= {(size, both) for size in sizes if size < MERGES_BELOW} | {(MERGES_BELOW, PlanKind.TREE)}
-    assert {(key.shape.num_rows, key.plan) for key in forwards if key.shape.is_decode} == kinds
+        shapes |= {(size, CUT_TREE) for size in sizes if size < MERGES_BELOW} | {(MERGES_BELOW, TREE)}
+    assert {(key.shape.num_rows, key.plans) for key in forwards if key.shape.is_decode} == shapes
     assert draws == {(size, features) for size in sizes for features in CAPTURED_DRAWS}
 
 
@@ -484,9 +484,9 @@ def test_graphs_warm_up_with_one_block_of_each_kind(
 def trees(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Lets requests share wherever they can. Of plans with shared items: who made them, of what, and how many."""
     cheap = TreeCosts(reread_bandwidth=4.2e12, operations=1e18, item=0.0, partial_crossings=0.1, launches=0.0)
-    monkeypatch.setattr(attention_planner, "TreeCosts", lambda: cheap)
     # Few programs, so that what is shared here occupies them all.
-    monkeypatch.setattr(attention_planner, "SHARED_PROGRAMS_PER_SM", 8 / gpu_of(device).num_sms)
+    tuning = PlanTuning(costs=cheap, shared_programs_per_sm=8 / gpu_of(device).num_sms)
+    monkeypatch.setattr(attention_planner, "plan_tuning", lambda gpu: tuning)
     seen: list[tuple[str, int]] = []
 
     def watch(name: str) -> None:
@@ -501,13 +501,13 @@ def trees(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
 
         monkeypatch.setattr(attention_planner.AttentionPlanner, name, watched)
 
-    for name in ("plan", "plan_padded", "plan_padded_extends"):
+    for name in ("plan", "plan_padded_decodes", "plan_padded_extends"):
         watch(name)
     return seen
 
 
 def shared_lens(plans: Any, of: str) -> list[Any]:
-    return [array for name, array in plans.arrays.items() if name.startswith(of) and name.endswith(" shared_lens")]
+    return [plan.shared_lens for plan in getattr(plans, of).values()]
 
 
 def families(seed: int) -> list[list[int]]:
@@ -523,20 +523,19 @@ def families(seed: int) -> list[list[int]]:
 def test_passes_with_extends_launch_what_shares_only_where_something_is_shared(
     folder: Path, trees: list[tuple[str, int]], launches: list[PackedPass]
 ) -> None:
-    def kinds_of(keys: Iterable[PassKey]) -> set[tuple[int, PlanKind]]:
-        return {(key.shape.num_tokens, key.plan) for key in keys if not key.shape.is_decode}
+    def shapes_of(keys: Iterable[PassKey]) -> set[tuple[int, PlanShape]]:
+        return {(key.shape.num_tokens, key.plans) for key in keys if not key.shape.is_decode}
 
     options: dict[str, Any] = {"chunked_prefill_size": 64}
-    kinds = (PlanKind.CUT, PlanKind.CUT | PlanKind.TREE)
-    every = {(num_tokens, kind) for num_tokens in (16, 64) for kind in kinds}
+    every = {(num_tokens, plans) for num_tokens in (16, 64) for plans in (CUT, CUT_TREE)}
     with runtime_of(folder, attention="tree", **options) as runtime:
-        assert kinds_of(captured_keys(runtime)[0]) == every
+        assert shapes_of(captured_keys(runtime)[0]) == every
         runtime.generate(random_prompts(2, most=8), GREEDY)
         assert not trees
         runtime.generate(families(2), GREEDY)
-    assert kinds_of(extends_of(launches)) == every
+    assert shapes_of(extends_of(launches)) == every
     with runtime_of(folder, attention="flat", **options) as flat:
-        assert kinds_of(captured_keys(flat)[0]) == {(num_tokens, PlanKind.CUT) for num_tokens in (16, 64)}
+        assert shapes_of(captured_keys(flat)[0]) == {(16, CUT), (64, CUT)}
 
 
 @pytest.mark.long_unless(kept=lambda given: given["captured"] or given["most"] == 27)
@@ -563,7 +562,7 @@ def test_what_is_read_once_is_read_by_all(
     names = {name for name, _ in trees}
     makers = ["plan_padded_extends"] if captured else ["plan"]
     assert names >= {f"{maker}: {of}" for maker in makers for of in ("decode", "extend")}
-    assert "plan_padded: decode" in names or not captured
+    assert "plan_padded_decodes: decode" in names or not captured
     assert len({count for name, count in trees if name.endswith("decode")}) > 2, "plans change"
 
 
