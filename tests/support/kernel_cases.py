@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radixrt.execution.attention.flat import KernelShape, decode_item_len, plan_extends
 from triton_ops.activations.elementwise import MAX_BYTES
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
 from triton_ops.activations.silu_and_mul import silu_and_mul
-from triton_ops.attention.decode import decode_attention, decode_item_len
-from triton_ops.attention.extend import extend_attention, plan_extends
+from triton_ops.attention.decode import decode_attention
+from triton_ops.attention.extend import extend_attention
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, SharedItems
 from triton_ops.attention.shared import shared_rows
 from triton_ops.attention.soft_cap import soft_cap
@@ -197,13 +198,13 @@ def _decode_cases() -> Iterator[KernelCase]:
 def _decode(shape: AttentionShape) -> None:
     q = torch.empty(shape.batch, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)[:, : 8 * shape.group]
     seq_lens, keywords = [shape.prefix + shape.extend] * shape.batch, shape.keywords()
-    arrays = AttentionPlan.flat_arrays(
+    plan = AttentionPlan.flat(
         range(shape.batch),
         seq_lens,
         max_item_len=decode_item_len(gpu_of(q.device), 8, np.array(seq_lens, np.int32)),
         sliding_window=keywords.get("sliding_window"),
     )
-    decode_attention(q, **shape.pool(), plan=AttentionPlan.build(arrays, q.device), **keywords)
+    decode_attention(q, **shape.pool(), plan=plan.to(q.device), **keywords)
 
 
 def _tree_cases() -> Iterator[KernelCase]:
@@ -227,8 +228,8 @@ def _tree(shape: AttentionShape) -> None:
     q = torch.empty(shape.batch, 8 * shape.group, shape.head_dim, dtype=shape.dtype)
     rows = np.arange(shape.batch, dtype=np.int32)
     tails = np.full_like(rows, shape.prefix)
-    arrays = AttentionPlan.tree_arrays(rows, tails + shape.extend, tails, _all_share(shape, shape.batch))
-    decode_attention(q, **shape.pool(), plan=AttentionPlan.build(arrays, q.device), **shape.keywords())
+    plan = AttentionPlan.tree(rows, tails + shape.extend, tails, _all_share(shape, shape.batch))
+    decode_attention(q, **shape.pool(), plan=plan.to(q.device), **shape.keywords())
 
 
 def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:
@@ -243,20 +244,17 @@ def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:
 def _shared_extend(shape: AttentionShape) -> None:
     counts = np.full(shape.batch, shape.extend, np.int32)
     prefix = np.full_like(counts, shape.prefix)
-    arrays, tile_tokens = plan_extends(
+    plan = plan_extends(
+        KernelShape(
+            gpu_of(torch.get_default_device()), 8 * shape.group, 8, head_dim=shape.head_dim, dtype=shape.dtype
+        ),
         prefix,
         np.cumsum(counts, dtype=np.int32) - counts,
         counts,
-        gpu=gpu_of(torch.get_default_device()),
-        num_heads=8 * shape.group,
-        num_kv_heads=8,
-        head_dim=shape.head_dim,
-        dtype=shape.dtype,
         tail_starts=prefix,
         shared=_all_share(shape, int(counts.sum())),
     )
-    plan = ExtendPlan.build(arrays, torch.get_default_device(), tile_tokens=tile_tokens)
-    _extend(shape, plan)
+    _extend(shape, plan.to(torch.get_default_device()))
 
 
 # --- elementwise ---

@@ -52,8 +52,8 @@ def check_attention_inputs(
 
 def check_window(sliding_window: int | None, plan: SharingPlan | None) -> None:
     """Raise ValueError with a window and shared items."""
-    if sliding_window is not None and plan is not None and plan.shared_lines.shape[0]:
+    if sliding_window is not None and plan is not None and plan.shared_lens.shape[0]:
         raise ValueError(
-            f"sliding_window is {sliding_window}, but the plan has {plan.shared_lines.shape[0]} shared items, "
+            f"sliding_window is {sliding_window}, but the plan has {plan.shared_lens.shape[0]} shared items, "
             "which all their rows read whole: make a flat plan"
         )

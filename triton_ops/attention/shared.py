@@ -115,13 +115,13 @@ def shared_attention(
             f"a shared item has {longest} query rows, but a tile of the kernel {block_m // group}: cut it to "
             "shared_rows"
         )
-    _shared_kernel[(plan.shared_lines.shape[0] * num_kv_heads,)](
+    _shared_kernel[(plan.shared_req_pool_indices.shape[0] * num_kv_heads,)](
         q,
         k_buffer,
         v_buffer,
         req_to_token,
         plan.seq_lens,
-        plan.shared_lines,
+        plan.shared_req_pool_indices,
         plan.shared_starts,
         plan.shared_lens,
         plan.shared_query_starts,
