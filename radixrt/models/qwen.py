@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from layers.moe import SparseMoE, split_experts
+from layers.moe import EXPERT_NAMES, SparseMoE
 from radixrt.models.decoder import Attention, Decoder, FeedForward
-from radixrt.models.mixtral import MixtureConfig
+from radixrt.models.mixtral import MixtureConfig, split_experts
 
 
 class Qwen2(Decoder):
@@ -79,4 +79,4 @@ class Qwen3Moe(Qwen3):
         )
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        return split_experts(name, tensor)
+        return split_experts(name, tensor, EXPERT_NAMES)
