@@ -20,6 +20,10 @@ def test_a_leader_is_found_at_the_match_and_before_it() -> None:
     match = tree.match(HERE, asked)
     assert (match.length, match.at_boundary) == (2, False)
     assert frontiers.leader(match, asked) is own
+    tree.insert(root, ids(1, 2), ids(1, 2))  # an edge is split
+    match = tree.match(HERE, asked)
+    assert (match.length, match.at_boundary) == (2, True)
+    assert frontiers.leader(match, asked) is own
     far = ids(1, 2, 8, 4)  # the leader goes another way
     assert frontiers.leader(tree.match(HERE, far), far) is None
 
