@@ -1,4 +1,4 @@
-"""Checks of parameters: what is outside its bounds is refused by name, with its value and the bound."""
+"""Checks of parameters. Errors name the parameter, its value and the bound."""
 
 from __future__ import annotations
 

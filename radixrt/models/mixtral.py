@@ -15,7 +15,7 @@ from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Block, Decoder
 
-# Of an expert's gate, up and down projections.
+# Of an expert's gate, up and down projections, in a checkpoint.
 EXPERT_NAMES = ("w1", "w3", "w2")
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
@@ -67,7 +67,7 @@ class Mixtral(Decoder):
         )
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        # Where experts are stacked, they go by another name.
+        # Stacked experts have another name.
         return split_experts(name.replace(".mlp.", ".block_sparse_moe."), tensor, EXPERT_NAMES)
 
 
