@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
-from radixrt.checks import real, whole
+from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -89,7 +89,7 @@ class SamplingParams:
             if value is not _DEFAULTS[name]:
                 object.__setattr__(self, name, check(name, value))
         if self.min_new_tokens:
-            whole("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
+            check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         if self.n > 1 and self.max_new_tokens == 0:
             raise ParameterError(f"n is {self.n}, but max_new_tokens is 0: there is nothing to draw")
 
@@ -99,12 +99,12 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-def _whole(low: int, high: int) -> _Check:
-    return lambda name, value: whole(name, value, low, high)
+def _int(low: int, high: int) -> _Check:
+    return lambda name, value: check_int(name, value, low, high)
 
 
-def _real(low: float, high: float, *, above: bool = False) -> _Check:
-    return lambda name, value: real(name, value, low, high, above=above)
+def _float(low: float, high: float, *, above: bool = False) -> _Check:
+    return lambda name, value: check_float(name, value, low, high, above=above)
 
 
 def _or_none(check: _Check) -> _Check:
@@ -118,7 +118,7 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _top_k(name: str, value: object) -> int:
-    return max(0, whole(name, value, -1, 2**31 - 1))
+    return max(0, check_int(name, value, -1, 2**31 - 1))
 
 
 def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ def _listed(name: str, value: object, max_count: int, what: str) -> Sequence[obj
 
 
 def _token_ids(name: str, value: object, max_count: int) -> tuple[int, ...]:
-    return tuple(whole(name, i, 0, MAX_TOKEN_ID) for i in _listed(name, value, max_count, "token ids"))
+    return tuple(check_int(name, i, 0, MAX_TOKEN_ID) for i in _listed(name, value, max_count, "token ids"))
 
 
 def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
@@ -158,7 +158,7 @@ def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
         token, bias = pair
         if isinstance(token, str) and token.isdecimal():  # the keys of JSON objects are strings
             token = int(token)
-        biases[whole(name, token, 0, MAX_TOKEN_ID)] = real(name, bias, -100.0, 100.0)
+        biases[check_int(name, token, 0, MAX_TOKEN_ID)] = check_float(name, bias, -100.0, 100.0)
     return tuple(sorted(biases.items()))
 
 
@@ -187,25 +187,25 @@ def _stop_strings(name: str, value: object) -> tuple[str, ...]:
 # In the order of checking. A check may convert a value to the form that the engine wants.
 _CHECKS: Mapping[str, _Check] = MappingProxyType(
     {
-        "max_new_tokens": _whole(0, 2**31 - 1),
-        "min_new_tokens": _whole(0, 2**31 - 1),
-        "n": _whole(1, MAX_SAMPLES),
-        "temperature": _real(0.0, 100.0),
+        "max_new_tokens": _int(0, 2**31 - 1),
+        "min_new_tokens": _int(0, 2**31 - 1),
+        "n": _int(1, MAX_SAMPLES),
+        "temperature": _float(0.0, 100.0),
         "top_k": _top_k,
-        "top_p": _real(0.0, 1.0, above=True),
-        "min_p": _real(0.0, 1.0),
-        "repetition_penalty": _real(0.0, 10.0, above=True),
-        "presence_penalty": _real(-2.0, 2.0),
-        "frequency_penalty": _real(-2.0, 2.0),
-        "seed": _or_none(_whole(0, 2**63 - 1)),
+        "top_p": _float(0.0, 1.0, above=True),
+        "min_p": _float(0.0, 1.0),
+        "repetition_penalty": _float(0.0, 10.0, above=True),
+        "presence_penalty": _float(-2.0, 2.0),
+        "frequency_penalty": _float(-2.0, 2.0),
+        "seed": _or_none(_int(0, 2**63 - 1)),
         "stop_token_ids": _stop_token_ids,
         "allowed_token_ids": _or_none(_allowed),
         "logit_bias": _biases,
         "bad_words": _bad_words,
         "stop": _stop_strings,
-        "logprobs": _or_none(_whole(0, MAX_LOGPROBS)),
-        "prompt_logprobs": _or_none(_whole(0, MAX_LOGPROBS)),
-        "prompt_logprobs_start": _whole(0, 2**31 - 1),
+        "logprobs": _or_none(_int(0, MAX_LOGPROBS)),
+        "prompt_logprobs": _or_none(_int(0, MAX_LOGPROBS)),
+        "prompt_logprobs_start": _int(0, 2**31 - 1),
         "ignore_eos": _flag,
         "include_stop_str": _flag,
         "skip_special_tokens": _flag,

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from layers.rotary import RopeParameters
-from radixrt.checks import whole
+from radixrt.checks import check_int
 from radixrt.errors import ModelError
 from radixrt.models.rope import longest_context, read_rope
 
@@ -108,7 +108,7 @@ class ModelConfig:
 
     def with_context_length(self, context_length: int) -> Self:
         """Return the config for sequences up to `context_length`, 2 to `max_context_length`, or ParameterError."""
-        whole("context_length", context_length, 2, self.max_context_length)
+        check_int("context_length", context_length, 2, self.max_context_length)
         return replace(self, context_length=context_length)
 
 
