@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_softmax import topk_softmax
 
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
-STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
 class SparseMoE(nn.Module):
@@ -57,21 +55,3 @@ class SparseMoE(nn.Module):
             parts = (*gate_up.chunk(2), down)
             for part, tensor in zip(self.names, parts, strict=True):
                 yield f"{name}.experts.{expert}.{part}.weight", tensor
-
-
-def split_experts(name: str, tensor: Tensor, names: Sequence[str] = EXPERT_NAMES) -> Iterator[tuple[str, Tensor]]:
-    """A tensor of a checkpoint expert by expert, under the names of `SparseMoE.checkpoint_tensors`.
-
-    Experts may be stored stacked: `...experts.gate_up_proj` `[num_experts, 2 * intermediate_size, hidden_size]`
-    and `...experts.down_proj`. Any other tensor is yielded as it is.
-    """
-    match = STACKED.fullmatch(name)
-    if match is None or tensor.dim() != 3:
-        yield name, tensor
-        return
-    experts, stack = match.groups()
-    gate, up, down = names
-    for expert, weights in enumerate(tensor):
-        parts = {down: weights} if stack == "down_proj" else dict(zip((gate, up), weights.chunk(2), strict=True))
-        for part, weight in parts.items():
-            yield f"{experts}.{expert}.{part}.weight", weight

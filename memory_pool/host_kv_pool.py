@@ -36,7 +36,7 @@ class HostKVPool:
         self.allocator = SlotAllocator(num_slots)
         self._buffer = torch.empty((num_slots, num_layers, 2, num_kv_heads, head_dim), dtype=dtype, device="cpu")
         if device.type == "cuda":
-            _page_lock(self._buffer, device)
+            page_lock(self._buffer, device)
             weakref.finalize(self, _unlock_pages, self._buffer.data_ptr(), device).atexit = False
 
     @property
@@ -45,7 +45,8 @@ class HostKVPool:
         return self._buffer.permute(1, 2, 0, 3, 4)
 
 
-def _page_lock(buffer: torch.Tensor, device: torch.device) -> None:
+def page_lock(buffer: torch.Tensor, device: torch.device) -> None:
+    """Lock a buffer's pages, so that a GPU reads and writes them. Raises RuntimeError."""
     # Not `pin_memory=True`: that rounds the size up to a power of two.
     with torch.cuda.device(device):
         status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from radixrt.models.decoder import Attention, Block, Decoder
 
 @dataclass(frozen=True)
 class GemmaConfig(ModelConfig):
-    """`attention_scale` is the factor on the scores; the softcaps are None where there are none."""
+    """`attention_scale` is the factor on the scores; a softcap of None is off."""
 
     attention_scale: float
     attention_softcap: float | None
@@ -35,10 +35,10 @@ class GemmaConfig(ModelConfig):
 
 
 class GemmaBlock(Block):
-    """Norms before and behind attention and feed-forward: `x + norm(attention(norm(x)))`.
+    """Norms before and after attention and feed-forward: `x + norm(attention(norm(x)))`.
 
-    A norm behind is fused with the addition and the norm that follow. So the one behind the feed-forward layer is
-    left to the next layer, which knows it as its `entry_norm`, or to the decoder.
+    A norm after a part is fused with the addition and the norm that follow. The one after the feed-forward layer
+    is therefore left to the next layer, as its `entry_norm`, or to the decoder.
     """
 
     attention_norm: WideRMSNorm
@@ -121,7 +121,7 @@ class Gemma2(Decoder):
         return self.norm.add(hidden, residual, before=self._exit_norm())[0]
 
     def _exit_norm(self) -> WideRMSNorm:
-        """The norm behind the last layer that there is so far."""
+        """The last norm of the last layer built so far."""
         last = self.blocks[-1]
         assert isinstance(last, GemmaBlock)
         return last.after_feed_forward_norm

@@ -1,4 +1,4 @@
-"""OLMo 2 (Ai2, 2024): norms behind attention and feed-forward, not before them, and on all of q and k."""
+"""OLMo 2 (Ai2, 2024): norms after attention and feed-forward, not before them, and on all of q and k."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from radixrt.models.decoder import Attention, Block, Decoder
 
 
 class Olmo2Block(Block):
-    """`x + norm(attention(x))`, then the same with the feed-forward layer: nothing is left to be added."""
+    """`x + norm(attention(x))`, then `x + norm(feed_forward(x))`; no residual is left to add."""
 
     attention_norm: WideRMSNorm
     feed_forward_norm: WideRMSNorm
