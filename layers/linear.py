@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from layers.placement import Placement
 from triton_ops.implementation import gpu_of, runs_triton
-from triton_ops.linear.split_k_linear import partial_linear, partial_linear_config
+from triton_ops.linear.split_k_linear import split_k_config, split_k_linear
 
 
 class Linear(nn.Module):
@@ -22,17 +22,17 @@ class Linear(nn.Module):
             self.bias = placement.parameter(out_features)
         self.impl = placement.impl
 
-    def forward(self, x: Tensor, *, parts_allowed: bool = False) -> Tensor:
+    def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
         """`x [..., in_features]` to `[..., out_features]`.
 
-        Who can do with parts of that, as `RMSNorm.add` can, sets `parts_allowed`: where they are computed faster,
-        on a GPU for small batches, they are what is returned (`partial_linear`), float32
+        Who can do with parts of that, as `RMSNorm.add` can, sets `split_k_ok`: where they are computed faster,
+        on a GPU for small batches, they are what is returned (`split_k_linear`), float32
         `[P, num_tokens, out_features]`.
         """
-        if parts_allowed and self.bias is None and runs_triton(self.impl, x.device):
-            config = partial_linear_config(gpu_of(x.device), len(x), *self.weight.shape, self.weight.dtype)
+        if split_k_ok and self.bias is None and runs_triton(self.impl, x.device):
+            config = split_k_config(gpu_of(x.device), len(x), *self.weight.shape, self.weight.dtype)
             if config is not None:
-                return partial_linear(x, self.weight, config, impl=self.impl)
+                return split_k_linear(x, self.weight, config, impl=self.impl)
         return nn.functional.linear(x, self.weight, self.bias)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -43,7 +43,7 @@ class SparseMoE(nn.Module):
         self.gate_up = placement.parameter(num_experts, 2 * intermediate_size, hidden_size)
         self.down = placement.parameter(num_experts, hidden_size, intermediate_size)
 
-    def forward(self, x: Tensor, *, parts_allowed: bool = False) -> Tensor:
+    def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
         """`x [num_tokens, hidden_size]` to the same shape; never parts, whether they are allowed or not."""
         weights, experts = topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
         return moe(x, weights, experts, self.gate_up, self.down, impl=self.impl)

@@ -15,7 +15,7 @@ from layers.rotary import RotaryEmbedding
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import extend_attention
 from triton_ops.implementation import Impl
-from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, norm_rotary_store
+from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 
 
 class KVCache(Protocol):
@@ -74,7 +74,7 @@ class RadixAttention(nn.Module):
         """Attention of a pass's T new tokens; writes their K and V to `metadata.out_cache_loc` first.
 
         `q` is `[T, num_heads, head_dim]`, `k` and `v` are `[T, num_kv_heads, head_dim]`, views of
-        one packed projection or not; they are changed in place, as `norm_rotary_store` says. Returns
+        one packed projection or not; they are changed in place, as `qk_norm_rope_store` says. Returns
         `[T, num_heads, head_dim]` in q's dtype.
         """
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -85,7 +85,7 @@ class RadixAttention(nn.Module):
         if self.rotary is not None:
             rotation = Rotation(self.rotary.cos_sin_cache, metadata.positions)
         k_scale, v_scale = kv_pool.k_scale(self.layer_id), kv_pool.v_scale(self.layer_id)
-        q, k, v = norm_rotary_store(
+        q, k, v = qk_norm_rope_store(
             q,
             k,
             v,

@@ -27,17 +27,17 @@ from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.implementation import GPU, gpu_of
 from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.kv.kv_copy import kv_copy
-from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, norm_rotary_store
-from triton_ops.linear.split_k_linear import partial_linear, partial_linear_config
+from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
+from triton_ops.linear.split_k_linear import split_k_config, split_k_linear
 from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
 from triton_ops.norms.rms_norm_fp32_weight import (
-    add_wide_rms_norm,
-    norm_add_wide_rms_norm,
-    wide_rms_norm,
-    wide_rms_norm_add,
+    add_rms_norm_fp32_weight,
+    norm_add_rms_norm_fp32_weight,
+    rms_norm_fp32_weight,
+    rms_norm_fp32_weight_add,
 )
 from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only
@@ -133,7 +133,7 @@ def _shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionSha
     """What one kernel is compiled for, and whether it is one of the few."""
     for shape, few in _plain_shapes(batch, prefix, extend):
         yield shape, few
-        # As models have them: norm_rotary_store leaves float16 over e4m3 in place of bfloat16.
+        # As models have them: qk_norm_rope_store leaves float16 over e4m3 in place of bfloat16.
         if shape.dtype == torch.bfloat16:
             yield replace(shape, e4m3=True, dtype=torch.float16), few
         elif shape.dtype == torch.float32:
@@ -306,10 +306,10 @@ def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterato
 
     yield case(rms_norm, weighted, eps=1e-5)
     yield case(add_rms_norm, added, eps=1e-5)
-    yield case(wide_rms_norm, weighted, eps=1e-5, offset=1.0)
-    yield case(add_wide_rms_norm, added, eps=1e-5, offset=0.0)
-    yield case(norm_add_wide_rms_norm, normed_and_added, eps=1e-5, offset=1.0)
-    yield case(wide_rms_norm_add, added, eps=1e-5, offset=0.0)
+    yield case(rms_norm_fp32_weight, weighted, eps=1e-5, offset=1.0)
+    yield case(add_rms_norm_fp32_weight, added, eps=1e-5, offset=0.0)
+    yield case(norm_add_rms_norm_fp32_weight, normed_and_added, eps=1e-5, offset=1.0)
+    yield case(rms_norm_fp32_weight_add, added, eps=1e-5, offset=0.0)
     yield case(layer_norm, weighted, bias=None, eps=1e-5)
     yield case(layer_norm, biased, eps=1e-5)
     yield case(add_layer_norm, added_biased, eps=1e-5)
@@ -348,7 +348,7 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
         pool = torch.empty(2, num_tokens + 1, num_kv_heads, head_dim, dtype=E4M3 if e4m3 else dtype)
         scale = torch.empty(num_kv_heads) if e4m3 else None
         steps = {"norm": norm, "rotation": rotation, "k_scale": scale, "v_scale": scale}
-        norm_rotary_store(q, k, v, *pool, positions, **steps, impl="triton")
+        qk_norm_rope_store(q, k, v, *pool, positions, **steps, impl="triton")
 
     # The other dtypes take the same ways.
     names = product(norms, rotations) if dtype == torch.bfloat16 else [("norm", f"rotary {head_dim}")]
@@ -363,7 +363,7 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
         few = usual and dtype == torch.bfloat16 and (head_dim < 256 or norm_words == "norm")
         for e4m3 in (False, True):
             yield KernelCase(
-                norm_rotary_store,
+                qk_norm_rope_store,
                 f"{name}{', e4m3' * e4m3}",
                 partial(call, norms[norm_words], rotations[rotation_words], e4m3),
                 few,
@@ -378,14 +378,14 @@ def _linear_cases() -> Iterator[KernelCase]:
     """Every configuration, and the norm that adds up its parts; shapes of Qwen3 0.6B and 1.7B, Llama 3.1 8B."""
     for num_columns, depth in ((1024, 2048), (1024, 3072), (2048, 6144), (4096, 4096), (4096, 14_336)):
         for num_rows, dtype in product((16, 32, 64, 128, 256), (torch.bfloat16, torch.float16)):
-            config = partial_linear_config(GPU(90, 132), num_rows, num_columns, depth, dtype)
+            config = split_k_config(GPU(90, 132), num_rows, num_columns, depth, dtype)
             if config is None:
                 continue
             name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}"
             few = dtype == torch.bfloat16 and (num_columns, depth) in ((1024, 2048), (4096, 14_336))
             x, weight = torch.empty(num_rows, depth, dtype=dtype), torch.empty(num_columns, depth, dtype=dtype)
-            call = partial(partial_linear, x, weight, config, impl="triton")
-            yield KernelCase(partial_linear, name, call, few, wgmma=True, min_capability=90)
+            call = partial(split_k_linear, x, weight, config, impl="triton")
+            yield KernelCase(split_k_linear, name, call, few, wgmma=True, min_capability=90)
             parts = torch.empty(-(-depth // config.part_depth), num_rows, num_columns)
             residual, norm_weight = (
                 torch.empty(num_rows, num_columns, dtype=dtype),

@@ -20,14 +20,14 @@ from triton_ops.activations.gelu_new import gelu_new
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.kv.e4m3 import E4M3, in_float16, quantise
-from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, norm_rotary_store
+from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
 from triton_ops.norms.rms_norm_fp32_weight import (
-    add_wide_rms_norm,
-    norm_add_wide_rms_norm,
-    wide_rms_norm,
-    wide_rms_norm_add,
+    add_rms_norm_fp32_weight,
+    norm_add_rms_norm_fp32_weight,
+    rms_norm_fp32_weight,
+    rms_norm_fp32_weight_add,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter, on purpose
@@ -56,8 +56,8 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 NORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]] = {
     "rms": (rms_norm, add_rms_norm),
-    "wide rms": (partial(wide_rms_norm, offset=0.0), partial(add_wide_rms_norm, offset=0.0)),
-    "wide rms, 1 + w": (partial(wide_rms_norm, offset=1.0), partial(add_wide_rms_norm, offset=1.0)),
+    "wide rms": (partial(rms_norm_fp32_weight, offset=0.0), partial(add_rms_norm_fp32_weight, offset=0.0)),
+    "wide rms, 1 + w": (partial(rms_norm_fp32_weight, offset=1.0), partial(add_rms_norm_fp32_weight, offset=1.0)),
     "layer": (
         lambda x, w, eps, impl: layer_norm(x, w, None, eps, impl=impl),
         lambda x, r, w, eps, impl: add_layer_norm(x, r, w, None, eps, impl=impl),
@@ -103,12 +103,14 @@ def test_norms_before_an_addition(
         make(shape[1], seed=3),
     )
     arguments: dict[str, Any] = {"eps": 1e-5, "offset": offset}
-    total = wide_rms_norm_add(x, residual, before, **arguments, impl="triton")
-    assert_same(total, wide_rms_norm_add(x, residual, before, **arguments, impl="torch"))
-    normed, same = norm_add_wide_rms_norm(x, residual, before, weight, **arguments, impl="triton")
+    total = rms_norm_fp32_weight_add(x, residual, before, **arguments, impl="triton")
+    assert_same(total, rms_norm_fp32_weight_add(x, residual, before, **arguments, impl="torch"))
+    normed, same = norm_add_rms_norm_fp32_weight(x, residual, before, weight, **arguments, impl="triton")
     assert torch.equal(same, total)
-    assert_same(normed, wide_rms_norm(total, weight, **arguments, impl="torch"))
-    expected, expected_total = norm_add_wide_rms_norm(x, residual, before, weight, **arguments, impl="torch")
+    assert_same(normed, rms_norm_fp32_weight(total, weight, **arguments, impl="torch"))
+    expected, expected_total = norm_add_rms_norm_fp32_weight(
+        x, residual, before, weight, **arguments, impl="torch"
+    )
     assert_same(total, expected_total)
     torch.testing.assert_close(normed, expected, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
 
@@ -144,7 +146,7 @@ def test_parts_are_float32_and_of_the_residuals_shape(kernel_device: torch.devic
     with pytest.raises(ValueError, match=r"weight must be contiguous \[8\] in torch.float16"):
         add_rms_norm(parts, residual, weight.float(), 1e-5, impl="triton")
     with pytest.raises(ValueError, match=r"residual must be \[2, 4, 8\]"):
-        add_wide_rms_norm(parts, residual.float(), weight.float(), 1e-5, offset=1.0, impl="triton")
+        add_rms_norm_fp32_weight(parts, residual.float(), weight.float(), 1e-5, offset=1.0, impl="triton")
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -179,7 +181,7 @@ def test_norms_refuse_what_they_cannot_read(kernel_device: torch.device) -> None
     with pytest.raises(ValueError, match=r"bias must be contiguous \[8\]"):
         layer_norm(x, weight, weight[:4], 1e-5, impl="triton")
     with pytest.raises(ValueError, match=r"residual must be \[4, 8\] in torch.float32, but is \[3, 8\]"):
-        add_wide_rms_norm(x, x[:3], weight, 1e-5, offset=1.0, impl="triton")
+        add_rms_norm_fp32_weight(x, x[:3], weight, 1e-5, offset=1.0, impl="triton")
     with pytest.raises(
         ValueError, match=r"rows of 16385 elements of torch.float32 exceed .* limit of 65536 bytes"
     ):
@@ -291,7 +293,7 @@ class Heads:
         self.slots = slots.to(device, torch.int32)
 
     def run(self, impl: Any, **steps: Any) -> None:
-        norm_rotary_store(self.q, self.k, self.v, self.k_buffer, self.v_buffer, self.slots, impl=impl, **steps)
+        qk_norm_rope_store(self.q, self.k, self.v, self.k_buffer, self.v_buffer, self.slots, impl=impl, **steps)
 
 
 def check_heads(make: Callable[[], Heads], **steps: Any) -> None:
@@ -387,7 +389,7 @@ def stored_e4m3(heads: Heads, impl: Any, **steps: Any) -> tuple[Tensor, Tensor, 
         name: torch.tensor(scale, device=heads.q.device)
         for name, scale in (("k_scale", K_SCALE), ("v_scale", V_SCALE))
     }
-    return norm_rotary_store(
+    return qk_norm_rope_store(
         heads.q, heads.k, heads.v, heads.k_buffer, heads.v_buffer, heads.slots, impl=impl, **scales, **steps
     )
 
@@ -481,7 +483,7 @@ def test_every_number_of_e4m3_is_rounded_to(kernel_device: torch.device) -> None
     for impl in ("torch", "triton"):
         k, v, pool = given.clone(), given.clone(), torch.zeros(2, len(given) + 1, 1, 16, device=kernel_device)
         pool = pool.to(E4M3)
-        norm_rotary_store(given.clone(), k, v, *pool, slots, k_scale=scale, v_scale=scale, impl=impl)
+        qk_norm_rope_store(given.clone(), k, v, *pool, slots, k_scale=scale, v_scale=scale, impl=impl)
         for stored in (k, v, pool[0, 1:].float(), pool[1, 1:].float()):
             assert torch.equal(bits(stored.cpu()), bits(expected)), impl
 

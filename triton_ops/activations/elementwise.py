@@ -64,8 +64,8 @@ def row_blocks(size: int, dtype: torch.dtype, parts: int = 0) -> tuple[int, int,
     if parts:
         return block, 1, min(32, max(1, block * next_power_of_2(parts) // (32 * ROW_ELEMENTS)))
     rows = max(1, ROW_TILE // block)
-    most_warps = 16 if block <= 16384 else 32
-    return block, rows, min(most_warps, max(1, block * rows // (32 * ROW_ELEMENTS)))
+    max_warps = 16 if block <= 16384 else 32
+    return block, rows, min(max_warps, max(1, block * rows // (32 * ROW_ELEMENTS)))
 
 
 def launch_gated(kernel: Any, x: Tensor, **constexprs: Any) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.attention.inputs import check_attention_inputs, check_window
-from triton_ops.attention.merge import merge_partials, merge_rows, take_in
+from triton_ops.attention.merge import merge_partials, merge_partials_into, merge_rows
 from triton_ops.attention.plan import AttentionPlan, Int32Array
 from triton_ops.attention.shared import shared_attention
 from triton_ops.attention.soft_cap import soft_cap
@@ -63,7 +63,7 @@ def decode_attention(
     """Softmax(scale * q k^T) v of every query row, over the items of `plan` that cover the row.
 
     Args:
-        q: `[num_decodes, num_heads, head_dim]`, any float dtype (over e4m3 not bfloat16, see `norm_rotary_store`),
+        q: `[num_decodes, num_heads, head_dim]`, any float dtype (over e4m3 not bfloat16, see `qk_norm_rope_store`),
             any strides but for the last, which is 1.
         k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]`, any float dtype, e4m3 included. `num_heads` is a
             multiple of `num_kv_heads`: query head h reads KV head `h // (num_heads // num_kv_heads)`. Slots that
@@ -523,7 +523,7 @@ def _decode_kernel(
         if HAS_TAILS and first_partial < 0:
             begin = tl.load(tail_partial_starts + query_start)
             count = tl.load(tail_partial_starts + query_start + 1) - begin
-            acc, row_max, row_sum = take_in(
+            acc, row_max, row_sum = merge_partials_into(
                 acc, row_max, row_sum, m, kv_head, row_partials + begin, count, partial_out, partial_lse,
                 NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, BLOCK_D, TAKING,
             )  # fmt: skip

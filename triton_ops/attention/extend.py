@@ -48,7 +48,7 @@ def extend_attention(
     """Token i of a request attends to the request's cached prefix and to its new tokens 0..i.
 
     Args:
-        q: `[num_tokens, num_heads, head_dim]`, any float dtype (over e4m3 not bfloat16, see `norm_rotary_store`),
+        q: `[num_tokens, num_heads, head_dim]`, any float dtype (over e4m3 not bfloat16, see `qk_norm_rope_store`),
             any strides but for the last, which is 1.
         k, v: `[num_tokens, num_kv_heads, head_dim]`, the new tokens' own, contiguous by request.
             `num_heads` is a multiple of `num_kv_heads`.

@@ -129,7 +129,7 @@ def _merge_kernel(
 
 
 @triton.jit
-def take_in(
+def merge_partials_into(
     acc, row_max, row_sum, m, kv_head, partials, count, partial_out, partial_lse,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,

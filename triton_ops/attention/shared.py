@@ -12,7 +12,7 @@ from triton_ops.attention.plan import SharingPlan
 from triton_ops.attention.softmax import (
     attend_first_tile,
     attend_tile,
-    attend_tile_above,
+    attend_tile_fixed_max,
     load_heads,
     overflows,
     write_rows,
@@ -223,7 +223,7 @@ def _shared_kernel(
             slot = tl.load(slots + tl.minimum(first + BLOCK_N + n, last))
             keys = load_heads(k_head + offset, in_head, WHOLE)
             values = load_heads(v_head + offset, in_head, WHOLE)
-            acc, row_sum = attend_tile_above(
+            acc, row_sum = attend_tile_fixed_max(
                 queries, keys, values, acc, row_max, row_sum, scale, softcap, HAS_SOFTCAP,
             )  # fmt: skip
         careful_end = start

@@ -78,7 +78,7 @@ def attend_first_tile(
 
 
 @triton.jit
-def attend_tile_above(
+def attend_tile_fixed_max(
     q, k, v, acc, base, row_sum, scale, softcap, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """`attend_tile`, without ALiBi, of a tile that all rows see, without looking for greater scores: exponentials
@@ -101,7 +101,7 @@ def attend_tile_above(
 
 @triton.jit
 def overflows(row_sum, DTYPE: tl.constexpr):
-    """Whether a weight of `attend_tile_above` may have been too great for `DTYPE`, in which it is multiplied, or
+    """Whether a weight of `attend_tile_fixed_max` may have been too great for `DTYPE`, in which it is multiplied, or
     what it was multiplied with for float32.
     """
     most: tl.constexpr = 2.0**15 if tl.float16 == DTYPE else 2.0**96

@@ -13,9 +13,9 @@ from triton_ops.activations.elementwise import check_vector
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
 from triton_ops.kv.e4m3 import E4M3, check_scales, in_float16, quantise, to_e4m3, to_float16
 from triton_ops.kv.kv_store import kv_store
-from triton_ops.kv.rotary import apply_rotary
+from triton_ops.kv.rope import apply_rotary
 from triton_ops.norms.rms_norm import rms_norm, weighted
-from triton_ops.norms.rms_norm_fp32_weight import wide_rms_norm
+from triton_ops.norms.rms_norm_fp32_weight import rms_norm_fp32_weight
 
 # Elements of a program. Both halves of a head take a 16-byte access a thread.
 TILE = 2048
@@ -27,7 +27,7 @@ class HeadNorm:
     """The norm of each query head and each key head by itself.
 
     `q_weight` and `k_weight` are `[head_dim]` in the heads' dtype. `offset` None is `rms_norm`, else that of
-    `wide_rms_norm`.
+    `rms_norm_fp32_weight`.
     """
 
     q_weight: Tensor
@@ -45,7 +45,7 @@ class Rotation:
     interleaved: bool = False
 
 
-def norm_rotary_store(
+def qk_norm_rope_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -93,8 +93,8 @@ def norm_rotary_store(
         new_q = rms_norm(q, norm.q_weight, norm.eps, impl="torch")
         new_k = rms_norm(k, norm.k_weight, norm.eps, impl="torch")
     elif norm is not None and norm.offset is not None:
-        new_q = wide_rms_norm(q, norm.q_weight, norm.eps, offset=norm.offset, impl="torch")
-        new_k = wide_rms_norm(k, norm.k_weight, norm.eps, offset=norm.offset, impl="torch")
+        new_q = rms_norm_fp32_weight(q, norm.q_weight, norm.eps, offset=norm.offset, impl="torch")
+        new_k = rms_norm_fp32_weight(k, norm.k_weight, norm.eps, offset=norm.offset, impl="torch")
     if rotation is not None:
         new_q, new_k = apply_rotary(
             new_q, new_k, rotation.cos_sin_cache, rotation.positions, interleaved=rotation.interleaved
@@ -166,7 +166,7 @@ def _launch(
     # Without norm, rotation and another dtype q stays as it is.
     unchanged = norm is None and rotation is None and dtype == q.dtype
     q_programs = 0 if unchanged else cdiv(num_tokens * num_heads, rows)
-    _norm_rotary_store_kernel[(q_programs + 2 * kv_programs,)](
+    _qk_norm_rope_store_kernel[(q_programs + 2 * kv_programs,)](
         q,
         k,
         v,
@@ -209,7 +209,7 @@ def _launch(
     do_not_specialize=["num_tokens", "q_programs", "kv_programs"],
     do_not_specialize_on_alignment=["slot_ptr", "position_ptr"],
 )
-def _norm_rotary_store_kernel(
+def _qk_norm_rope_store_kernel(
     q_ptr,
     k_ptr,
     v_ptr,

@@ -15,11 +15,11 @@ from triton_ops.implementation import GPU, Impl, cdiv, runs_triton, tl, triton
 
 COLUMNS = 64  # of the output a program: the rows of the instruction (wgmma), which a small batch would not fill
 NUM_WARPS = 4
-MOST_PARTS = 8  # reading them must stay cheap beside the weight
+MAX_PARTS = 8  # reading them must stay cheap beside the weight
 
 
 @dataclass(frozen=True)
-class PartialLinearConfig:
+class SplitKConfig:
     """How a product is cut.
 
     Attributes:
@@ -37,12 +37,12 @@ class PartialLinearConfig:
 
 @dataclass(frozen=True)
 class _Tile:
-    """`most_programs`: that an H200 runs at a time, about; more of them would wait for others."""
+    """`max_programs`: that an H200 runs at a time, about; more of them would wait for others."""
 
     rows: int
     depth: int
     stages: int
-    most_programs: int
+    max_programs: int
 
 
 # The fastest of those measured on an H200 in bf16, by the rows that x has at most: outputs of 1024 columns (sums
@@ -70,9 +70,9 @@ _DEEP = {
 
 
 @lru_cache(maxsize=4096)
-def partial_linear_config(
+def split_k_config(
     gpu: GPU, num_rows: int, num_columns: int, depth: int, dtype: torch.dtype
-) -> PartialLinearConfig | None:
+) -> SplitKConfig | None:
     """How to cut the product of `[num_rows, depth]` and `[num_columns, depth]` in `dtype`; None where
     `torch.nn.functional.linear` is as fast, or was not compared.
     """
@@ -81,25 +81,25 @@ def partial_linear_config(
     if not (768 <= num_columns <= 4096 and depth >= 2048) or num_columns % COLUMNS:
         return None
     tiles = _FEW_COLUMNS if num_columns <= 2048 else _MANY_COLUMNS if depth <= 8192 else _DEEP
-    most_rows = 256 if num_columns <= 1024 else 128
-    if not 1 <= num_rows <= most_rows:
+    max_rows = 256 if num_columns <= 1024 else 128
+    if not 1 <= num_rows <= max_rows:
         return None
     tile = tiles[min(rows for rows in tiles if num_rows <= rows)]
     if depth % tile.depth:
         return None
     num_tiles = num_columns // COLUMNS * -(-num_rows // tile.rows)
-    parts = min(MOST_PARTS, 1 << (tile.most_programs // num_tiles).bit_length() - 1)
+    parts = min(MAX_PARTS, 1 << (tile.max_programs // num_tiles).bit_length() - 1)
     part_depth = -(-depth // (parts * tile.depth)) * tile.depth
-    return PartialLinearConfig(tile.rows, tile.depth, tile.stages, part_depth)
+    return SplitKConfig(tile.rows, tile.depth, tile.stages, part_depth)
 
 
-def partial_linear(x: Tensor, weight: Tensor, config: PartialLinearConfig, *, impl: Impl = "auto") -> Tensor:
+def split_k_linear(x: Tensor, weight: Tensor, config: SplitKConfig, *, impl: Impl = "auto") -> Tensor:
     """`x W^T` in parts: part p sums over elements `[p * part_depth, (p + 1) * part_depth)` of the rows of both.
 
     Args:
         x: `[M, K]`, float16 or bfloat16. Rows that are not contiguous are copied first.
         weight: `[N, K]` in x's dtype, contiguous; N a multiple of 64, K one of `config.depth`.
-        config: of `partial_linear_config`.
+        config: of `split_k_config`.
 
     Returns:
         float32 `[P, M, N]`, P = K / part_depth rounded up: what adds up to `x W^T` over the first dimension.
@@ -115,7 +115,7 @@ def partial_linear(x: Tensor, weight: Tensor, config: PartialLinearConfig, *, im
     out = torch.empty(num_parts, num_rows, num_columns, dtype=torch.float32, device=x.device)
     if num_rows:
         rows = as_rows(x)
-        _partial_linear_kernel[(num_columns // COLUMNS, num_parts, cdiv(num_rows, config.rows))](
+        _split_k_kernel[(num_columns // COLUMNS, num_parts, cdiv(num_rows, config.rows))](
             rows,
             weight,
             out,
@@ -133,7 +133,7 @@ def partial_linear(x: Tensor, weight: Tensor, config: PartialLinearConfig, *, im
     return out
 
 
-def _check(x: Tensor, weight: Tensor, config: PartialLinearConfig) -> None:
+def _check(x: Tensor, weight: Tensor, config: SplitKConfig) -> None:
     num_columns, depth = weight.shape
     if x.dtype != weight.dtype or x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"x and weight must be float16 or bfloat16 both, but are {x.dtype} and {weight.dtype}")
@@ -150,7 +150,7 @@ def _check(x: Tensor, weight: Tensor, config: PartialLinearConfig) -> None:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _partial_linear_kernel(
+def _split_k_kernel(
     x_ptr,
     weight_ptr,
     out_ptr,

@@ -58,7 +58,7 @@ def launch_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """The kernel's norm of `x`, or of `x + residual`, and that sum (x itself where there is no residual).
 
-    `offset` None is `rms_norm`, else that of `wide_rms_norm`. With a weight `before`, x is normed by it before it
+    `offset` None is `rms_norm`, else that of `rms_norm_fp32_weight`. With a weight `before`, x is normed by it before it
     is added. Without `weight` there is the sum alone, twice. With `in_parts`, x is the parts of `add_rms_norm`.
     Rows that do not lie a common stride apart are copied first. Raises ValueError where shapes or dtypes disagree.
     """
@@ -165,6 +165,6 @@ def _scale(x, eps, SIZE: tl.constexpr):
 
 @triton.jit
 def weighted(normed, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
-    """`normed` in float32 times the weight, rounded where `rms_norm` (OFFSET None) or `wide_rms_norm` do."""
+    """`normed` in float32 times the weight, rounded where `rms_norm` (OFFSET None) or `rms_norm_fp32_weight` do."""
     weight = weight.to(tl.float32)
     return (normed.to(dtype).to(tl.float32) * weight if OFFSET is None else normed * (weight + OFFSET)).to(dtype)

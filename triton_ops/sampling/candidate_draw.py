@@ -41,12 +41,12 @@ from triton_ops.sampling.token_mass import (
 @dataclass(frozen=True)
 class Attempt:
     """Rows with up to `size` candidates are drawn from, which top-p alone takes to be what reaches the chunk
-    maximum of rank `guess`, or that `most_chunks` of the chunks reach. `chunks` are looked at at a time.
+    maximum of rank `guess`, or that `max_chunks` of the chunks reach. `chunks` are looked at at a time.
     """
 
     size: int
     guess: int
-    most_chunks: float
+    max_chunks: float
     chunks: int
     num_warps: int
     max_registers: int | None = None
@@ -68,7 +68,7 @@ def draw_from_candidates(
     draws: Draws,
     top_ks: Tensor | None,
     top_ps: Tensor | None,
-    least_log2: Tensor | None,
+    min_log2: Tensor | None,
 ) -> Tensor:
     """A token a row of `rows [R, vocab_size]` into `chosen`, int32 `[R]`; bool `[R]`: of which rows it is there.
 
@@ -112,7 +112,7 @@ def draw_from_candidates(
             *draws,
             top_ks,
             top_ps,
-            least_log2,
+            min_log2,
             chunks,
             values,
             tokens,
@@ -129,7 +129,7 @@ def draw_from_candidates(
             BLOCK=BLOCK,
             BLOCKS=num_blocks,
             SIZE=attempt.size,
-            GUESS=max(1, min(attempt.guess, int(attempt.most_chunks * cdiv(vocab_size, CHUNK)))),
+            GUESS=max(1, min(attempt.guess, int(attempt.max_chunks * cdiv(vocab_size, CHUNK)))),
             PARTS=PARTS,
             CHUNKS_AT_ONCE=attempt.chunks,
             IS_FIRST=attempt is ATTEMPTS[0],
@@ -187,7 +187,7 @@ def _list(
 @triton.jit
 def _draw_listed(
     values_ptr, tokens_ptr, cumulative_ptr, anchors_ptr, num_candidates, k, p, total, scale, likeliest, row,
-    least_log2_ptr, seeds_ptr, sample_indices_ptr, positions_ptr,
+    min_log2_ptr, seeds_ptr, sample_indices_ptr, positions_ptr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The token drawn of at most SIZE candidates, or -1 where they weigh less than p of the row.
@@ -220,8 +220,8 @@ def _draw_listed(
     if chosen == 0:
         block = token // BLOCK
         kept = valid & (keys >= least.to(tl.int32))
-        if least_log2_ptr is not None:
-            kept = kept & is_likely(x, likeliest, scale, row, least_log2_ptr)
+        if min_log2_ptr is not None:
+            kept = kept & is_likely(x, likeliest, scale, row, min_log2_ptr)
         relative = exp2_alike((x - tl.load(anchors_ptr + block)) * scale)
         upper, lower = mass_halves(tl.where(kept, relative, 0.0))
         cumulative = tl.cumsum(join_halves(upper, lower), axis=0)
@@ -287,7 +287,7 @@ def _candidates_kernel(
     positions_ptr,
     top_ks_ptr,
     top_ps_ptr,
-    least_log2_ptr,
+    min_log2_ptr,
     chunks_ptr,
     values_ptr,
     tokens_ptr,
@@ -363,7 +363,7 @@ def _candidates_kernel(
                         total = tl.sum(tl.load(totals_ptr + row * PARTS + tl.arange(0, PARTS)), axis=0)
                     chosen = _draw_listed(
                         values_ptr, tokens_ptr, cumulative_ptr, anchors_ptr, num_candidates, k, p, total, scale,
-                        likeliest, row, least_log2_ptr, seeds_ptr, sample_indices_ptr, positions_ptr,
+                        likeliest, row, min_log2_ptr, seeds_ptr, sample_indices_ptr, positions_ptr,
                         SIZE, BLOCK, BLOCKS,
                     )  # fmt: skip
         else:  # the first of the greatest

@@ -34,10 +34,10 @@ def reference_thresholds(
     """The least logits of rows of float32 `logits [R, vocab_size]` that top-k, then top-p, keep: float32 `[R]`."""
     descending = logits.sort(dim=-1, descending=True).values
     scale = exponent_scale(temperatures).unsqueeze(1)
-    return least_kept(descending, token_mass(descending, descending[:, :1], scale), top_ks, top_ps)
+    return min_kept(descending, token_mass(descending, descending[:, :1], scale), top_ks, top_ps)
 
 
-def least_kept(values: Tensor, mass: Tensor, top_ks: Tensor | None, top_ps: Tensor | None) -> Tensor:
+def min_kept(values: Tensor, mass: Tensor, top_ks: Tensor | None, top_ps: Tensor | None) -> Tensor:
     """The least of `values [R, vocab_size]`, descending, of int64 `mass`, that top-k, then top-p, keep: `[R]`."""
     vocab_size = values.shape[1]
     if top_ks is not None:

@@ -10,7 +10,7 @@ from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, 
 from triton_ops.sampling.row_maxima import greatest
 
 BLOCK = 4096  # logits of a program
-MOST_TOP = 32  # tokens that the kernel finds one after the other; torch's topk beyond
+MAX_TOP = 32  # tokens that the kernel finds one after the other; torch's topk beyond
 NUM_WARPS = 4
 
 
@@ -45,7 +45,7 @@ def _launch(rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tens
     one's, and its own top; the rows are made of their blocks.
     """
     num_rows, vocab_size = rows.shape
-    num_blocks, found = cdiv(vocab_size, BLOCK), num_top if num_top <= MOST_TOP else 0
+    num_blocks, found = cdiv(vocab_size, BLOCK), num_top if num_top <= MAX_TOP else 0
 
     def each(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=rows.device)

@@ -88,7 +88,7 @@ def sample(
     """
     rows = _checked_rows(logits)
     chosen = _empty_tokens(logits) if out is None else out
-    least_log2 = None if min_ps is None else min_ps.log2()
+    min_log2 = None if min_ps is None else min_ps.log2()
     if runs_triton(impl, logits.device):
         draws = (temperatures, seeds, sample_indices, positions)
         filtered = not (top_ks is None and top_ps is None and min_ps is None)
@@ -98,9 +98,9 @@ def sample(
         maxima = chunk_maxima(rows)
         done = None
         if top_ks is not None or top_ps is not None:
-            done = draw_from_candidates(rows, chosen, maxima, finite, draws, top_ks, top_ps, least_log2)
+            done = draw_from_candidates(rows, chosen, maxima, finite, draws, top_ks, top_ps, min_log2)
         thresholds, maximum = logit_thresholds(rows, maxima, temperatures, top_ks, top_ps, done)
-        draw_tokens(rows, chosen, maxima, finite, draws, (thresholds, maximum, least_log2, done))
+        draw_tokens(rows, chosen, maxima, finite, draws, (thresholds, maximum, min_log2, done))
         return chosen
 
     if finite is not None:
@@ -110,8 +110,8 @@ def sample(
     if top_ks is not None or top_ps is not None:
         kept = wide >= reference_thresholds(wide, temperatures, top_ks, top_ps).unsqueeze(1)
     likeliest = wide.amax(dim=-1, keepdim=True)
-    if least_log2 is not None:
-        kept &= (wide - likeliest) * scale >= least_log2.unsqueeze(1)
+    if min_log2 is not None:
+        kept &= (wide - likeliest) * scale >= min_log2.unsqueeze(1)
 
     blocks, blocks_kept = _in_blocks(wide, -torch.inf), _in_blocks(kept, False)
     anchor = blocks.amax(dim=-1)

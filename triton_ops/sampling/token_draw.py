@@ -50,7 +50,7 @@ def draw_tokens(
         return
     num_blocks = cdiv(vocab_size, BLOCK)
     temperatures, seeds, sample_indices, positions = draws or (None, None, None, None)
-    thresholds, maximum, least_log2, done = filters or (None, None, None, None)
+    thresholds, maximum, min_log2, done = filters or (None, None, None, None)
     anchors = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=rows.device)
     sums = None
     if draws is None:
@@ -66,7 +66,7 @@ def draw_tokens(
             temperatures,
             thresholds,
             maximum,
-            least_log2,
+            min_log2,
             done,
             anchors,
             sums,
@@ -84,7 +84,7 @@ def draw_tokens(
         temperatures,
         thresholds,
         maximum,
-        least_log2,
+        min_log2,
         done,
         seeds,
         sample_indices,
@@ -120,19 +120,19 @@ def choose_block(anchors, sums, likeliest, scale, uniform):
 
 
 @triton.jit
-def is_likely(x, likeliest, scale, row, least_log2_ptr):
+def is_likely(x, likeliest, scale, row, min_log2_ptr):
     """Whether min-p keeps logits `x`."""
-    return (x - likeliest) * scale >= tl.load(least_log2_ptr + row)
+    return (x - likeliest) * scale >= tl.load(min_log2_ptr + row)
 
 
 @triton.jit
-def _relative_kept(x, anchor, scale, row, thresholds_ptr, maximum_ptr, least_log2_ptr):
+def _relative_kept(x, anchor, scale, row, thresholds_ptr, maximum_ptr, min_log2_ptr):
     """Probabilities of logits `x` relative to the anchor's; 0 where they are filtered out."""
     relative = exp2_alike((x - anchor) * scale)
     if thresholds_ptr is not None:
         relative = tl.where(x >= tl.load(thresholds_ptr + row), relative, 0.0)
-    if least_log2_ptr is not None:
-        relative = tl.where(is_likely(x, tl.load(maximum_ptr + row), scale, row, least_log2_ptr), relative, 0.0)
+    if min_log2_ptr is not None:
+        relative = tl.where(is_likely(x, tl.load(maximum_ptr + row), scale, row, min_log2_ptr), relative, 0.0)
     return relative
 
 
@@ -143,7 +143,7 @@ def _mass_kernel(
     temperatures_ptr,
     thresholds_ptr,
     maximum_ptr,
-    least_log2_ptr,
+    min_log2_ptr,
     done_ptr,
     anchors_ptr,
     sums_ptr,
@@ -181,7 +181,7 @@ def _mass_kernel(
             if maxima_ptr is None:
                 highest = greatest(x, 0)
             if tl.abs(highest) < float("inf"):  # else there is nothing to draw, or the row is rejected
-                relative = _relative_kept(x, highest, scale, row, thresholds_ptr, maximum_ptr, least_log2_ptr)
+                relative = _relative_kept(x, highest, scale, row, thresholds_ptr, maximum_ptr, min_log2_ptr)
                 mass = sum_masses(relative)
         tl.store(anchors_ptr + out, highest)
         tl.store(sums_ptr + out, mass)
@@ -195,7 +195,7 @@ def _draw_kernel(
     temperatures_ptr,
     thresholds_ptr,
     maximum_ptr,
-    least_log2_ptr,
+    min_log2_ptr,
     done_ptr,
     seeds_ptr,
     sample_indices_ptr,
@@ -241,7 +241,7 @@ def _draw_kernel(
     if inner_target < 0:
         chosen = block * BLOCK + tl.min(tl.where(x == anchor, inner, BLOCK), axis=0)
     else:
-        relative = _relative_kept(x, anchor, scale, row, thresholds_ptr, maximum_ptr, least_log2_ptr)
+        relative = _relative_kept(x, anchor, scale, row, thresholds_ptr, maximum_ptr, min_log2_ptr)
         upper, lower = mass_halves(relative)
         cumulative = tl.cumsum(join_halves(upper, lower), axis=0)
         chosen = block * BLOCK + tl.sum((cumulative <= inner_target).to(tl.int32), axis=0)

@@ -18,7 +18,7 @@ from triton_ops.implementation import INTERPRETED, tl, triton
 UNIT_BITS = 38
 BLOCK = 4096  # tokens that share an anchor; part of what a draw is, not of how it is computed
 LOG2_E = 1.4426950408889634
-MOST_SCALE = 2.0**126  # temperatures near 0 stay short of infinity, which would make NaN of 0
+MAX_SCALE = 2.0**126  # temperatures near 0 stay short of infinity, which would make NaN of 0
 
 # Adding 1.5 * 2^23 to a float32 rounds it to an integer, to be found in the sum's low bits; adding 1.5 * 2^4
 # rounds it to units of 2^-19.
@@ -28,13 +28,13 @@ _FINE_ROUNDER: tl.constexpr = 24.0 if tl is None else tl.constexpr(24.0)
 _FINE_ROUNDER_BITS: tl.constexpr = 0x41C00000 if tl is None else tl.constexpr(0x41C00000)
 _HALF_UNIT: tl.constexpr = 2.0**19 if tl is None else tl.constexpr(2.0**19)
 _LOG2_E: tl.constexpr = LOG2_E if tl is None else tl.constexpr(LOG2_E)
-_MOST_SCALE: tl.constexpr = MOST_SCALE if tl is None else tl.constexpr(MOST_SCALE)
+_MAX_SCALE: tl.constexpr = MAX_SCALE if tl is None else tl.constexpr(MAX_SCALE)
 
 
 def exponent_scale(temperatures: Tensor) -> Tensor:
     """`log2(e) / temperature`, of temperature 1 where it is 0: float32 `[R]`."""
     scale = LOG2_E / torch.where(temperatures > 0.0, temperatures, 1.0)
-    return scale.clamp_(max=MOST_SCALE)
+    return scale.clamp_(max=MAX_SCALE)
 
 
 def relative_exp2(logits: Tensor, anchor: Tensor, scale: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def load_scale(temperatures_ptr, row):
     """`exponent_scale` of a row, and its temperature."""
     temperature = tl.load(temperatures_ptr + row)
     scale = tl.div_rn(tl.full((), _LOG2_E, tl.float32), tl.where(temperature > 0.0, temperature, 1.0))
-    return tl.minimum(scale, _MOST_SCALE), temperature
+    return tl.minimum(scale, _MAX_SCALE), temperature
 
 
 @triton.jit

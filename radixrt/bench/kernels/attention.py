@@ -81,7 +81,7 @@ def _e4m3_scale(shape: AttentionShape, device: torch.device) -> Tensor:
 
 
 def our_decode_over_e4m3(inputs: AttentionInputs) -> Call:
-    """The same KV in e4m3, and queries in float16: as `norm_rotary_store` leaves them."""
+    """The same KV in e4m3, and queries in float16: as `qk_norm_rope_store` leaves them."""
     scale = _e4m3_scale(inputs.shape, inputs.q.device)
     quantised = replace(
         inputs,

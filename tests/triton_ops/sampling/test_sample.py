@@ -19,7 +19,7 @@ from triton_ops.implementation import Impl
 from triton_ops.sampling import candidate_draw
 from triton_ops.sampling import sample as sampling
 from triton_ops.sampling.candidate_draw import Attempt
-from triton_ops.sampling.logit_threshold import least_kept
+from triton_ops.sampling.logit_threshold import min_kept
 from triton_ops.sampling.row_maxima import chunk_maxima
 from triton_ops.sampling.sample import MAX_VOCAB_SIZE, finite_rows, greedy, sample
 from triton_ops.sampling.token_mass import BLOCK, UNIT_BITS, exponent_scale, token_mass
@@ -191,7 +191,7 @@ def test_ties_at_the_thresholds_are_all_kept(grid: Any) -> None:
 def test_top_p_reached_exactly(top_p: float, least: int) -> None:
     """Masses as no logits would give them."""
     mass = torch.tensor([[8, 4, 2, 2]])
-    assert least_kept(mass, mass, None, torch.tensor([top_p])).item() == least
+    assert min_kept(mass, mass, None, torch.tensor([top_p])).item() == least
 
 
 # --- greedy ---
@@ -316,7 +316,7 @@ def test_a_switched_off_filter_is_no_filter_at_all() -> None:
     logits[:, 40_000:] = -26.0  # masses of 1 beside 40,000 of 2^38: float64 rounds them off the total
     mass = token_mass(logits, torch.zeros(1), exponent_scale(torch.ones(1)))
     assert mass.unique().tolist() == [1, 2**UNIT_BITS]
-    threshold = least_kept(logits, mass, torch.tensor([40_007, 40_007]), torch.tensor([1.0, 0.5]))
+    threshold = min_kept(logits, mass, torch.tensor([40_007, 40_007]), torch.tensor([1.0, 0.5]))
     assert threshold.tolist() == [-26.0, 0.0]
 
 
