@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from layers.placement import Placement
 from triton_ops.implementation import gpu_of, runs_triton
-from triton_ops.linear.split_k_linear import split_k_config, split_k_linear
+from triton_ops.linear.split_k_linear import split_k_linear
+from triton_ops.tuning import split_k_config
 
 
 class Linear(nn.Module):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from typing import Literal
 
@@ -32,13 +33,13 @@ __all__ = [
     "GPU",
     "INTERPRETED",
     "Impl",
+    "Vendor",
     "cdiv",
     "compiling_for",
     "gdc_launch_dependents",
     "gdc_wait",
     "gpu_of",
     "next_power_of_2",
-    "overlaps_launches",
     "runs_triton",
     "tl",
     "triton",
@@ -51,33 +52,54 @@ INTERPRETED: tl.constexpr = _INTERPRETED if tl is None else tl.constexpr(_INTERP
 Impl = Literal["auto", "torch", "triton"]
 
 
+class Vendor(Enum):
+    """Who made a GPU."""
+
+    NVIDIA = "nvidia"
+    AMD = "amd"
+
+
+VENDOR = Vendor.AMD if torch.version.hip else Vendor.NVIDIA  # of all GPUs that this build of torch runs on
+
+
 @dataclass(frozen=True)
 class GPU:
-    """What a kernel's configuration depends on: compute capability (90 is 9.0), number of multiprocessors."""
+    """What a kernel's configuration depends on: compute capability (90 is 9.0), number of multiprocessors, vendor."""
 
     capability: int
     num_sms: int
+    vendor: Vendor = Vendor.NVIDIA
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether tensor cores are driven by Hopper's warpgroup instructions; no later architecture has them."""
+        return self.vendor is Vendor.NVIDIA and self.capability == 90
+
+    @property
+    def overlaps_launches(self) -> bool:
+        """Whether a kernel can start before the previous one ends, and wait for its results itself (NVIDIA's
+        programmatic dependent launch, since Hopper). Triton's interpreter does not implement it.
+        """
+        return not _INTERPRETED and self.vendor is Vendor.NVIDIA and self.capability >= 90
 
 
 INTERPRETER = GPU(capability=90, num_sms=4)  # as a Hopper, with little to share work among
 _compiling_for: GPU | None = None
 
 
-def overlaps_launches(device: torch.device) -> bool:
-    """Whether a kernel may start before the one in front of it has ended, to wait for its results itself: what
-    NVIDIA calls programmatic dependent launch, since Hopper. Triton's interpreter does not know it.
-    """
-    return not _INTERPRETED and gpu_of(device).capability >= 90
-
-
 def runs_triton(impl: Impl, device: torch.device) -> bool:
     """Whether an operation on `device` runs its kernel: "auto" does on a CUDA device where Triton is installed.
 
-    Raises ValueError where `impl` is "triton" and the kernel cannot run: on a CPU it does only in Triton's
+    Raises ValueError for GPUs of other vendors than NVIDIA, and where `impl` is "triton" and the kernel cannot run: on a CPU it does only in Triton's
     interpreter, with TRITON_INTERPRET=1 set before the kernel's module is imported.
     """
     if impl == "torch":
         return False
+    if VENDOR is not Vendor.NVIDIA and device.type == "cuda":
+        raise ValueError(
+            f'impl is "{impl}", but {device} is a GPU of {VENDOR.name}, for which no kernel is configured; '
+            'impl "torch" runs there'
+        )
     if impl == "auto":
         return device.type == "cuda" and bool(triton.__version__)
     if impl != "triton":
@@ -112,7 +134,7 @@ def next_power_of_2(n: int) -> int:
 @lru_cache
 def _cuda_gpu(device: torch.device) -> GPU:
     properties = torch.cuda.get_device_properties(device)
-    return GPU(properties.major * 10 + properties.minor, properties.multi_processor_count)
+    return GPU(properties.major * 10 + properties.minor, properties.multi_processor_count, VENDOR)
 
 
 @contextmanager

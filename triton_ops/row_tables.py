@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
-
-BLOCK = 256
-NUM_WARPS = 4
+from triton_ops.tuning import ROW_TABLES
 
 
 def write_cells(
@@ -25,8 +23,15 @@ def write_cells(
         if not table.is_contiguous():
             raise ValueError(f"table must be contiguous, but has strides {[*table.stride()]}")
         if len(rows):
-            _write_cells_kernel[(cdiv(len(rows), BLOCK),)](
-                table, rows, columns, values, len(rows), table.stride(0), BLOCK=BLOCK, num_warps=NUM_WARPS
+            _write_cells_kernel[(cdiv(len(rows), ROW_TABLES.size),)](
+                table,
+                rows,
+                columns,
+                values,
+                len(rows),
+                table.stride(0),
+                BLOCK=ROW_TABLES.size,
+                num_warps=ROW_TABLES.num_warps,
             )
         return
     at = torch.zeros_like(rows) if columns is None else columns
@@ -38,8 +43,8 @@ def known_tokens(ids: Tensor, last_token: Tensor, *, impl: Impl = "auto") -> Ten
     if runs_triton(impl, ids.device):
         out = torch.empty_like(ids)
         if len(ids):
-            _known_tokens_kernel[(cdiv(len(ids), BLOCK),)](
-                ids, last_token, out, len(ids), BLOCK=BLOCK, num_warps=NUM_WARPS
+            _known_tokens_kernel[(cdiv(len(ids), ROW_TABLES.size),)](
+                ids, last_token, out, len(ids), BLOCK=ROW_TABLES.size, num_warps=ROW_TABLES.num_warps
             )
         return out
     return torch.where(ids >= 0, ids, last_token[(-ids - 1).clamp_min(0)])

@@ -41,8 +41,8 @@ from radixrt.execution.attention import planner as attention_planner
 from radixrt.execution.attention import shared_segments
 from radixrt.execution.attention.shared_segments import TreeCosts
 from triton_ops.implementation import GPU, compiling_for, gpu_of
-from triton_ops.linear.split_k_linear import SplitKConfig
 from triton_ops.norms.rms_norm import add_rms_norm
+from triton_ops.tuning import SplitKConfig
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
 CARD = Machine(

@@ -21,8 +21,9 @@ from radixrt.models.decoder import Block, Decoder
 from radixrt.models.loader import load_model
 from tests.support import checkpoints
 from triton_ops.kv.e4m3 import E4M3
-from triton_ops.linear.split_k_linear import SplitKConfig, split_k_linear
+from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.norms import rms_norm
+from triton_ops.tuning import SplitKConfig
 
 
 class Pool:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triton_ops.activations.elementwise import MAX_BYTES
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
@@ -28,7 +27,7 @@ from triton_ops.implementation import GPU, gpu_of
 from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.kv.kv_copy import kv_copy
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
-from triton_ops.linear.split_k_linear import split_k_config, split_k_linear
+from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
@@ -44,6 +43,7 @@ from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens,
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.penalties import apply_penalties
 from triton_ops.sampling.sample import finite_rows, greedy, sample
+from triton_ops.tuning import MAX_ROW_BYTES, split_k_config
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -265,7 +265,7 @@ def _shared_extend(shape: AttentionShape) -> None:
 def _elementwise_cases() -> Iterator[KernelCase]:
     for dtype in SHORT_NAMES:
         # Hidden sizes of models: powers of two and not; one that is no multiple of 16; the largest that may be.
-        largest = MAX_BYTES // dtype.itemsize
+        largest = MAX_ROW_BYTES // dtype.itemsize
         sizes = {128, 2048, 4096, 5120, 7168, 100, 16384, min(18432, largest), largest}
         for size in [4096] if dtype == torch.float16 else sorted(sizes):
             for num_tokens in (64, 4096):

@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from triton_ops.implementation import Impl, cdiv, gpu_of, runs_triton, tl, triton
+from triton_ops.tuning import COPY_WARPS, MAX_COPY_UNITS, copy_config
 
-# What one program has under way, and how many programs there are. Over a link the two together cover its latency;
-# more programs than that would only take multiprocessors from a pass that runs beside the copy.
-LINK_TILE_BYTES = 32768
-FROM_HOST_PROGRAMS, TO_HOST_PROGRAMS = 8, 4
-TILE_BYTES = 16384  # where no link limits the copy
-PROGRAMS_PER_SM = 2
-NUM_WARPS = 8
-MAX_UNITS = 1024  # of a tile: each is an address, where rows are of odd sizes
 _ACCESS = 16  # bytes of a thread at once, at most
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -140,21 +133,17 @@ def _launch(
     vector = max(1, word_bytes // 8)  # words of an access
     # Rows fall into chunks of a power of two, so that no thread idles.
     words = source.shape[3]
-    crosses_link = source.device != target.device
-    tile = (LINK_TILE_BYTES if crosses_link else TILE_BYTES) // source.dtype.itemsize
+    config = copy_config(gpu_of(device), from_host=source.device != device, to_host=target.device != device)
+    tile = config.tile_bytes // source.dtype.itemsize
     chunk = min(words & -words, tile)
-    tile_units = min(tile // chunk, MAX_UNITS)
+    tile_units = min(tile // chunk, MAX_COPY_UNITS)
     units = 2 * source.shape[0] * words // chunk
     num_tiles = cdiv(count * units, tile_units)
     if count * units + tile_units >= 2**31:
         raise ValueError(f"{count} slots of {units} pieces exceed the kernel's limit of 2**31")
-    if crosses_link:
-        programs = FROM_HOST_PROGRAMS if target.device == device else TO_HOST_PROGRAMS
-    else:
-        programs = PROGRAMS_PER_SM * gpu_of(device).num_sms
     # The driver takes the device from its context, and host memory has none.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        _kv_copy_kernel[(min(programs, num_tiles),)](
+        _kv_copy_kernel[(min(config.programs, num_tiles),)](
             source,
             source_slots,
             target,
@@ -168,7 +157,7 @@ def _launch(
             CHUNK=chunk,
             TILE_UNITS=tile_units,
             VECTOR=vector,
-            num_warps=NUM_WARPS,
+            num_warps=COPY_WARPS,
         )
 
 

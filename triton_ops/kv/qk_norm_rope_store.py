@@ -16,10 +16,7 @@ from triton_ops.kv.kv_store import kv_store
 from triton_ops.kv.rope import apply_rotary
 from triton_ops.norms.rms_norm import rms_norm, weighted
 from triton_ops.norms.rms_norm_fp32_weight import rms_norm_fp32_weight
-
-# Elements of a program. Both halves of a head take a 16-byte access a thread.
-TILE = 2048
-NUM_WARPS = 4
+from triton_ops.tuning import QK_NORM_ROPE
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ def _launch(
         return read
     half = next_power_of_2(rotary_dim // 2) if rotary_dim else 0
     rest = next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0
-    rows = max(1, TILE // next_power_of_2(head_dim))
+    rows = max(1, QK_NORM_ROPE.size // next_power_of_2(head_dim))
     kv_programs = cdiv(num_tokens * num_kv_heads, rows)
     # Without norm, rotation and another dtype q stays as it is.
     unchanged = norm is None and rotation is None and dtype == q.dtype
@@ -199,7 +196,7 @@ def _launch(
         WHOLE=next_power_of_2(head_dim),
         ROWS=rows,
         TO_FLOAT16=dtype != q.dtype,
-        num_warps=NUM_WARPS,
+        num_warps=QK_NORM_ROPE.num_warps,
     )
     return read
 

@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 from triton_ops.activations.elementwise import row_and_columns
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
+from triton_ops.tuning import ELEMENTWISE, expert_config, expert_rows
 
 
 def moe(
@@ -65,9 +66,7 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
         return out
 
     # An expert's rows, each a token and one of its choices, are cut to tiles.
-    # Products in float32 do without tensor cores: larger tiles of them do not fit into the registers.
-    largest_tile = 64 if x.dtype == torch.float32 else 128
-    tile_rows = min(largest_tile, max(16, next_power_of_2(cdiv(chosen.shape[0], num_experts))))
+    tile_rows = expert_rows(chosen.shape[0], num_experts, x.dtype)
     order = chosen.argsort(stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
     counts.scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -79,9 +78,8 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
         """Each row, in the order of experts, times its expert's matrix; `rows_of_a` times a row of `a` is read."""
         _, size, inner = matrices.shape
         result = torch.empty(chosen.shape[0], size, dtype=a.dtype, device=a.device)
-        columns = min(largest_tile, max(16, next_power_of_2(size)))
-        depth = min(128 // a.element_size(), max(16, next_power_of_2(inner)))
-        _expert_product_kernel[(max_tiles * cdiv(size, columns),)](
+        config = expert_config(tile_rows, size, inner, a.dtype)
+        _expert_product_kernel[(max_tiles * cdiv(size, config.columns),)](
             a,
             matrices,
             result,
@@ -94,19 +92,19 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
             EXPERT_BLOCK=next_power_of_2(num_experts),
             SIZE=size,
             INNER=inner,
-            ROWS=tile_rows,
-            COLUMNS=columns,
-            DEPTH=depth,
-            num_warps=8 if tile_rows == 128 else 4,
-            num_stages=3,
+            ROWS=config.rows,
+            COLUMNS=config.columns,
+            DEPTH=config.depth,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
         )
         return result
 
     activated = silu_and_mul(product(x, gate_up, top_k, to_order=False), impl="triton")
     parts = product(activated, down, 0, to_order=True)
-    block = min(1024, max(16, next_power_of_2(hidden_size)))
+    block = min(ELEMENTWISE.size, max(16, next_power_of_2(hidden_size)))
     _weighted_sum_kernel[(num_tokens * cdiv(hidden_size, block),)](
-        parts, weights, out, TOP_K=top_k, SIZE=hidden_size, BLOCK=block, num_warps=4
+        parts, weights, out, TOP_K=top_k, SIZE=hidden_size, BLOCK=block, num_warps=ELEMENTWISE.num_warps
     )
     return out
 

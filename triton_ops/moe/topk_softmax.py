@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_ops.activations.elementwise import as_rows, row_blocks
+from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
+from triton_ops.tuning import row_blocks
 
 
 def topk_softmax(logits: Tensor, top_k: int, *, renormalize: bool, impl: Impl = "auto") -> tuple[Tensor, Tensor]:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triton_ops.activations.elementwise import EARLY_BLOCK, as_rows, check_residual, check_vector, row_blocks
+from triton_ops.activations.elementwise import as_rows, check_residual, check_vector
 from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
+from triton_ops.tuning import EARLY_BLOCK, row_blocks
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, impl: Impl = "auto") -> Tensor:

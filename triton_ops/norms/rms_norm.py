@@ -7,15 +7,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from triton_ops.activations.elementwise import (
-    EARLY_BLOCK,
-    as_rows,
-    check_parts,
-    check_residual,
-    check_vector,
-    row_blocks,
-)
+from triton_ops.activations.elementwise import as_rows, check_parts, check_residual, check_vector
 from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
+from triton_ops.tuning import EARLY_BLOCK, row_blocks
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> Tensor:

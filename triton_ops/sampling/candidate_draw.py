@@ -16,14 +16,11 @@ room for, or whose candidates weigh less than p. Rows where that fails as well a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from triton_ops.implementation import cdiv, next_power_of_2, tl, triton
 from triton_ops.sampling.logit_bits import key_of, widened
-from triton_ops.sampling.logit_threshold import MAX_REGISTERS
 from triton_ops.sampling.philox import load_uniform
 from triton_ops.sampling.row_maxima import CHUNK, greatest
 from triton_ops.sampling.token_draw import Draws, choose_block, is_likely
@@ -36,28 +33,7 @@ from triton_ops.sampling.token_mass import (
     share_of_mass,
     sum_masses,
 )
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """Rows with up to `size` candidates are drawn from, which top-p alone takes to be what reaches the chunk
-    maximum of rank `guess`, or that `max_chunks` of the chunks reach. `chunks` are looked at at a time.
-    """
-
-    size: int
-    guess: int
-    max_chunks: float
-    chunks: int
-    num_warps: int
-    max_registers: int | None = None
-
-
-ATTEMPTS = (
-    Attempt(512, 128, 0.25, 4, 4, max_registers=MAX_REGISTERS),
-    Attempt(2048, 512, 0.85, 8, 8, max_registers=MAX_REGISTERS),
-)
-PARTS = 8  # of a row, a program each, whose masses are added up at a time
-TOTALS_WARPS = 2
+from triton_ops.tuning import CANDIDATES, SUM_REGISTERS, TOTALS_PARTS, TOTALS_WARPS
 
 
 def draw_from_candidates(
@@ -81,15 +57,15 @@ def draw_from_candidates(
     done = torch.empty(num_rows, dtype=torch.bool, device=device)
     if not num_rows:
         return done
-    size = max(attempt.size for attempt in ATTEMPTS)
+    size = max(attempt.size for attempt in CANDIDATES)
     chunks = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
     values = torch.empty(num_rows, size, dtype=rows.dtype, device=device)
     tokens = torch.empty(num_rows, size, dtype=torch.int32, device=device)
     cumulative = torch.empty(num_rows, size, dtype=torch.int64, device=device)
     anchors = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
-    totals = torch.empty(num_rows, PARTS, dtype=torch.int64, device=device)
+    totals = torch.empty(num_rows, TOTALS_PARTS, dtype=torch.int64, device=device)
     if top_ps is not None:
-        _totals_kernel[(num_rows * PARTS,)](
+        _totals_kernel[(num_rows * TOTALS_PARTS,)](
             rows,
             maxima,
             draws[0],
@@ -101,11 +77,11 @@ def draw_from_candidates(
             NUM_CHUNKS=num_chunks,
             MAXIMA=next_power_of_2(num_chunks),
             BLOCK=BLOCK,
-            PARTS=PARTS,
+            PARTS=TOTALS_PARTS,
             num_warps=TOTALS_WARPS,
-            maxnreg=MAX_REGISTERS,
+            maxnreg=SUM_REGISTERS,
         )
-    for attempt in ATTEMPTS:
+    for attempt in CANDIDATES:
         _candidates_kernel[(num_rows,)](
             rows,
             maxima,
@@ -130,9 +106,9 @@ def draw_from_candidates(
             BLOCKS=num_blocks,
             SIZE=attempt.size,
             GUESS=max(1, min(attempt.guess, int(attempt.max_chunks * cdiv(vocab_size, CHUNK)))),
-            PARTS=PARTS,
+            PARTS=TOTALS_PARTS,
             CHUNKS_AT_ONCE=attempt.chunks,
-            IS_FIRST=attempt is ATTEMPTS[0],
+            IS_FIRST=attempt is CANDIDATES[0],
             num_warps=attempt.num_warps,
             maxnreg=attempt.max_registers,
         )

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
+from triton_ops.tuning import LOGITS
 
-BLOCK = 1024
-NUM_WARPS = 4
 WORD_BITS = 32
 
 
@@ -43,8 +42,14 @@ def keep_only(
         bitmask = torch.where(is_restricted, 0, -1).int().unsqueeze(1)
         bitmask = bitmask.repeat(1, -(-logits.shape[1] // WORD_BITS))
         if len(rows):
-            _allow_kernel[(cdiv(len(rows), BLOCK),)](
-                bitmask, rows, token_ids, len(rows), bitmask.shape[1], BLOCK=BLOCK, num_warps=NUM_WARPS
+            _allow_kernel[(cdiv(len(rows), LOGITS.size),)](
+                bitmask,
+                rows,
+                token_ids,
+                len(rows),
+                bitmask.shape[1],
+                BLOCK=LOGITS.size,
+                num_warps=LOGITS.num_warps,
             )
         return apply_bitmask(logits, bitmask, impl=impl)
     allowed = (~is_restricted).unsqueeze(1).expand_as(logits).clone()
@@ -63,15 +68,15 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor, *, impl: Impl = "auto") -> Te
         source = as_rows(logits)
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         if out.numel():
-            _bitmask_kernel[(out.shape[0] * cdiv(vocab_size, BLOCK),)](
+            _bitmask_kernel[(out.shape[0] * cdiv(vocab_size, LOGITS.size),)](
                 source,
                 bitmask,
                 out,
                 source.stride(0),
                 bitmask.stride(0),
                 VOCAB_SIZE=vocab_size,
-                BLOCK=BLOCK,
-                num_warps=NUM_WARPS,
+                BLOCK=LOGITS.size,
+                num_warps=LOGITS.num_warps,
             )
         return out
     bits = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
@@ -84,7 +89,7 @@ def _add_at(
 ) -> Tensor:
     """Add `values` in place at pairs of a row and a token; -inf where it `applies` if there are none."""
     if len(rows):
-        _add_kernel[(cdiv(len(rows), BLOCK),)](
+        _add_kernel[(cdiv(len(rows), LOGITS.size),)](
             logits,
             rows,
             token_ids,
@@ -92,8 +97,8 @@ def _add_at(
             applies,
             len(rows),
             logits.stride(0),
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
+            BLOCK=LOGITS.size,
+            num_warps=LOGITS.num_warps,
         )
     return logits
 

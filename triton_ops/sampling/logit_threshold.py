@@ -22,10 +22,7 @@ from triton_ops.sampling.token_mass import (
     share_of_mass,
     token_mass,
 )
-
-TILE = 4096  # logits at a time; with fewer a thread, it spills
-NUM_WARPS = 8
-MAX_REGISTERS = 128  # left to itself, the compiler takes fewer and spills
+from triton_ops.tuning import SUM_REGISTERS, THRESHOLD_TILE
 
 
 def reference_thresholds(
@@ -83,9 +80,9 @@ def logit_thresholds(
             VOCAB_SIZE=vocab_size,
             NUM_CHUNKS=maxima.shape[1],
             MAXIMA=next_power_of_2(maxima.shape[1]),
-            TILE=TILE,
-            num_warps=NUM_WARPS,
-            maxnreg=MAX_REGISTERS,
+            TILE=THRESHOLD_TILE.size,
+            num_warps=THRESHOLD_TILE.num_warps,
+            maxnreg=SUM_REGISTERS,
         )
     return thresholds, maximum
 

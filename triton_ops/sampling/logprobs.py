@@ -8,10 +8,7 @@ from torch import Tensor
 from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
 from triton_ops.sampling.row_maxima import greatest
-
-BLOCK = 4096  # logits of a program
-MAX_TOP = 32  # tokens that the kernel finds one after the other; torch's topk beyond
-NUM_WARPS = 4
+from triton_ops.tuning import LOGPROBS, MAX_TOP_LOGPROBS
 
 
 def token_logprobs(
@@ -45,7 +42,7 @@ def _launch(rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tens
     one's, and its own top; the rows are made of their blocks.
     """
     num_rows, vocab_size = rows.shape
-    num_blocks, found = cdiv(vocab_size, BLOCK), num_top if num_top <= MAX_TOP else 0
+    num_blocks, found = cdiv(vocab_size, LOGPROBS.size), num_top if num_top <= MAX_TOP_LOGPROBS else 0
 
     def each(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=rows.device)
@@ -64,9 +61,9 @@ def _launch(rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tens
             top_ids,
             rows.stride(0),
             VOCAB_SIZE=vocab_size,
-            BLOCK=BLOCK,
+            BLOCK=LOGPROBS.size,
             NUM_TOP=found,
-            num_warps=NUM_WARPS,
+            num_warps=LOGPROBS.num_warps,
         )
         _row_kernel[(num_rows,)](
             rows,

@@ -7,9 +7,7 @@ from torch import Tensor
 
 from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
-
-BLOCK = 1024
-NUM_WARPS = 4
+from triton_ops.tuning import LOGITS
 
 
 def apply_penalties(
@@ -62,11 +60,18 @@ def _launch(
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
     if len(rows):
-        _count_kernel[(cdiv(len(rows), BLOCK),)](
-            counts, rows, token_ids, is_output, len(rows), VOCAB_SIZE=vocab_size, BLOCK=BLOCK, num_warps=NUM_WARPS
+        _count_kernel[(cdiv(len(rows), LOGITS.size),)](
+            counts,
+            rows,
+            token_ids,
+            is_output,
+            len(rows),
+            VOCAB_SIZE=vocab_size,
+            BLOCK=LOGITS.size,
+            num_warps=LOGITS.num_warps,
         )
     if out.numel():
-        _penalties_kernel[(out.shape[0] * cdiv(vocab_size, BLOCK),)](
+        _penalties_kernel[(out.shape[0] * cdiv(vocab_size, LOGITS.size),)](
             source,
             counts,
             repetition,
@@ -75,8 +80,8 @@ def _launch(
             out,
             source.stride(0),
             VOCAB_SIZE=vocab_size,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
+            BLOCK=LOGITS.size,
+            num_warps=LOGITS.num_warps,
             enable_fp_fusion=False,
         )
     return out

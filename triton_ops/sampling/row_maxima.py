@@ -7,10 +7,10 @@ from torch import Tensor
 
 from triton_ops.implementation import INTERPRETED, cdiv, next_power_of_2, tl, triton
 from triton_ops.sampling.token_mass import BLOCK
+from triton_ops.tuning import CHUNK_MAXIMA_WARPS
 
 CHUNK = 256  # elements of which a maximum is kept
 TILE = BLOCK  # elements of a program: draws find the chunks of a block together
-NUM_WARPS = 4
 
 
 def chunk_maxima(rows: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def chunk_maxima(rows: Tensor) -> Tensor:
     maxima = torch.empty(num_rows, num_tiles * (TILE // CHUNK), dtype=torch.float32, device=rows.device)
     if num_rows:
         _chunk_maxima_kernel[(num_rows * num_tiles,)](
-            rows, maxima, rows.stride(0), SIZE=size, CHUNK=CHUNK, TILE=TILE, num_warps=NUM_WARPS
+            rows, maxima, rows.stride(0), SIZE=size, CHUNK=CHUNK, TILE=TILE, num_warps=CHUNK_MAXIMA_WARPS
         )
     return maxima
 
@@ -68,5 +68,7 @@ def finite_of(maxima: Tensor) -> Tensor:
     num_rows, count = maxima.shape
     finite = torch.empty(num_rows, dtype=torch.bool, device=maxima.device)
     if num_rows:
-        _finite_kernel[(num_rows,)](maxima, finite, COUNT=count, BLOCK=next_power_of_2(count), num_warps=NUM_WARPS)
+        _finite_kernel[(num_rows,)](
+            maxima, finite, COUNT=count, BLOCK=next_power_of_2(count), num_warps=CHUNK_MAXIMA_WARPS
+        )
     return finite

@@ -18,10 +18,7 @@ from triton_ops.sampling.logit_bits import widened
 from triton_ops.sampling.philox import load_uniform
 from triton_ops.sampling.row_maxima import CHUNK, greatest
 from triton_ops.sampling.token_mass import BLOCK, exp2_alike, join_halves, load_scale, mass_halves, sum_masses
-
-PARTS = 4
-MASS_WARPS = 1
-DRAW_WARPS = 4
+from triton_ops.tuning import DRAW_WARPS, MASS_PARTS, MASS_WARPS
 
 Draws = tuple[Tensor, Tensor, Tensor, Tensor]
 """Temperatures, seeds, sample indices and positions of the rows, each `[R]`."""
@@ -59,7 +56,7 @@ def draw_tokens(
     else:
         sums = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=rows.device)
         # Where few rows are left, most programs end at once: that many fewer of them are launched.
-        parts = num_blocks if done is None else min(num_blocks, PARTS)
+        parts = num_blocks if done is None else min(num_blocks, MASS_PARTS)
         _mass_kernel[(num_rows * parts,)](
             rows,
             maxima,

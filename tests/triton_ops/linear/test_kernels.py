@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from triton_ops.implementation import GPU
-from triton_ops.linear.split_k_linear import SplitKConfig, split_k_config, split_k_linear
+from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.norms.rms_norm import add_rms_norm
+from triton_ops.tuning import SplitKConfig, split_k_config
 
 # The interpreter does not know bfloat16.
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from triton_ops.activations.elementwise import row_blocks
 from triton_ops.implementation import GPU, next_power_of_2
-from triton_ops.linear.split_k_linear import (
-    COLUMNS,
-    MAX_PARTS,
-    SplitKConfig,
-    split_k_config,
-    split_k_linear,
-)
+from triton_ops.linear.split_k_linear import split_k_linear
+from triton_ops.tuning import MAX_PARTS, SPLIT_K_COLUMNS, SplitKConfig, row_blocks, split_k_config
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -100,11 +94,13 @@ def test_every_configuration_can_be_used() -> None:
                 if config is None:
                     continue
                 found += 1
-                assert num_columns % COLUMNS == depth % config.depth == config.part_depth % config.depth == 0
+                assert (
+                    num_columns % SPLIT_K_COLUMNS == depth % config.depth == config.part_depth % config.depth == 0
+                )
                 parts = -(-depth // config.part_depth)
                 assert 2 <= parts <= MAX_PARTS
                 num_warps = row_blocks(num_columns, torch.bfloat16, parts)[2]
                 assert num_warps == next_power_of_2(num_warps), "Triton knows no others"
-                programs = num_columns // COLUMNS * -(-num_rows // config.rows) * parts
+                programs = num_columns // SPLIT_K_COLUMNS * -(-num_rows // config.rows) * parts
                 assert 64 <= programs <= 2 * H200.num_sms
     assert found > 500

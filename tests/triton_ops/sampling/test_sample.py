@@ -18,11 +18,11 @@ from transformers import (
 from triton_ops.implementation import Impl
 from triton_ops.sampling import candidate_draw
 from triton_ops.sampling import sample as sampling
-from triton_ops.sampling.candidate_draw import Attempt
 from triton_ops.sampling.logit_threshold import min_kept
 from triton_ops.sampling.row_maxima import chunk_maxima
 from triton_ops.sampling.sample import MAX_VOCAB_SIZE, finite_rows, greedy, sample
 from triton_ops.sampling.token_mass import BLOCK, UNIT_BITS, exponent_scale, token_mass
+from triton_ops.tuning import CandidateConfig
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -430,7 +430,7 @@ def test_few_candidates_many_and_too_many(
     monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device, parameters: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """Rows that the first attempt draws from, those that need the second, and those that no attempt is for."""
-    attempts = (Attempt(16, 3, 1.0, 4, 4), Attempt(64, 20, 1.0, 4, 4))
+    attempts = (CandidateConfig(16, 3, 1.0, 4, 4), CandidateConfig(64, 20, 1.0, 4, 4))
     logits = random_logits(5, 3 * BLOCK, spread=0.3, seed=2)
     logits[0, 5], logits[1, 100:140], logits[3, :40] = 30.0, 20.0, 10.0
     logits[4, 3:10_003:1000] = torch.linspace(11.0, 12.0, 10)
@@ -438,7 +438,7 @@ def test_few_candidates_many_and_too_many(
     logits = logits.to(dtype)
     done = {}
     for count in (1, 2):
-        monkeypatch.setattr(candidate_draw, "ATTEMPTS", attempts[:count])
+        monkeypatch.setattr(candidate_draw, "CANDIDATES", attempts[:count])
         assert_same_draws(logits, kernel_device, **parameters)
         done[count] = rows_drawn_early(logits.to(kernel_device), **parameters)
     assert (done[1] <= done[2]).all()
