@@ -1,4 +1,4 @@
-"""Computes passes: from a ScheduleBatch to sampled tokens. It decides nothing."""
+"""Computes passes: from a Pass to sampled tokens. It decides nothing."""
 
 from __future__ import annotations
 
@@ -28,17 +28,14 @@ from radixrt.execution.graphs.results import SampledTokens
 from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.pass_timer import PassTimer, TimedPass
 from radixrt.execution.sampling.sampler import (
-    DrawPlan,
     LogprobTensors,
     draw_logprobs,
-    draw_plain,
-    draw_special,
-    plan_draws,
+    sample_plain,
+    sample_processed,
 )
-from radixrt.execution.sampling.table import SamplingTable
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
+from radixrt.schedule.passes import Logprobs, Pass, PassResult, SamplingInputs
 from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.sample import finite_rows
@@ -113,7 +110,6 @@ class ModelRunner:
         self._planner = AttentionPlanner(
             model.config, model.placement, rows.req_to_token, kv_pool.buffer.dtype, tree=tree
         )
-        self._sampling = SamplingTable(rows.max_requests)
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, model.placement.impl)
         self._graphs: DecodeGraphs | None = None
         self._extend_graphs: ExtendGraphs | None = None
@@ -146,7 +142,7 @@ class ModelRunner:
         with torch.inference_mode(), self._on_device():
             self._mover.run(transfers)
 
-    def launch(self, batch: ScheduleBatch) -> PassInFlight:
+    def launch(self, batch: Pass) -> PassInFlight:
         """Start a pass. On a GPU this returns before the pass has run."""
         self._timer.begin()
         with torch.inference_mode(), self._on_device():
@@ -161,11 +157,8 @@ class ModelRunner:
         # Kernels and events go to the current device, whatever their tensors' is.
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _launch(self, batch: ScheduleBatch) -> PassInFlight:
-        for row, request in batch.admitted:
-            self._sampling.admit(row, request)
-        sampling = np.repeat(np.arange(len(batch.requests), dtype=np.int32), batch.num_samples)  # [S]
-        draws = plan_draws(self._sampling, batch, sampling)
+    def _launch(self, batch: Pass) -> PassInFlight:
+        draws, sampling = batch.sampling, batch.sampling.logits_rows
         if self._graphs is not None and len(sampling) <= self._graphs.max_batch and _is_decode(batch):
             return self._launch_decode(batch, draws, self._graphs)
 
@@ -184,7 +177,7 @@ class ModelRunner:
         if len(sampling):
             token_ids = torch.empty_like(arrays["sampling"])
             drawn = torch.empty_like(token_ids, dtype=torch.bool)
-            draw_plain(logits, arrays, draws.features, token_ids, drawn, impl=self._impl)
+            sample_plain(logits, arrays, draws.features, token_ids, drawn, impl=self._impl)
             logprobs = self._draw_others(logits, arrays, draws, self._last_token, token_ids, drawn)
             finite[arrays["sampling"]] &= drawn
             # The first answer goes on in its own row; the others get theirs when the host has heard of them.
@@ -195,7 +188,7 @@ class ModelRunner:
             prompt_logprobs = self._score(hidden, batch, arrays)
         return self._send_back(token_ids, finite, logprobs, prompt_logprobs)
 
-    def _replay(self, batch: ScheduleBatch, own: dict[str, NDArray[Any]]) -> _Computed | None:
+    def _replay(self, batch: Pass, own: dict[str, NDArray[Any]]) -> _Computed | None:
         """Start a pass as a captured graph; None where none fits."""
         graphs = self._extend_graphs
         if graphs is None or len(batch.scored) or batch.num_samples.max() > 1:
@@ -207,11 +200,9 @@ class ModelRunner:
         arrays = self._staging.upload(own)
         self._write_rows(arrays)
         logits, finite = graphs.launch(padded)
-        return None, logits[: len(arrays["sampling"])], finite[: len(batch.requests)], arrays
+        return None, logits[: len(arrays["sampling"])], finite[: batch.num_rows], arrays
 
-    def _compute(
-        self, batch: ScheduleBatch, sampling: NDArray[np.int32], own: dict[str, NDArray[Any]]
-    ) -> _Computed:
+    def _compute(self, batch: Pass, sampling: NDArray[np.int32], own: dict[str, NDArray[Any]]) -> _Computed:
         """Launch a pass kernel by kernel."""
         host = InputMetadata.host_arrays(
             batch.req_pool_indices, batch.seq_lens, batch.prefix_lens, batch.out_cache_loc
@@ -240,11 +231,11 @@ class ModelRunner:
         finite = finite_rows(hidden[arrays["last_tokens"]], impl=self._impl)
         return hidden, self.model.compute_logits(hidden, metadata.logits_indices), finite, arrays
 
-    def _launch_decode(self, batch: ScheduleBatch, draws: DrawPlan, graphs: DecodeGraphs) -> PassInFlight:
+    def _launch_decode(self, batch: Pass, draws: SamplingInputs, graphs: DecodeGraphs) -> PassInFlight:
         """A pass of nothing but decodes: captured graphs, and what they do not do."""
         own = {name: array for name, array in draws.arrays.items() if name not in draws.features.array_names}
         changes = batch.row_changes
-        if len(changes) > len(batch.requests):  # the new tokens' are written by the graph
+        if len(changes) > batch.num_rows:  # the new tokens' are written by the graph
             own |= _row_changes(changes)
         form = graphs.filled(batch, draws.features, draws.arrays)
         self._timer.start()
@@ -252,11 +243,11 @@ class ModelRunner:
         if "changed_rows" in arrays:
             self._write_rows(arrays)
         # The graph replaces the last tokens by those that it draws; special draws depend on the ones before.
-        last_token = self._last_token if draws.special is None else self._last_token.clone()
+        last_token = self._last_token if draws.processed is None else self._last_token.clone()
         rows, logits = graphs.launch(batch, draws.features, form)
         token_ids, finite = graphs.results.token_ids[: len(rows)], graphs.results.finite[: len(rows)]
         logprobs = self._draw_others(logits, arrays, draws, last_token, token_ids, finite)
-        if draws.special is not None:
+        if draws.processed is not None:
             self._keep_tokens(rows, token_ids)
         sampled = graphs.results.to_host()
         return PassInFlight(
@@ -272,14 +263,14 @@ class ModelRunner:
         self,
         logits: Tensor,
         arrays: dict[str, Tensor],
-        draws: DrawPlan,
+        draws: SamplingInputs,
         last_token: Tensor,
         token_ids: Tensor,
         finite: Tensor,
     ) -> LogprobTensors | None:
         """What some of the rows of a draw want besides, in place of what is there; the log-probabilities."""
-        if draws.special is not None:
-            draw_special(logits, arrays, draws.special, last_token, token_ids, finite, impl=self._impl)
+        if draws.processed is not None:
+            sample_processed(logits, arrays, draws.processed, last_token, token_ids, finite, impl=self._impl)
         if draws.num_top is None:
             return None
         return draw_logprobs(logits, token_ids, arrays, draws.num_top, impl=self._impl)
@@ -291,16 +282,13 @@ class ModelRunner:
     def _keep_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
         write_cells(self._last_token.unsqueeze(1), rows, None, token_ids, impl=self._impl)
 
-    def _score(self, hidden: Tensor, batch: ScheduleBatch, arrays: dict[str, Tensor]) -> LogprobTensors:
+    def _score(self, hidden: Tensor, batch: Pass, arrays: dict[str, Tensor]) -> LogprobTensors:
         """Log-probabilities of the P scored prompt tokens, some rows of logits at a time."""
-        asked = max(
-            r.params.prompt_logprobs or 0 for r, n in zip(batch.requests, batch.num_scored, strict=True) if n
-        )
         parts = []
         for start in range(0, len(batch.scored), SCORED_AT_ONCE):
             rows = slice(start, start + SCORED_AT_ONCE)
             logits = self.model.compute_logits(hidden, arrays["scored"][rows])
-            targets, num_top = arrays["scored_targets"][rows], min(asked, logits.shape[1])
+            targets, num_top = arrays["scored_targets"][rows], min(batch.num_top_scored, logits.shape[1])
             parts.append(token_logprobs(logits, targets, num_top, impl=self._impl))
         chosen, ranks, top_ids, top = (torch.cat(column) for column in zip(*parts, strict=True))
         return chosen, ranks, top_ids, top
@@ -376,7 +364,7 @@ class ModelRunner:
         return chosen, ranks, top_ids, top
 
 
-def _is_decode(batch: ScheduleBatch) -> bool:
+def _is_decode(batch: Pass) -> bool:
     """Whether each request computes one token and samples one."""
     # Who samples computes the last token of its prompt or of its answer: none that is scored.
     return not batch.num_extends and bool((batch.num_samples == 1).all())

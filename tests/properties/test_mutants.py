@@ -29,7 +29,7 @@ from radixrt.execution.attention.shared_segments import SharedSegments
 from radixrt.execution.graphs.decode_numbers import DecodeForm, DecodeNumbers, _Growing
 from radixrt.output import FinishReason
 from radixrt.schedule import scheduler as scheduling
-from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.schedule.passes import PassResult, Pass
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.progress import Progress
 from radixrt.schedule.request import Request, RequestState
@@ -830,7 +830,7 @@ def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
     """That other requests decode is not noticed."""
     of = DecodeNumbers.of
 
-    def unnoticed(self: DecodeNumbers, batch: ScheduleBatch, *arguments: Any) -> DecodeForm:
+    def unnoticed(self: DecodeNumbers, batch: Pass, *arguments: Any) -> DecodeForm:
         if self._rows is not None and len(self._rows) == len(batch.req_pool_indices):
             self._rows = batch.req_pool_indices
         return of(self, batch, *arguments)

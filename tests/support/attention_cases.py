@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triton_ops.attention.extend import plan_extends
+from radixrt.execution.attention.flat import plan_extends
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array, SharedItems
 from triton_ops.attention.shared import shared_rows
 from triton_ops.implementation import gpu_of
@@ -267,6 +267,35 @@ def shared_plan(case: Case, *tree: Any, **options: Any) -> AttentionPlan:
     return AttentionPlan.build(tree_arrays(case, *tree, **options), case.rows.device)
 
 
+def extend_arrays(
+    case: Case, prefix_lens: Int32Array, group: int, **options: Any
+) -> tuple[dict[str, Int32Array], int]:
+    """`plan_extends` of requests that each extend what is after their prefix."""
+    counts = case.seq_lens.numpy(force=True) - prefix_lens
+    num_kv_heads, head_dim = case.k_buffer.shape[1:]
+    return plan_extends(
+        prefix_lens,
+        np.cumsum(counts, dtype=np.int32) - counts,
+        counts,
+        gpu=gpu_of(case.rows.device),
+        num_heads=group * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=case.dtype,
+        **options,
+    )
+
+
+def flat_extends(case: Case, prefix_lens: list[int], group: int, sliding_window: int | None) -> ExtendPlan:
+    """The plan of extends without sharing, which cuts long prefixes."""
+    prefix = np.array(prefix_lens, np.int32)
+    return _extend_plan(case, *extend_arrays(case, prefix, group, sliding_window=sliding_window))
+
+
+def _extend_plan(case: Case, arrays: dict[str, Int32Array], tile_tokens: int) -> ExtendPlan:
+    return ExtendPlan.build(arrays, case.rows.device, tile_tokens=tile_tokens)
+
+
 def shared_extends(
     case: Case,
     edges: Edges,
@@ -283,18 +312,5 @@ def shared_extends(
     prefix = np.array(prefix_lens, np.int32)
     counts = case.seq_lens.numpy(force=True) - prefix
     tail_starts, shared = shared_items(case, edges, leaves, prefix, counts, group=group, piece=piece, seed=seed)
-    num_kv_heads, head_dim = case.k_buffer.shape[1:]
-    arrays, tile_tokens = plan_extends(
-        prefix,
-        np.cumsum(counts, dtype=np.int32) - counts,
-        counts,
-        gpu=gpu_of(case.rows.device),
-        num_heads=group * num_kv_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=case.dtype,
-        tail_starts=tail_starts,
-        shared=shared,
-        cut=cut,
-    )
-    return ExtendPlan.build(with_empty_items(arrays, padding), case.rows.device, tile_tokens=tile_tokens)
+    plan = extend_arrays(case, prefix, group, tail_starts=tail_starts, shared=shared, cut=cut)
+    return _extend_plan(case, with_empty_items(plan[0], padding), plan[1])

@@ -16,7 +16,7 @@ import torch
 from radixrt.cli import main
 from radixrt.errors import DeviceLostError
 from radixrt.execution.model_runner import ModelRunner
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.passes import Pass
 
 _PIECE = 2**30  # bytes
 
@@ -46,12 +46,12 @@ def take_all_memory(runner: ModelRunner) -> None:
         taken.append(torch.empty(_PIECE, dtype=torch.uint8, device=runner.device))
 
 
-def spoiled(kind: str, number: int) -> Callable[[ModelRunner, ScheduleBatch], Any]:
+def spoiled(kind: str, number: int) -> Callable[[ModelRunner, Pass], Any]:
     """What to put in place of `ModelRunner._launch`. Passes that measure memory have no leases, and are spared."""
     launch = ModelRunner._launch
     passes = 0
 
-    def launched(runner: ModelRunner, batch: ScheduleBatch) -> Any:
+    def launched(runner: ModelRunner, batch: Pass) -> Any:
         nonlocal passes
         if batch.leases:
             if kind == "lost" and passes == number:

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radixrt.execution.attention.flat import decode_item_len, plan_extends
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
 from triton_ops.activations.silu_and_mul import silu_and_mul
-from triton_ops.attention.decode import decode_attention, decode_item_len
-from triton_ops.attention.extend import extend_attention, plan_extends
+from triton_ops.attention.decode import decode_attention
+from triton_ops.attention.extend import extend_attention
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, SharedItems
 from triton_ops.attention.shared import shared_rows
 from triton_ops.attention.soft_cap import soft_cap

@@ -18,8 +18,8 @@ from radixrt.execution.attention.planner import PlanKind
 from radixrt.execution.attention.shared_segments import SharedSegments, TreeCosts
 from radixrt.execution.graphs.decode_numbers import DecodeNumbers
 from radixrt.execution.graphs.extend_graphs import ExtendGraphs, PassShape
-from radixrt.execution.sampling.table import Features
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.sampling_table import Features
+from radixrt.schedule.passes import Pass
 from tests.execution.attention.test_planner import planner
 from tests.support.simulation import World, require
 from triton_ops.attention.plan import Int32Array
@@ -63,7 +63,7 @@ class PlannedReads:
         self._passes = 0
         self._made: tuple[Int32Array, Counter[str]] | None = None  # rows of the plan in use, and events till then
 
-    def lines(self, batch: ScheduleBatch) -> list[Int32Array]:
+    def lines(self, batch: Pass) -> list[Int32Array]:
         """For each request of a pass the lines of `req_to_token` by which its positions are read, `[seq_len]`.
 
         Raises Violation where a position is not read once, by a line that names another slot than the row, or a
@@ -98,7 +98,7 @@ class PlannedReads:
             require(name, np.array_equal(slots, self._table[row, :end]), own)
         return lines
 
-    def _extends(self, batch: ScheduleBatch, arrays: Arrays) -> list[Int32Array]:
+    def _extends(self, batch: Pass, arrays: Arrays) -> list[Int32Array]:
         """The lines of the extends, as their last tokens read; the others are looked at, too."""
         extends, out = of_plan(arrays, "extend"), []
         reads = reads_of_extends(extends, arrays)
@@ -113,7 +113,7 @@ class PlannedReads:
             require("17: padding reads nothing", not any(start < stop for _, start, stop, _ in own), own)
         return out
 
-    def _arrays(self, batch: ScheduleBatch) -> Arrays:
+    def _arrays(self, batch: Pass) -> Arrays:
         """The plans' arrays, and of passes with extends, all that they are told. Every other one is padded, as
         captured ones are.
         """
@@ -141,7 +141,7 @@ class PlannedReads:
         assert padded is not None
         return {**padded.host, **padded.plans.arrays, TILE_TOKENS: np.array([padded.plans.tile_tokens])}
 
-    def _count(self, batch: ScheduleBatch, arrays: Arrays, reads: Sequence[Reads]) -> None:
+    def _count(self, batch: Pass, arrays: Arrays, reads: Sequence[Reads]) -> None:
         if not arrays["shared_query_lens"].any():
             return
         self.events["shared read"] += 1

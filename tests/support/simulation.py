@@ -29,7 +29,7 @@ from radixrt.errors import DeviceLostError
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule import policy as policies
-from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
+from radixrt.schedule.passes import Logprobs, PassResult, Pass
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.progress import MOST_STOPS
 from radixrt.schedule.request import Request, RequestState
@@ -121,7 +121,7 @@ def continuation(
 
 @dataclass
 class SimulatedPass:
-    batch: ScheduleBatch
+    batch: Pass
     snapshots: list[np.ndarray]  # the slots that each request's row names when the pass is launched
     lines: list[np.ndarray]  # of `req_to_token`, that name the slots of each request's positions
     transfers: int  # that had been started before it, and come before it
@@ -131,7 +131,7 @@ class SimulatedPass:
     error: Exception | None = None
 
 
-def own_lines(batch: ScheduleBatch) -> list[np.ndarray]:
+def own_lines(batch: Pass) -> list[np.ndarray]:
     """Each request reads all by its own row."""
     return [np.full(end, row) for row, end in zip(batch.req_pool_indices, batch.seq_lens, strict=True)]
 
@@ -169,7 +169,7 @@ class SimulatedRunner:
         self.weights = 0  # those that passes run with
         self.ends: dict[Lease, int] = {}  # positions launched, or found, of each lease that there was
         self.met: set[Lease] = set()  # those that were in a pass
-        self.last_batch: ScheduleBatch | None = None
+        self.last_batch: Pass | None = None
         self.is_lost = False  # after the next pass that fails
         self.lines_of = own_lines  # how a pass reads: `SimulatedPass.lines`
         self.violation: Violation | None = None  # kept for `World.check`: the engine takes it for a failed pass
@@ -215,7 +215,7 @@ class SimulatedRunner:
             make(transfer, kv, host_kv)
         return kv, host_kv
 
-    def count(self, batch: ScheduleBatch | None) -> None:
+    def count(self, batch: Pass | None) -> None:
         """A pass that is about to be launched, whether that succeeds or not."""
         if batch is None:
             return
@@ -240,7 +240,7 @@ class SimulatedRunner:
             sorted(batch.admitted, key=id_of) == sorted(new, key=id_of),
         )
 
-    def launch(self, batch: ScheduleBatch) -> SimulatedPass:
+    def launch(self, batch: Pass) -> SimulatedPass:
         extended = [
             int(end - start)
             for request, start, end in zip(batch.requests, batch.prefix_lens, batch.seq_lens, strict=True)
@@ -276,7 +276,7 @@ class SimulatedRunner:
         if self.is_lost:
             raise DeviceLostError("the simulated device works no more") from error
 
-    def _planned(self, batch: ScheduleBatch) -> list[np.ndarray]:
+    def _planned(self, batch: Pass) -> list[np.ndarray]:
         try:
             return self.lines_of(batch)
         except Violation as violation:
@@ -518,8 +518,8 @@ class World:
                 self.events["load"] += lease.loaded > 0
             return lease
 
-        def watched_next_batch() -> ScheduleBatch | None:
-            batch = next_batch()
+        def watched_next_pass() -> Pass | None:
+            batch = next_pass()
             self.runner.count(batch)
             return batch
 
@@ -570,7 +570,7 @@ class World:
             require("5: the host drops what was used longest ago", dropped == expected, (dropped, expected))
             return out
 
-        def watched_process(batch: ScheduleBatch, result: PassResult) -> list[Request]:
+        def watched_process(batch: Pass, result: PassResult) -> list[Request]:
             for request, lease, end, good in zip(
                 batch.requests, batch.leases, batch.seq_lens, result.finite, strict=True
             ):
@@ -588,8 +588,8 @@ class World:
         self.scheduler.process = watched_process
         evict_from_host = self.cache.tree.evict_from_host
         self.cache.tree.evict_from_host = watched_evict_from_host
-        next_batch, next_to_go = self.scheduler.next_batch, self.cache.tree.next_to_go
-        self.scheduler.next_batch = watched_next_batch
+        next_pass, next_to_go = self.scheduler.next_pass, self.cache.tree.next_to_go
+        self.scheduler.next_pass = watched_next_pass
         self.cache.tree.next_to_go = watched_next_to_go
         self.slots.free, self.slots.alloc = watched_free, watched_alloc
         self.cache.acquire = watched_acquire

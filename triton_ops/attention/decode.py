@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from triton_ops.attention.inputs import check_attention_inputs, check_window
 from triton_ops.attention.merge import merge_partials, merge_partials_into, merge_rows
-from triton_ops.attention.plan import AttentionPlan, Int32Array
+from triton_ops.attention.plan import AttentionPlan
 from triton_ops.attention.shared import shared_attention
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.attention.softmax import attend_pairs, attend_tile, load_heads, write_rows
@@ -33,13 +32,8 @@ SHORT_ITEM = 64
 # Elements of K that are gathered at a time: with as much of V they stay in a CPU's cache.
 BLOCK_SIZE = 2**17
 BLOCK_M = 16  # query rows of a tile, the fewest that tl.dot takes; an item with more has several tiles
-PROGRAMS_PER_SM = 4  # that contexts are cut for: of the kernel's, four or five run side by side
-MIN_ITEM_LEN = 192  # shorter pieces of a context are not worth a partial result
-MORE_WAVES = 3  # than fewest, less one, that contexts are cut for
-ITEM_COST = 200  # of an item, in tokens that it could read instead
 # Of products that take partial results in: tf32 is more precise than results in bfloat16 are.
 TAKING_PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
-MERGE_COST = 50  # of merging partial results, in tokens that each program could read instead
 
 
 def decode_attention(
@@ -282,54 +276,6 @@ def decode_config(
         return DecodeConfig(64, num_warps=2, num_stages=3, max_registers=168)
     wants_more = alibi or head_dim != next_power_of_2(head_dim)
     return DecodeConfig(64, num_warps=4, num_stages=2, max_registers=168 if wants_more else None)
-
-
-def decode_item_len(gpu: GPU, num_kv_heads: int, lens: Int32Array) -> int:
-    """The greatest length of an item for requests that read `lens` int32 `[R]` tokens each.
-
-    A wave is what the multiprocessors run side by side. Contexts are cut so that the items fill whole waves,
-    unless longer ones in fewer waves cost less: each costs its tokens and something for itself (measured on an
-    H200).
-    """
-    lens = lens[lens > 0]
-    count, total = lens.size, int(lens.sum(dtype=np.int64))
-    longest = int(lens.max(initial=1))
-    wave = _items_of_a_wave(gpu, num_kv_heads)
-
-    def cost(num_items: int, longest_item: int) -> float:
-        waves = -(-num_items // wave)
-        return max(waves * (total / num_items + ITEM_COST), longest_item + ITEM_COST)
-
-    best_len = longest
-    best = cost(count, longest) if count else 0.0
-    for waves in range(-(-count // wave), -(-count // wave) + MORE_WAVES):
-        # A request's last piece is half empty on average.
-        length = max(MIN_ITEM_LEN, total // max(1, waves * wave - count // 2))
-        while length < longest:
-            length = -(-length // 64) * 64
-            num_items = int((-(-lens // length)).sum())
-            if num_items <= waves * wave:
-                found = cost(num_items, length) + MERGE_COST
-                if found < best:
-                    best_len, best = length, found
-                break
-            length += length // 8 + 1
-    return best_len
-
-
-def most_decode_items(gpu: GPU, num_kv_heads: int, num_rows: int) -> int:
-    """The most items that contexts of `num_rows` requests are cut into by `decode_item_len`."""
-    wave = _items_of_a_wave(gpu, num_kv_heads)
-    return (-(-num_rows // wave) + MORE_WAVES - 1) * wave
-
-
-def fair_item_len(gpu: GPU, num_kv_heads: int, lens: Int32Array) -> int:
-    """The tokens of each item if what requests read, `lens` int32 `[R]`, were one wave of items that are alike."""
-    return int(lens.sum(dtype=np.int64)) // _items_of_a_wave(gpu, num_kv_heads)
-
-
-def _items_of_a_wave(gpu: GPU, num_kv_heads: int) -> int:
-    return max(1, PROGRAMS_PER_SM * gpu.num_sms // num_kv_heads)
 
 
 def _launch(

@@ -6,14 +6,13 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from triton_ops.attention.inputs import check_attention_inputs, check_window
 from triton_ops.attention.merge import merge_partials, merge_rows
-from triton_ops.attention.plan import NOTHING_SHARED, ExtendPlan, Int32Array, SharedItems
+from triton_ops.attention.plan import ExtendPlan
 from triton_ops.attention.shared import shared_attention
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.attention.softmax import attend_tile, write_rows
@@ -58,9 +57,8 @@ def extend_attention(
         req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens: int32 `[num_extends]`. Request b
             has tokens `extend_start_loc[b] : extend_start_loc[b] + extend_seq_lens[b]`; 0 of them is
             allowed. Every token is one request's.
-        plan: how the work is shared out, what `plan_extends` makes of the same lengths and window, on the device;
-            None: the kernel makes one here, which waits for the device to read the lengths, and the reference
-            needs none.
+        plan: how the work is shared out, made of the same lengths and window; None: the kernel makes one of whole
+            tiles here, which waits for the device to read the lengths, and the reference needs none.
         scale: factor on the scores, positive.
         softcap: the scaled scores become `softcap * tanh(score / softcap)`; None: they stay.
         sliding_window: a token at position p sees the positions from `p - sliding_window + 1` to p, so 1 is
@@ -87,15 +85,14 @@ def extend_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if runs_triton(impl, q.device):
         if plan is None:
-            arrays, tile_tokens = plan_extends(
+            lens, group = extend_seq_lens.cpu().numpy(), q.shape[1] // k.shape[1]
+            short = int(lens.max(initial=0)) * group <= SHORT_ROWS
+            tile_tokens = extend_tile_tokens(gpu_of(q.device), q.shape[2], group, q.dtype, short=short)
+            arrays = ExtendPlan.host_arrays(
                 prefix_lens.cpu().numpy(),
                 extend_start_loc.cpu().numpy(),
-                extend_seq_lens.cpu().numpy(),
-                gpu=gpu_of(q.device),
-                num_heads=q.shape[1],
-                num_kv_heads=k.shape[1],
-                head_dim=q.shape[2],
-                dtype=q.dtype,
+                lens,
+                tile_tokens=tile_tokens,
                 sliding_window=sliding_window,
             )
             plan = ExtendPlan.build(arrays, q.device, tile_tokens=tile_tokens)
@@ -318,66 +315,6 @@ def extend_tile_tokens(gpu: GPU, head_dim: int, group: int, dtype: torch.dtype, 
 
 
 SHORT_ROWS = 64  # extends with no more rows than this take short tiles
-PROGRAMS_PER_SM = 2  # that many of the kernel's run side by side
-MIN_ITEM_LEN = 512  # shorter pieces of a prefix are not worth a partial result
-
-
-def plan_extends(
-    prefix_lens: Int32Array,
-    extend_start_loc: Int32Array,
-    extend_seq_lens: Int32Array,
-    *,
-    gpu: GPU,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    sliding_window: int | None = None,
-    tail_starts: Int32Array | None = None,
-    shared: SharedItems = NOTHING_SHARED,
-    short: bool | None = None,
-    cut: bool = True,
-) -> tuple[dict[str, Int32Array], int]:
-    """`ExtendPlan.host_arrays` for these requests and `tile_tokens`, as the configuration for `gpu` wants them.
-
-    The KV that a tile reads is cut, if it may be, where it is more than a fair share for each of the programs that
-    run side by side, unless the pieces would be too short to be worth a partial result. `short`: whether tiles
-    are; None: as the requests are.
-    """
-    group = num_heads // num_kv_heads
-    if short is None:
-        short = int(extend_seq_lens.max(initial=0)) * group <= SHORT_ROWS
-    tile_tokens = extend_tile_tokens(gpu, head_dim, group, dtype, short=short)
-    num_tiles = -(-extend_seq_lens.astype(np.int64) // tile_tokens)
-    # What a tile in the middle of the new tokens reads is the mean of its request's.
-    mean = prefix_lens + (extend_seq_lens + tile_tokens) // 2
-    if tail_starts is not None:
-        mean = mean - tail_starts
-    if sliding_window is not None:
-        mean = mean.clip(max=sliding_window + tile_tokens)
-    fair = int((num_tiles * mean).sum()) * num_kv_heads // programs_of(gpu)
-    max_item_len = -(-max(fair, MIN_ITEM_LEN) // 64) * 64
-    arrays = ExtendPlan.host_arrays(
-        prefix_lens,
-        extend_start_loc,
-        extend_seq_lens,
-        tile_tokens=tile_tokens,
-        max_item_len=max_item_len if cut else None,
-        sliding_window=sliding_window,
-        tail_starts=tail_starts,
-        shared=shared,
-    )
-    return arrays, tile_tokens
-
-
-def most_extra_extend_items(gpu: GPU, num_kv_heads: int) -> int:
-    """The most items more than tiles that `plan_extends` makes by cutting: about twice the fair shares."""
-    return 2 * -(-programs_of(gpu) // num_kv_heads)
-
-
-def programs_of(gpu: GPU) -> int:
-    """Programs of the kernel that run side by side."""
-    return PROGRAMS_PER_SM * gpu.num_sms
 
 
 def _launch(

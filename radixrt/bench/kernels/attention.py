@@ -26,8 +26,9 @@ from radixrt.bench.kernels.attention_peers import (
 )
 from radixrt.bench.kernels.case import Call, Case, Contender
 from radixrt.bench.kernels.roofline import decode_work, extend_work
-from triton_ops.attention.decode import decode_attention, decode_item_len
-from triton_ops.attention.extend import extend_attention, plan_extends
+from radixrt.execution.attention.flat import decode_item_len, plan_extends
+from triton_ops.attention.decode import decode_attention
+from triton_ops.attention.extend import extend_attention
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import E4M3, quantise

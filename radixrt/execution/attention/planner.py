@@ -13,11 +13,18 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from layers.placement import Placement
+from radixrt.execution.attention.flat import (
+    decode_item_len,
+    fair_item_len,
+    most_decode_items,
+    most_extra_extend_items,
+    plan_extends,
+    programs_of,
+)
 from radixrt.execution.attention.shared_segments import SharedSegments, TreeCosts
 from radixrt.execution.staging import padded
 from radixrt.models.config import AttentionKind
-from triton_ops.attention.decode import decode_item_len, fair_item_len, most_decode_items
-from triton_ops.attention.extend import extend_tile_tokens, most_extra_extend_items, plan_extends, programs_of
+from triton_ops.attention.extend import extend_tile_tokens
 from triton_ops.attention.plan import (
     EMPTY_ROWS,
     NOTHING_SHARED,

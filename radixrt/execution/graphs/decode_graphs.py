@@ -17,11 +17,10 @@ from radixrt.execution.attention.planner import AttentionPlanner, PlanKind
 from radixrt.execution.graphs.decode_numbers import DecodeForm, DecodeNumbers
 from radixrt.execution.graphs.memory import GraphMemory
 from radixrt.execution.graphs.results import ResultBuffer
-from radixrt.execution.sampling.sampler import draw_plain
-from radixrt.execution.sampling.table import Features
+from radixrt.execution.sampling.sampler import sample_plain
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.passes import Features, Pass
 from triton_ops.row_tables import known_tokens, write_cells
 
 MOST_CAPTURED = 512  # requests: more have enough to compute in a pass to launch it kernel by kernel
@@ -103,21 +102,21 @@ class DecodeGraphs:
                     self._draws[size, features] = self._memory.captured(draw, warm_up=draw)
                 yield size
 
-    def filled(self, batch: ScheduleBatch, features: Features, draws: Mapping[str, NDArray[Any]]) -> DecodeForm:
+    def filled(self, batch: Pass, features: Features, draws: Mapping[str, NDArray[Any]]) -> DecodeForm:
         """The numbers of a pass of B decodes, as `launch` wants them next.
 
         `draws` has the arrays that the features name, each `[B]`.
         """
-        size = self._sizes[bisect_left(self._sizes, len(batch.requests))]
+        size = self._sizes[bisect_left(self._sizes, batch.num_rows)]
         return self._numbers.of(batch, size, features, draws)
 
-    def launch(self, batch: ScheduleBatch, features: Features, form: DecodeForm) -> tuple[Tensor, Tensor]:
+    def launch(self, batch: Pass, features: Features, form: DecodeForm) -> tuple[Tensor, Tensor]:
         """Start a decode pass of B requests, each of which samples one token: `results` and `last_token` get it.
 
         The tables on the device lack nothing but the new tokens' slots. Returns rows int32 `[B]` and logits
         `[B, vocab_size]`, which are valid until the next launch.
         """
-        count, size = len(batch.requests), form.size
+        count, size = batch.num_rows, form.size
         self._staging.send(form.words)
         self._forwards[size, form.kind].replay()
         if features in CAPTURED_DRAWS:
@@ -146,5 +145,5 @@ class DecodeGraphs:
         """From logits to tokens, which the next pass finds in `last_token`."""
         rows = arrays["req_pool_indices"]
         token_ids, finite = self.results.token_ids[: len(rows)], self.results.finite[: len(rows)]
-        draw_plain(self._logits[: len(rows)], arrays, features, token_ids, finite, impl=self._impl)
+        sample_plain(self._logits[: len(rows)], arrays, features, token_ids, finite, impl=self._impl)
         write_cells(self._last_token.unsqueeze(1), rows, None, token_ids, impl=self._impl)

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from layers.input_metadata import InputMetadata, Int32Array
 from radixrt.execution.attention.planner import MERGES_BELOW, AttentionPlanner, PassPlans, PlanKind
-from radixrt.execution.sampling.table import Features
 from radixrt.execution.staging import packed, padded
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.passes import Features, Pass
 
 DRAW_DTYPES: Mapping[str, type[np.generic]] = {
     "temperatures": np.float32,
@@ -64,7 +63,7 @@ class DecodeForm:
             self.arrays[name][:] = array
         self._growing = [_Growing(self.arrays, f"decode {window} ") for window in plans.windows]
 
-    def update(self, batch: ScheduleBatch, features: Features, draws: Mapping[str, NDArray[Any]]) -> None:
+    def update(self, batch: Pass, features: Features, draws: Mapping[str, NDArray[Any]]) -> None:
         """Fill in what is new in a pass of the requests that it was begun for; of draws what the features name."""
         arrays, count = self.arrays, len(batch.req_pool_indices)
         seq_lens = arrays["seq_lens"]
@@ -128,9 +127,7 @@ class DecodeNumbers:
         self._forms[size, kind] = form
         return form
 
-    def of(
-        self, batch: ScheduleBatch, size: int, features: Features, draws: Mapping[str, NDArray[Any]]
-    ) -> DecodeForm:
+    def of(self, batch: Pass, size: int, features: Features, draws: Mapping[str, NDArray[Any]]) -> DecodeForm:
         """The form, filled in for a pass of B decodes, padded to `size`: it is valid until the next call.
 
         `draws` has the arrays that the features name, each `[B]`. Raises KeyError where there has been no `idle`

@@ -21,7 +21,7 @@ from radixrt.execution.attention.planner import AttentionPlanner, PassPlans, Pla
 from radixrt.execution.graphs.memory import GraphMemory
 from radixrt.execution.staging import Staging, packed, padded
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.passes import Features, Pass, SamplingInputs
 from triton_ops.row_tables import known_tokens
 from triton_ops.sampling.sample import finite_rows
 
@@ -123,9 +123,9 @@ class ExtendGraphs:
                     self._graphs[shape, kind] = self._memory.captured(compute, warm_up)
                 yield shape
 
-    def fitted(self, batch: ScheduleBatch) -> PaddedPass | None:
+    def fitted(self, batch: Pass) -> PaddedPass | None:
         """A pass, whose requests sample at most a token each, in the smallest shape that fits; None: none does."""
-        num_decodes = len(batch.requests) - batch.num_extends
+        num_decodes = batch.num_rows - batch.num_extends
         num_tokens = len(batch.input_ids) - num_decodes
         num_rows = max(num_decodes, int(batch.num_samples.sum()))
         for shape in self._shapes:
@@ -155,9 +155,7 @@ class ExtendGraphs:
     def _idle(self, shape: PassShape, kind: PlanKind) -> PaddedPass:
         """A pass of nothing but padding, with plans of that kind."""
         none = np.zeros(0, np.int32)
-        batch = ScheduleBatch(
-            requests=(),
-            leases=(),
+        batch = Pass(
             num_extends=0,
             req_pool_indices=none,
             prefix_lens=none,
@@ -169,14 +167,14 @@ class ExtendGraphs:
             scored_targets=none,
             num_scored=none,
             row_changes=NO_CHANGES,
-            admitted=(),
+            sampling=SamplingInputs(none, Features(), None, None, {}),
         )
         idle = self._padded(batch, shape, kind)
         assert idle is not None  # nothing is out of balance
         return idle
 
-    def _padded(self, batch: ScheduleBatch, shape: PassShape, least: PlanKind) -> PaddedPass | None:
-        num_live, num_decodes = batch.num_extends, len(batch.requests) - batch.num_extends
+    def _padded(self, batch: Pass, shape: PassShape, least: PlanKind) -> PaddedPass | None:
+        num_live, num_decodes = batch.num_extends, batch.num_rows - batch.num_extends
         num_tokens = len(batch.input_ids) - num_decodes
         empty, spare = shape.num_extends - num_live, shape.num_tokens - num_tokens
 

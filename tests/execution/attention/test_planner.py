@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from layers.input_metadata import InputMetadata
 from radixrt.execution.attention import planner as attention_planner
+from radixrt.execution.attention.flat import decode_item_len, most_decode_items
 from radixrt.execution.attention.planner import (
     FRONT_PIECE,
     LONG_ITEM,
@@ -27,7 +28,7 @@ from radixrt.execution.attention.planner import (
 )
 from radixrt.execution.attention.shared_segments import TreeCosts
 from tests.support.attention_cases import Case, dense_attention, make_case, share
-from triton_ops.attention.decode import decode_attention, decode_item_len, most_decode_items
+from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import extend_attention
 from triton_ops.attention.plan import EMPTY_ROWS, LENGTH_CLASSES, AttentionPlan, ExtendPlan
 from triton_ops.implementation import GPU, compiling_for

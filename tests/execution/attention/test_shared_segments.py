@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from radixrt.execution.attention import slot_tree
 from radixrt.execution.attention.shared_segments import SharedSegments, TreeCosts
 from radixrt.execution.attention.slot_tree import MOST_LEVELS, MOST_STOPS
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.passes import Pass
 from tests.support.simulation import SimulatedPass, SimulatedRunner, Walk, World, random_sizes
 from triton_ops.attention.plan import SharedItems
 
@@ -433,7 +433,7 @@ def test_what_is_shared_stays_so_while_the_same_requests_run(monkeypatch: pytest
     old_plans = 0  # that share something
     launch = SimulatedRunner.launch
 
-    def checked(runner: SimulatedRunner, batch: ScheduleBatch) -> SimulatedPass:
+    def checked(runner: SimulatedRunner, batch: Pass) -> SimulatedPass:
         nonlocal old_plans
         rows, seq_lens = batch.req_pool_indices, batch.seq_lens.astype(np.int32)
         table = runner.host_rows.req_to_token

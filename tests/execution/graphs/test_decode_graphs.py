@@ -36,7 +36,7 @@ from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.pass_timer import PassTimer
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.schedule.passes import PassResult, Pass
 from tests.models.test_parity import MODELS
 from tests.support.checkpoints import VOCAB_SIZE, gemma2, gemma3, llama, qwen3_moe, smollm3, write
 from triton_ops.implementation import gpu_of
@@ -442,7 +442,7 @@ def test_more_requests_than_run_at_once(
     launch = ModelRunner._launch
     decodes: list[int] = []
 
-    def watched(self: ModelRunner, batch: ScheduleBatch) -> Any:
+    def watched(self: ModelRunner, batch: Pass) -> Any:
         if self._graphs is not None and not batch.num_extends:
             decodes.append(len(batch.requests))
         return launch(self, batch)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layers.input_metadata import InputMetadata
 from radixrt.execution.attention.planner import MERGES_BELOW, AttentionPlanner, PlanKind
 from radixrt.execution.graphs.decode_numbers import DRAW_DTYPES, PLAN_STEPS, DecodeForm, DecodeNumbers
-from radixrt.execution.sampling.table import Features
+from radixrt.schedule.sampling_table import Features
 from radixrt.execution.staging import packed
 from tests.execution.attention.test_planner import H200, int32, planner
 from triton_ops.implementation import GPU

@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixrt.execution.sampling.processors import Int32Array, LogitChanges
+from radixrt.schedule.logits_processors import LogitsProcessors, ProcessedDraw, processor_arrays
+from radixrt.schedule.passes import PROCESSED, Arrays, Features, Int32Array, SamplingInputs
 from radixrt.schedule.request import Request
 
-Arrays = dict[str, NDArray[Any]]
-
 NO_LOGPROBS = -1
-
-
-@dataclass(frozen=True)
-class Features:
-    """Which parameters some row of a draw makes use of. With the shape of the logits they tell what is launched.
-
-    Attributes:
-        is_random: a temperature above 0; without one each row takes its likeliest token, and there are no filters.
-        has_top: top-k or top-p.
-        has_min_p: min-p.
-    """
-
-    is_random: bool = False
-    has_top: bool = False
-    has_min_p: bool = False
-
-    @property
-    def array_names(self) -> tuple[str, ...]:
-        """The arrays that such a draw reads, a number a row in each."""
-        if not self.is_random:
-            return ()
-        return (
-            "temperatures",
-            "seeds",
-            "sample_indices",
-            "draw_positions",
-            *(("top_ks", "top_ps") if self.has_top else ()),
-            *(("min_ps",) if self.has_min_p else ()),
-        )
 
 
 class SamplingTable:
@@ -62,8 +31,8 @@ class SamplingTable:
         self._seeds = np.zeros(size, dtype=np.int64)
         self._sample_indices = np.zeros(size, dtype=np.int32)
         self._num_top = np.full(size, NO_LOGPROBS, dtype=np.int32)
-        self._changes_end = np.zeros(size, dtype=np.int64)
-        self._changes: dict[int, LogitChanges] = {}
+        self._processors_end = np.zeros(size, dtype=np.int64)
+        self._processors: dict[int, LogitsProcessors] = {}
 
     def admit(self, row: int, request: Request) -> None:
         """Fill a row; whatever was in it is of a request that has let go of it."""
@@ -77,21 +46,21 @@ class SamplingTable:
         self._seeds[row] = request.seed
         self._sample_indices[row] = request.sample_index
         self._num_top[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        changes = LogitChanges.of(request)
-        if changes is None:
-            self._changes.pop(row, None)
-            self._changes_end[row] = 0
+        processors = LogitsProcessors.of(request)
+        if processors is None:
+            self._processors.pop(row, None)
+            self._processors_end[row] = 0
         else:
-            self._changes[row] = changes
-            self._changes_end[row] = changes.end
+            self._processors[row] = processors
+            self._processors_end[row] = processors.end
 
-    def is_special(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.bool_]:
+    def is_processed(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.bool_]:
         """Bool `[S]`: whether a request changes the logits that its token at a position is drawn from."""
-        return positions < self._changes_end.take(rows)
+        return positions < self._processors_end.take(rows)
 
-    def changes(self, row: int) -> LogitChanges:
-        """Of the request in a row that `is_special`. Raises KeyError if it never is."""
-        return self._changes[row]
+    def processors(self, row: int) -> LogitsProcessors:
+        """Of the request in a row that `is_processed`. Raises KeyError if it never is."""
+        return self._processors[row]
 
     def num_top(self, rows: Int32Array) -> Int32Array:
         """Int32 `[S]`: alternatives wanted with a token's log-probability; NO_LOGPROBS: not even that is."""
@@ -120,3 +89,47 @@ class SamplingTable:
         )
         arrays |= {"top_ks": top_ks, "top_ps": top_ps, "min_ps": min_ps}
         return features, {name: arrays[name] for name in features.array_names}
+
+
+def prepare_sampling(
+    table: SamplingTable,
+    requests: Sequence[Request],
+    req_pool_indices: Int32Array,
+    seq_lens: Int32Array,
+    num_samples: Int32Array,
+) -> SamplingInputs:
+    """The draws of a pass of B `requests`, each of which samples `num_samples` `[B]` tokens."""
+    logits_rows = np.repeat(np.arange(len(requests), dtype=np.int32), num_samples)
+    rows, positions = req_pool_indices.take(logits_rows), seq_lens.take(logits_rows)
+    first = np.cumsum(num_samples) - num_samples
+    samples = (np.arange(len(logits_rows)) - first.take(logits_rows)).astype(np.int32)
+
+    num_top = table.num_top(rows)
+    has_logprobs = num_top != NO_LOGPROBS
+    asks = bool(has_logprobs.any())
+    own: Arrays = {"logprob_rows": np.flatnonzero(has_logprobs).astype(np.int32)} if asks else {}
+
+    is_processed = table.is_processed(rows, positions)
+    processed = None
+    plain_rows = rows
+    if is_processed.any():
+        at = np.flatnonzero(is_processed)
+        processed, drawn = table.draws(rows[at], positions[at], samples[at])
+        draws = [
+            ProcessedDraw(
+                processors=table.processors(row),
+                row=row,
+                position=position,
+                known=request.tokens(),
+                last_is_unknown=position > request.num_known,
+            )
+            for row, position, request in zip(
+                rows[at].tolist(), positions[at].tolist(), (requests[i] for i in logits_rows[at]), strict=True
+            )
+        ]
+        own |= {"processed_rows": at.astype(np.int32)} | {PROCESSED + name: array for name, array in drawn.items()}
+        own |= processor_arrays(draws)
+        # These rows are drawn again from their processed logits: draw them greedily here, which is the cheapest.
+        plain_rows = np.where(is_processed, np.int32(table.neutral_row), rows)
+    features, plain = table.draws(plain_rows, positions, samples)
+    return SamplingInputs(logits_rows, features, processed, int(num_top.max()) if asks else None, plain | own)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from radixrt.schedule.passes import NO_TOKEN, Arrays, Int32Array
 from radixrt.schedule.request import Request
 
-Int32Array = NDArray[np.int32]
-
-NO_TOKEN = -1
 NEVER = int(np.iinfo(np.int64).max)  # a position that no request reaches
 
 
@@ -70,7 +68,7 @@ class BadWords:
 
 
 @dataclass(frozen=True)
-class LogitChanges:
+class LogitsProcessors:
     """The changes of one request, made ready once, when it is admitted.
 
     Attributes:
@@ -99,7 +97,7 @@ class LogitChanges:
     end: int
 
     @classmethod
-    def of(cls, request: Request) -> LogitChanges | None:
+    def of(cls, request: Request) -> LogitsProcessors | None:
         """Those of a request; None if its tokens are drawn from the model's own logits throughout."""
         params = request.params
         held_until = request.prompt_len + params.min_new_tokens if request.stop_ids else 0
@@ -131,6 +129,99 @@ class LogitChanges:
         """What must not be drawn at a position, behind the known tokens and perhaps one that is not known yet."""
         bans = self.bad_words[last_is_unknown].bans(known)
         return bans + self.held_back if position < self.held_until else bans
+
+
+@dataclass(frozen=True)
+class ProcessedDraw:
+    """A token to be drawn from changed logits.
+
+    `last_is_unknown`: the token before it has been sampled, but only the device knows it, in `last_token[row]`.
+    """
+
+    processors: LogitsProcessors
+    row: int
+    position: int
+    known: Int32Array
+    last_is_unknown: bool
+
+
+def processor_arrays(draws: Sequence[ProcessedDraw]) -> Arrays:
+    """What the processors of X draws read on the device, by name."""
+    return _penalties(draws) | _bias(draws) | _bans_of(draws) | _allowed(draws)
+
+
+def _penalties(draws: Sequence[ProcessedDraw]) -> Arrays:
+    """The history of each processed draw that has penalties, `[H]` in all, and the penalties of all, `[X]`."""
+    own = [(i, draw) for i, draw in enumerate(draws) if draw.processors.has_penalties]
+    if not own:
+        return {}
+    # Histories as far as they are known, then the last tokens that are not.
+    unknown = [(i, draw) for i, draw in own if draw.last_is_unknown]
+    at = np.array([i for i, _ in own], dtype=np.int32)
+    lengths = np.array([len(draw.known) for _, draw in own])
+    outputs = lengths - [draw.processors.prompt_len for _, draw in own]
+    left = np.repeat(np.cumsum(lengths), lengths) - np.arange(lengths.sum())  # tokens of a history from each on
+    return {
+        "penalty_rows": np.append(np.repeat(at, lengths), np.array([i for i, _ in unknown], dtype=np.int32)),
+        "penalty_ids": np.concatenate(
+            [draw.known for _, draw in own] + [np.array([-(draw.row + 1) for _, draw in unknown], dtype=np.int32)]
+        ),
+        "penalty_is_output": np.append(
+            left <= np.repeat(outputs, lengths), np.ones(len(unknown), dtype=np.bool_)
+        ).astype(np.int32),
+        "repetition": _column(draws, lambda changes: changes.repetition),
+        "presence": _column(draws, lambda changes: changes.presence),
+        "frequency": _column(draws, lambda changes: changes.frequency),
+    }
+
+
+def _column(draws: Sequence[ProcessedDraw], number: Callable[[LogitsProcessors], float]) -> np.ndarray:
+    return np.fromiter((number(draw.processors) for draw in draws), np.float32, len(draws))
+
+
+def _bias(draws: Sequence[ProcessedDraw]) -> Arrays:
+    own = [(i, draw.processors) for i, draw in enumerate(draws) if len(draw.processors.bias_ids)]
+    if not own:
+        return {}
+    return {
+        "bias_rows": _row_of_each([(i, changes.bias_ids) for i, changes in own]),
+        "bias_ids": np.concatenate([changes.bias_ids for _, changes in own]),
+        "biases": np.concatenate([changes.biases for _, changes in own]),
+    }
+
+
+def _bans_of(draws: Sequence[ProcessedDraw]) -> Arrays:
+    """Tokens that must not come next `[H]`, always or only after a last token that the device knows."""
+    bans = [draw.processors.bans(draw.position, draw.known, draw.last_is_unknown) for draw in draws]
+    own = [(i, one) for i, one in enumerate(bans) if len(one.ids)]
+    if not own:
+        return {}
+    rows = _row_of_each([(i, one.ids) for i, one in own])
+    return {
+        "banned_rows": rows,
+        "banned_ids": np.concatenate([one.ids for _, one in own]),
+        "banned_after": np.concatenate([one.afters for _, one in own]),
+        "banned_last_row": np.array([draw.row for draw in draws], dtype=np.int32)[rows],
+    }
+
+
+def _allowed(draws: Sequence[ProcessedDraw]) -> Arrays:
+    all_ids = [draw.processors.allowed_ids for draw in draws]
+    own = [(i, ids) for i, ids in enumerate(all_ids) if ids is not None]
+    if not own:
+        return {}
+    restricted = np.zeros(len(draws), dtype=np.int32)
+    restricted[[i for i, _ in own]] = 1
+    return {
+        "allowed_rows": _row_of_each(own),
+        "allowed_ids": np.concatenate([ids for _, ids in own]),
+        "is_restricted": restricted,
+    }
+
+
+def _row_of_each(ids: Sequence[tuple[int, Int32Array]]) -> Int32Array:
+    """The processed row of each token of lists of tokens."""
+    return np.repeat(np.array([i for i, _ in ids], dtype=np.int32), [len(tokens) for _, tokens in ids])
 
 
 def _bans(pairs: Sequence[tuple[int, int]]) -> TokenBans:

@@ -3,50 +3,99 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import RowChanges
-from radixrt.cache.prefix_cache import Lease
-from radixrt.schedule.request import Request
 
 Int32Array = NDArray[np.int32]
+Arrays = dict[str, NDArray[Any]]
+
+NO_TOKEN = -1
+PROCESSED = "processed_"  # begins the names of the arrays of the second draw
 
 
 @dataclass(frozen=True)
-class ScheduleBatch:
-    """One pass: B requests with T new tokens in all. Requests with more than one new token come first.
+class Features:
+    """Which parameters some row of a draw makes use of. With the shape of the logits they tell what is launched.
 
     Attributes:
-        requests: B requests.
-        leases: what each of them holds; a result is only booked while a request still holds the same.
-        num_extends: requests with more than one new token.
+        is_random: a temperature above 0; without one each row takes its likeliest token, and there are no filters.
+        has_top: top-k or top-p.
+        has_min_p: min-p.
+    """
+
+    is_random: bool = False
+    has_top: bool = False
+    has_min_p: bool = False
+
+    @property
+    def array_names(self) -> tuple[str, ...]:
+        """The arrays that such a draw reads, a number a row in each."""
+        if not self.is_random:
+            return ()
+        return (
+            "temperatures",
+            "seeds",
+            "sample_indices",
+            "draw_positions",
+            *(("top_ks", "top_ps") if self.has_top else ()),
+            *(("min_ps",) if self.has_min_p else ()),
+        )
+
+
+@dataclass(frozen=True)
+class SamplingInputs:
+    """How a pass draws from its S rows of logits.
+
+    Attributes:
+        logits_rows: `[S]` int32, the row of the pass that each row of logits belongs to, ascending.
+        features: of the draw of all S rows.
+        processed: of the second draw of the X rows whose logits are processed first; None: there are none.
+        num_top: alternatives to find for the L rows that want log-probabilities; None: there are none.
+        arrays: parameters by name, each `[S]`, `[X]` or `[L]`, or a list of pairs of a processed row and a token.
+    """
+
+    logits_rows: Int32Array
+    features: Features
+    processed: Features | None
+    num_top: int | None
+    arrays: Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass as plain numbers: B rows that compute T new tokens in all. Rows with more than one come first.
+
+    It holds no request and can be pickled: whose it is, a `Booking` says.
+
+    Attributes:
+        num_extends: rows with more than one new token.
         req_pool_indices: `[B]` row of each request in `req_to_token`.
         prefix_lens: `[B]` positions whose KV is in the pool before the pass.
         seq_lens: `[B]` positions whose KV is in the pool after the pass.
-        input_ids: `[T]` token ids; -(row + 1) stands for the last token that was sampled for that row, which
-            only the device knows yet.
+        input_ids: `[T]` token ids; -(row + 1) stands for the last token sampled for that row, which only the
+            device knows yet.
         out_cache_loc: `[T]` slot of each new token.
-        num_samples: `[B]`, tokens sampled after the request's last new token: none, one, or the first of each of
-            its n answers, as many of them as the pass has rows of logits for. They are S in all.
-        scored: `[P]`, new tokens after which the log-probability of the prompt's next token is wanted.
-        scored_targets: `[P]`, that next token.
-        num_scored: `[B]`, how many of the P belong to each request, in order.
+        num_samples: `[B]` tokens sampled after the last new token: none, one, or the first of each of a prompt's n
+            answers, as many of them as the pass has rows of logits for. They are S in all.
+        scored: `[P]` new tokens after which the log-probability of the prompt's next token is wanted.
+        scored_targets: `[P]` that next token.
+        num_scored: `[B]` how many of the P belong to each row, in order.
+        num_top_scored: alternatives to find for the P tokens.
         row_changes: cells of `req_to_token` to change before the pass.
-        admitted: (row, request) of each request that is in a pass for the first time under its lease.
-        extended_tokens: those of the T tokens that extends compute; decodes compute the others.
+        sampling: how the S tokens are drawn.
+        extended_tokens: the T tokens less those of decodes.
 
-    While the same requests decode pass after pass, and nothing else is computed, `requests` and `leases` are the
-    same tuples, and `req_pool_indices` is the same array. Arrays may be shared between passes: nobody changes
-    them.
+    While the same requests decode pass after pass, and nothing else is computed, `req_pool_indices` is the same
+    array. Arrays may be shared between passes: nobody changes them.
     """
 
-    requests: tuple[Request, ...]
-    leases: tuple[Lease, ...]
     num_extends: int
     req_pool_indices: Int32Array
     prefix_lens: Int32Array
@@ -58,8 +107,14 @@ class ScheduleBatch:
     scored_targets: Int32Array
     num_scored: Int32Array
     row_changes: RowChanges
-    admitted: tuple[tuple[int, Request], ...]
+    sampling: SamplingInputs
+    num_top_scored: int = 0
     extended_tokens: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.req_pool_indices)
 
 
 @dataclass(frozen=True)
@@ -84,8 +139,8 @@ class PassResult:
     """What a pass found.
 
     Attributes:
-        token_ids: `[S]` int32, the sampled tokens, request after request.
-        finite: `[B]` bool, whether the request's numbers are all finite.
+        token_ids: `[S]` int32, the sampled tokens, row after row.
+        finite: `[B]` bool, whether the row's numbers are all finite.
         logprobs: of those of the S sampled tokens whose request asked for them (`params.logprobs`), in order, if
             there are any.
         prompt_logprobs: of the P scored tokens, if there are any.
@@ -112,7 +167,7 @@ class Runner(Protocol):
         Each is taken off the left end once it has been started: what is left when this raises has not been.
         """
 
-    def launch(self, batch: ScheduleBatch) -> object:
+    def launch(self, pass_: Pass) -> object:
         """Start a pass and return its handle without waiting for its result."""
 
     def collect(self, handle: object) -> PassResult:
