@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs, the torch reference or the Triton kernel, and on what GPU."""
+"""Which implementation of an operation runs, torch or the Triton kernel, and on which GPU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ModuleNotFoundError:  # Triton exists for Linux alone; the torch references run everywhere
+except ModuleNotFoundError:  # Triton exists for Linux alone; torch runs everywhere
 
     class triton:  # type: ignore[no-redef]
-        """Lets the kernels be defined, though not launched, where there is no Triton."""
+        """Lets kernels be defined, though not launched, where there is no Triton."""
 
         __version__ = ""
 
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# For kernels: whether they run in Triton's interpreter, whose own ways some have to mind.
+# For kernels: whether they run in Triton's interpreter, which differs from a GPU here and there.
 INTERPRETED: tl.constexpr = _INTERPRETED if tl is None else tl.constexpr(_INTERPRETED)
 
 Impl = Literal["auto", "torch", "triton"]
@@ -64,7 +64,7 @@ VENDOR = Vendor.AMD if torch.version.hip else Vendor.NVIDIA  # of all GPUs that 
 
 @dataclass(frozen=True)
 class GPU:
-    """What a kernel's configuration depends on: compute capability (90 is 9.0), number of multiprocessors, vendor."""
+    """What a kernel's configuration depends on: compute capability (90 is 9.0), multiprocessors, vendor."""
 
     capability: int
     num_sms: int
@@ -90,8 +90,9 @@ _compiling_for: GPU | None = None
 def runs_triton(impl: Impl, device: torch.device) -> bool:
     """Whether an operation on `device` runs its kernel: "auto" does on a CUDA device where Triton is installed.
 
-    Raises ValueError for GPUs of other vendors than NVIDIA, and where `impl` is "triton" and the kernel cannot run: on a CPU it does only in Triton's
-    interpreter, with TRITON_INTERPRET=1 set before the kernel's module is imported.
+    Raises ValueError where `impl` is "triton" and the kernel cannot run: on a CPU it does only in Triton's
+    interpreter, with TRITON_INTERPRET=1 set before the kernel's module is imported. Raises it, too, for any `impl`
+    other than "torch" on a GPU that no kernel is configured for.
     """
     if impl == "torch":
         return False
@@ -118,7 +119,7 @@ def gpu_of(device: torch.device) -> GPU:
     return _cuda_gpu(device) if device.type == "cuda" else INTERPRETER
 
 
-# Triton's own of the same names take microseconds on the host, as much as some launches.
+# Triton's functions of the same names take microseconds on the host, as much as some launches.
 
 
 def cdiv(a: int, b: int) -> int:
@@ -127,7 +128,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two at or above `n`, which is positive."""
+    """The smallest power of two that is at least `n`, which is positive."""
     return 1 << (n - 1).bit_length()
 
 
@@ -139,8 +140,8 @@ def _cuda_gpu(device: torch.device) -> GPU:
 
 @contextmanager
 def compiling_for(gpu: GPU) -> Iterator[None]:
-    """Within, kernels launch on CPU tensors too, configured for `gpu`: for tests that record the launches and
-    compile what was launched ahead of time.
+    """Within it, kernels launch on CPU tensors too, configured for `gpu`: for tests that record launches and compile
+    them ahead of time.
     """
     global _compiling_for
     before, _compiling_for = _compiling_for, gpu

@@ -30,8 +30,7 @@ def write_cells(
                 values,
                 len(rows),
                 table.stride(0),
-                BLOCK=ROW_TABLES.size,
-                num_warps=ROW_TABLES.num_warps,
+                **ROW_TABLES.launch_arguments(),
             )
         return
     at = torch.zeros_like(rows) if columns is None else columns
@@ -44,7 +43,7 @@ def known_tokens(ids: Tensor, last_token: Tensor, *, impl: Impl = "auto") -> Ten
         out = torch.empty_like(ids)
         if len(ids):
             _known_tokens_kernel[(cdiv(len(ids), ROW_TABLES.size),)](
-                ids, last_token, out, len(ids), BLOCK=ROW_TABLES.size, num_warps=ROW_TABLES.num_warps
+                ids, last_token, out, len(ids), **ROW_TABLES.launch_arguments()
             )
         return out
     return torch.where(ids >= 0, ids, last_token[(-ids - 1).clamp_min(0)])

@@ -71,7 +71,7 @@ def decode_config(
     e4m3: bool = False,
     tails: bool = False,
 ) -> AttentionConfig:
-    """For queries of `dtype`. `e4m3`: the pool's dtype. `tails`: items are mostly short and merge partial results."""
+    """For queries of `dtype`. `e4m3`: the pool's dtype. `tails`: items are short and merge partial results."""
     _check_vendor(gpu)
     if dtype == torch.float32:
         return AttentionConfig(DECODE_ROWS, 16, num_warps=8, num_stages=1, max_registers=128)
@@ -95,7 +95,7 @@ def decode_config(
 def extend_config(
     gpu: GPU, head_dim: int, dtype: torch.dtype, *, short: bool, alibi: bool = False, e4m3: bool = False
 ) -> AttentionConfig:
-    """For queries of `dtype`. `short` tiles have at most `SHORT_ROWS` rows. `block_m` does not depend on `alibi`."""
+    """For queries of `dtype`. `short` tiles have at most `SHORT_ROWS` rows; `block_m` is the same for `alibi`."""
     _check_vendor(gpu)
     if dtype == torch.float32:
         tile = 32 if head_dim <= 64 else 16
@@ -257,7 +257,7 @@ def _largest_expert_tile(dtype: torch.dtype) -> int:
 # Of a row that one program holds in its registers: 32768 elements of two bytes or 16384 of four. Models have up to
 # 18432, and 16384 in what anyone would run in float32.
 MAX_ROW_BYTES = 65536
-# Rows up to this long are loaded together with their weights and residuals; longer ones would not fit the registers.
+# Rows up to this long are loaded together with weights and residuals; longer ones would not fit the registers.
 EARLY_BLOCK: tl.constexpr = 8192 if tl is None else tl.constexpr(8192)
 _ROW_TILE = 2048  # elements of a program of short rows
 _ROW_ELEMENTS = 16  # of a thread: two accesses of 16 bytes
@@ -289,6 +289,10 @@ class BlockConfig:
 
     size: int
     num_warps: int
+
+    def launch_arguments(self) -> dict[str, Any]:
+        """The kernel's keyword arguments."""
+        return {"BLOCK": self.size, "num_warps": self.num_warps}
 
 
 ELEMENTWISE = BlockConfig(1024, 4)  # activations, and the weighted sum of experts

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layers import linear, radix_attention
-from layers.input_metadata import InputMetadata
 from layers.norm import GemmaRMSNorm, RMSNorm
 from layers.placement import Placement
 from radixrt.models.decoder import Block, Decoder
 from radixrt.models.loader import load_model
 from tests.support import checkpoints
+from tests.support.input_metadata import input_metadata
 from triton_ops.kv.e4m3 import E4M3
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.norms import rms_norm
@@ -59,7 +59,7 @@ def passes(model: Decoder, device: torch.device, *, e4m3: bool = False) -> Tenso
     logits = []
     with torch.inference_mode():
         for start, end in ((0, 4), (4, 6), (6, 7), (7, 8)):
-            metadata = InputMetadata.from_lengths(
+            metadata = input_metadata(
                 [0], [end], [start], slots[start:end], rows, num_extends=int(end - start > 1)
             )
             ids = torch.arange(start + 20, end + 20, dtype=torch.int32, device=device)
@@ -209,7 +209,7 @@ def test_launches_of_a_layer(family: str, launches: int, tmp_path: Path, monkeyp
     monkeypatch.setattr(kernel_type, "run", lambda kernel, *_, **__: launched.append(kernel))
     monkeypatch.setattr(radix_attention, "extend_attention", lambda q, *_, **__: torch.empty_like(q))
     rows = torch.arange(8, dtype=torch.int32).view(1, 8)
-    metadata = InputMetadata.from_lengths([0], [3], [0], [1, 2, 3], rows)
+    metadata = input_metadata([0], [3], [0], [1, 2, 3], rows)
     hidden, pool = torch.zeros(3, model.config.hidden_size), Pool(model, torch.device("cpu"))
     with torch.no_grad(), Computed() as computed:
         model.blocks[1](hidden, None if family == "olmo2" else hidden, metadata, pool)

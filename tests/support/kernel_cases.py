@@ -19,8 +19,9 @@ from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
 from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
-from triton_ops.attention.extend import extend_attention
+from triton_ops.attention.extend import Extends, extend_attention
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, SharedItems
 from triton_ops.attention.shared import shared_rows
 from triton_ops.attention.soft_cap import soft_cap
@@ -28,6 +29,7 @@ from triton_ops.implementation import GPU, gpu_of
 from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.kv.kv_copy import kv_copy
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
+from triton_ops.kv.view import KVView
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_softmax import topk_softmax
@@ -106,28 +108,25 @@ class AttentionShape:
     def min_capability(self) -> int:
         return FIRST_CAPABILITY if self.e4m3 else 80
 
-    def pool(self) -> dict[str, Tensor]:
-        """`k_buffer`, `v_buffer` and `req_to_token`, with 8 KV heads."""
+    def kv(self) -> KVView:
+        """A pool of 8 KV heads."""
         dtype = E4M3 if self.e4m3 else self.dtype
         num_slots = self.batch * (self.prefix + self.extend) + 1
         shape = (num_slots, 8, self.head_dim)
-        return {
-            "k_buffer": torch.empty(shape, dtype=dtype),
-            "v_buffer": torch.empty(shape, dtype=dtype),
-            "req_to_token": torch.arange(1, num_slots, dtype=torch.int32).view(self.batch, -1),
-        }
+        req_to_token = torch.arange(1, num_slots, dtype=torch.int32).view(self.batch, -1)
+        scales = (torch.empty(8), torch.empty(8)) if self.e4m3 else ()
+        return KVView(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype), req_to_token, *scales)
 
-    def keywords(self) -> dict[str, Any]:
-        """The options by their names, and what every call has."""
+    def scoring(self) -> Scoring:
+        """With the options by their names."""
         num_heads = 8 * self.group
-        values = {
+        values: dict[str, Any] = {
             "softcap": 30.0,
-            "sliding_window": 1000,
+            "window": 1000,
             "sinks": torch.empty(num_heads),
             "alibi_slopes": torch.empty(num_heads),
         }
-        scales = {"k_scale": torch.empty(8), "v_scale": torch.empty(8)} if self.e4m3 else {}
-        return {"scale": 0.1, "impl": "triton", **scales, **{name: values[name] for name in self.options}}
+        return Scoring(0.1, **{name: values[name] for name in self.options})
 
 
 def _shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionShape, bool]]:
@@ -146,13 +145,13 @@ def _plain_shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[Attent
     for head_dim in HEAD_DIMS:
         for dtype in SHORT_NAMES:
             yield shape(dtype, head_dim), dtype == torch.bfloat16 and head_dim in (80, 128, 256)
-        softcap, window, sinks, alibi = (("softcap",), ("sliding_window",), ("sinks",), ("alibi_slopes",))
+        softcap, window, sinks, alibi = (("softcap",), ("window",), ("sinks",), ("alibi_slopes",))
         for options in (softcap, softcap + window, sinks + window, alibi):
             yield shape(head_dim=head_dim, options=options), False
     for group in (1, 2, 7, 8, 16):
         yield shape(group=group), False
     yield shape(group=2, options=("softcap",)), False  # Gemma 2 27B, its layers without a window
-    yield shape(head_dim=128, options=("softcap", "sliding_window", "sinks", "alibi_slopes")), True
+    yield shape(head_dim=128, options=("softcap", "window", "sinks", "alibi_slopes")), True
 
 
 def _extend_cases() -> Iterator[KernelCase]:
@@ -166,24 +165,30 @@ def _extend_cases() -> Iterator[KernelCase]:
             )
 
 
-def _extend(shape: AttentionShape, plan: ExtendPlan | None = None) -> None:
-    """q, k and v are views of one packed projection, as a model has them."""
-    num_tokens = shape.batch * shape.extend
+def _extend(shape: AttentionShape, shares: bool = False) -> None:
+    """q, k and v are views of one packed projection, as a model has them. `shares`: all have the same prefix."""
+    counts = np.full(shape.batch, shape.extend, np.int32)
+    prefix, num_tokens = np.full_like(counts, shape.prefix), shape.batch * shape.extend
+    starts = np.arange(shape.batch, dtype=np.int32) * shape.extend
+    shared = {"tail_starts": prefix, "shared": _all_share(shape, num_tokens)} if shares else {}
+    arrays, tile_tokens = plan_extends(
+        prefix,
+        starts,
+        counts,
+        gpu=gpu_of(torch.get_default_device()),
+        num_heads=8 * shape.group,
+        num_kv_heads=8,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        sliding_window=shape.scoring().window,
+        **shared,
+    )
+    plan = ExtendPlan.build(arrays, torch.get_default_device(), tile_tokens=tile_tokens)
     packed = torch.empty(num_tokens, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)
     q, k, v = packed.split([8 * shape.group, 8, 8], dim=1)
-    requests = torch.arange(shape.batch, dtype=torch.int32)
-    extend_attention(
-        q,
-        k,
-        v,
-        **shape.pool(),
-        req_pool_indices=requests,
-        prefix_lens=torch.full_like(requests, shape.prefix),
-        extend_start_loc=requests * shape.extend,
-        extend_seq_lens=torch.full_like(requests, shape.extend),
-        plan=plan,
-        **shape.keywords(),
-    )
+    rows = np.arange(shape.batch, dtype=np.int32)
+    extends = Extends(*map(torch.from_numpy, (rows, prefix, starts, counts)))
+    extend_attention(q, k, v, shape.kv(), extends, plan, shape.scoring(), impl="triton")
 
 
 def _decode_cases() -> Iterator[KernelCase]:
@@ -197,14 +202,14 @@ def _decode_cases() -> Iterator[KernelCase]:
 
 def _decode(shape: AttentionShape) -> None:
     q = torch.empty(shape.batch, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)[:, : 8 * shape.group]
-    seq_lens, keywords = [shape.prefix + shape.extend] * shape.batch, shape.keywords()
+    seq_lens, scoring = [shape.prefix + shape.extend] * shape.batch, shape.scoring()
     arrays = AttentionPlan.flat_arrays(
         range(shape.batch),
         seq_lens,
         max_item_len=decode_item_len(gpu_of(q.device), 8, np.array(seq_lens, np.int32)),
-        sliding_window=keywords.get("sliding_window"),
+        sliding_window=scoring.window,
     )
-    decode_attention(q, **shape.pool(), plan=AttentionPlan.build(arrays, q.device), **keywords)
+    decode_attention(q, shape.kv(), AttentionPlan.build(arrays, q.device), scoring, impl="triton")
 
 
 def _tree_cases() -> Iterator[KernelCase]:
@@ -212,7 +217,7 @@ def _tree_cases() -> Iterator[KernelCase]:
     seen: set[AttentionShape] = set()
     for windowed, few in _shapes(64, 1024, 128):
         # There are no shared items in layers with windows.
-        options = tuple(name for name in windowed.options if name != "sliding_window")
+        options = tuple(name for name in windowed.options if name != "window")
         shape = replace(windowed, options=options)
         if shape not in seen:
             seen.add(shape)
@@ -220,7 +225,7 @@ def _tree_cases() -> Iterator[KernelCase]:
             yield KernelCase(decode_attention, f"tree {shape}", partial(_tree, shape), few, wgmma, least)
             if few:  # the same kernel, told of tokens in place of decodes
                 extends = replace(shape, extend=16)
-                call = partial(_shared_extend, extends)
+                call = partial(_extend, extends, shares=True)
                 yield KernelCase(extend_attention, f"tree {extends}", call, False, wgmma, least)
 
 
@@ -229,7 +234,7 @@ def _tree(shape: AttentionShape) -> None:
     rows = np.arange(shape.batch, dtype=np.int32)
     tails = np.full_like(rows, shape.prefix)
     arrays = AttentionPlan.tree_arrays(rows, tails + shape.extend, tails, _all_share(shape, shape.batch))
-    decode_attention(q, **shape.pool(), plan=AttentionPlan.build(arrays, q.device), **shape.keywords())
+    decode_attention(q, shape.kv(), AttentionPlan.build(arrays, q.device), shape.scoring(), impl="triton")
 
 
 def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:
@@ -239,25 +244,6 @@ def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:
     first = rows[::most]
     lens = np.minimum(num_rows - first, most)
     return SharedItems(0 * first, 0 * first, np.full_like(first, shape.prefix), first, lens, rows)
-
-
-def _shared_extend(shape: AttentionShape) -> None:
-    counts = np.full(shape.batch, shape.extend, np.int32)
-    prefix = np.full_like(counts, shape.prefix)
-    arrays, tile_tokens = plan_extends(
-        prefix,
-        np.cumsum(counts, dtype=np.int32) - counts,
-        counts,
-        gpu=gpu_of(torch.get_default_device()),
-        num_heads=8 * shape.group,
-        num_kv_heads=8,
-        head_dim=shape.head_dim,
-        dtype=shape.dtype,
-        tail_starts=prefix,
-        shared=_all_share(shape, int(counts.sum())),
-    )
-    plan = ExtendPlan.build(arrays, torch.get_default_device(), tile_tokens=tile_tokens)
-    _extend(shape, plan)
 
 
 # --- elementwise ---
@@ -348,8 +334,8 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
         q, k, v = packed.split([4 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
         pool = torch.empty(2, num_tokens + 1, num_kv_heads, head_dim, dtype=E4M3 if e4m3 else dtype)
         scale = torch.empty(num_kv_heads) if e4m3 else None
-        steps = {"norm": norm, "rotation": rotation, "k_scale": scale, "v_scale": scale}
-        qk_norm_rope_store(q, k, v, *pool, positions, **steps, impl="triton")
+        kv = KVView(*pool, positions[None], scale, scale)
+        qk_norm_rope_store(q, k, v, kv, positions, norm=norm, rotation=rotation, impl="triton")
 
     # The other dtypes take the same ways.
     names = product(norms, rotations) if dtype == torch.bfloat16 else [("norm", f"rotary {head_dim}")]

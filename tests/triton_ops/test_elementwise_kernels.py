@@ -21,6 +21,7 @@ from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.kv.e4m3 import E4M3, in_float16, quantise
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
+from triton_ops.kv.view import KVView
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
 from triton_ops.norms.rms_norm_fp32_weight import (
@@ -292,8 +293,11 @@ class Heads:
             slots[[1, 2]] = 0  # padding
         self.slots = slots.to(device, torch.int32)
 
-    def run(self, impl: Any, **steps: Any) -> None:
-        qk_norm_rope_store(self.q, self.k, self.v, self.k_buffer, self.v_buffer, self.slots, impl=impl, **steps)
+    def run(
+        self, impl: Any, k_scale: Tensor | None = None, v_scale: Tensor | None = None, **steps: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kv = KVView(self.k_buffer, self.v_buffer, self.slots[None], k_scale, v_scale)
+        return qk_norm_rope_store(self.q, self.k, self.v, kv, self.slots, impl=impl, **steps)
 
 
 def check_heads(make: Callable[[], Heads], **steps: Any) -> None:
@@ -389,9 +393,7 @@ def stored_e4m3(heads: Heads, impl: Any, **steps: Any) -> tuple[Tensor, Tensor, 
         name: torch.tensor(scale, device=heads.q.device)
         for name, scale in (("k_scale", K_SCALE), ("v_scale", V_SCALE))
     }
-    return qk_norm_rope_store(
-        heads.q, heads.k, heads.v, heads.k_buffer, heads.v_buffer, heads.slots, impl=impl, **scales, **steps
-    )
+    return heads.run(impl, **scales, **steps)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -458,9 +460,9 @@ def test_a_pool_of_e4m3_behind_norm_and_rotation(
 def test_scales_and_pools_of_e4m3_go_together(kernel_device: torch.device) -> None:
     options: dict[str, Any] = {"dtype": torch.float32, "device": kernel_device}
     for impl in ("torch", "triton"):
-        with pytest.raises(ValueError, match=r"k_scale is None, but k_buffer holds torch\.float8_e4m3fn"):
+        with pytest.raises(ValueError, match=r"k_scale is None, but the pool's k holds torch\.float8_e4m3fn"):
             Heads(3, 4, 2, 32, pool_dtype=E4M3, **options).run(impl)
-        with pytest.raises(ValueError, match=r"but k_buffer holds torch\.float32"):
+        with pytest.raises(ValueError, match=r"but the pool's k holds torch\.float32"):
             stored_e4m3(Heads(3, 4, 2, 32, **options), impl)
         with pytest.raises(ValueError, match=r"k_scale must be contiguous float32 \[4\]"):
             stored_e4m3(Heads(3, 4, 4, 32, pool_dtype=E4M3, **options), impl)
@@ -483,7 +485,8 @@ def test_every_number_of_e4m3_is_rounded_to(kernel_device: torch.device) -> None
     for impl in ("torch", "triton"):
         k, v, pool = given.clone(), given.clone(), torch.zeros(2, len(given) + 1, 1, 16, device=kernel_device)
         pool = pool.to(E4M3)
-        qk_norm_rope_store(given.clone(), k, v, *pool, slots, k_scale=scale, v_scale=scale, impl=impl)
+        kv = KVView(*pool, slots[None], scale, scale)
+        qk_norm_rope_store(given.clone(), k, v, kv, slots, impl=impl)
         for stored in (k, v, pool[0, 1:].float(), pool[1, 1:].float()):
             assert torch.equal(bits(stored.cpu()), bits(expected)), impl
 

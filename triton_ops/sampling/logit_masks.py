@@ -48,8 +48,7 @@ def keep_only(
                 token_ids,
                 len(rows),
                 bitmask.shape[1],
-                BLOCK=LOGITS.size,
-                num_warps=LOGITS.num_warps,
+                **LOGITS.launch_arguments(),
             )
         return apply_bitmask(logits, bitmask, impl=impl)
     allowed = (~is_restricted).unsqueeze(1).expand_as(logits).clone()
@@ -75,8 +74,7 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor, *, impl: Impl = "auto") -> Te
                 source.stride(0),
                 bitmask.stride(0),
                 VOCAB_SIZE=vocab_size,
-                BLOCK=LOGITS.size,
-                num_warps=LOGITS.num_warps,
+                **LOGITS.launch_arguments(),
             )
         return out
     bits = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
@@ -97,8 +95,7 @@ def _add_at(
             applies,
             len(rows),
             logits.stride(0),
-            BLOCK=LOGITS.size,
-            num_warps=LOGITS.num_warps,
+            **LOGITS.launch_arguments(),
         )
     return logits
 

@@ -61,9 +61,8 @@ def _launch(rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tens
             top_ids,
             rows.stride(0),
             VOCAB_SIZE=vocab_size,
-            BLOCK=LOGPROBS.size,
             NUM_TOP=found,
-            num_warps=LOGPROBS.num_warps,
+            **LOGPROBS.launch_arguments(),
         )
         _row_kernel[(num_rows,)](
             rows,

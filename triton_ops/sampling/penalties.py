@@ -67,8 +67,7 @@ def _launch(
             is_output,
             len(rows),
             VOCAB_SIZE=vocab_size,
-            BLOCK=LOGITS.size,
-            num_warps=LOGITS.num_warps,
+            **LOGITS.launch_arguments(),
         )
     if out.numel():
         _penalties_kernel[(out.shape[0] * cdiv(vocab_size, LOGITS.size),)](
@@ -80,8 +79,7 @@ def _launch(
             out,
             source.stride(0),
             VOCAB_SIZE=vocab_size,
-            BLOCK=LOGITS.size,
-            num_warps=LOGITS.num_warps,
+            **LOGITS.launch_arguments(),
             enable_fp_fusion=False,
         )
     return out

@@ -18,6 +18,7 @@ from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.implementation import Impl
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
+from triton_ops.kv.view import KVView
 from triton_ops.norms.layer_norm import add_layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
 from triton_ops.norms.rms_norm_fp32_weight import add_rms_norm_fp32_weight
@@ -155,7 +156,8 @@ def _qk_norm_rope_store(
     """What it writes: q, k and the pool."""
     norm = HeadNorm(q_weight, k_weight, EPS) if normed else None
     rotation = Rotation(cos_sin_cache, positions)
-    qk_norm_rope_store(q, k, v, k_buffer, v_buffer, slots, norm=norm, rotation=rotation, impl=impl)
+    kv = KVView(k_buffer, v_buffer, slots[None])
+    qk_norm_rope_store(q, k, v, kv, slots, norm=norm, rotation=rotation, impl=impl)
     return q, k, k_buffer, v_buffer
 
 

@@ -72,8 +72,6 @@ class DecodeForm:
         arrays["positions"][:count] = batch.prefix_lens
         arrays["out_cache_loc"][:count] = batch.out_cache_loc
         arrays["input_ids"][:count] = batch.input_ids
-        np.cumsum(seq_lens, out=arrays["start_loc"])
-        arrays["start_loc"] -= seq_lens
         for name in features.array_names:
             arrays[name][:count] = draws[name]
         for growing in self._growing:

@@ -15,7 +15,6 @@ from tests.support import attention_cases
 from tests.support.attention_cases import (
     Case,
     Edges,
-    dense_attention,
     flat_extends,
     packed_qkv,
     path_of,
@@ -24,12 +23,15 @@ from tests.support.attention_cases import (
     tree_arrays,
 )
 from tests.support.interpreter import require_interpreter
-from triton_ops.attention.decode import SHORT_ITEM, decode_attention
-from triton_ops.attention.extend import extend_attention
+from triton_ops.attention.arguments import Scoring
+from triton_ops.attention.decode import SHORT_ITEM, decode_attention, decode_reference
+from triton_ops.attention.dense import dense_attention
+from triton_ops.attention.extend import Extends, extend_attention, extend_reference
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, SharedItems
 from triton_ops.implementation import GPU, Impl, gpu_of
 from triton_ops.kv.e4m3 import FIRST_CAPABILITY, quantise
 from triton_ops.kv.kv_store import kv_store
+from triton_ops.kv.view import KVView
 
 
 @pytest.fixture(scope="module", params=["torch", "triton"])
@@ -110,25 +112,27 @@ def require_known(dtype: torch.dtype) -> None:
 # --- decode ---
 
 
-def decode(case: Case, q: Tensor, plan: AttentionPlan | None = None, **options: Any) -> Tensor:
-    """With `lse=`, the log-sum-exps are written there."""
+def decode(
+    case: Case,
+    q: Tensor,
+    plan: AttentionPlan | None = None,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """With `lse`, the log-sum-exps are written there; the options are those of `Scoring`."""
     plan = case.flat_plan(max_item_len=SHORT_ITEM) if plan is None else plan
-    options |= RUNS | scales_of(case)
-    return decode_attention(q, case.k_buffer, case.v_buffer, case.req_to_token, plan, scale=SCALE, **options)
-
-
-def scales_of(case: Case) -> dict[str, Any]:
-    return {"k_scale": case.k_scale, "v_scale": case.v_scale}
+    return decode_attention(q, case.kv, plan, Scoring(SCALE, **options), out=out, lse=lse, **RUNS)
 
 
 def dense_decode(case: Case, q: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
-    for b, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
-        if len(keys):
-            out[b : b + 1], lse[b : b + 1] = dense_attention(q[b : b + 1], keys, values, SCALE, **options)
-        elif options.get("sinks") is not None:
-            lse[b] = options["sinks"]
+    """Of what each request's history is known to be, whatever the pool holds."""
+    results = [
+        dense_attention(q[b : b + 1], keys, values, Scoring(SCALE, **options))
+        for b, (keys, values) in enumerate(zip(case.keys, case.values, strict=True))
+    ]
+    out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
     return out, lse
 
 
@@ -138,6 +142,8 @@ def check_decode(case: Case, q: Tensor, plan: AttentionPlan | None = None, **opt
     lse = torch.full(q.shape[:2], torch.nan)
     out = decode(case, q, plan, lse=lse, **options)
     expected, expected_lse = dense_decode(case, q, **options)
+    reference = decode_reference(q, case.kv, case.rows, case.seq_lens, Scoring(SCALE, **options))
+    torch.testing.assert_close(reference, (expected, expected_lse))
     assert_matches(out, expected, dtype)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-4)
     return out
@@ -396,24 +402,21 @@ def test_decode_of_scores_all_far_below_zero() -> None:
 # --- extend ---
 
 
-def extend(case: Case, prefix_lens: list[int], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    extend_lens = case.seq_lens - int32(prefix_lens)
-    return extend_attention(
-        q,
-        k,
-        v,
-        case.k_buffer,
-        case.v_buffer,
-        case.req_to_token,
-        case.rows,
-        int32(prefix_lens),
-        (extend_lens.cumsum(0) - extend_lens).int(),
-        extend_lens,
-        scale=SCALE,
-        **RUNS,
-        **scales_of(case),
-        **options,
-    )
+def extend(
+    case: Case,
+    prefix_lens: list[int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ExtendPlan | None = None,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """With `lse`, the log-sum-exps are written there; the options are those of `Scoring`."""
+    extends, scoring = case.extends(prefix_lens), Scoring(SCALE, **options)
+    return extend_attention(q, k, v, case.kv, extends, plan, scoring, out=out, lse=lse, **RUNS)
 
 
 def numbers(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -448,17 +451,19 @@ def check_extend(
     v = numbers(torch.cat(new_values), case.v_scale, dtype)
     parts = q.split([len(n) for n in new_keys])
     dense = [
-        dense_attention(part, keys, values, SCALE, **options)
+        dense_attention(part, keys, values, Scoring(SCALE, **options))
         for part, keys, values in zip(parts, case.keys, case.values, strict=True)
     ]
     expected, expected_lse = (torch.cat(results) for results in zip(*dense, strict=True))
+    reference = extend_reference(q, k, v, case.kv, case.extends(prefix_lens), Scoring(SCALE, **options))
+    torch.testing.assert_close(reference, (expected, expected_lse))
     if packed:
         q, k, v = torch.cat([q, k, v], dim=1).split([q.shape[1], num_kv_heads, num_kv_heads], dim=1)
         assert len(q) < 2 or not q.is_contiguous()
     lse = torch.full(q.shape[:2], torch.nan)
     cut = plan
     if plan is None and RUNS["impl"] == "triton":  # what passes follow; without a plan it reads whole tiles
-        cut = flat_extends(case, prefix_lens, group, options.get("sliding_window"))
+        cut = flat_extends(case, prefix_lens, group, options.get("window"))
     assert_matches(extend(case, prefix_lens, q, k, v, plan=cut, lse=lse, **options), expected, dtype)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-4)
     if plan is None:  # without the log-sum-exps the reference takes another way
@@ -497,7 +502,7 @@ def test_extend_with_padded_requests() -> None:
     k, v = numbers(k, case.k_scale, k.dtype), numbers(v, case.v_scale, v.dtype)
     keys[2:] = k if case.k_scale is None else k * case.k_scale[:, None]
     values[2:] = v if case.v_scale is None else v * case.v_scale[:, None]
-    assert_matches(extend(case, prefix_lens, q, k, v), dense_attention(q, keys, values, SCALE)[0])
+    assert_matches(extend(case, prefix_lens, q, k, v), dense_attention(q, keys, values, Scoring(SCALE))[0])
 
 
 def test_extend_of_an_empty_batch() -> None:
@@ -614,11 +619,11 @@ def test_plans_with_shared_items_that_no_kernel_takes() -> None:
     edges, leaves = fan(70)
     case, q = share(edges, leaves), random_q(70, 4, 16)
     plan = shared_plan(case, edges, leaves, group=2, piece=64)
-    with pytest.raises(ValueError, match=r"sliding_window is 7, but the plan has \d+ shared items"):
-        decode(case, q, plan, sliding_window=7)
+    with pytest.raises(ValueError, match=r"the window is 7, but the plan has \d+ shared items"):
+        decode(case, q, plan, window=7)
     extends = shared_extends(case, edges, leaves, (case.seq_lens - 1).tolist(), group=2, piece=64)
-    with pytest.raises(ValueError, match=r"sliding_window is 7, but the plan has \d+ shared items"):
-        extend(case, (case.seq_lens - 1).tolist(), *packed_qkv(70, 4, 2, 16), plan=extends, sliding_window=7)
+    with pytest.raises(ValueError, match=r"the window is 7, but the plan has \d+ shared items"):
+        extend(case, (case.seq_lens - 1).tolist(), *packed_qkv(70, 4, 2, 16), plan=extends, window=7)
     if RUNS["impl"] == "triton" and q.device.type == "cpu":
         plan = shared_plan(case, edges, leaves, group=1, piece=64)
         with pytest.raises(ValueError, match="a shared item has 32 query rows, but a tile of the kernel 16"):
@@ -701,18 +706,18 @@ def test_windows_longer_than_any_context() -> None:
 # With lengths up to 200 and items of 64: windows of one token, with their edge inside a tile or an item and at its
 # border, and longer than everything. A softcap of 0.5 bends all scores, one of 50 few.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "window 1": {"sliding_window": 1},
-    "window 7": {"sliding_window": 7},
-    "window 64": {"sliding_window": 64},
-    "window 70": {"sliding_window": 70},
-    "window 500": {"sliding_window": 500},
+    "window 1": {"window": 1},
+    "window 7": {"window": 7},
+    "window 64": {"window": 64},
+    "window 70": {"window": 70},
+    "window 500": {"window": 500},
     "softcap 0.5": {"softcap": 0.5},
     "softcap 50": {"softcap": 50.0},
-    "window 7, softcap 0.5": {"sliding_window": 7, "softcap": 0.5},
+    "window 7, softcap 0.5": {"window": 7, "softcap": 0.5},
     "sinks": {"sinks": [0.3, -2.0, 5.0, 40.0, 0.0, 1.0, -30.0, 2.0]},
     "ALiBi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0, 1.0, 2.0, 0.01, 0.3]},
     "everything": {
-        "sliding_window": 70,
+        "window": 70,
         "softcap": 5.0,
         "sinks": [0.3, -2.0, 5.0, 4.0, 0.0, 1.0, -30.0, 2.0],
         "alibi_slopes": [0.5, 0.25, 0.125, 0.0, 1.0, 2.0, 0.01, 0.3],
@@ -769,7 +774,7 @@ def test_decode_of_shared_items_with_options(tree: str, name: str) -> None:
 
 @plain_or(name=("softcap 0.5",))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if "sliding_window" not in options])
+@pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if "window" not in options])
 def test_decode_of_trees_with_options(name: str, dtype: torch.dtype) -> None:
     edges, leaves = TREES["two roots, two levels"]
     case = share(edges, leaves, dtype=dtype)
@@ -816,8 +821,8 @@ def test_slots_before_the_windows_are_not_read() -> None:
 
 
 WINDOWED = {
-    "decode": lambda case, q, k, v, window: decode(case, q[:3], sliding_window=window),
-    "extend": lambda case, q, k, v, window: extend(case, [88, 38, 3], q, k, v, sliding_window=window),
+    "decode": lambda case, q, k, v, window: decode(case, q[:3], window=window),
+    "extend": lambda case, q, k, v, window: extend(case, [88, 38, 3], q, k, v, window=window),
 }
 
 
@@ -876,20 +881,8 @@ def test_slots_beyond_two_to_the_31_elements() -> None:
     assert torch.equal(pool[num_slots - 1], stored[0])
     q = random_q(1, 4, head_dim)
     plan = AttentionPlan.build(AttentionPlan.flat_arrays([0], [3]), q.device)
-    expected, _ = dense_attention(q, stored, stored, SCALE)
-    assert_matches(decode_attention(q, pool, pool, slots.view(1, 3), plan, scale=SCALE, **RUNS), expected)
-    out = extend_attention(
-        q,
-        stored[2:].float(),
-        stored[2:].float(),
-        pool,
-        pool,
-        slots.view(1, 3),
-        int32([0]),
-        int32([2]),
-        int32([0]),
-        int32([1]),
-        scale=SCALE,
-        **RUNS,
-    )
-    assert_matches(out, expected)
+    kv, scoring = KVView(pool, pool, slots.view(1, 3)), Scoring(SCALE)
+    expected, _ = dense_attention(q, stored, stored, scoring)
+    assert_matches(decode_attention(q, kv, plan, scoring, **RUNS), expected)
+    new, extends = stored[2:].float(), Extends(int32([0]), int32([2]), int32([0]), int32([1]))
+    assert_matches(extend_attention(q, new, new, kv, extends, None, scoring, **RUNS), expected)
