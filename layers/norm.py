@@ -20,8 +20,8 @@ from triton_ops.norms.rms_norm_fp32_weight import (
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension, with a weight and no bias.
 
-    `neutral` is the value of the weights that changes nothing. `offset` None: the result is rounded before the
-    weight multiplies it. `accepts_split_k`: whether `add` takes parts of x.
+    `neutral` is the weight that changes nothing. `offset` None: the result is rounded before the weight multiplies
+    it. `accepts_split_k`: whether `add` takes parts of x.
     """
 
     accepts_split_k: ClassVar[bool] = True
@@ -39,11 +39,11 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, impl=self.impl)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`x + residual` normed, and the sum: the next residual. `x` may be parts, see `Linear.forward`."""
+        """`x + residual` normed, and the sum, the next residual. `x` may be parts: see `Linear.forward`."""
         return add_rms_norm(x, residual, self.weight, self.eps, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint stores of this layer, called `name` there: (tensor name, where it goes)."""
+        """The layer's tensors in a checkpoint, where it is called `name`: (tensor name, destination)."""
         yield f"{name}.weight", self.weight
 
 
@@ -63,8 +63,8 @@ class GemmaRMSNorm(RMSNorm):
         return rms_norm_fp32_weight(x, self.weight, self.eps, offset=self.offset, impl=self.impl)
 
     def add(self, x: Tensor, residual: Tensor, *, before: GemmaRMSNorm | None = None) -> tuple[Tensor, Tensor]:
-        """`x + residual` normed, and the sum: the next residual. A norm `before`, of the same kind, is x's own:
-        `before(x) + residual`.
+        """`x + residual` normed, and the sum, which is the next residual. With a norm `before`, of the same kind,
+        x is `before(x)`.
         """
         if before is None:
             return add_rms_norm_fp32_weight(x, residual, self.weight, self.eps, offset=self.offset, impl=self.impl)

@@ -19,8 +19,8 @@ from triton_ops.kv.view import KVView
 
 
 class KVCache(Protocol):
-    """The pool as attention sees it: each layer's K and V `[num_slots, num_kv_heads, head_dim]` and, in e4m3, their
-    scales, float32 `[num_kv_heads]`.
+    """The pool as attention sees it: each layer's K and V `[num_slots, num_kv_heads, head_dim]` and, in e4m3,
+    their scales, float32 `[num_kv_heads]`.
     """
 
     def k_buffer(self, layer_id: int) -> Tensor: ...
@@ -33,7 +33,7 @@ class KVCache(Protocol):
 
 
 class RadixAttention(nn.Module):
-    """The attention of one layer, from the projection's output to the heads' outputs.
+    """The attention of one layer, from the projections' output to the heads' outputs.
 
     `q_norm` and `k_norm`, both or none, are norms of each head by itself; `rotary` is None where the layer has no
     positions. `scale`, `softcap` and `sliding_window`: see `Scoring`. A layer with a window stores all its KV

@@ -140,8 +140,8 @@ def _cuda_gpu(device: torch.device) -> GPU:
 
 @contextmanager
 def compiling_for(gpu: GPU) -> Iterator[None]:
-    """Within it, kernels launch on CPU tensors too, configured for `gpu`: for tests that record launches and compile
-    them ahead of time.
+    """Within it, kernels launch on CPU tensors too, configured for `gpu`: for tests that record launches and
+    compile them ahead of time.
     """
     global _compiling_for
     before, _compiling_for = _compiling_for, gpu

@@ -1,4 +1,4 @@
-"""Tables with a line a request: writing some of their cells, and reading the token that was sampled last."""
+"""Tables with one row a request: writing cells, and reading the token that was sampled last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_cells(
 
     Args:
         table: int32 `[R, C]`, contiguous.
-        rows, columns, values: int32 `[n]`; columns None is column 0. A cell that is named twice gets one of its
+        rows, columns, values: int32 `[n]`; columns None: column 0. A cell that occurs twice gets one of its
             values.
     """
     if runs_triton(impl, table.device):
@@ -38,7 +38,7 @@ def write_cells(
 
 
 def known_tokens(ids: Tensor, last_token: Tensor, *, impl: Impl = "auto") -> Tensor:
-    """Token ids, int32 `[n]`: `ids[i]`, or where that is negative, `-(row + 1)`, the row's of `last_token [R]`."""
+    """Token ids int32 `[n]`: `ids[i]` or, where that is `-(row + 1)`, `last_token[row]`."""
     if runs_triton(impl, ids.device):
         out = torch.empty_like(ids)
         if len(ids):

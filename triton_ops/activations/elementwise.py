@@ -1,4 +1,4 @@
-"""How the kernels that treat each row or element by itself go over their tensors."""
+"""How kernels of single rows or elements walk over their tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def check_vector(name: str, vector: Tensor, x: Tensor) -> None:
-    """Raise ValueError unless there is an element for each of a row of `x`, in its dtype."""
+    """Raise ValueError unless `vector` has as many elements as a row of `x`, in its dtype."""
     if vector.shape != x.shape[-1:] or vector.dtype != x.dtype or not vector.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous [{x.shape[-1]}] in {x.dtype}, but is {[*vector.shape]} in {vector.dtype}"
@@ -26,7 +26,7 @@ def check_vector(name: str, vector: Tensor, x: Tensor) -> None:
 
 
 def check_residual(residual: Tensor, x: Tensor) -> None:
-    """Raise ValueError unless the residual is of x's shape and dtype."""
+    """Raise ValueError unless the residual has x's shape and dtype."""
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(
             f"residual must be {[*x.shape]} in {x.dtype}, but is {[*residual.shape]} in {residual.dtype}"
@@ -34,7 +34,7 @@ def check_residual(residual: Tensor, x: Tensor) -> None:
 
 
 def check_parts(x: Tensor, residual: Tensor) -> None:
-    """Raise ValueError unless `x` is float32 parts of what is added to the residual."""
+    """Raise ValueError unless `x` holds float32 parts of a tensor of the residual's shape."""
     if x.shape[1:] != residual.shape or len(x) == 0 or x.dtype != torch.float32:
         raise ValueError(
             f"parts must be [P, {', '.join(map(str, residual.shape))}] in torch.float32, but are {[*x.shape]} in "
@@ -43,14 +43,14 @@ def check_parts(x: Tensor, residual: Tensor) -> None:
 
 
 def launch_gated(kernel: Any, x: Tensor, **constexprs: Any) -> Tensor:
-    """Run a kernel over the blocks of the result, `[..., SIZE]` in x's dtype, of `x [..., 2 * SIZE]`."""
+    """Run a kernel from `x [..., 2 * SIZE]` to `[..., SIZE]` in x's dtype, block by block."""
     if x.shape[-1] % 2:
         raise ValueError(f"gate | up must be of even size, but is of {x.shape[-1]}")
     return _launch_blocks(kernel, x, x.shape[-1] // 2, **constexprs)
 
 
 def launch_each(kernel: Any, x: Tensor, **constexprs: Any) -> Tensor:
-    """Run a kernel over the blocks of the result, of the shape and dtype of `x [..., SIZE]`."""
+    """Run a kernel from `x [..., SIZE]` to a tensor of the same shape and dtype, block by block."""
     return _launch_blocks(kernel, x, x.shape[-1], **constexprs)
 
 

@@ -37,9 +37,9 @@ def decode_attention(
     """Attention of each query row to the items of `plan` that cover the row: see `decode_reference`.
 
     Args:
-        q: `[num_decodes, num_heads, head_dim]`, any float dtype (but over e4m3 see `qk_norm_rope_store`), any
-            strides except for the last, which is 1. `num_heads` is a multiple of `num_kv_heads`: query head h reads
-            KV head `h // (num_heads // num_kv_heads)`.
+        q: `[num_decodes, num_heads, head_dim]`, any float dtype (over e4m3 not bfloat16: `qk_norm_rope_store`
+            leaves float16), any strides except for the last, which is 1. `num_heads` is a multiple of
+            `num_kv_heads`: query head h reads KV head `h // (num_heads // num_kv_heads)`.
         kv: the pool, which holds the new tokens too.
         plan: the work items; several may cover a row, and several rows may share one.
         out: `[num_decodes, num_heads, head_dim]`, any float dtype, contiguous; None: a new tensor in q's dtype.

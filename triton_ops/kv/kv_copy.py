@@ -1,4 +1,4 @@
-"""Moving the KV of a list of slots between pools, host memory and buffers, all layers at once."""
+"""Copies of the KV of a list of slots between pools, host memory and buffers, all layers at once."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def kv_copy(
     """Copy slot `source_slots[i]` of `source` to slot `target_slots[i]` of `target`, in every layer, bit by bit.
 
     Args:
-        source, target: `[num_layers, 2, num_slots, num_kv_heads, head_dim]` as a pool has it, of any one dtype,
-            alike but for num_slots. A slot's heads and their elements lie one after the other; other strides are
-            free: memory that has a token's KV together, `[num_slots, num_layers, 2, num_kv_heads, head_dim]`, is
-            seen through `permute(1, 2, 0, 3, 4)`. They may be one tensor. Each is on a GPU, or in pinned host
-            memory while the other is on a GPU; or both are on the CPU.
-        source_slots, target_slots: int32 `[n]`, on the GPU if there is one among the tensors. Target slots are
-            distinct, and no source slots where both tensors are one. None, for one of them: 0 .. n - 1.
+        source, target: `[num_layers, 2, num_slots, num_kv_heads, head_dim]` like a pool, in one dtype; only
+            num_slots may differ. A slot's heads and their elements lie one after the other; other strides are
+            free: for memory with a token's KV together, `[num_slots, num_layers, 2, num_kv_heads, head_dim]`, pass
+            `permute(1, 2, 0, 3, 4)`. Both may be the same tensor. Both are on the CPU, or at least one is on a GPU
+            and the other there or in pinned host memory.
+        source_slots, target_slots: int32 `[n]`, on the GPU if a tensor is. Target slots are distinct, and are no
+            source slots if both tensors are the same. One of them may be None: 0 .. n - 1.
 
-    It runs on the GPU's current stream; nothing waits for it. Raises ValueError where the kernel cannot read the
-    tensors; slots out of range are the caller's mistake.
+    The copy runs on the GPU's current stream; nothing waits for it. Raises ValueError where the kernel cannot read
+    the tensors. Slots are not checked.
     """
     device = next((x.device for x in (source, target) if x.device.type == "cuda"), source.device)
     count = _check(source, source_slots, target, target_slots, device)
@@ -104,13 +104,13 @@ def _check(
 
 
 def _row_strides(x: Tensor) -> tuple[int, int, int]:
-    """Of layer, K or V, and slot, in elements; 0 where there is one only, whose stride says nothing."""
+    """The strides of layer, K or V, and slot, in elements; 0 for a dimension of size 1."""
     layer, kv, slot = (x.stride(i) if x.shape[i] > 1 else 0 for i in range(3))
     return layer, kv, slot
 
 
 def _multiples(x: Tensor) -> list[int]:
-    """In bytes, the numbers that have to be multiples of an access's size: where rows begin, and their length."""
+    """Numbers of bytes that must be multiples of an access's size: where rows begin, and their length."""
     sizes = (x.storage_offset(), x.shape[3] * x.shape[4], *_row_strides(x))
     return [x.data_ptr(), *(x.dtype.itemsize * int(size) for size in sizes)]
 
@@ -141,7 +141,7 @@ def _launch(
     num_tiles = cdiv(count * units, tile_units)
     if count * units + tile_units >= 2**31:
         raise ValueError(f"{count} slots of {units} pieces exceed the kernel's limit of 2**31")
-    # The driver takes the device from its context, and host memory has none.
+    # The driver takes the device from its context; a pointer to host memory names none.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         _kv_copy_kernel[(min(config.programs, num_tiles),)](
             source,
@@ -161,7 +161,7 @@ def _launch(
         )
 
 
-# Whatever the number of slots and wherever they are, it is one variant for two tensors.
+# One variant for two tensors, whatever the number of slots and wherever they are.
 @triton.jit(
     do_not_specialize=[
         "num_units",
@@ -196,7 +196,7 @@ def _kv_copy_kernel(
 ):
     """A unit is a chunk of a row; a slot has UNITS of them, layer after layer.
 
-    Strides are in accesses of VECTOR words, which lets the compiler know that each begins at a multiple of them.
+    Strides count accesses of VECTOR words, so that the compiler knows that each access is aligned.
     """
     word = tl.arange(0, CHUNK)[None, :]
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):

@@ -22,8 +22,8 @@ from triton_ops.tuning import QK_NORM_ROPE
 class HeadNorm:
     """The norm of each query head and each key head by itself.
 
-    `q_weight` and `k_weight` are `[head_dim]` in the heads' dtype. `offset` is that of `rms_norm_fp32_weight`; None:
-    the norm is `rms_norm`.
+    `q_weight` and `k_weight` are `[head_dim]` in the heads' dtype. `offset` is that of `rms_norm_fp32_weight`;
+    None: the norm is `rms_norm`.
     """
 
     q_weight: Tensor
@@ -152,7 +152,7 @@ def _launch(
     rest = next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0
     rows = max(1, QK_NORM_ROPE.size // next_power_of_2(head_dim))
     kv_programs = cdiv(num_tokens * num_kv_heads, rows)
-    # Without norm, rotation and another dtype q stays as it is.
+    # Without norm, rotation and a change of dtype, q stays as it is.
     unchanged = norm is None and rotation is None and dtype == q.dtype
     q_programs = 0 if unchanged else cdiv(num_tokens * num_heads, rows)
     _qk_norm_rope_store_kernel[(q_programs + 2 * kv_programs,)](
@@ -193,7 +193,7 @@ def _launch(
     return read
 
 
-# What differs from pass to pass must not ask for another variant.
+# Numbers that differ from pass to pass must not require another variant.
 @triton.jit(
     do_not_specialize=["num_tokens", "q_programs", "kv_programs"],
     do_not_specialize_on_alignment=["slot_ptr", "position_ptr"],
@@ -232,7 +232,7 @@ def _qk_norm_rope_store_kernel(
     ROWS: tl.constexpr,
     TO_FLOAT16: tl.constexpr,
 ):
-    """A program has ROWS heads of q, of k or of v, in the order of tokens."""
+    """A program computes ROWS heads of q, of k or of v, in the order of tokens."""
     program = tl.program_id(0)
     if program < q_programs:
         row = program * ROWS + tl.arange(0, ROWS)
@@ -308,10 +308,10 @@ def _norm_and_rotate(
     REST: tl.constexpr,
     TO_FLOAT16: tl.constexpr,
 ):
-    """Of the heads that begin at `heads [ROWS, 1]`; the result goes there and, unless it is None, to `pool_heads`,
-    over `pool_scale [ROWS, 1]` if there is one.
+    """Norm and rotate the heads that begin at `heads [ROWS, 1]`. The result goes there and, divided by
+    `pool_scale` `[ROWS, 1]` if there is one, to `pool_heads` unless that is None.
 
-    A head is held as the first and the second elements of its pairs, and what is not rotated.
+    A head is held in up to three parts: the first elements of its pairs, the second ones, and the unrotated rest.
     """
     live = is_live[:, None]
     dtype: tl.constexpr = heads.dtype.element_ty
@@ -374,8 +374,8 @@ def _norm_and_rotate(
 
 @triton.jit
 def _store(x, heads, pool_heads, pool_scale, mask, CHANGED: tl.constexpr, TO_FLOAT16: tl.constexpr):
-    """Write x to `pool_heads`, over `pool_scale`, if there are any, and what stands for x from then on back to
-    `heads`, where it is not there yet: CHANGED says whether x itself is not.
+    """Write x to `pool_heads`, divided by `pool_scale`, unless they are None, and back to `heads` what attention
+    reads in place of x, unless it is there already: CHANGED says that x itself is not.
     """
     if pool_scale is not None:
         x = to_e4m3(x, pool_scale)

@@ -1,5 +1,6 @@
-"""A linear projection whose sums are cut into parts, for outputs too small to occupy a GPU otherwise (split-K; the
-addition is left to `add_rms_norm`).
+"""Split-K: a linear projection whose sums are cut into parts, for outputs too small to occupy a GPU.
+
+`add_rms_norm` adds the parts.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ def split_k_linear(x: Tensor, weight: Tensor, config: SplitKConfig, *, impl: Imp
     Args:
         x: `[M, K]`, float16 or bfloat16. Rows that are not contiguous are copied first.
         weight: `[N, K]` in x's dtype, contiguous; N a multiple of 64, K one of `config.depth`.
-        config: of `split_k_config`.
+        config: from `split_k_config`.
 
     Returns:
-        float32 `[P, M, N]`, P = K / part_depth rounded up: what adds up to `x W^T` over the first dimension.
+        float32 `[P, M, N]`, P = K / part_depth rounded up: the sum over the first dimension is `x W^T`.
 
     Raises ValueError where shapes, dtypes or the config disagree.
     """
@@ -83,7 +84,7 @@ def _split_k_kernel(
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A tile of one part a program. The weight's tile is the first operand: it always has 64 rows."""
+    """A program computes a tile of one part. The weight's tile, which always has 64 rows, is the first operand."""
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[:, None].to(tl.int64)
     part = tl.program_id(1)
     row = (tl.program_id(2) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)

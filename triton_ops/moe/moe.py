@@ -27,11 +27,27 @@ def moe(
     Returns:
         `[num_tokens, hidden_size]` in x's dtype, summed in float32.
 
-    Experts without tokens cost nothing. On a GPU the reference waits for the device, to read how many tokens each
-    has; the kernels do not.
+    Experts without tokens cost nothing. On a GPU the torch form waits for the device, to read how many tokens each
+    expert has; the kernels do not.
     """
     if runs_triton(impl, x.device):
         return _launch(x, weights, experts, gate_up, down)
+    return _moe_fast_cpu(x, weights, experts, gate_up, down)
+
+
+def moe_reference(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """What `moe` means, in float64: token by token, and for each the sum over its experts."""
+    x, gate_up, down = x.double(), gate_up.double(), down.double()
+    out = torch.zeros_like(x)
+    for token, (row, chosen) in enumerate(zip(weights.tolist(), experts.tolist(), strict=True)):
+        for weight, expert in zip(row, chosen, strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            out[token] += weight * (down[expert] @ (gate / (1 + torch.exp(-gate)) * up))
+    return out
+
+
+def _moe_fast_cpu(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Expert by expert, the rows of each together."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     top_k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)  # token and choice, by expert
@@ -40,10 +56,8 @@ def moe(
         if chosen.shape[0] == 0:
             continue
         tokens = chosen // top_k
-        computed = linear(
-            silu_and_mul(linear(x[tokens], gate_up[expert]), impl="torch"),
-            down[expert],
-        )
+        activated = silu_and_mul(linear(x[tokens], gate_up[expert]), impl="torch")
+        computed = linear(activated, down[expert])
         out.index_add_(0, tokens, computed.float() * weights.flatten()[chosen].unsqueeze(1))
     return out.to(x.dtype)
 
@@ -65,7 +79,7 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
     if num_tokens == 0:
         return out
 
-    # An expert's rows, each a token and one of its choices, are cut to tiles.
+    # An expert's rows, each of them a token and one of its choices, are cut into tiles.
     tile_rows = expert_rows(chosen.shape[0], num_experts, x.dtype)
     order = chosen.argsort(stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
@@ -75,7 +89,7 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
     max_tiles = min(chosen.shape[0], num_experts) + chosen.shape[0] // tile_rows
 
     def product(a: Tensor, matrices: Tensor, rows_of_a: int, *, to_order: bool) -> Tensor:
-        """Each row, in the order of experts, times its expert's matrix; `rows_of_a` times a row of `a` is read."""
+        """Each row, in the order of experts, times its expert's matrix. A row of `a` is read `rows_of_a` times."""
         _, size, inner = matrices.shape
         result = torch.empty(chosen.shape[0], size, dtype=a.dtype, device=a.device)
         config = expert_config(tile_rows, size, inner, a.dtype)
@@ -127,10 +141,11 @@ def _expert_product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Rows of `a [..., INNER]` times their experts' `[SIZE, INNER]`, transposed: a tile of one expert's a program.
+    """Rows of `a [..., INNER]` times their experts' `[SIZE, INNER]`, transposed. A program computes a tile of one
+    expert.
 
-    Row r of the order of experts is `order[r]` of the order of tokens. CHOICES above 0: it reads row
-    `order[r] // CHOICES` of `a`, else row r. TO_ORDER: it writes row `order[r]`, else row r.
+    Row r in the order of experts is row `order[r]` in the order of tokens. If CHOICES is above 0, row
+    `order[r] // CHOICES` of `a` is read, otherwise row r. If TO_ORDER, row `order[r]` is written, otherwise row r.
     """
     num_columns: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) // num_columns

@@ -1,4 +1,4 @@
-"""Root mean square norm whose weight multiplies before the result is rounded, as in OLMo 2 and Gemma."""
+"""Root mean square norm whose weight multiplies in float32, before rounding, as in OLMo 2 and Gemma."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def rms_norm_fp32_weight(x: Tensor, weight: Tensor, eps: float, *, offset: float
 def add_rms_norm_fp32_weight(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm_fp32_weight(x + residual)` and the sum, which is the next residual; both `[..., size]` in x's
-    dtype.
-    """
+    """`rms_norm_fp32_weight(x + residual)` and the sum, the next residual; both `[..., size]` in x's dtype."""
     if runs_triton(impl, x.device):
         return launch_rms_norm(x, residual, weight, eps, offset=offset)
     residual = x + residual
@@ -45,7 +43,9 @@ def norm_add_rms_norm_fp32_weight(
     offset: float,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm_fp32_weight` of `rms_norm_fp32_weight(x, before)`: what Gemma does between attention and feed-forward."""
+    """`add_rms_norm_fp32_weight` of `rms_norm_fp32_weight(x, before)`, as between Gemma's attention and
+    feed-forward.
+    """
     if runs_triton(impl, x.device):
         return launch_rms_norm(x, residual, weight, eps, offset=offset, before=before)
     x = rms_norm_fp32_weight(x, before, eps, offset=offset, impl="torch")
@@ -55,7 +55,7 @@ def norm_add_rms_norm_fp32_weight(
 def rms_norm_fp32_weight_add(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float, impl: Impl = "auto"
 ) -> Tensor:
-    """`rms_norm_fp32_weight(x) + residual`: what OLMo 2 does behind attention and feed-forward."""
+    """`rms_norm_fp32_weight(x) + residual`, as after OLMo 2's attention and feed-forward."""
     if runs_triton(impl, x.device):
         return launch_rms_norm(x, residual, None, eps, offset=offset, before=weight)[1]
     return rms_norm_fp32_weight(x, weight, eps, offset=offset, impl="torch") + residual

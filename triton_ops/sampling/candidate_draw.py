@@ -1,17 +1,17 @@
-"""Draws under top-k and top-p from the few tokens that can pass, found without a sort.
+"""Draws under top-k and top-p from the few tokens that can pass, without a sort.
 
 A program draws for one row:
 
 1. The k-th greatest of the row's chunk maxima is a lower bound of the k-th greatest logit: k chunks hold a logit
-   at or above it. Without top-k, a guess is tried in its place, and what p is a share of has been added up before.
+   at or above it. Without top-k a guess takes its place, and the total of which p is a share was added up before.
 2. Only the chunks whose maximum reaches the bound are read. Their tokens at or above it, the candidates, are
    listed in vocabulary order: about k.
-3. The least logit kept is found among them by halving an interval of the logits' bits, ordered as integers, until
-   it holds one: each step is a count (top-k) or an exact sum of masses (top-p).
-4. The draw is that of `token_draw`, of the candidates alone.
+3. The smallest logit kept is found among them by bisection of the logits' bits, ordered as integers: each step is
+   a count (top-k) or an exact sum of masses (top-p).
+4. The draw is that of `token_draw`, from the candidates alone.
 
-A second launch, with more room and another guess, is for the rows that have more candidates than the first one has
-room for, or whose candidates weigh less than p. Rows where that fails as well are left to others.
+A second launch, with a larger capacity and another guess, serves the rows with more candidates than fit the first
+one, or whose candidates weigh less than p. Rows where that fails too are left to `draw_tokens`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ def draw_from_candidates(
     top_ps: Tensor | None,
     min_log2: Tensor | None,
 ) -> Tensor:
-    """A token a row of `rows [R, vocab_size]` into `chosen`, int32 `[R]`; bool `[R]`: of which rows it is there.
+    """Write a token of each row of `rows [R, vocab_size]` to `chosen`, int32 `[R]`. Returns which rows have one,
+    bool `[R]`.
 
-    `maxima` are the rows' `chunk_maxima`; `finite` gets what `finite_rows` would say, of all rows. The others are
-    as in `sample`.
+    `maxima` are the rows' `chunk_maxima`; `finite` receives `finite_rows` of all rows. The others are as in
+    `sample`.
     """
     num_rows, vocab_size = rows.shape
     device, num_chunks = rows.device, maxima.shape[1]
@@ -117,7 +118,7 @@ def draw_from_candidates(
 
 @triton.jit
 def _nth_key(keys, rank):
-    """The greatest key, int64, that `rank` of the `keys` reach; there are as many."""
+    """The greatest key, int64, that at least `rank` of the `keys` reach; there are that many."""
     low = tl.min(keys, axis=0).to(tl.int64)
     high = tl.max(keys, axis=0).to(tl.int64) + 1
     while high - low > 1:
@@ -130,7 +131,7 @@ def _nth_key(keys, rank):
 
 @triton.jit
 def _mass_from(keys, upper, lower, bound):
-    """The mass, in halves, of what reaches `bound`."""
+    """The mass, given in halves, of the keys that reach `bound`."""
     reach = keys >= bound.to(tl.int32)
     return join_halves(tl.sum(tl.where(reach, upper, 0), axis=0), tl.sum(tl.where(reach, lower, 0), axis=0))
 
@@ -140,7 +141,7 @@ def _list(
     row_ptr, chunks_ptr, num_active, values_ptr, tokens_ptr, bound,
     VOCAB_SIZE: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, CHUNKS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """List what reaches `bound` in these chunks; how many there are."""
+    """List the tokens of these chunks that reach `bound`, and count them."""
     count = tl.zeros((), tl.int32)
     for start in range(0, num_active, CHUNKS_AT_ONCE):
         nth = start + tl.arange(0, CHUNKS_AT_ONCE)
@@ -166,9 +167,9 @@ def _draw_listed(
     min_log2_ptr, seeds_ptr, sample_indices_ptr, positions_ptr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The token drawn of at most SIZE candidates, or -1 where they weigh less than p of the row.
+    """The token drawn from at most SIZE candidates, or -1 where they weigh less than p of the row.
 
-    `k` is 0 where all of them pass top-k; then p is a share of `total`, else of what top-k leaves.
+    `k` is 0 where all of them pass top-k; then p is a share of `total`, otherwise of what top-k leaves.
     """
     i = tl.arange(0, SIZE)
     valid = i < num_candidates
@@ -202,7 +203,7 @@ def _draw_listed(
         upper, lower = mass_halves(tl.where(kept, relative, 0.0))
         cumulative = tl.cumsum(join_halves(upper, lower), axis=0)
         tl.store(cumulative_ptr + i, cumulative)
-        # What is beyond the candidates counts in the last block, without mass.
+        # Places beyond the candidates count in the last block, without mass.
         ends = tl.cumsum(tl.histogram(block, BLOCKS), axis=0)
         tl.debug_barrier()  # other threads read the sums
         until = tl.load(cumulative_ptr + ends - 1, mask=ends > 0, other=0)
@@ -232,7 +233,7 @@ def _totals_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The mass of every PARTS-th block of a row that top-p alone filters, relative to the row's likeliest."""
+    """The mass of every PARTS-th block of a row that only top-p filters, relative to the row's likeliest token."""
     row, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     scale, temperature = load_scale(temperatures_ptr, row)
     by_rank = False

@@ -1,4 +1,4 @@
-"""The greatest elements of pieces of rows: what finiteness, greedy choices and thresholds start from."""
+"""The greatest elements of chunks of rows, from which finiteness, greedy choices and thresholds are found."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from triton_ops.implementation import INTERPRETED, cdiv, next_power_of_2, tl, tr
 from triton_ops.sampling.token_mass import BLOCK
 from triton_ops.tuning import CHUNK_MAXIMA_WARPS
 
-CHUNK = 256  # elements of which a maximum is kept
-TILE = BLOCK  # elements of a program: draws find the chunks of a block together
+CHUNK = 256  # elements with one maximum
+TILE = BLOCK  # elements of a program: draws need the chunks of a block together
 
 
 def chunk_maxima(rows: Tensor) -> Tensor:
-    """Of `rows [R, N]`, each contiguous: float32 `[R, chunks]`, the greatest of every CHUNK elements; NaN where
-    one is NaN. The chunks fill whole tiles; what lies beyond N counts as -inf. By a kernel.
+    """The greatest of every CHUNK elements of `rows [R, N]`, each contiguous, by a kernel: float32 `[R, chunks]`;
+    NaN where one is NaN. The chunks fill whole tiles; elements beyond N count as -inf.
     """
     num_rows, size = rows.shape
     num_tiles = cdiv(size, TILE)
@@ -34,8 +34,8 @@ def _greater(left, right):
 
 @triton.jit
 def greatest(x, axis: tl.constexpr):
-    """The maximum along an axis; NaN where there is one, as torch has it."""
-    if INTERPRETED:  # where a reduction by a function of one's own takes seconds
+    """The maximum along an axis; NaN where there is one, as in torch."""
+    if INTERPRETED:  # where a reduction by a custom function takes seconds
         found = tl.max(x, axis) + tl.sum(tl.where(x == x, 0.0, x), axis)
     else:
         found = tl.reduce(x, axis, _greater)
@@ -64,7 +64,7 @@ def _finite_kernel(maxima_ptr, finite_ptr, COUNT: tl.constexpr, BLOCK: tl.conste
 
 
 def finite_of(maxima: Tensor) -> Tensor:
-    """Bool `[R]`: whether the greatest of each of `maxima [R, N]` is finite. By a kernel."""
+    """Bool `[R]`: whether the greatest of each row of `maxima [R, N]` is finite. By a kernel."""
     num_rows, count = maxima.shape
     finite = torch.empty(num_rows, dtype=torch.bool, device=maxima.device)
     if num_rows:

@@ -1,4 +1,4 @@
-"""The draw of one token a row by kernels: the block of 4096 tokens first, then the token in it.
+"""The draw of one token a row by kernels: first the block of 4096 tokens, then the token in it.
 
 For R rows of B blocks:
 
@@ -32,15 +32,16 @@ def draw_tokens(
     draws: Draws | None = None,
     filters: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None,
 ) -> None:
-    """A token a row of `rows [R, vocab_size]`.
+    """Choose a token of each row of `rows [R, vocab_size]`.
 
     Args:
-        chosen: int32 `[R]`, gets them.
+        chosen: int32 `[R]`, receives them.
         maxima: `chunk_maxima` of the rows, where there are filters or no draws.
-        finite: bool `[R]` or None, gets what `finite_rows` would say.
+        finite: bool `[R]` or None, receives `finite_rows`.
         draws: None where all rows are greedy.
-        filters: least logits kept, greatest logits, and binary logarithms of least relative probabilities or
-            None, float32 `[R]`; and of which rows `chosen` and `finite` are there already, bool `[R]`, or None.
+        filters: the smallest logits kept, the greatest logits, and binary logarithms of the smallest relative
+            probabilities or None, float32 `[R]`; and which rows of `chosen` and `finite` are done, bool `[R]`, or
+            None.
     """
     num_rows, vocab_size = rows.shape
     if not num_rows:
@@ -55,7 +56,7 @@ def draw_tokens(
         anchors = maxima.view(num_rows, num_blocks, -1).amax(-1)
     else:
         sums = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=rows.device)
-        # Where few rows are left, most programs end at once: that many fewer of them are launched.
+        # Where few rows are left, most programs would end at once: fewer are launched.
         parts = num_blocks if done is None else min(num_blocks, MASS_PARTS)
         _mass_kernel[(num_rows * parts,)](
             rows,
@@ -99,7 +100,7 @@ def draw_tokens(
 
 @triton.jit
 def choose_block(anchors, sums, likeliest, scale, uniform):
-    """Where a draw falls: which of the blocks, by a mask, and below which mass within it.
+    """The block on which a draw falls, as a mask, and the target mass within it.
 
     `sums`, int64, are the blocks' masses relative to their greatest logits `anchors`, 0 where there is no block.
     """
@@ -107,7 +108,7 @@ def choose_block(anchors, sums, likeliest, scale, uniform):
     weights = (sums.to(tl.float64) * shares.to(tl.float64)).to(tl.int64)
     before = tl.cumsum(weights, axis=0) - weights
     target = (uniform * tl.sum(weights, axis=0).to(tl.float64)).to(tl.int64)
-    # The only block that holds the target: those without weight hold nothing.
+    # The only block that holds the target; one without weight holds nothing.
     is_chosen = (before <= target) & (target < before + weights)
     target -= tl.sum(tl.where(is_chosen, before, 0), axis=0)
     weight = tl.sum(tl.where(is_chosen, weights, 0), axis=0)
@@ -168,7 +169,7 @@ def _mass_kernel(
             highest = greatest(tl.load(maxima_ptr + out * CHUNKS + tl.arange(0, CHUNKS)), 0)
             is_read = highest >= tl.load(thresholds_ptr + row)
         if is_read:
-            # Without a mask, whose filler takes instructions, but for the last block.
+            # Only the last block takes a mask, whose filler costs instructions.
             token = block * BLOCK + tl.arange(0, BLOCK)
             if block < VOCAB_SIZE // BLOCK:
                 x = tl.load(row_ptr + token)
@@ -177,7 +178,7 @@ def _mass_kernel(
             x = widened(x)
             if maxima_ptr is None:
                 highest = greatest(x, 0)
-            if tl.abs(highest) < float("inf"):  # else there is nothing to draw, or the row is rejected
+            if tl.abs(highest) < float("inf"):  # otherwise nothing is to be drawn, or the row is rejected
                 relative = _relative_kept(x, highest, scale, row, thresholds_ptr, maximum_ptr, min_log2_ptr)
                 mass = sum_masses(relative)
         tl.store(anchors_ptr + out, highest)
@@ -222,7 +223,7 @@ def _draw_kernel(
     anchor = likeliest
     scale = tl.full((), 1.0, tl.float32)
     if sums_ptr is not None:
-        # All that there is to load, before anything waits for some of it.
+        # Load everything before anything waits for a part of it.
         scale, temperature = load_scale(temperatures_ptr, row)
         sums = tl.load(sums_ptr + row * NUM_BLOCKS + index, mask=is_block, other=0)
         uniform = load_uniform(seeds_ptr, sample_indices_ptr, positions_ptr, row)

@@ -20,7 +20,7 @@ from triton_ops.sampling import candidate_draw
 from triton_ops.sampling import sample as sampling
 from triton_ops.sampling.logit_threshold import min_kept
 from triton_ops.sampling.row_maxima import chunk_maxima
-from triton_ops.sampling.sample import MAX_VOCAB_SIZE, finite_rows, greedy, sample
+from triton_ops.sampling.sample import MAX_VOCAB_SIZE, finite_rows, greedy, sample, sample_distribution
 from triton_ops.sampling.token_mass import BLOCK, UNIT_BITS, exponent_scale, token_mass
 from triton_ops.tuning import CandidateConfig
 
@@ -128,6 +128,14 @@ def test_filters_are_those_of_transformers(grid: Any, parameters: dict[str, floa
             logits = (torch.randperm(40, generator=torch.Generator().manual_seed(seed)) / 8).view(1, 40)
         logits = logits.to(dtype)
         expected = torch.softmax(warpers(torch.zeros(1, 0), logits.double()), -1)[0]
+        meant = sample_distribution(
+            logits,
+            torch.tensor([parameters.get("temperature", 1.0)]),
+            torch.tensor([int(parameters.get("top_k", 0))]),
+            torch.tensor([parameters.get("top_p", 1.0)]),
+            torch.tensor([parameters.get("min_p", 0.0)]),
+        )
+        torch.testing.assert_close(meant[0], expected)
         shares = grid(logits, **parameters)
         assert_shares(shares, expected)
         assert (shares[expected == 0] == 0).all()
