@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.attention.planner import planner_of
 from radixrt.models.decoder import Decoder
 from triton_ops.kv.e4m3 import E4M3_MAX
 
@@ -44,16 +44,17 @@ def calibrated_scales(model: Decoder, device: torch.device) -> Tensor:
     )
     slots = np.arange(1, num_tokens + 1, dtype=np.int32)
     host = InputMetadata.host_arrays([0], [num_tokens], [0], slots)
-    plans = AttentionPlanner(config, model.placement).plan(host, 1)
-    arrays = {name: torch.tensor(array, device=device) for name, array in {**host, **plans.arrays}.items()}
+    plans = planner_of(config, model.placement, slots[None]).plan(host, 1)
+    arrays = {name: torch.tensor(array, device=device) for name, array in host.items()}
+    decode_plans, extend_plans = plans.on_device(torch.tensor(array, device=device) for array in plans.arrays())
     metadata = InputMetadata.from_host_and_device(
         host,
         arrays,
         logits_indices=arrays["req_pool_indices"],
         req_to_token=arrays["out_cache_loc"].unsqueeze(0),
         num_extends=1,
-        decode_plans=plans.decode(arrays),
-        extend_plans=plans.extend(arrays),
+        decode_plans=decode_plans,
+        extend_plans=extend_plans,
     )
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.inference_mode(), on_device:

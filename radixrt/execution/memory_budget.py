@@ -13,7 +13,7 @@ import torch
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.errors import ParameterError
-from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.attention.planner import planner_of
 from radixrt.execution.graphs.decode_graphs import MOST_CAPTURED
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.models.decoder import Decoder
@@ -131,8 +131,8 @@ def measured_pass_memory(
     del runner, pool
     gc.collect()
     torch.cuda.empty_cache()
-    planner = AttentionPlanner(config, model.placement, kv_dtype=kv_dtype, tree=tree)
-    partials = planner.most_partial_bytes(limits.max_running_requests, limits.chunked_prefill_size)
+    planner = planner_of(config, model.placement, rows.req_to_token, kv_dtype, tree=tree)
+    partials = planner.max_partial_bytes(limits.max_running_requests, limits.chunked_prefill_size)
     return max(0, passes) + max(0, graphs) + partials
 
 

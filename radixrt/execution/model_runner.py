@@ -20,7 +20,7 @@ from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.errors import DeviceLostError
-from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.attention.planner import AttentionPlanner, planner_of
 from radixrt.execution.graphs.decode_graphs import DecodeGraphs
 from radixrt.execution.graphs.extend_graphs import ExtendGraphs, pass_shapes
 from radixrt.execution.graphs.memory import GraphMemory
@@ -107,13 +107,13 @@ class ModelRunner:
         self._probes = 0
         self._staging = Staging(device)
         self._timer = PassTimer(device)
-        self._planner = AttentionPlanner(
+        self._planner = planner_of(
             model.config, model.placement, rows.req_to_token, kv_pool.buffer.dtype, tree=tree
         )
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, model.placement.impl)
         self._graphs: DecodeGraphs | None = None
         self._extend_graphs: ExtendGraphs | None = None
-        if max_captured_batch:
+        if max_captured_batch and isinstance(self._planner, AttentionPlanner):  # references take any shape
             tables = self._req_to_token, self._last_token, self._planner
             shape = max_captured_batch, model.config.vocab_size
             num_weights = sum(weight.numel() for weight in model.parameters())
@@ -215,7 +215,8 @@ class ModelRunner:
         }
         plans = self._planner.plan(host, batch.num_extends)
         self._timer.start()
-        arrays = self._staging.upload({**host, **ids, **own, **plans.arrays})
+        arrays = self._staging.upload({**host, **ids, **own, **plans.numbered()})
+        decode_plans, extend_plans = plans.on_device(arrays[name] for name in plans.numbered())
         self._write_rows(arrays)
         metadata = InputMetadata.from_host_and_device(
             host,
@@ -223,8 +224,8 @@ class ModelRunner:
             logits_indices=arrays["logits_indices"],
             req_to_token=self._req_to_token,
             num_extends=batch.num_extends,
-            decode_plans=plans.decode(arrays),
-            extend_plans=plans.extend(arrays),
+            decode_plans=decode_plans,
+            extend_plans=extend_plans,
         )
         input_ids = known_tokens(arrays["input_ids"], self._last_token, impl=self._impl)
         hidden = self.model(input_ids, metadata, self.kv_pool)

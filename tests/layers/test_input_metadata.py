@@ -97,7 +97,7 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
     assert metadata.num_extend_tokens == sum(num_new[:num_extends])
     assert metadata.extends.extend_seq_lens.tolist() == num_new[:num_extends]
     plan = metadata.decode_plan(sliding_window=None)
-    items = torch.stack([plan.item_query_starts, plan.item_rows, plan.item_lens], 1).tolist()
+    items = torch.stack([plan.item_query_starts, plan.item_req_pool_indices, plan.item_lens], 1).tolist()
     assert sorted(items) == [[b - num_extends, b, seq_lens[b]] for b in range(num_extends, 4)]
     assert metadata.decode_plan(sliding_window=7) is plan
 
@@ -134,7 +134,7 @@ def test_a_request_of_no_new_token_takes_no_room() -> None:
 
 def test_given_logits_indices_and_plan_are_kept() -> None:
     table = scattered_rows(2, 4)
-    plan = AttentionPlan.build(AttentionPlan.flat_arrays([1], [4]), torch.get_default_device())
+    plan = AttentionPlan.flat([1], [4]).to(torch.get_default_device())
     metadata = input_metadata(
         [0, 1], [4, 4], [0, 3], [1, 2, 3, 4, 5], table, num_extends=1, logits_indices=[4, 0, 4], plan=plan
     )

@@ -198,7 +198,7 @@ def test_decodes_of_a_shared_plan(session: Session, reference: Callable[[list[in
     session.req_to_token[1, :40] = session.req_to_token[0, :40]
     session.run((1, b[:-1], 40))
     items = ([0, 0, 1], [0, 40, 40], [40, 6, 3], [0, 0, 1], [2, 1, 1])
-    plan = AttentionPlan.build(AttentionPlan.host_arrays(*items, [46, 43]), torch.get_default_device())
+    plan = AttentionPlan.of_items(*items, [46, 43]).to(torch.get_default_device())
     logits = session.run((0, a, 45), (1, b, 42), num_extends=0, plan=plan)
     for ours, ids in zip(logits, (a, b), strict=True):
         assert_close(ours, reference(ids)[-1:])

@@ -18,18 +18,19 @@ import pytest
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache.pending_match import Prospect
+from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Insertion, Match, Namespace, Node, RadixTree
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.errors import SchedulerError
 from radixrt.execution.attention import shared_segments
-from radixrt.execution.attention.shared_segments import SharedSegments
-from radixrt.execution.graphs.decode_numbers import DecodeForm, DecodeNumbers, _Growing
+from radixrt.execution.attention.pass_plans import PassPlans
+from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
+from radixrt.execution.graphs.decode_numbers import DecodeForm, DecodeNumbers
 from radixrt.output import FinishReason
 from radixrt.schedule import scheduler as scheduling
-from radixrt.schedule.passes import PassResult, Pass
+from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.progress import Progress
 from radixrt.schedule.request import Request, RequestState
@@ -96,7 +97,7 @@ def drop_the_remap(patch: pytest.MonkeyPatch) -> None:
 @mutant("5:", "7:", "6:", "2:", "4:")
 def free_while_pending(patch: pytest.MonkeyPatch) -> None:
     """Slots are let go at once, though a pass in flight reads them."""
-    patch.setattr(PrefixCache, "_retire", PrefixCache._settle)
+    patch.setattr(PrefixCache, "_defer_free", PrefixCache._free_pending)
 
 
 @mutant("6:", "7:")
@@ -238,16 +239,16 @@ def drop_what_nobody_needs_and_lose_its_slots(patch: pytest.MonkeyPatch) -> None
 @mutant("4:", "5:", "2:", "unlocking")
 def drop_what_others_hold(patch: pytest.MonkeyPatch) -> None:
     """What nobody after it needs goes, although a request beside it still reads it."""
-    settle = PrefixCache._settle
+    settle = PrefixCache._free_pending
 
     def ruthless(self: PrefixCache, pending: Any) -> None:
         lease = pending.lease
-        if lease is not None and lease.keep is not None:
+        if lease is not None and lease.reusable_len is not None:
             for step in self.tree.path(lease.node):
                 step.lock = 1
         settle(self, pending)
 
-    patch.setattr(PrefixCache, "_settle", ruthless)
+    patch.setattr(PrefixCache, "_free_pending", ruthless)
 
 
 @mutant("1:", "9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES, first=1)
@@ -532,7 +533,7 @@ def tell_of_nobody_who_comes(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("6: what a request")
 def expect_what_was_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Prospect, "_stands", lambda self: True)
+    patch.setattr(PendingMatch, "_stands", lambda self: True)
 
 
 @mutant("6: what a request")
@@ -553,8 +554,8 @@ def keep_the_edge_of_what_left_the_tree(patch: pytest.MonkeyPatch) -> None:
 @mutant("6: what a request", "10:", first=2)
 def wait_for_who_has_gone_on(patch: pytest.MonkeyPatch) -> None:
     """That a leader has come further is not noticed."""
-    is_awaited = Prospect.is_awaited
-    patch.setattr(Prospect, "is_awaited", lambda self: self._leader is not None or is_awaited(self))
+    has_leader = PendingMatch.has_leader
+    patch.setattr(PendingMatch, "has_leader", lambda self: self._leader is not None or has_leader(self))
 
 
 # -- two tiers ---------------------------------------------------------------------------------------------
@@ -683,7 +684,7 @@ def forget_what_the_host_could_keep_and_say_it_has_it(patch: pytest.MonkeyPatch)
 @mutant("4:", "16:", "5:", "assert", sizes=TIERED_SIZES)
 def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
     """An unlocked node leaves the device though a child is there."""
-    take_off = RadixTree.take_off_device
+    take_off = RadixTree.detach_device
 
     def its_parent(self: RadixTree, node: Node) -> np.ndarray:
         above = node.parent
@@ -691,13 +692,13 @@ def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
             node = above
         return take_off(self, node)
 
-    patch.setattr(RadixTree, "take_off_device", its_parent)
+    patch.setattr(RadixTree, "detach_device", its_parent)
 
 
 @mutant("1:", "2:", "5:", "16:", "assert", sizes=TIERED_SIZES)
 def computed_slots_do_not_fill_what_the_host_has(patch: pytest.MonkeyPatch) -> None:
     """A request that computed what the host has: its slots are neither the tree's nor its own."""
-    patch.setattr(RadixTree, "put_on_device", lambda self, node, slots: None)
+    patch.setattr(RadixTree, "attach_device", lambda self, node, slots: None)
 
 
 @mutant("4:", "5:", "16:", "6:", "unlocking", sizes=TIERED_SIZES)
@@ -801,8 +802,8 @@ def share_a_token_that_is_each_one_s_own(patch: pytest.MonkeyPatch) -> None:
     """Segments end a token late, and so tails begin a token late."""
     depth_first = shared_segments.depth_first
 
-    def generous(slots: np.ndarray, lines: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        order, common = depth_first(slots, lines, lens)
+    def generous(slots: np.ndarray, offsets: np.ndarray, lens: np.ndarray, max_stops: int) -> Any:
+        order, common = depth_first(slots, offsets, lens, max_stops)
         most = np.minimum(lens[order][:-1], lens[order][1:])
         return order, np.minimum(common + (common > 0), most)
 
@@ -840,30 +841,32 @@ def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("17: each position", "17: a plan is of", world=PlannedWorld)
 def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
-    def stunted(self: _Growing, seq_lens: np.ndarray) -> None:
-        self._seq_lens[: len(seq_lens)] = seq_lens
+    def stunted(self: PassPlans, seq_lens: np.ndarray) -> None:
+        for plan in self.decode.values():
+            plan.seq_lens[: len(seq_lens)] = seq_lens
 
-    patch.setattr(_Growing, "update", stunted)
+    patch.setattr(PassPlans, "grow", stunted)
 
 
 @mutant("17: a plan is made", world=PlannedWorld)
 def share_more_than_padded_plans_have_room_for(patch: pytest.MonkeyPatch) -> None:
     find = SharedSegments.find
+    wide = SharedCapacity(99, 99)
     patch.setattr(
-        SharedSegments, "find", lambda *arguments, **limits: find(*arguments, **dict.fromkeys(limits, 99))
+        SharedSegments, "find", lambda *arguments, **options: find(*arguments, **options | {"capacity": wide})
     )
 
 
 @mutant("17: a result is one item's", world=PlannedWorld)
 def take_nothing_in(patch: pytest.MonkeyPatch) -> None:
     """A row that has one narrow item writes its result, whatever shared items computed."""
-    arrays = AttentionPlan.host_arrays
+    of_items = AttentionPlan.of_items
 
-    def direct(*arguments: Any) -> dict[str, np.ndarray]:
-        plan = arrays(*arguments)
-        return plan | {"tail_partial_starts": np.zeros_like(plan["tail_partial_starts"])}
+    def direct(*arguments: Any) -> AttentionPlan[Any]:
+        plan = of_items(*arguments)
+        return replace(plan, tail_partial_starts=np.zeros_like(plan.tail_partial_starts))
 
-    patch.setattr(AttentionPlan, "host_arrays", direct)
+    patch.setattr(AttentionPlan, "of_items", staticmethod(direct))
 
 
 def walk_until_it_breaks(sizes: list[Sizes], seeds: Iterable[int], actions: int, kind: type[World] = World) -> str:

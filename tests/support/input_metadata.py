@@ -34,7 +34,7 @@ def input_metadata(
     num_extends = host["seq_lens"].size if num_extends is None else num_extends
     if plan is None:
         rows, seq = host["req_pool_indices"][num_extends:], host["seq_lens"][num_extends:]
-        plan = AttentionPlan.build(AttentionPlan.flat_arrays(rows, seq), req_to_token.device)
+        plan = AttentionPlan.flat(rows, seq).to(req_to_token.device)
 
     def to_device(array: NDArray[Any]) -> Tensor:
         return torch.tensor(array, dtype=torch.int32, device=req_to_token.device)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixrt.execution.attention.flat import decode_item_len, plan_extends
+from radixrt.execution.attention.flat import KernelShape, decode_item_len, plan_extends
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
@@ -22,7 +22,7 @@ from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import Extends, extend_attention
-from triton_ops.attention.plan import AttentionPlan, ExtendPlan, SharedItems
+from triton_ops.attention.plan import AttentionPlan, SharedItems
 from triton_ops.attention.shared import shared_rows
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.implementation import GPU, gpu_of
@@ -171,19 +171,10 @@ def _extend(shape: AttentionShape, shares: bool = False) -> None:
     prefix, num_tokens = np.full_like(counts, shape.prefix), shape.batch * shape.extend
     starts = np.arange(shape.batch, dtype=np.int32) * shape.extend
     shared = {"tail_starts": prefix, "shared": _all_share(shape, num_tokens)} if shares else {}
-    arrays, tile_tokens = plan_extends(
-        prefix,
-        starts,
-        counts,
-        gpu=gpu_of(torch.get_default_device()),
-        num_heads=8 * shape.group,
-        num_kv_heads=8,
-        head_dim=shape.head_dim,
-        dtype=shape.dtype,
-        sliding_window=shape.scoring().window,
-        **shared,
-    )
-    plan = ExtendPlan.build(arrays, torch.get_default_device(), tile_tokens=tile_tokens)
+    device = torch.get_default_device()
+    kernel_shape = KernelShape(gpu_of(device), 8 * shape.group, 8, head_dim=shape.head_dim, dtype=shape.dtype)
+    window = shape.scoring().window
+    plan = plan_extends(kernel_shape, prefix, starts, counts, sliding_window=window, **shared).to(device)
     packed = torch.empty(num_tokens, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)
     q, k, v = packed.split([8 * shape.group, 8, 8], dim=1)
     rows = np.arange(shape.batch, dtype=np.int32)
@@ -203,13 +194,13 @@ def _decode_cases() -> Iterator[KernelCase]:
 def _decode(shape: AttentionShape) -> None:
     q = torch.empty(shape.batch, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)[:, : 8 * shape.group]
     seq_lens, scoring = [shape.prefix + shape.extend] * shape.batch, shape.scoring()
-    arrays = AttentionPlan.flat_arrays(
+    plan = AttentionPlan.flat(
         range(shape.batch),
         seq_lens,
         max_item_len=decode_item_len(gpu_of(q.device), 8, np.array(seq_lens, np.int32)),
         sliding_window=scoring.window,
     )
-    decode_attention(q, shape.kv(), AttentionPlan.build(arrays, q.device), scoring, impl="triton")
+    decode_attention(q, shape.kv(), plan.to(q.device), scoring, impl="triton")
 
 
 def _tree_cases() -> Iterator[KernelCase]:
@@ -233,8 +224,8 @@ def _tree(shape: AttentionShape) -> None:
     q = torch.empty(shape.batch, 8 * shape.group, shape.head_dim, dtype=shape.dtype)
     rows = np.arange(shape.batch, dtype=np.int32)
     tails = np.full_like(rows, shape.prefix)
-    arrays = AttentionPlan.tree_arrays(rows, tails + shape.extend, tails, _all_share(shape, shape.batch))
-    decode_attention(q, shape.kv(), AttentionPlan.build(arrays, q.device), shape.scoring(), impl="triton")
+    plan = AttentionPlan.tree(rows, tails + shape.extend, tails, _all_share(shape, shape.batch))
+    decode_attention(q, shape.kv(), plan.to(q.device), shape.scoring(), impl="triton")
 
 
 def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:

@@ -19,7 +19,6 @@ import numpy as np
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache import prefix_cache
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Match, Namespace, Node
 from radixrt.cache.snapshot import TreeSnapshot
@@ -39,7 +38,7 @@ VOCAB = 5
 MASK = (1 << 64) - 1
 POISON = 0xDEADDEADDEADDEAD
 MAX_OVERTAKEN = 6
-STORED_AT_ONCE = 3
+MIN_STORE_TOKENS = 3
 
 
 class Violation(AssertionError):
@@ -446,12 +445,16 @@ class World:
     def __post_init__(self) -> None:
         s = self.sizes
         policies.MAX_OVERTAKEN = MAX_OVERTAKEN
-        prefix_cache.STORED_AT_ONCE = STORED_AT_ONCE
         self.rows = ReqToTokenPool(s.num_rows, s.context_len)
         self.slots = SlotAllocator(s.num_slots)
         self.host_slots = SlotAllocator(s.host_slots) if s.host_slots else None
         self.cache = PrefixCache(
-            self.rows, self.slots, host_slots=self.host_slots, enabled=s.enabled, force_miss=s.force_miss
+            self.rows,
+            self.slots,
+            host_slots=self.host_slots,
+            min_store_tokens=MIN_STORE_TOKENS,
+            enabled=s.enabled,
+            force_miss=s.force_miss,
         )
         self.scheduler = Scheduler(
             self.cache,
@@ -523,14 +526,14 @@ class World:
             self.runner.count(batch)
             return batch
 
-        def watched_next_to_go(most: int) -> Node | None:
+        def watched_next_victim(max_tokens: int) -> Node | None:
             leaves = [
                 node
                 for node, _ in self._nodes()
                 if node.parent is not None and node.slots is not None and not node.lock
                 and all(child.slots is None for child in node.children.values())
             ]  # fmt: skip
-            node = next_to_go(most)
+            node = next_victim(max_tokens)
             expected = min(leaves, key=lambda leaf: leaf.last_access, default=None)
             require("5: what was used longest ago leaves the device", node is expected)
             if node is not None:
@@ -588,9 +591,9 @@ class World:
         self.scheduler.process = watched_process
         evict_from_host = self.cache.tree.evict_from_host
         self.cache.tree.evict_from_host = watched_evict_from_host
-        next_pass, next_to_go = self.scheduler.next_pass, self.cache.tree.next_to_go
+        next_pass, next_victim = self.scheduler.next_pass, self.cache.tree.next_victim
         self.scheduler.next_pass = watched_next_pass
-        self.cache.tree.next_to_go = watched_next_to_go
+        self.cache.tree.next_victim = watched_next_victim
         self.slots.free, self.slots.alloc = watched_free, watched_alloc
         self.cache.acquire = watched_acquire
         self.cache.tree.evict, self.cache.tree._split = watched_evict, watched_split
@@ -753,7 +756,7 @@ class World:
             require("kept: slots by state add up", self.cache.stats().arriving == count)
             self.runner.kv[adoption.slots[adoption.slots > 0]] = kv[adoption.slots > 0]
             if fails:
-                self.cache.give_up(adoption)
+                self.cache.cancel_adoption(adoption)
                 require("kept: what is given up leaves no trace", self.slots.num_free == before)
                 require("kept: what is given up leaves no trace", self.cache.tree.device_tokens == held)
                 return
@@ -927,7 +930,7 @@ class World:
             int(s)
             for lease in self.cache.leases
             if not lease.released
-            for s in self.rows.req_to_token[lease.row, lease.committed : lease.allocated]
+            for s in self.rows.req_to_token[lease.row, lease.committed : lease.allocated_len]
         ]
         groups["pending"] = [int(s) for slots in self.cache.pending_slots() for s in slots]
         everything = [slot for group in groups.values() for slot in group]
@@ -943,7 +946,7 @@ class World:
         self._check_host_slots(nodes)
         free = set(groups["free"])
         for lease in self.cache.leases:
-            used = set(self.rows.req_to_token[lease.row, : lease.allocated].tolist())
+            used = set(self.rows.req_to_token[lease.row, : lease.allocated_len].tolist())
             require("5: no slot of a live row is free", not used & free, used & free)
         for flight in self.runner.in_flight:
             for slots in flight.snapshots:
@@ -987,7 +990,7 @@ class World:
             lease = request.lease
             require(
                 "8: progress is ordered",
-                lease.committed <= request.computed <= request.launched == lease.allocated <= request.total,
+                lease.committed <= request.computed <= request.launched == lease.allocated_len <= request.total,
                 request,
             )
             name = "8: progress is what passes have made"
@@ -1081,12 +1084,12 @@ class World:
         match = self.cache.match(request.namespace, tokens, request.match_limit)
         name = "6: a match is a prefix, in the same namespace, without the last token"
         require(name, match.length <= min(len(tokens) - 1, request.match_limit))
-        if request.prospect is not None:
+        if request.pending_match is not None:
             name = "6: what a request expects to find is what it would find"
-            expected = copy.copy(request.prospect)  # what it remembers stays as it is
+            expected = copy.copy(request.pending_match)  # what it remembers stays as it is
             require(name, expected.length() == match.length, (request.index, expected.length(), match.length))
             leader = self.cache.leader(match, tokens, request.match_limit)
-            require(name, expected.is_awaited() == (leader is not None), request.index)
+            require(name, expected.has_leader() == (leader is not None), request.index)
         name = "6: a match is a prefix, in the same namespace, without the last token"
         if match.node is None:
             return

@@ -43,9 +43,9 @@ class Scoring:
 
 def check_window(scoring: Scoring, plan: SharingPlan | None) -> None:
     """Raise ValueError for a window and a plan with shared items, which all their rows read whole."""
-    if scoring.window is not None and plan is not None and plan.shared_lines.shape[0]:
+    if scoring.window is not None and plan is not None and plan.shared_lens.shape[0]:
         raise ValueError(
-            f"the window is {scoring.window}, but the plan has {plan.shared_lines.shape[0]} shared items, "
+            f"the window is {scoring.window}, but the plan has {plan.shared_lens.shape[0]} shared items, "
             "which all their rows read whole: make a flat plan"
         )
 
@@ -101,7 +101,7 @@ def kernel_arguments(
         "q_head_stride": q.stride(1),
         "slot_stride": kv.k.stride(0),
         "slot_head_stride": kv.k.stride(1),
-        "line_stride": kv.req_to_token.stride(0),
+        "table_stride": kv.req_to_token.stride(0),
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,

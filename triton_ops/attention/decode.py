@@ -96,9 +96,15 @@ def _decode_fast_cpu(
     queries[:-1].copy_(q).mul_(scoring.scale)
     positions = torch.zeros(num_decodes + 1, dtype=torch.int64, device=q.device)
     positions[:-1] = plan.seq_lens - 1
-    narrow = (plan.item_rows, plan.item_starts, plan.item_lens, plan.item_query_starts, plan.item_query_lens)
+    narrow = (
+        plan.item_req_pool_indices,
+        plan.item_starts,
+        plan.item_lens,
+        plan.item_query_starts,
+        plan.item_query_lens,
+    )
     shared = (
-        plan.shared_lines,
+        plan.shared_req_pool_indices,
         plan.shared_starts,
         plan.shared_lens,
         plan.shared_query_starts + num_decodes,
@@ -113,12 +119,12 @@ def _decode_fast_cpu(
         _cut(fields, positions - scoring.window + 1)
     rows, parts, lses = [], [], []
     for items in _blocks(fields, tokens_per_block=BLOCK_SIZE // kv.k[0].numel()):
-        item_rows, starts, lens, query_starts, query_lens = items.unsqueeze(-1)
+        item_req_pool_indices, starts, lens, query_starts, query_lens = items.unsqueeze(-1)
         offsets = torch.arange(int(lens.max()), device=q.device)
         is_token = offsets < lens
         # Beyond an item's end its first slot is read: other slots of the pool may hold anything.
         key_positions = starts + offsets * is_token
-        slots = kv.req_to_token[item_rows, key_positions]
+        slots = kv.req_to_token[item_req_pool_indices, key_positions]
         offsets = torch.arange(int(query_lens.max()), device=q.device)
         query_rows = row_list[torch.where(offsets < query_lens, query_starts + offsets, len(row_list) - 1)]
         distances = key_positions.unsqueeze(1) - positions[query_rows].unsqueeze(2)  # [n, rows, length]
@@ -230,7 +236,7 @@ def _launch(
     gpu, e4m3, has_tails = gpu_of(q.device), kv.k.dtype == E4M3, plan.tail_partial_starts.shape[0] > 0
     partials = Partials.of(plan, q)
     early: dict[str, bool] = {}
-    if plan.shared_lines.shape[0]:
+    if plan.shared_req_pool_indices.shape[0]:
         if gpu.overlaps_launches:
             early = {"launch_pdl": True}
         shared_attention(q, kv, plan, scoring, partials)
@@ -249,9 +255,9 @@ def _launch(
     if pairs:
         arguments["k_buffer"], arguments["v_buffer"] = kv.k.view(torch.int16), kv.v.view(torch.int16)
         arguments["BLOCK_D"] = max(32, next_power_of_2(q.shape[2]))
-    _decode_kernel[(plan.item_rows.shape[0] * kv.k.shape[1],)](
+    _decode_kernel[(plan.item_req_pool_indices.shape[0] * kv.k.shape[1],)](
         seq_lens=plan.seq_lens,
-        item_rows=plan.item_rows,
+        item_req_pool_indices=plan.item_req_pool_indices,
         item_starts=plan.item_starts,
         item_lens=plan.item_lens,
         item_query_starts=plan.item_query_starts,
@@ -275,10 +281,10 @@ def _launch(
 @triton.jit
 def _decode_kernel(
     q, k_buffer, v_buffer, req_to_token, seq_lens,
-    item_rows, item_starts, item_lens, item_query_starts, item_query_lens, item_partials,
+    item_req_pool_indices, item_starts, item_lens, item_query_starts, item_query_lens, item_partials,
     tail_partial_starts, row_partials,
     k_scale, v_scale, sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
-    q_row_stride, q_head_stride, slot_stride, slot_head_stride, line_stride,
+    q_row_stride, q_head_stride, slot_stride, slot_head_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr,
@@ -291,7 +297,7 @@ def _decode_kernel(
     item_start = tl.load(item_starts + item)
     end = item_start + tl.load(item_lens + item)
     first_partial = tl.load(item_partials + item)
-    slots = req_to_token + tl.load(item_rows + item).to(tl.int64) * line_stride
+    slots = req_to_token + tl.load(item_req_pool_indices + item).to(tl.int64) * table_stride
     d = tl.arange(0, BLOCK_D)
     # Columns of the pool: elements of a head, or pairs of them.
     if PAIRS:

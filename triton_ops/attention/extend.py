@@ -197,7 +197,7 @@ def _extend_by_item(
         new = slice(loc + max(start - prefix_len, 0), loc + max(start + length - prefix_len, 0))
         cached = slice(start, min(start + length, prefix_len))
         attend(loc + tokens, prefix_len + tokens, line, start, cached, new)
-    segments = torch.stack([plan.shared_lines, plan.shared_starts, plan.shared_lens], 1).tolist()
+    segments = torch.stack([plan.shared_req_pool_indices, plan.shared_starts, plan.shared_lens], 1).tolist()
     lists = torch.stack([plan.shared_query_starts, plan.shared_query_lens], 1).tolist()
     for (line, start, length), (first, count) in zip(segments, lists, strict=True):
         row = plan.shared_queries[first : first + count].long()
@@ -256,14 +256,13 @@ def _uncut_plan(q: Tensor, k: Tensor, extends: Extends, scoring: Scoring) -> Ext
     lens, group = extends.extend_seq_lens.cpu().numpy(), q.shape[1] // k.shape[1]
     short = int(lens.max(initial=0)) * group <= SHORT_ROWS
     tile_tokens = extend_tile_tokens(gpu_of(q.device), q.shape[2], group, q.dtype, short=short)
-    arrays = ExtendPlan.host_arrays(
+    return ExtendPlan.of_extends(
         extends.prefix_lens.cpu().numpy(),
         extends.extend_start_loc.cpu().numpy(),
         lens,
         tile_tokens=tile_tokens,
         sliding_window=scoring.window,
-    )
-    return ExtendPlan.build(arrays, q.device, tile_tokens=tile_tokens)
+    ).to(q.device)
 
 
 def _launch(
@@ -297,7 +296,7 @@ def _launch(
     if num_items == 0:
         return out
     partials = Partials.of(plan, q)
-    if plan.shared_lines.shape[0]:
+    if plan.shared_req_pool_indices.shape[0]:
         shared_attention(q, kv, plan, scoring, partials)
     _extend_kernel[(num_items * num_kv_heads,)](
         k=k,
@@ -328,7 +327,7 @@ def _extend_kernel(
     req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens,
     item_requests, item_query_starts, item_starts, item_lens, item_partials,
     k_scale, v_scale, sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
-    q_row_stride, q_head_stride, kv_row_stride, kv_head_stride, slot_stride, slot_head_stride, line_stride,
+    q_row_stride, q_head_stride, kv_row_stride, kv_head_stride, slot_stride, slot_head_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr,
@@ -343,7 +342,7 @@ def _extend_kernel(
     prefix_len = tl.load(prefix_lens + request)
     extend_len = tl.load(extend_seq_lens + request)
     first_row = tl.load(extend_start_loc + request)
-    slots = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * line_stride
+    slots = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * table_stride
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)

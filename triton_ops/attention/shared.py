@@ -47,9 +47,9 @@ def shared_attention(q: Tensor, kv: KVView, plan: SharingPlan, scoring: Scoring,
             f"a shared item has {longest} query rows, but a tile of the kernel {block_m // group}: cut it to "
             "shared_rows"
         )
-    _shared_kernel[(plan.shared_lines.shape[0] * num_kv_heads,)](
+    _shared_kernel[(plan.shared_req_pool_indices.shape[0] * num_kv_heads,)](
         seq_lens=plan.seq_lens,
-        item_lines=plan.shared_lines,
+        item_req_pool_indices=plan.shared_req_pool_indices,
         item_starts=plan.shared_starts,
         item_lens=plan.shared_lens,
         item_query_starts=plan.shared_query_starts,
@@ -65,9 +65,9 @@ def shared_attention(q: Tensor, kv: KVView, plan: SharingPlan, scoring: Scoring,
 @triton.jit
 def _shared_kernel(
     q, k_buffer, v_buffer, req_to_token, seq_lens,
-    item_lines, item_starts, item_lens, item_query_starts, item_query_lens, item_queries, item_partials,
+    item_req_pool_indices, item_starts, item_lens, item_query_starts, item_query_lens, item_queries, item_partials,
     k_scale, v_scale, alibi_slopes, partial_out, partial_lse, scale, softcap,
-    q_row_stride, q_head_stride, slot_stride, slot_head_stride, line_stride,
+    q_row_stride, q_head_stride, slot_stride, slot_head_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, EARLY: tl.constexpr,
@@ -82,7 +82,7 @@ def _shared_kernel(
     rows = item_queries + tl.load(item_query_starts + item)
     start = tl.load(item_starts + item)
     end = start + tl.load(item_lens + item)
-    slots = req_to_token + tl.load(item_lines + item).to(tl.int64) * line_stride
+    slots = req_to_token + tl.load(item_req_pool_indices + item).to(tl.int64) * table_stride
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     WHOLE: tl.constexpr = HEAD_DIM == BLOCK_D

@@ -26,11 +26,11 @@ from radixrt.bench.kernels.attention_peers import (
 )
 from radixrt.bench.kernels.case import Call, Case, Contender
 from radixrt.bench.kernels.roofline import decode_work, extend_work
-from radixrt.execution.attention.flat import decode_item_len, plan_extends
+from radixrt.execution.attention.flat import KernelShape, decode_item_len, plan_extends
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import Extends, extend_attention
-from triton_ops.attention.plan import AttentionPlan, ExtendPlan
+from triton_ops.attention.plan import AttentionPlan
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import E4M3, quantise
 
@@ -41,12 +41,12 @@ def our_decode(inputs: AttentionInputs, kv_scale: Tensor | None = None) -> Call:
     """The plan is made once, as for a steady batch."""
     shape, device = inputs.shape, inputs.q.device
     seq_lens = [shape.length] * shape.batch
-    arrays = AttentionPlan.flat_arrays(
+    plan = AttentionPlan.flat(
         range(shape.batch),
         seq_lens,
         max_item_len=decode_item_len(gpu_of(device), shape.num_kv_heads, np.array(seq_lens, np.int32)),
     )
-    return planned_decode(inputs, AttentionPlan.build(arrays, device), kv_scale)
+    return planned_decode(inputs, plan.to(device), kv_scale)
 
 
 def planned_decode(inputs: AttentionInputs, plan: AttentionPlan, kv_scale: Tensor | None = None) -> Call:
@@ -87,17 +87,12 @@ def our_decode_over_e4m3(inputs: AttentionInputs) -> Call:
 def our_extend(inputs: AttentionInputs) -> Call:
     """The plan is made once, as for all layers of a pass."""
     shape, device = inputs.shape, inputs.q.device
-    arrays, tile_tokens = plan_extends(
+    plan = plan_extends(
+        KernelShape(gpu_of(device), shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype),
         inputs.prefix_lens.cpu().numpy(),
         inputs.extend_start_loc.cpu().numpy(),
         inputs.extend_seq_lens.cpu().numpy(),
-        gpu=gpu_of(device),
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=shape.dtype,
-    )
-    plan = ExtendPlan.build(arrays, device, tile_tokens=tile_tokens)
+    ).to(device)
     extends = Extends(inputs.rows, inputs.prefix_lens, inputs.extend_start_loc, inputs.extend_seq_lens)
     kv, scoring = inputs.kv(), Scoring(shape.scale)
 

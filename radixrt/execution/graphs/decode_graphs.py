@@ -13,7 +13,8 @@ from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.execution.attention.planner import AttentionPlanner, PlanKind
+from radixrt.execution.attention.pass_plans import PlanShape
+from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.graphs.decode_numbers import DecodeForm, DecodeNumbers
 from radixrt.execution.graphs.memory import GraphMemory
 from radixrt.execution.graphs.results import ResultBuffer
@@ -72,12 +73,14 @@ class DecodeGraphs:
         self._sizes = ladder(max_batch)
         self._logits = logits
         self._memory = memory
-        self._forwards: dict[tuple[int, PlanKind], torch.cuda.CUDAGraph] = {}
+        self._forwards: dict[tuple[int, PlanShape], torch.cuda.CUDAGraph] = {}
         self._draws: dict[tuple[int, Features], torch.cuda.CUDAGraph] = {}
         self._arrays: dict[int, dict[str, Tensor]] = {}  # on the device, of each size; plans are not asked for
         self.results = ResultBuffer(max_batch, device)
         self._numbers = DecodeNumbers(planner, padding_row=len(last_token) - 1)
-        forms = (self._numbers.idle(size, kind) for size in self._sizes for kind in self._numbers.kinds(size))
+        forms = (
+            self._numbers.idle(size, kind) for size in self._sizes for kind in self._numbers.plan_shapes(size)
+        )
         # It must never move: graphs know its address.
         self._staging = Staging(device, max(len(form.words) for form in forms))
 
@@ -90,7 +93,7 @@ class DecodeGraphs:
         """Capture the whole ladder, the largest size first: the others fit into its memory. Yields each size."""
         with torch.inference_mode():
             for size in reversed(self._sizes):
-                for kind in reversed(self._numbers.kinds(size)):
+                for kind in reversed(self._numbers.plan_shapes(size)):
                     form = self._numbers.idle(size, kind)
                     arrays = self._staging.upload(form.arrays)
                     forward = partial(self._forward, form, arrays)
@@ -118,7 +121,7 @@ class DecodeGraphs:
         """
         count, size = batch.num_rows, form.size
         self._staging.send(form.words)
-        self._forwards[size, form.kind].replay()
+        self._forwards[size, form.plan_shape].replay()
         if features in CAPTURED_DRAWS:
             self._draws[size, features].replay()
         else:  # its kernels are launched one by one
@@ -129,13 +132,14 @@ class DecodeGraphs:
         """From the numbers of a pass to its logits; of the form nothing but the shapes has a meaning."""
         rows, positions = arrays["req_pool_indices"], arrays["positions"]
         write_cells(self._req_to_token, rows, positions, arrays["out_cache_loc"], impl=self._impl)
+        decode_plans, _ = form.plans.on_device(arrays[name] for name in form.plans.numbered())
         metadata = InputMetadata.from_host_and_device(
             form.host,
             arrays,
             logits_indices=arrays["extend_start_loc"],
             req_to_token=self._req_to_token,
             num_extends=0,
-            decode_plans=form.plans.decode(arrays),
+            decode_plans=decode_plans,
         )
         ids = known_tokens(arrays["input_ids"], self._last_token, impl=self._impl)
         hidden = self._model(ids, metadata, self._kv_pool, num_blocks=num_blocks)

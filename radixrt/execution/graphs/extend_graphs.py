@@ -4,7 +4,7 @@ computing it takes the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,8 @@ from torch import Tensor
 from layers.input_metadata import InputMetadata, Int32Array
 from memory_pool.req_to_token_pool import NO_CHANGES
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.execution.attention.planner import AttentionPlanner, PassPlans, PlanKind
+from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
+from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.graphs.memory import GraphMemory
 from radixrt.execution.staging import Staging, packed, padded
 from radixrt.models.decoder import Decoder
@@ -57,7 +58,7 @@ def pass_shapes(max_tokens: int, max_requests: int, num_weights: int) -> list[Pa
 
 @dataclass(frozen=True)
 class PaddedPass:
-    """A pass in the places of a shape and of a kind of plans: what it uploads, with `host` and `plans` in it."""
+    """A pass in the places of a shape and of plans: what it uploads, with `host` and `plans` in it."""
 
     shape: PassShape
     host: dict[str, Int32Array]
@@ -66,8 +67,8 @@ class PaddedPass:
 
     @property
     def numbers(self) -> dict[str, NDArray[Any]]:
-        """All that is copied to the device. Where each array lies depends on the shape and the kind alone."""
-        return {**self.own, **self.host, **self.plans.arrays}
+        """All that is copied to the device. Where each array lies depends on the two shapes alone."""
+        return {**self.own, **self.host, **self.plans.numbered()}
 
 
 class ExtendGraphs:
@@ -104,19 +105,19 @@ class ExtendGraphs:
         self._memory = memory
         self._impl = model.placement.impl
         self._padding_row = len(last_token) - 1
-        self._graphs: dict[tuple[PassShape, PlanKind], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[PassShape, PlanShape], torch.cuda.CUDAGraph] = {}
         device = req_to_token.device
         most = max(shape.num_extends + shape.num_rows for shape in shapes)
         self._finite = torch.empty(most, dtype=torch.bool, device=device)
         # It must never move: graphs know its address.
-        idle = (self._idle(shape, self._kinds(shape)[-1]) for shape in shapes)
+        idle = (self._idle(shape, self._plan_shapes(shape)[-1]) for shape in shapes)
         self._staging = Staging(device, max(len(packed(padded.numbers)[0]) for padded in idle))
 
     def capture(self) -> Iterator[PassShape]:
         """Capture all shapes, the largest first: the others fit into its memory. Yields each."""
         with torch.inference_mode():
             for shape in reversed(self._shapes):
-                for kind in reversed(self._kinds(shape)):
+                for kind in reversed(self._plan_shapes(shape)):
                     idle = self._idle(shape, kind)
                     compute = partial(self._compute, idle, self._staging.upload(idle.numbers))
                     warm_up = partial(compute, num_blocks=self._model.num_unlike_blocks)
@@ -134,7 +135,7 @@ class ExtendGraphs:
                 and shape.num_rows >= num_rows
                 and shape.num_extends > batch.num_extends
             ):
-                return self._padded(batch, shape, self._kinds(shape)[0])
+                return self._padded(batch, shape, self._plan_shapes(shape))
         return None
 
     def launch(self, padded: PaddedPass) -> tuple[Tensor, Tensor]:
@@ -146,14 +147,14 @@ class ExtendGraphs:
         """
         shape = padded.shape
         self._staging.upload(padded.numbers)
-        self._graphs[shape, padded.plans.kind].replay()
+        self._graphs[shape, padded.plans.shape].replay()
         return self._logits[: shape.num_rows], self._finite[: shape.num_extends + shape.num_rows]
 
-    def _kinds(self, shape: PassShape) -> tuple[PlanKind, ...]:
-        return self._planner.kinds_of_extends(shape.num_tokens, shape.num_rows)
+    def _plan_shapes(self, shape: PassShape) -> tuple[PlanShape, ...]:
+        return self._planner.extend_shapes(shape.num_tokens, shape.num_rows)
 
-    def _idle(self, shape: PassShape, kind: PlanKind) -> PaddedPass:
-        """A pass of nothing but padding, with plans of that kind."""
+    def _idle(self, shape: PassShape, kind: PlanShape) -> PaddedPass:
+        """A pass of nothing but padding, with plans of that shape."""
         none = np.zeros(0, np.int32)
         batch = Pass(
             num_extends=0,
@@ -169,11 +170,11 @@ class ExtendGraphs:
             row_changes=NO_CHANGES,
             sampling=SamplingInputs(none, Features(), None, None, {}),
         )
-        idle = self._padded(batch, shape, kind)
+        idle = self._padded(batch, shape, [kind])
         assert idle is not None  # nothing is out of balance
         return idle
 
-    def _padded(self, batch: Pass, shape: PassShape, least: PlanKind) -> PaddedPass | None:
+    def _padded(self, batch: Pass, shape: PassShape, plan_shapes: Sequence[PlanShape]) -> PaddedPass | None:
         num_live, num_decodes = batch.num_extends, batch.num_rows - batch.num_extends
         num_tokens = len(batch.input_ids) - num_decodes
         empty, spare = shape.num_extends - num_live, shape.num_tokens - num_tokens
@@ -199,7 +200,7 @@ class ExtendGraphs:
         )
         host["positions"][num_tokens : shape.num_tokens] = 0  # there may be none so great
         lens = padded(batch.seq_lens[num_live:], shape.num_rows)
-        plans = self._planner.plan_padded_extends(host, shape.num_extends, num_live, lens, least=least)
+        plans = self._planner.plan_padded_extends(host, shape.num_extends, num_live, lens, plan_shapes)
         if plans is None:
             return None
         last = host["extend_start_loc"] + host["extend_seq_lens"] - 1
@@ -217,14 +218,15 @@ class ExtendGraphs:
 
     def _compute(self, padded: PaddedPass, arrays: Mapping[str, Tensor], *, num_blocks: int | None = None) -> None:
         """From the numbers of a pass on the device to its logits; of `padded` only the shapes have a meaning."""
+        decode_plans, extend_plans = padded.plans.on_device(arrays[name] for name in padded.plans.numbered())
         metadata = InputMetadata.from_host_and_device(
             padded.host,
             arrays,
             logits_indices=arrays["logits_indices"],
             req_to_token=self._req_to_token,
             num_extends=padded.shape.num_extends,
-            decode_plans=padded.plans.decode(arrays),
-            extend_plans=padded.plans.extend(arrays),
+            decode_plans=decode_plans,
+            extend_plans=extend_plans,
         )
         ids = known_tokens(arrays["input_ids"], self._last_token, impl=self._impl)
         hidden = self._model(ids, metadata, self._kv_pool, num_blocks=num_blocks)

@@ -26,8 +26,9 @@ from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine.engine import Engine
 from radixrt.execution.attention import planner as attention_planner
-from radixrt.execution.attention.planner import MERGES_BELOW, AttentionPlanner, PlanKind
-from radixrt.execution.attention.shared_segments import TreeCosts
+from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE
+from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.graphs import decode_numbers, extend_graphs
 from radixrt.execution.graphs.decode_graphs import CAPTURED_DRAWS, MOST_CAPTURED, DecodeGraphs, ladder
 from radixrt.execution.graphs.extend_graphs import TOKEN_STEPS, ExtendGraphs, PaddedPass, pass_shapes
@@ -36,12 +37,13 @@ from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.pass_timer import PassTimer
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.passes import PassResult, Pass
+from radixrt.schedule.passes import Pass, PassResult
 from tests.models.test_parity import MODELS
 from tests.support.checkpoints import VOCAB_SIZE, gemma2, gemma3, llama, qwen3_moe, smollm3, write
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import FIRST_CAPABILITY
 
+MERGES_BELOW = PlanTuning.cuts_below
 GREEDY = Params(temperature=0, max_new_tokens=12, ignore_eos=True)
 
 
@@ -266,7 +268,7 @@ def test_a_pass_begins_on_the_device_once_the_host_has_planned_it(
     with runtime_of(folder, chunked_prefill_size=chunk) as runtime:
         for method in ("begin", "start", "end"):
             watch(PassTimer, method, method)
-        for method in ("plan", "plan_padded", "plan_padded_extends"):
+        for method in ("plan", "plan_padded_decodes", "plan_padded_extends"):
             watch(AttentionPlanner, method, "plan")
         watch(Staging, "_copy", "copy")
         prompts = random_prompts(len(KINDS) + 1, most=40, seed=21)
@@ -462,11 +464,10 @@ def test_every_draw_is_captured_for_every_size(folder: Path, attention: str) -> 
         assert graphs is not None
         sizes = ladder(MERGES_BELOW)
         assert graphs.max_batch == MERGES_BELOW
-        kinds = {(size, PlanKind.CUT) for size in sizes} | {(MERGES_BELOW, PlanKind.WHOLE)}
+        shapes = {(size, CUT) for size in sizes} | {(MERGES_BELOW, WHOLE)}
         if attention == "tree":
-            both = PlanKind.CUT | PlanKind.TREE
-            kinds |= {(size, both) for size in sizes if size < MERGES_BELOW} | {(MERGES_BELOW, PlanKind.TREE)}
-        assert set(graphs._forwards) == kinds
+            shapes |= {(size, CUT_TREE) for size in sizes if size < MERGES_BELOW} | {(MERGES_BELOW, TREE)}
+        assert set(graphs._forwards) == shapes
         assert set(graphs._draws) == {(size, features) for size in sizes for features in CAPTURED_DRAWS}
 
 
@@ -519,9 +520,9 @@ def test_graphs_warm_up_with_one_block_of_each_kind(
 def trees(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Lets requests share wherever they can. Of plans with shared items: who made them, of what, and how many."""
     cheap = TreeCosts(reread_bandwidth=4.2e12, operations=1e18, item=0.0, partial_crossings=0.1, launches=0.0)
-    monkeypatch.setattr(attention_planner, "TreeCosts", lambda: cheap)
     # Few programs, so that what is shared here occupies them all.
-    monkeypatch.setattr(attention_planner, "SHARED_PROGRAMS_PER_SM", 8 / gpu_of(device).num_sms)
+    tuning = PlanTuning(costs=cheap, shared_programs_per_sm=8 / gpu_of(device).num_sms)
+    monkeypatch.setattr(attention_planner, "plan_tuning", lambda gpu: tuning)
     seen: list[tuple[str, int]] = []
 
     def watch(name: str) -> None:
@@ -536,13 +537,13 @@ def trees(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
 
         monkeypatch.setattr(attention_planner.AttentionPlanner, name, watched)
 
-    for name in ("plan", "plan_padded", "plan_padded_extends"):
+    for name in ("plan", "plan_padded_decodes", "plan_padded_extends"):
         watch(name)
     return seen
 
 
 def shared_lens(plans: Any, of: str) -> list[Any]:
-    return [array for name, array in plans.arrays.items() if name.startswith(of) and name.endswith(" shared_lens")]
+    return [plan.shared_lens for plan in getattr(plans, of).values()]
 
 
 def families(seed: int) -> list[list[int]]:
@@ -562,18 +563,17 @@ def test_passes_with_extends_launch_what_shares_only_where_something_is_shared(
     with runtime_of(folder, **options) as runtime:
         graphs = runner_of(runtime)._extend_graphs
         assert graphs is not None
-        kinds = (PlanKind.CUT, PlanKind.CUT | PlanKind.TREE)
-        every = {(num_tokens, kind) for num_tokens in (16, 64) for kind in kinds}
-        assert {(shape.num_tokens, kind) for shape, kind in graphs._graphs} == every
+        every = {(num_tokens, shape) for num_tokens in (16, 64) for shape in (CUT, CUT_TREE)}
+        assert {(shape.num_tokens, plans) for shape, plans in graphs._graphs} == every
         runtime.generate(random_prompts(2, most=8), GREEDY)
         assert not trees
         runtime.generate(families(2), GREEDY)
-    seen = {(padded.shape.num_tokens, padded.plans.kind) for padded in extend_replays}
+    seen = {(padded.shape.num_tokens, padded.plans.shape) for padded in extend_replays}
     assert seen == every
     with runtime_of(folder, chunked_prefill_size=64, attention="flat") as flat:
         graphs = runner_of(flat)._extend_graphs
         assert graphs is not None
-        assert {kind for _, kind in graphs._graphs} == {PlanKind.CUT}
+        assert {plans for _, plans in graphs._graphs} == {CUT}
 
 
 @pytest.mark.long_unless(kept=lambda given: given["captured"] or given["most"] == 27)
@@ -600,7 +600,7 @@ def test_what_is_read_once_is_read_by_all(
     names = {name for name, _ in trees}
     makers = ["plan_padded_extends"] if captured else ["plan"]
     assert names >= {f"{maker}: {of}" for maker in makers for of in ("decode", "extend")}
-    assert "plan_padded: decode" in names or not captured
+    assert "plan_padded_decodes: decode" in names or not captured
     assert len({count for name, count in trees if name.endswith("decode")}) > 2, "plans change"
 
 

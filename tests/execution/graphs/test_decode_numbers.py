@@ -11,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layers.input_metadata import InputMetadata
-from radixrt.execution.attention.planner import MERGES_BELOW, AttentionPlanner, PlanKind
+from radixrt.execution.attention.pass_plans import PlanShape
+from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.attention.tuning import PlanTuning
 from radixrt.execution.graphs.decode_numbers import DRAW_DTYPES, PLAN_STEPS, DecodeForm, DecodeNumbers
-from radixrt.schedule.sampling_table import Features
 from radixrt.execution.staging import packed
+from radixrt.schedule.sampling_table import Features
 from tests.execution.attention.test_planner import H200, int32, planner
 from triton_ops.implementation import GPU
 
 MAX_REQUESTS = 90
-SIZES = (1, 4, 24, MERGES_BELOW, 96)
+SIZES = (1, 4, 24, PlanTuning.cuts_below, 96)
 FEATURES = [Features(), Features(True), Features(True, has_top=True), Features(True, True, True)]
 
 
@@ -38,11 +40,13 @@ class World:
         self.planner = planner(gpu, *windows, num_kv_heads=4, req_to_token=table, tree=tree)
         self.numbers = DecodeNumbers(self.planner, MAX_REQUESTS)
         self.forms = {
-            (size, kind): self.numbers.idle(size, kind) for size in SIZES for kind in self.numbers.kinds(size)
+            (size, shape): self.numbers.idle(size, shape)
+            for size in SIZES
+            for shape in self.planner.decode_shapes(size)
         }
         self.rows, self.seq_lens = int32([]), int32([])
         self.planned: Any = None  # lengths that the plan in use was made of
-        self.kinds: set[PlanKind] = set()  # of the passes so far
+        self.plan_shapes: set[PlanShape] = set()  # of the passes so far
         self.age = 0
 
     def change(self) -> None:
@@ -78,10 +82,9 @@ class World:
         def padded(array: Any, filler: int) -> Any:
             return np.append(array, np.full(size - count, filler, array.dtype))
 
-        least = PlanKind.CUT if size < MERGES_BELOW else PlanKind.WHOLE
-        plans = self.planner.plan_padded(padded(self.rows, 0), padded(self.planned, 0), least=least)
-        assert form is self.forms[size, plans.kind]
-        self.kinds.add(form.kind)
+        plans = self.planner.plan_padded_decodes(padded(self.rows, 0), padded(self.planned, 0))
+        assert form is self.forms[size, plans.shape]
+        self.plan_shapes.add(form.plan_shape)
         expected = {
             "input_ids": padded(ids, 0),
             **InputMetadata.host_arrays(
@@ -95,18 +98,17 @@ class World:
                 name: padded(draws[name], 0) if name in draws else form.arrays[name].copy()
                 for name in DRAW_DTYPES
             },
-            **plans.arrays,
+            **plans.numbered(),
         }
-        for window in self.windows:
-            name = f"decode {window} "
+        for plan in plans.decode.values():
             rest = dict(enumerate((self.seq_lens - self.planned).tolist()))
-            lens = expected[name + "item_lens"]
-            for item, row in enumerate(expected[name + "item_query_starts"].tolist()):
-                end = expected[name + "item_starts"][item] + lens[item]
+            lens = plan.item_lens
+            for item, row in enumerate(plan.item_query_starts.tolist()):
+                end = plan.item_starts[item] + lens[item]
                 if lens[item] and end == self.planned[row]:
                     lens[item] += rest.pop(row)
             assert not rest, "one item of each request grows"
-            expected[name + "seq_lens"] = padded(self.seq_lens, 0)
+            plan.seq_lens[:] = padded(self.seq_lens, 0)
         return form, expected
 
 
@@ -155,9 +157,12 @@ def test_an_old_plan_reads_all_that_is_seen_and_no_more(window: int | None) -> N
         world.change()
         for _ in range(PLAN_STEPS):
             form, _ = world.step(Features())
-        name = f"decode {window} "
+        plan = form.plans.decode[window]
         starts, lens, queries, counts = (
-            form.arrays[name + f"item_{part}"] for part in ("starts", "lens", "query_starts", "query_lens")
+            plan.item_starts,
+            plan.item_lens,
+            plan.item_query_starts,
+            plan.item_query_lens,
         )
         for row, seq_len in enumerate(world.seq_lens.tolist()):
             own = (queries == row) & (counts == 1) & (lens > 0)
@@ -172,7 +177,7 @@ def test_an_old_plan_reads_all_that_is_seen_and_no_more(window: int | None) -> N
 
 def test_a_plan_serves_as_long_as_its_requests_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """And PLAN_STEPS at most; the same rows of other requests are another array."""
-    plans, plan_padded = [0], AttentionPlanner.plan_padded
+    plans, plan_padded = [0], AttentionPlanner.plan_padded_decodes
     world = World(1, H200, (None,))
     world.change()
 
@@ -180,7 +185,7 @@ def test_a_plan_serves_as_long_as_its_requests_decode(monkeypatch: pytest.Monkey
         plans[0] += 1
         return plan_padded(*arguments, **options)
 
-    monkeypatch.setattr(AttentionPlanner, "plan_padded", counted)
+    monkeypatch.setattr(AttentionPlanner, "plan_padded_decodes", counted)
 
     def steps(count: int) -> int:
         plans[0] = 0
@@ -203,11 +208,11 @@ def test_idle_numbers_touch_nothing_that_is_owned() -> None:
     world = World(2, H200, (None, 300), tree=True)
     world.change()
     world.step(Features())
-    for size, kind in world.forms:
-        form = world.numbers.idle(size, kind)
-        assert form.kind == kind
+    for size, shape in world.forms:
+        form = world.numbers.idle(size, shape)
+        assert form.plan_shape == shape
         assert (form.arrays["req_pool_indices"] == MAX_REQUESTS).all()
         assert not form.arrays["out_cache_loc"].any()
         assert not form.arrays["input_ids"].any()
         for window in (None, 300):
-            assert not form.arrays[f"decode {window} item_lens"].any()
+            assert not form.plans.decode[window].item_lens.any()

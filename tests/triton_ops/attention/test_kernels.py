@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from tests.support.attention_cases import (
     share,
     shared_extends,
     shared_plan,
-    tree_arrays,
+    tree_plan,
 )
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
@@ -42,33 +43,35 @@ KNOWS_E4M3 = torch.cuda.is_available() and gpu_of(torch.device("cuda", 0)).capab
 
 
 def padded(
-    arrays: dict[str, Int32Array], num_items: int, num_partials: int, num_shared: int = 0, num_queries: int = 0
-) -> dict[str, Int32Array]:
-    """The arrays of a plan with empty items and unused partial results at the end."""
+    plan: AttentionPlan[Int32Array],
+    num_items: int,
+    num_partials: int,
+    num_shared: int = 0,
+    num_queries: int = 0,
+) -> AttentionPlan[Int32Array]:
+    """A plan with empty items and unused partial results at the end."""
+    arrays = vars(plan)
     sizes = {name: num_items for name in arrays if name.startswith("item_")} | {"row_partials": num_partials}
     sizes["row_partial_starts"] = len(arrays["seq_lens"]) + 1
     if num_shared:
         sizes["tail_partial_starts"] = sizes["row_partial_starts"]
     sizes |= {name: num_shared for name in arrays if name.startswith("shared_")} | {"shared_queries": num_queries}
-    return {
-        name: np.pad(array, (0, sizes[name] - array.size)) if name in sizes else array
-        for name, array in arrays.items()
-    }
+    padding = {name: np.pad(arrays[name], (0, size - arrays[name].size)) for name, size in sizes.items()}
+    return replace(plan, **padding)
 
 
 def test_a_captured_graph_serves_other_lengths_and_other_plans(device: torch.device) -> None:
     cases = [make_case(lengths, head_dim=64, dtype=torch.bfloat16) for lengths in ([300, 5, 64], [1, 700, 333])]
     flat = [
-        AttentionPlan.flat_arrays(case.rows.cpu().numpy(), case.seq_lens.cpu().numpy(), max_item_len=64)
-        for case in cases
+        AttentionPlan.flat(case.rows.cpu().numpy(), case.seq_lens.cpu().numpy(), max_item_len=64) for case in cases
     ]
     # The second list once more, its middle request's context as two items that nobody else reads.
     row, seq_lens = cases[1].rows.tolist(), cases[1].seq_lens.tolist()
-    other = AttentionPlan.host_arrays(
+    other = AttentionPlan.of_items(
         [row[1], *row], [0, 0, 500, 0], [500, 1, 200, 333], [1, 0, 1, 2], [1] * 4, seq_lens
     )
     rounds = [(cases[0], flat[0]), (cases[1], flat[1]), (cases[1], other), (cases[0], flat[0])]
-    check_replays([(case, padded(arrays, 40, 60)) for case, arrays in rounds])
+    check_replays([(case, padded(plan, 40, 60)) for case, plan in rounds])
 
 
 def test_a_captured_graph_serves_other_trees(device: torch.device) -> None:
@@ -80,31 +83,31 @@ def test_a_captured_graph_serves_other_trees(device: torch.device) -> None:
     ]
     cases = [share(*tree, head_dim=64, dtype=torch.bfloat16) for tree in trees]
     rounds = [
-        (case, tree_arrays(case, *tree, group=4, piece=64, max_item_len=100, seed=seed))
+        (case, tree_plan(case, *tree, group=4, piece=64, max_item_len=100, seed=seed))
         for seed, (case, tree) in enumerate(zip(cases, trees, strict=True))
     ]
-    flat = AttentionPlan.flat_arrays(cases[2].rows.cpu().numpy(), cases[2].seq_lens.cpu().numpy())
+    flat = AttentionPlan.flat(cases[2].rows.cpu().numpy(), cases[2].seq_lens.cpu().numpy())
     rounds += [(cases[2], flat), rounds[0]]
-    check_replays([(case, padded(arrays, 300, 2000, 60, 1200)) for case, arrays in rounds])
+    check_replays([(case, padded(plan, 300, 2000, 60, 1200)) for case, plan in rounds])
 
 
-def check_replays(rounds: list[tuple[Case, dict[str, Int32Array]]]) -> None:
+def check_replays(rounds: list[tuple[Case, AttentionPlan[Int32Array]]]) -> None:
     """One graph, captured with the first case and plan, gives the attention of each: plans are of one shape."""
     num_slots = max(len(case.k_buffer) for case, _ in rounds)
     num_rows = len(rounds[0][0].rows)
     k_buffer = torch.empty(num_slots, 2, 64, dtype=torch.bfloat16)
     v_buffer, q = torch.empty_like(k_buffer), torch.empty(num_rows, 8, 64, dtype=torch.bfloat16)
     req_to_token = torch.zeros(num_rows + 5, 800, dtype=torch.int32)
-    plan = AttentionPlan.build(rounds[0][1], q.device)
+    plan = rounds[0][1].to(q.device)
 
-    def put(case: Case, arrays: dict[str, Int32Array], seed: int) -> None:
+    def put(case: Case, other: AttentionPlan[Int32Array], seed: int) -> None:
         k_buffer.fill_(torch.nan)[: len(case.k_buffer)] = case.k_buffer
         v_buffer.fill_(torch.nan)[: len(case.v_buffer)] = case.v_buffer
         height, width = case.req_to_token.shape
         req_to_token[:height, :width] = case.req_to_token
         q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)))
-        for name, array in arrays.items():
-            getattr(plan, name).copy_(torch.from_numpy(array))
+        for tensor, array in zip(plan.arrays(), other.arrays(), strict=True):
+            tensor.copy_(torch.from_numpy(array))
 
     def run() -> Tensor:
         return decode_attention(q, KVView(k_buffer, v_buffer, req_to_token), plan, Scoring(SCALE))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixrt.execution.attention.flat import plan_extends
+from radixrt.execution.attention.flat import KernelShape, plan_extends
 from tests.support import attention_cases
 from tests.support.attention_cases import (
     Case,
@@ -20,7 +20,7 @@ from tests.support.attention_cases import (
     path_of,
     shared_extends,
     shared_plan,
-    tree_arrays,
+    tree_plan,
 )
 from tests.support.interpreter import require_interpreter
 from triton_ops.attention.arguments import Scoring
@@ -346,17 +346,15 @@ def test_decode_of_trees_with_padded_rows_and_empty_items() -> None:
     row, other = case.rows[[1, 3]].tolist()
     whole, none = np.array([40, 0], np.int32), np.zeros(2, np.int32)
     shared = SharedItems(
-        lines=np.array([row, other], np.int32),
+        req_pool_indices=np.array([row, other], np.int32),
         starts=none,
         lens=whole,
         query_starts=np.array([0, 1], np.int32),
         query_lens=np.array([1, 2], np.int32),
         queries=np.array([1, 3, 1], np.int32),
     )
-    arrays = AttentionPlan.tree_arrays(
-        case.rows.numpy(force=True), case.seq_lens.numpy(force=True), [0, 40, 0, 0], shared
-    )
-    out = check_decode(case, random_q(4, 4, 16), AttentionPlan.build(arrays, case.rows.device))
+    plan = AttentionPlan.tree(case.rows.numpy(force=True), case.seq_lens.numpy(force=True), [0, 40, 0, 0], shared)
+    out = check_decode(case, random_q(4, 4, 16), plan.to(case.rows.device))
     assert (out[[0, 2]] == 0).all()
 
 
@@ -609,8 +607,7 @@ def test_kernels_refuse_large_heads_and_foreign_plans(device: torch.device) -> N
         decode(case, random_q(1, 4, 272))
     case, q = make_case([60]), packed_qkv(60, 4, 2, 16)
     zero, sixty = np.array([0], np.int32), np.array([60], np.int32)
-    arrays = ExtendPlan.host_arrays(zero, zero, sixty, tile_tokens=60)
-    plan = ExtendPlan.build(arrays, device, tile_tokens=60)
+    plan = ExtendPlan.of_extends(zero, zero, sixty, tile_tokens=60).to(device)
     with pytest.raises(ValueError, match="the plan's tiles have 60 tokens"):
         extend(case, [0], *q, plan=plan)
 
@@ -634,23 +631,23 @@ def test_plans_with_shared_items_that_no_kernel_takes() -> None:
 
 
 def test_a_flat_plan_has_no_shared_items() -> None:
-    arrays = AttentionPlan.flat_arrays([0, 1], [5, 900], max_item_len=64)
-    assert {len(array) for name, array in arrays.items() if name.startswith("shared_")} == {0}
+    plan = AttentionPlan.flat([0, 1], [5, 900], max_item_len=64)
+    assert {len(array) for name, array in vars(plan).items() if name.startswith("shared_")} == {0}
     none = np.zeros(0, np.int32)
-    tree = AttentionPlan.tree_arrays(
+    tree = AttentionPlan.tree(
         [0, 1], [5, 900], [0, 0], SharedItems(none, none, none, none, none, none), max_item_len=64
     )
-    assert arrays.keys() == tree.keys()
-    for name, array in arrays.items():
-        assert array.dtype == tree[name].dtype == np.int32, name
-        np.testing.assert_array_equal(array, tree[name])
+    for name, array in vars(plan).items():
+        assert array.dtype == getattr(tree, name).dtype == np.int32, name
+        np.testing.assert_array_equal(array, getattr(tree, name))
 
 
 def test_partial_results_of_trees_are_numbered_once() -> None:
     edges, leaves = TREES["two roots, two levels"]
     case = share(edges, leaves)
-    arrays = tree_arrays(case, edges, leaves, group=2, piece=30)
-    assert all(array.dtype == np.int32 for array in arrays.values())
+    plan = tree_plan(case, edges, leaves, group=2, piece=30)
+    assert all(array.dtype == np.int32 for array in plan.arrays())
+    arrays = vars(plan)
     assert sorted(arrays["row_partials"]) == list(range(len(arrays["row_partials"])))
     starts = (arrays[name] for name in ("row_partial_starts", "tail_partial_starts"))
     row_of = np.concatenate([np.repeat(np.arange(len(some) - 1), np.diff(some)) for some in starts if len(some)])
@@ -671,7 +668,7 @@ def test_shared_items_of_rows_that_are_not_there(query: int) -> None:
     one = np.ones(1, np.int32)
     shared = SharedItems(0 * one, 0 * one, one, 0 * one, one, query * one)
     with pytest.raises(ValueError, match="query rows must be among the 2"):
-        AttentionPlan.tree_arrays([0, 1], [5, 5], [1, 1], shared)
+        AttentionPlan.tree([0, 1], [5, 5], [1, 1], shared)
 
 
 @pytest.mark.parametrize("others", [0, 100_000])
@@ -679,26 +676,21 @@ def test_a_long_prefix_among_many_short_prompts_is_cut(others: int) -> None:
     """Which have prefixes of `others`, of which they read nothing by themselves."""
     lens = ([others] * 32 + [100_000], [32] * 32 + [16])
     prefix, extend_lens = (np.array(x, np.int32) for x in lens)
-    arrays, _ = plan_extends(
+    plan = plan_extends(
+        KernelShape(GPU(90, 132), num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16),
         prefix,
         np.cumsum(extend_lens, dtype=np.int32) - extend_lens,
         extend_lens,
-        gpu=GPU(90, 132),
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        dtype=torch.bfloat16,
         tail_starts=np.append(prefix[:32], np.int32(0)),
     )
-    lengths = arrays["item_lens"]
+    lengths = plan.item_lens
     assert lengths.max() < 4000
     assert lengths.sum() == 100_016 + 32 * 32
     assert (np.diff(lengths) <= 0).all()
 
 
 def test_windows_longer_than_any_context() -> None:
-    arrays = AttentionPlan.flat_arrays([0, 1], [5, 9], sliding_window=2**40)
-    assert sorted(arrays["item_lens"]) == [5, 9]
+    assert sorted(AttentionPlan.flat([0, 1], [5, 9], sliding_window=2**40).item_lens) == [5, 9]
 
 
 # --- windows and softcaps ---
@@ -880,7 +872,7 @@ def test_slots_beyond_two_to_the_31_elements() -> None:
     stored = k.bfloat16()
     assert torch.equal(pool[num_slots - 1], stored[0])
     q = random_q(1, 4, head_dim)
-    plan = AttentionPlan.build(AttentionPlan.flat_arrays([0], [3]), q.device)
+    plan = AttentionPlan.flat([0], [3]).to(q.device)
     kv, scoring = KVView(pool, pool, slots.view(1, 3)), Scoring(SCALE)
     expected, _ = dense_attention(q, stored, stored, scoring)
     assert_matches(decode_attention(q, kv, plan, scoring, **RUNS), expected)
