@@ -838,7 +838,7 @@ def test_softcaps_of_huge_scores_are_finite() -> None:
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_kv_store_writes_its_slots_only(pool_dtype: torch.dtype, interleaved: bool) -> None:
-    require_plain("test_kernels_elementwise stores e4m3")
+    require_plain("test_qk_norm_rope_store stores e4m3")
     case = make_case([5, 4], dtype=pool_dtype, interleaved=interleaved)
     _, k, v = packed_qkv(3, 4, 2, 16)
     slots = [7, 2, 11]
@@ -851,7 +851,7 @@ def test_kv_store_writes_its_slots_only(pool_dtype: torch.dtype, interleaved: bo
 
 
 def test_kv_store_of_padding_and_of_nothing() -> None:
-    require_plain("test_kernels_elementwise stores e4m3")
+    require_plain("test_qk_norm_rope_store stores e4m3")
     case = make_case([3])
     before = case.k_buffer[1:].clone()
     _, k, v = packed_qkv(2, 4, 2, 16)
