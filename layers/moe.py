@@ -15,9 +15,9 @@ EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class SparseMoE(nn.Module):
-    """Each token goes through the `top_k` of `num_experts` feed-forward layers that a router chooses.
+    """Each token passes through the `top_k` of `num_experts` feed-forward layers that a router chooses.
 
-    `renormalize` makes a token's weights sum to 1. `names` are those of an expert's gate, up and down
+    `renormalize` makes a token's weights sum to 1. `names` are the names of an expert's gate, up and down
     projections in a checkpoint.
     """
 
@@ -41,14 +41,14 @@ class SparseMoE(nn.Module):
         self.gate_up = placement.parameter(num_experts, 2 * intermediate_size, hidden_size)
         self.down = placement.parameter(num_experts, hidden_size, intermediate_size)
 
-    def forward(self, x: Tensor, *, parts_allowed: bool = False) -> Tensor:
-        """`x [num_tokens, hidden_size]` to the same shape; never parts, whether they are allowed or not."""
+    def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
+        """`x [num_tokens, hidden_size]` to the same shape; never parts, whatever `split_k_ok`."""
         weights, experts = topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
         return moe(x, weights, experts, self.gate_up, self.down, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint stores of this layer, called `name` there: (tensor name, where it goes), expert
-        by expert.
+        """The layer's tensors in a checkpoint, where it is called `name`, expert by expert: (tensor name,
+        destination).
         """
         yield from self.router.checkpoint_tensors(f"{name}.gate")
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):

@@ -103,7 +103,7 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache, *, parts_allowed: bool = False
+        self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache, *, split_k_ok: bool = False
     ) -> Tensor:
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
         q, k, v = self.qkv.split_heads(self.qkv(hidden))
@@ -111,7 +111,7 @@ class Attention(nn.Module):
             q = self.q_norm(q.flatten(1)).view(q.shape)
             k = self.k_norm(k.flatten(1)).view(k.shape)
         attended = self.attention(q, k, v, metadata, kv_pool).flatten(1)
-        out: Tensor = self.output(attended, parts_allowed=parts_allowed)
+        out: Tensor = self.output(attended, split_k_ok=split_k_ok)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -138,9 +138,9 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.activation](placement.impl)
         self.down = Linear(inner, hidden, bias=bias, placement=placement)
 
-    def forward(self, hidden: Tensor, *, parts_allowed: bool = False) -> Tensor:
+    def forward(self, hidden: Tensor, *, split_k_ok: bool = False) -> Tensor:
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
-        out: Tensor = self.down(self.activation(self.gate_up(hidden)), parts_allowed=parts_allowed)
+        out: Tensor = self.down(self.activation(self.gate_up(hidden)), split_k_ok=split_k_ok)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -188,10 +188,10 @@ class Block(nn.Module):
             hidden, residual = self.attention_norm(hidden), hidden
         else:
             hidden, residual = self.attention_norm.add(hidden, residual)
-        hidden = self.attention(hidden, metadata, kv_pool, parts_allowed=self.feed_forward_norm.adds_parts)
+        hidden = self.attention(hidden, metadata, kv_pool, split_k_ok=self.feed_forward_norm.accepts_split_k)
         hidden, residual = self.feed_forward_norm.add(hidden, residual)
         # The norm that comes next, of the next layer or the decoder, is of the same kind.
-        return self.feed_forward(hidden, parts_allowed=self.feed_forward_norm.adds_parts), residual
+        return self.feed_forward(hidden, split_k_ok=self.feed_forward_norm.accepts_split_k), residual
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
         for part, stored in self.checkpoint_names.items():

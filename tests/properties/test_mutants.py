@@ -294,9 +294,9 @@ def keep_a_freed_row_s_changes(patch: pytest.MonkeyPatch) -> None:
 
     def hoarding(self: ReqToTokenPool, row: int) -> None:
         changes, self._changes = self._changes, []
-        stretches, self._stretches = self._stretches, {}
+        stretches, self._runs = self._runs, {}
         free(self, row)
-        self._changes, self._stretches = changes, stretches
+        self._changes, self._runs = changes, stretches
 
     patch.setattr(ReqToTokenPool, "free", hoarding)
 

@@ -28,7 +28,7 @@ from radixrt.errors import DeviceLostError
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule import policy as policies
-from radixrt.schedule.passes import Logprobs, PassResult, Pass
+from radixrt.schedule.passes import Logprobs, Pass, PassResult
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.progress import MOST_STOPS
 from radixrt.schedule.request import Request, RequestState
