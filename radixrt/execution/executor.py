@@ -146,7 +146,8 @@ class Executor:
         self.graphs.replay(packed.key)
         logits = self._logits[: packed.num_samples]
         if packed.is_captured_decode:
-            return Forward({**self._decode_inputs[packed.key.shape], **arrays}, logits, None)
+            inputs = self._decode_inputs[packed.key.shape]
+            return Forward({**inputs, **arrays} if arrays else inputs, logits, None)
         return Forward(arrays, logits, self._finite[: packed.num_rows])
 
     def _forward(

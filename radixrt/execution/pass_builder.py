@@ -58,8 +58,9 @@ class PassBuilder:
         self._shapes = shapes
         self._padding_row = padding_row
         self._max_plan_passes = max_plan_passes
-        # Shapes of which there are idle passes: others are not captured.
+        # Shapes of which there are idle passes, ascending: others are not captured. Of decodes also the sizes.
         self._decodes: list[PassShape] = []
+        self._sizes: list[int] = []
         self._extends: list[PassShape] = []
         self._inputs: dict[PassKey, Layout] = {}
         self._decode_words: dict[PassKey, _DecodeWords] = {}
@@ -78,6 +79,7 @@ class PassBuilder:
             shapes = (shape for shape in reversed(self._shapes) if shape.is_decode == is_decode)
             for shape in islice(shapes, max_shapes):
                 known.insert(0, shape)
+                self._sizes = [decodes.num_rows for decodes in self._decodes]
                 for plans in reversed(self._plan_shapes(shape)):
                     yield self._idle(PassKey(shape, plans))
 
@@ -94,8 +96,7 @@ class PassBuilder:
         num_extends, count = pass_.num_extends, pass_.num_rows
         # Each request computes the last token that is known, and samples: so none is scored.
         if not num_extends and self._decodes and (pass_.num_samples == 1).all():
-            at = bisect_left(self._decodes, count, key=lambda shape: shape.num_rows)
-            return self._decodes[at] if at < len(self._decodes) else None
+            return self._decodes[bisect_left(self._sizes, count)] if count <= self._sizes[-1] else None
         if not self._extends or len(pass_.scored) or pass_.num_samples.max() > 1:
             return None
         num_decodes = count - num_extends
@@ -192,9 +193,11 @@ class PassBuilder:
         extras: Arrays = {name: array for name, array in sampling.arrays.items() if name not in plain}
         if len(pass_.row_changes) > pass_.num_rows:  # else they are the new tokens', which the graph writes
             extras |= _row_changes(pass_)
-        return _packed_pass(
-            pass_, current.key, current.words, current.inputs, extras, current.plans, num_extends=0
-        )
+        elif not extras and current.packed is not None and current.packed.features == sampling.features:
+            return current.packed  # nothing but its words has changed
+        made = _packed_pass(pass_, current.key, current.words, current.inputs, extras, current.plans, num_extends=0)
+        current.packed = None if extras else made
+        return made
 
     # --- plans, and passes to capture ---
 
@@ -226,6 +229,7 @@ class _DecodeWords:
     Attributes:
         inputs: where the arrays lie that `arrays` has.
         arrays, plans: parts of the words.
+        packed: a pass of these requests that has no extras; None: there is none yet.
     """
 
     def __init__(self, key: PassKey, padding_row: int, plans: PassPlans) -> None:
@@ -238,10 +242,12 @@ class _DecodeWords:
         self.words, self.inputs = packed({"input_ids": zeros, **host, **draws, **plans.numbered()})
         self.arrays = self.inputs.parts(self.words)
         self.plans = plans.with_arrays(self.arrays[name] for name in plans.numbered())
+        self.packed: PackedPass | None = None
         self._idle = self.words.copy()
 
     def begin(self, rows: Int32Array, plans: PassPlans) -> None:
         """Fill in what does not change while the requests `rows` `[B]` decode by these plans."""
+        self.packed = None
         self.words[:] = self._idle
         self.arrays["req_pool_indices"][: len(rows)] = rows
         for place, array in zip(self.plans.arrays(), plans.arrays(), strict=True):

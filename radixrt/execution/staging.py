@@ -90,7 +90,9 @@ class Staging:
         self._fixed = self._buffer
 
     def upload(self, words: Int32Array, num_fixed: int = 0) -> Tensor:
-        """Return a copy of int32 `words` on the device. The first `num_fixed` also lie in the fixed buffer."""
+        """Return a buffer on the device that begins with a copy of int32 `words`. The first `num_fixed` of them are
+        also in the fixed buffer, if that is another one.
+        """
         count = len(words)
         if count > len(self._buffer):
             self._reserve(2 * count)
@@ -105,7 +107,7 @@ class Staging:
             fixed[:num_fixed].copy_(host[:num_fixed], non_blocking=True)
         if self._copied is not None:
             self._copied[self._turn].record()
-        return target[:count]
+        return target
 
 
 def packed(arrays: Mapping[str, NDArray[Any]], layout: Layout | None = None) -> tuple[Int32Array, Layout]:
