@@ -46,15 +46,15 @@ def calibrated_scales(model: Decoder, device: torch.device) -> Tensor:
     host = InputMetadata.host_arrays([0], [num_tokens], [0], slots)
     plans = planner_of(config, model.placement, slots[None]).plan(host, 1)
     arrays = {name: torch.tensor(array, device=device) for name, array in host.items()}
-    decode_plans, extend_plans = plans.on_device(torch.tensor(array, device=device) for array in plans.arrays())
+    device_plans = plans.with_arrays(torch.tensor(array, device=device) for array in plans.arrays())
     metadata = InputMetadata.from_host_and_device(
         host,
         arrays,
         logits_indices=arrays["req_pool_indices"],
         req_to_token=arrays["out_cache_loc"].unsqueeze(0),
         num_extends=1,
-        decode_plans=decode_plans,
-        extend_plans=extend_plans,
+        decode_plans=device_plans.decode,
+        extend_plans=device_plans.extend,
     )
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.inference_mode(), on_device:

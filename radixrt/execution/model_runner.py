@@ -216,7 +216,7 @@ class ModelRunner:
         plans = self._planner.plan(host, batch.num_extends)
         self._timer.start()
         arrays = self._staging.upload({**host, **ids, **own, **plans.numbered()})
-        decode_plans, extend_plans = plans.on_device(arrays[name] for name in plans.numbered())
+        device_plans = plans.with_arrays(arrays[name] for name in plans.numbered())
         self._write_rows(arrays)
         metadata = InputMetadata.from_host_and_device(
             host,
@@ -224,8 +224,8 @@ class ModelRunner:
             logits_indices=arrays["logits_indices"],
             req_to_token=self._req_to_token,
             num_extends=batch.num_extends,
-            decode_plans=decode_plans,
-            extend_plans=extend_plans,
+            decode_plans=device_plans.decode,
+            extend_plans=device_plans.extend,
         )
         input_ids = known_tokens(arrays["input_ids"], self._last_token, impl=self._impl)
         hidden = self.model(input_ids, metadata, self.kv_pool)

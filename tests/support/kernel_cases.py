@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixrt.execution.attention.flat import KernelShape, decode_item_len, plan_extends
+from radixrt.execution.attention.flat import KernelShape
 from triton_ops.activations.elementwise import MAX_BYTES
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
@@ -201,10 +201,14 @@ def _decode(shape: AttentionShape) -> None:
     plan = AttentionPlan.flat(
         range(shape.batch),
         seq_lens,
-        max_item_len=decode_item_len(gpu_of(q.device), 8, np.array(seq_lens, np.int32)),
+        max_item_len=_kernel_shape(shape).decode_item_len(np.array(seq_lens, np.int32)),
         sliding_window=keywords.get("sliding_window"),
     )
     decode_attention(q, **shape.pool(), plan=plan.to(q.device), **keywords)
+
+
+def _kernel_shape(shape: AttentionShape) -> KernelShape:
+    return KernelShape(gpu_of(torch.get_default_device()), 8 * shape.group, 8, shape.head_dim, shape.dtype)
 
 
 def _tree_cases() -> Iterator[KernelCase]:
@@ -244,10 +248,7 @@ def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:
 def _shared_extend(shape: AttentionShape) -> None:
     counts = np.full(shape.batch, shape.extend, np.int32)
     prefix = np.full_like(counts, shape.prefix)
-    plan = plan_extends(
-        KernelShape(
-            gpu_of(torch.get_default_device()), 8 * shape.group, 8, head_dim=shape.head_dim, dtype=shape.dtype
-        ),
+    plan = _kernel_shape(shape).plan_extends(
         prefix,
         np.cumsum(counts, dtype=np.int32) - counts,
         counts,

@@ -132,14 +132,14 @@ class DecodeGraphs:
         """From the numbers of a pass to its logits; of the form nothing but the shapes has a meaning."""
         rows, positions = arrays["req_pool_indices"], arrays["positions"]
         write_cells(self._req_to_token, rows, positions, arrays["out_cache_loc"], impl=self._impl)
-        decode_plans, _ = form.plans.on_device(arrays[name] for name in form.plans.numbered())
+        device_plans = form.plans.with_arrays(arrays[name] for name in form.plans.numbered())
         metadata = InputMetadata.from_host_and_device(
             form.host,
             arrays,
             logits_indices=arrays["extend_start_loc"],
             req_to_token=self._req_to_token,
             num_extends=0,
-            decode_plans=decode_plans,
+            decode_plans=device_plans.decode,
         )
         ids = known_tokens(arrays["input_ids"], self._last_token, impl=self._impl)
         hidden = self._model(ids, metadata, self._kv_pool, num_blocks=num_blocks)

@@ -39,7 +39,7 @@ class DecodeForm:
         plans: those that the form was begun with, parts of `words`.
     """
 
-    def __init__(self, size: int, padding_row: int, plan_shape: PlanShape, plans: PassPlans) -> None:
+    def __init__(self, size: int, padding_row: int, plan_shape: PlanShape, plans: PassPlans[Int32Array]) -> None:
         zeros = np.zeros(size, np.int32)
         host = InputMetadata.host_arrays(zeros + np.int32(padding_row), zeros + 1, zeros, zeros)
         self.size = size
@@ -56,7 +56,7 @@ class DecodeForm:
         self.plans = plans.with_arrays(self.arrays[name] for name in plans.numbered())
         self._idle = self.words.copy()
 
-    def begin(self, rows: Int32Array, plans: PassPlans) -> None:
+    def begin(self, rows: Int32Array, plans: PassPlans[Int32Array]) -> None:
         """Fill in what does not change while the requests `rows` `[B]` decode by these plans."""
         self.words[:] = self._idle
         self.arrays["req_pool_indices"][: len(rows)] = rows

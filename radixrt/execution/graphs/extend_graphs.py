@@ -62,7 +62,7 @@ class PaddedPass:
 
     shape: PassShape
     host: dict[str, Int32Array]
-    plans: PassPlans
+    plans: PassPlans[Int32Array]
     own: dict[str, NDArray[Any]]
 
     @property
@@ -218,15 +218,15 @@ class ExtendGraphs:
 
     def _compute(self, padded: PaddedPass, arrays: Mapping[str, Tensor], *, num_blocks: int | None = None) -> None:
         """From the numbers of a pass on the device to its logits; of `padded` only the shapes have a meaning."""
-        decode_plans, extend_plans = padded.plans.on_device(arrays[name] for name in padded.plans.numbered())
+        device_plans = padded.plans.with_arrays(arrays[name] for name in padded.plans.numbered())
         metadata = InputMetadata.from_host_and_device(
             padded.host,
             arrays,
             logits_indices=arrays["logits_indices"],
             req_to_token=self._req_to_token,
             num_extends=padded.shape.num_extends,
-            decode_plans=decode_plans,
-            extend_plans=extend_plans,
+            decode_plans=device_plans.decode,
+            extend_plans=device_plans.extend,
         )
         ids = known_tokens(arrays["input_ids"], self._last_token, impl=self._impl)
         hidden = self._model(ids, metadata, self._kv_pool, num_blocks=num_blocks)
