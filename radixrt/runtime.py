@@ -41,7 +41,6 @@ from radixrt.execution.device import (
     pool_slots,
     started_meanwhile,
 )
-from radixrt.execution.graphs.decode_graphs import MOST_CAPTURED
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.memory_budget import PassLimits, measured_pass_memory, room_for_passes
 from radixrt.execution.model_runner import ModelRunner
@@ -290,7 +289,7 @@ class Runtime:
             self._kv_pool,
             self.device,
             host_pool,
-            max_captured_batch=min(max_running_requests, MOST_CAPTURED) if cuda_graphs else 0,
+            max_captured_batch=max_running_requests if cuda_graphs else 0,
             max_captured_tokens=chunked_prefill_size if cuda_graphs else 0,
             tree=tree,
         )

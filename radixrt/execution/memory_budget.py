@@ -14,7 +14,6 @@ from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.errors import ParameterError
 from radixrt.execution.attention.planner import planner_of
-from radixrt.execution.graphs.decode_graphs import MOST_CAPTURED
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.models.decoder import Decoder
 from radixrt.sampling_params import SamplingParams
@@ -118,7 +117,7 @@ def measured_pass_memory(
         rows,
         pool,
         device,
-        max_captured_batch=min(limits.max_running_requests, MOST_CAPTURED) if captures else 0,
+        max_captured_batch=limits.max_running_requests if captures else 0,
         max_captured_tokens=limits.chunked_prefill_size if captures else 0,
         tree=tree,
     )
@@ -126,7 +125,7 @@ def measured_pass_memory(
     passes = before - free()
     torch.cuda.empty_cache()
     between = free()
-    runner.capture_graphs(most=1)
+    runner.capture_graphs(max_shapes=1)
     graphs = between - free()
     del runner, pool
     gc.collect()

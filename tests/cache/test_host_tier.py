@@ -22,6 +22,7 @@ from radixrt import FinishReason, ParameterError, PassError, RequestOutput, Runt
 from radixrt.cache.radix_tree import Namespace
 from radixrt.cache.tree_view import view_tree
 from radixrt.execution import kv_mover
+from radixrt.execution.executor import Executor
 from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.schedule.request import RequestState
@@ -482,13 +483,13 @@ def test_a_pass_that_fails_does_not_spoil_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with runtime(folder, device, **HOST) as tiered:
-        launch, run = ModelRunner._launch, KVMover.run
-        for owner, name, original in ((ModelRunner, "_launch", launch), (KVMover, "run", run)):
+        score, run = Executor.score, KVMover.run  # scores are launched last
+        for owner, name, original in ((Executor, "score", score), (KVMover, "run", run)):
             assert tokens(tiered.generate(prompts[:6], GREEDY)) == cold[:6]  # the pool is full
 
             def once(*arguments: Any, owner: Any = owner, name: str = name, original: Any = original) -> Any:
                 monkeypatch.setattr(owner, name, original)
-                if owner is ModelRunner:
+                if owner is Executor:
                     original(*arguments)  # all of it is under way
                 raise RuntimeError("cut short")
 

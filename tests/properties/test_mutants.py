@@ -27,7 +27,8 @@ from radixrt.errors import SchedulerError
 from radixrt.execution.attention import shared_segments
 from radixrt.execution.attention.pass_plans import PassPlans
 from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
-from radixrt.execution.graphs.decode_numbers import DecodeForm, DecodeNumbers
+from radixrt.execution.packed_pass import PackedPass
+from radixrt.execution.pass_builder import PassBuilder
 from radixrt.output import FinishReason
 from radixrt.schedule import scheduler as scheduling
 from radixrt.schedule.passes import Pass, PassResult
@@ -829,14 +830,14 @@ def send_no_remap(patch: pytest.MonkeyPatch) -> None:
 @mutant("17: each position", "17: what is read", "17: a plan is made", world=PlannedWorld)
 def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
     """That other requests decode is not noticed."""
-    of = DecodeNumbers.of
+    build = PassBuilder.build
 
-    def unnoticed(self: DecodeNumbers, batch: Pass, *arguments: Any) -> DecodeForm:
-        if self._rows is not None and len(self._rows) == len(batch.req_pool_indices):
-            self._rows = batch.req_pool_indices
-        return of(self, batch, *arguments)
+    def unnoticed(self: PassBuilder, pass_: Pass) -> PackedPass:
+        if self._rows is not None and len(self._rows) == pass_.num_rows:
+            self._rows = pass_.req_pool_indices
+        return build(self, pass_)
 
-    patch.setattr(DecodeNumbers, "of", unnoticed)
+    patch.setattr(PassBuilder, "build", unnoticed)
 
 
 @mutant("17: each position", "17: a plan is of", world=PlannedWorld)

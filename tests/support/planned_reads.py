@@ -14,16 +14,14 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from layers.input_metadata import InputMetadata
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.pass_plans import PassPlans
 from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.attention.shared_segments import SharedSegments
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
-from radixrt.execution.graphs.decode_numbers import DecodeNumbers
-from radixrt.execution.graphs.extend_graphs import ExtendGraphs, PassShape
+from radixrt.execution.graphs.ladder import PassShape
+from radixrt.execution.pass_builder import PassBuilder
 from radixrt.schedule.passes import Pass
-from radixrt.schedule.sampling_table import Features
 from tests.support.simulation import World, require
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array, SharingPlan
 from triton_ops.implementation import GPU
@@ -55,10 +53,8 @@ class PlannedReads:
         self.events = world.events
         self._table = world.rows.req_to_token
         self._planner = tiny_planner(self._table, tuning, 1 + world.sizes.chunk % 2)
-        self._numbers = DecodeNumbers(self._planner, world.rows.max_requests)
-        self._graphs = object.__new__(ExtendGraphs)  # of which nothing is asked but to pad passes
-        self._graphs._planner, self._graphs._padding_row = self._planner, world.rows.max_requests
-        self._sizes: set[int] = set()
+        self._padding_row = world.rows.max_requests
+        self._builders: dict[PassShape | None, PassBuilder] = {}
         self._passes = 0
         self._made: tuple[Int32Array, Counter[str]] | None = None  # rows of the plan in use, and events till then
 
@@ -112,29 +108,30 @@ class PlannedReads:
         return out
 
     def _planned(self, batch: Pass) -> tuple[Arrays, PassPlans[Int32Array]]:
-        """The host arrays of a pass with extends, and the plans. Every other one is padded."""
-        count = batch.num_rows - batch.num_extends
+        """The host arrays of a pass, and the plans. All decodes are padded, and every other pass with extends."""
+        shape: PassShape | None = None
         if not batch.num_extends:
-            size = -(-count // PADDED_TO) * PADDED_TO
-            if size not in self._sizes:
-                self._sizes.add(size)
-                for shape in self._planner.decode_shapes(size):
-                    self._numbers.idle(size, shape)
-            return {}, self._numbers.of(batch, size, Features(), {}).plans
-        self._passes += 1
-        if self._passes % 2:
-            host = InputMetadata.host_arrays(
-                batch.req_pool_indices, batch.seq_lens, batch.prefix_lens, batch.out_cache_loc
-            )
-            return host, self._planner.plan(host, batch.num_extends)
-        shape = PassShape(
-            num_tokens=(len(batch.input_ids) - count) // PADDED_TO * PADDED_TO + PADDED_TO,
-            num_rows=batch.num_rows // PADDED_TO * PADDED_TO + PADDED_TO,  # each may sample
-            num_extends=batch.num_extends + 2,
-        )
-        padded = self._graphs._padded(batch, shape, self._planner.extend_shapes(shape.num_tokens, shape.num_rows))
-        assert padded is not None
-        return padded.host, padded.plans
+            shape = PassShape(0, -(-batch.num_rows // PADDED_TO) * PADDED_TO, 0)
+        else:
+            self._passes += 1
+            if self._passes % 2 == 0:
+                num_tokens = len(batch.input_ids) - (batch.num_rows - batch.num_extends)
+                shape = PassShape(
+                    num_tokens=num_tokens // PADDED_TO * PADDED_TO + PADDED_TO,
+                    num_rows=batch.num_rows // PADDED_TO * PADDED_TO + PADDED_TO,  # each may sample
+                    num_extends=batch.num_extends + 2,
+                )
+        packed = self._builder(shape).build(batch)
+        return packed.host_arrays(), packed.plans
+
+    def _builder(self, shape: PassShape | None) -> PassBuilder:
+        """What pads passes to a shape, if they fit it."""
+        if shape not in self._builders:
+            shapes = [] if shape is None else [shape]
+            builder = self._builders[shape] = PassBuilder(self._planner, shapes, self._padding_row)
+            for _ in builder.idle_passes():
+                pass
+        return self._builders[shape]
 
     def _count(self, batch: Pass, decodes: AttentionPlan[Int32Array], reads: Sequence[Reads]) -> None:
         if not decodes.shared_query_lens.any():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from radixrt.execution.attention.pass_plans import WHOLE
 from tests.execution.attention.test_shared_segments import Tree, trees
+from tests.support.passes import plain_pass
 from tests.support.planned_reads import ROWS_AT_ONCE, TUNING, PlannedReads, tiny_planner
 
 
@@ -28,24 +29,14 @@ def test_each_token_reads_each_position_once(
     own = np.array(tree.own)[live]
     new = np.array([data.draw(st.integers(1, min(length, 9))) for length in own.tolist()], np.int32)
     order = np.argsort(new == 1, kind="stable")
-    num_extends = int((new > 1).sum())
-    if not num_extends:
+    if new.max(initial=0) < 2:
         return
     world: Any = SimpleNamespace(
         events=Counter(),
         rows=SimpleNamespace(req_to_token=table, max_requests=len(table)),
         sizes=SimpleNamespace(chunk=seed),
     )
-    batch: Any = SimpleNamespace(
-        num_rows=len(new),
-        num_extends=num_extends,
-        req_pool_indices=lines[order],
-        prefix_lens=(seq_lens - new)[order].astype(np.int32),
-        seq_lens=seq_lens[order].astype(np.int32),
-        input_ids=np.zeros(new.sum(), np.int32),
-        out_cache_loc=np.zeros(new.sum(), np.int32),
-        num_samples=np.ones_like(new),
-    )
+    batch = plain_pass(lines[order], (seq_lens - new)[order], seq_lens[order])
     reads = PlannedReads(world, replace(TUNING, max_waves=max_waves, max_cut_tokens=max_cut))
     for _ in range(2):
         assert len(reads.lines(batch)) == len(new)

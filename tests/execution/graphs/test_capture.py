@@ -7,10 +7,9 @@ surrounds a graph is the same.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,71 +25,82 @@ from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine.engine import Engine
 from radixrt.execution.attention import planner as attention_planner
-from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE
-from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE, PlanShape
+from radixrt.execution.attention.planner import planner_of
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
-from radixrt.execution.graphs import decode_numbers, extend_graphs
-from radixrt.execution.graphs.decode_graphs import CAPTURED_DRAWS, MOST_CAPTURED, DecodeGraphs, ladder
-from radixrt.execution.graphs.extend_graphs import TOKEN_STEPS, ExtendGraphs, PaddedPass, pass_shapes
-from radixrt.execution.graphs.memory import GraphMemory
-from radixrt.execution.model_runner import ModelRunner
+from radixrt.execution.executor import Executor, Forward
+from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, MAX_CAPTURED_BATCH, ladder
+from radixrt.execution.model_runner import ModelRunner, Tuning
+from radixrt.execution.packed_pass import PackedPass, PassKey
+from radixrt.execution.pass_builder import PassBuilder
 from radixrt.execution.pass_timer import PassTimer
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.passes import Pass, PassResult
+from radixrt.schedule.passes import PassResult
 from tests.models.test_parity import MODELS
 from tests.support.checkpoints import VOCAB_SIZE, gemma2, gemma3, llama, qwen3_moe, smollm3, write
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import FIRST_CAPABILITY
 
+pytestmark = pytest.mark.usefixtures("device")
+
 MERGES_BELOW = PlanTuning.cuts_below
 GREEDY = Params(temperature=0, max_new_tokens=12, ignore_eos=True)
 
 
-class Repeated:
-    """What stands in for a CUDA graph on a CPU."""
+class Recomputed:
+    """Stands in for a CUDA graph on a CPU: a replay computes anew."""
 
     def __init__(self, compute: Callable[[], None]) -> None:
         self.replay = torch.inference_mode()(compute)
 
 
-def repeated(memory: GraphMemory, compute: Callable[[], None], warm_up: Callable[[], None]) -> Repeated:
-    warm_up()
-    return Repeated(compute)
+class Recomputing:
+    """Stands in for GraphMemory on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def captured(self, compute: Callable[[], None], warm_up: Callable[[], None]) -> Recomputed:
+        warm_up()
+        return Recomputed(compute)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def graphs(device: torch.device) -> Iterator[None]:
-    """Lets `runtime_of` make Runtimes with graphs, on a CPU too: of passes with extends such with few tokens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extend_graphs, "TOKEN_STEPS", (16, 64))
-        if device.type != "cuda":
-            patch.setattr(GraphMemory, "captured", repeated)
-            patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-            patch.setattr(attention_planner, "runs_triton", lambda impl, device: True)  # plans are cut and padded
-        yield
-
-
-def runtime_of(folder: Path, *, cuda_graphs: bool = True, **options: Any) -> Runtime:
-    """In float32, with as few graphs as may be; slots that nobody has filled hold NaN, the reserved one too."""
+def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int = 64, **options: Any) -> Runtime:
+    """In float32, with as few graphs as may be, on a CPU too; slots that nobody has filled hold NaN, the reserved
+    one too.
+    """
     options = {"dtype": "float32", "max_total_tokens": 4000, "max_running_requests": 9, **options}
     device = torch.get_default_device()
-    if device.type == "cuda":
-        runtime = Runtime(folder, device=device, cuda_graphs=cuda_graphs, **options)
-    else:
-        most = min(options["max_running_requests"], MOST_CAPTURED) if cuda_graphs else 0
-        most_tokens = options.get("chunked_prefill_size", 2048) if cuda_graphs else 0
+    on_gpu = device.type == "cuda"
 
-        def runner(*arguments: Any, tree: bool, **_: int) -> ModelRunner:
-            return ModelRunner(*arguments, max_captured_batch=most, max_captured_tokens=most_tokens, tree=tree)
+    def runner(model: Decoder, rows: Any, kv_pool: Any, *places: Any, tree: bool, **limits: int) -> ModelRunner:
+        tuning = Tuning(token_sizes=(16, 64), max_plan_passes=max_plan_passes)
+        if not on_gpu:  # plans are cut and padded as if kernels ran
+            kv_dtype = kv_pool.buffer.dtype
+            kernels = replace(model.placement, impl="triton")
+            planner = planner_of(model.config, kernels, rows.req_to_token, kv_dtype, tree=tree)
+            tuning = replace(tuning, recorder=Recomputing, planner=planner)
+            most = options["max_running_requests"], options.get("chunked_prefill_size", 2048)
+            limits = dict(zip(limits, most if cuda_graphs else (0, 0), strict=True))
+        return ModelRunner(model, rows, kv_pool, *places, tree=tree, tuning=tuning, **limits)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(radixrt.runtime, "ModelRunner", runner)
-            runtime = Runtime(folder, device=device, **options)
-    assert (runner_of(runtime)._graphs is not None) == cuda_graphs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(radixrt.runtime, "ModelRunner", runner)
+        own = {"cuda_graphs": cuda_graphs} if on_gpu else {}
+        runtime = Runtime(folder, device=device, **own, **options)
+    assert (runner_of(runtime).executor.graphs is not None) == cuda_graphs
     if runtime._kv_pool.scales is None:
         runtime._kv_pool.fill(float("nan"))
     return runtime
+
+
+def captured_keys(runtime: Runtime) -> tuple[set[PassKey], set[tuple[int, Any]]]:
+    """What a Runtime has captured: the keys of forward passes, and sizes and features of draws."""
+    graphs = runner_of(runtime).executor.graphs
+    assert graphs is not None
+    forwards = {key for key in graphs.keys if isinstance(key, PassKey)}
+    return forwards, {(key[0].num_rows, key[1]) for key in graphs.keys - forwards}  # type: ignore[index]
 
 
 def runner_of(runtime: Runtime) -> ModelRunner:
@@ -107,18 +117,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """Of each captured pass: its requests, the size that it was padded to, and whether some were just admitted."""
-    seen: list[tuple[int, int, bool]] = []
-    launch = DecodeGraphs.launch
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[PackedPass]:
+    """All passes; their words may be of later ones."""
+    seen: list[PackedPass] = []
+    forward = Executor.forward
 
-    def watched(self: DecodeGraphs, batch: Any, *arguments: Any) -> Any:
-        count = len(batch.requests)
-        seen.append((count, next(size for size in self._sizes if size >= count), bool(batch.admitted)))
-        return launch(self, batch, *arguments)
+    def watched(self: Executor, packed: PackedPass) -> Forward:
+        seen.append(packed)
+        return forward(self, packed)
 
-    monkeypatch.setattr(DecodeGraphs, "launch", watched)
+    monkeypatch.setattr(Executor, "forward", watched)
     return seen
+
+
+def decodes_of(launches: list[PackedPass]) -> list[tuple[int, int, bool]]:
+    """Of each captured decode: its requests, the size that it was padded to, and whether rows had changed."""
+    return [
+        (packed.num_rows, packed.key.shape.num_rows, packed.has_row_changes)
+        for packed in launches
+        if packed.key is not None and packed.is_captured_decode
+    ]
+
+
+def extends_of(launches: list[PackedPass]) -> list[PassKey]:
+    """The keys of the other captured passes."""
+    return [packed.key for packed in launches if packed.key is not None and not packed.is_captured_decode]
 
 
 def random_prompts(count: int, *, least: int = 2, most: int = 30, seed: int = 0) -> list[list[int]]:
@@ -150,96 +173,54 @@ def check_both(folder: Path, prompts: list[list[int]], params: Any, **options: A
     return expected
 
 
-# --- the ladder ---
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 8, 63, 64, 65, 127, 128, 129, 512, 513, 2048])
-def test_the_ladder_ends_at_the_most(most: int) -> None:
-    sizes = ladder(most)
-    assert sizes[-1] == most
-    assert sizes[0] == 1
-    assert all(a < b for a, b in pairwise(sizes))
-    for count in range(1, most + 1):
-        size = next(size for size in sizes if size >= count)
-        assert size - count < min(count, 32)
-
-
 # --- passes with extends ---
-
-
-@pytest.fixture
-def extend_replays(monkeypatch: pytest.MonkeyPatch) -> list[PaddedPass]:
-    """The captured passes with extends."""
-    seen: list[PaddedPass] = []
-    launch = ExtendGraphs.launch
-
-    def watched(self: ExtendGraphs, padded: PaddedPass) -> Any:
-        seen.append(padded)
-        return launch(self, padded)
-
-    monkeypatch.setattr(ExtendGraphs, "launch", watched)
-    return seen
-
-
-def test_shapes_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model has them up to the longest pass, a large one for short passes alone, a huge one none."""
-    monkeypatch.setattr(extend_graphs, "TOKEN_STEPS", TOKEN_STEPS)
-    small = pass_shapes(16384, 512, 600_000_000)
-    assert max(shape.num_tokens for shape in small) == 16384
-    assert {shape.num_rows for shape in small} == {128, 512}
-    assert small == sorted(small, key=lambda shape: (shape.num_tokens, shape.num_rows))
-    assert all(shape.num_extends == min(shape.num_tokens // 2, 512) + 1 for shape in small)
-    assert max(shape.num_tokens for shape in pass_shapes(16384, 512, 8_000_000_000)) == 1024
-    assert not pass_shapes(16384, 512, 70_000_000_000)
-    assert [shape.num_tokens for shape in pass_shapes(100, 1, 1000)] == [100]
-    assert max(shape.num_tokens for shape in pass_shapes(2**20, 1, 1000)) == TOKEN_STEPS[-1]
-    assert not pass_shapes(0, 8, 1000)
 
 
 @pytest.mark.long_unless(kept=lambda given: given["chunk"] in (2, 64))
 @pytest.mark.parametrize("chunk", [2, 7, 64, 1000])
-def test_passes_with_extends(folder: Path, chunk: int, extend_replays: list[PaddedPass]) -> None:
+def test_passes_with_extends(folder: Path, chunk: int, launches: list[PackedPass]) -> None:
     """Chunks, cached prefixes, decodes beside them; passes that no shape fits among them."""
     shared = random_prompts(1, least=40, most=40, seed=9)[0]
     prompts = [*random_prompts(12, most=50), *(shared + own for own in random_prompts(8, most=9, seed=8))]
     params = [replace(one, seed=i) for i, one in enumerate([*KINDS.values()] * 2)][: len(prompts)]
     check_both(folder, prompts, params, chunked_prefill_size=chunk)
-    assert {padded.shape.num_tokens for padded in extend_replays} == ({16, 64} if chunk > 16 else {chunk})
-    assert {9} <= {padded.shape.num_rows for padded in extend_replays} <= {3, 9}
+    shapes = {key.shape for key in extends_of(launches)}
+    assert {shape.num_tokens for shape in shapes} == ({16, 64} if chunk > 16 else {chunk})
+    assert {9} <= {shape.num_rows for shape in shapes} <= {3, 9}
 
 
-def test_padding_has_no_positions_beyond_the_context(tmp_path: Path, extend_replays: list[PaddedPass]) -> None:
+def test_padding_has_no_positions_beyond_the_context(tmp_path: Path, launches: list[PackedPass]) -> None:
     """A shape may have more tokens than a context has positions, and so than there are rotations."""
     with torch.device("cpu"):
         folder = write(llama(seed=3, max_position_embeddings=24), tmp_path)
     check_both(folder, random_prompts(4, least=9, most=11), replace(GREEDY, max_new_tokens=4))
-    assert {padded.shape.num_tokens for padded in extend_replays} == {64}
+    assert {key.shape.num_tokens for key in extends_of(launches)} == {64}
 
 
-def test_a_pass_beyond_all_shapes_is_launched_kernel_by_kernel(
-    folder: Path, extend_replays: list[PaddedPass]
-) -> None:
+def test_a_pass_beyond_all_shapes_is_launched_kernel_by_kernel(folder: Path, launches: list[PackedPass]) -> None:
     check_both(folder, random_prompts(3, least=70, most=90), GREEDY)
-    assert not extend_replays
+    assert launches
+    assert not extends_of(launches)
 
 
 @pytest.mark.parametrize("changes", [{"n": 3}, {"prompt_logprobs": 2}])
 def test_answers_to_one_prompt_and_scores_are_launched_kernel_by_kernel(
-    folder: Path, extend_replays: list[PaddedPass], changes: dict[str, int]
+    folder: Path, launches: list[PackedPass], changes: dict[str, int]
 ) -> None:
     """The first tokens of several answers have more rows of logits; scores want hidden states."""
     check_both(folder, random_prompts(3), replace(GREEDY, max_new_tokens=1, **changes))
-    assert not extend_replays
+    assert launches
+    assert not extends_of(launches)
 
 
-def test_an_extend_that_is_not_finite_ends_alone(folder: Path, extend_replays: list[PaddedPass]) -> None:
+def test_an_extend_that_is_not_finite_ends_alone(folder: Path, launches: list[PackedPass]) -> None:
     """Its flags are those of its own pass, though the next one is launched before they are read."""
     with runtime_of(folder) as runtime:
         (bad,) = random_prompts(1, least=9, most=9, seed=5)
         runtime._model.embedding.weight[bad[4]] = float("nan")
         good = [[token for token in prompt if token != bad[4]] + [3, 4] for prompt in random_prompts(6, seed=6)]
         outputs = runtime.generate([bad, *good], GREEDY)
-    assert extend_replays
+    assert extends_of(launches)
     assert outputs[0].finish_reason is FinishReason.ERROR
     for output in outputs[1:]:
         assert output.finish_reason is not FinishReason.ERROR or bad[4] in output.token_ids
@@ -249,8 +230,7 @@ def test_an_extend_that_is_not_finite_ends_alone(folder: Path, extend_replays: l
 def test_a_pass_begins_on_the_device_once_the_host_has_planned_it(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    replays: list[tuple[int, int, bool]],
-    extend_replays: list[PaddedPass],
+    launches: list[PackedPass],
     chunk: int,
 ) -> None:
     """Whichever way it goes, and before anything of it is sent there."""
@@ -268,41 +248,34 @@ def test_a_pass_begins_on_the_device_once_the_host_has_planned_it(
     with runtime_of(folder, chunked_prefill_size=chunk) as runtime:
         for method in ("begin", "start", "end"):
             watch(PassTimer, method, method)
-        for method in ("plan", "plan_padded_decodes", "plan_padded_extends"):
-            watch(AttentionPlanner, method, "plan")
-        watch(Staging, "_copy", "copy")
+        watch(PassBuilder, "build", "build")
+        watch(Staging, "upload", "upload")
         prompts = random_prompts(len(KINDS) + 1, most=40, seed=21)
         prompts[-1] = random_prompts(1, least=200, most=200)[0]
         runtime.generate(prompts, [*KINDS.values(), GREEDY])
         passes = runtime.activity().passes
-    launches = " ".join(events).split("begin ")[1:]
-    assert len(launches) == passes
-    for launch in launches:
-        names = launch.split()
-        start, end = names.index("start"), names.index("end")
-        assert names.count("start") == names.count("end") == 1
-        assert "copy" in names[start:end]
-        assert set(names[:start]) <= {"plan"}
-        assert set(names[start + 1 : end]) == {"copy"}
-        assert end == len(names) - 1
-    assert replays
-    assert extend_replays
-    assert len(launches) > len(replays) + len(extend_replays)  # some go kernel by kernel
+    timed = " ".join(events).split("begin ")[1:]
+    assert len(timed) == passes
+    assert {tuple(names.split()) for names in timed} == {("build", "start", "upload", "end")}
+    decodes, extends = decodes_of(launches), extends_of(launches)
+    assert decodes
+    assert extends
+    assert len(timed) > len(decodes) + len(extends)  # some go kernel by kernel
 
 
 # --- the same outputs ---
 
 
-def test_a_batch_that_shrinks_through_the_whole_ladder(folder: Path, replays: list[tuple[int, int, bool]]) -> None:
+def test_a_batch_that_shrinks_through_the_whole_ladder(folder: Path, launches: list[PackedPass]) -> None:
     """From more than MERGES_BELOW requests down to one, with long contexts among them and without."""
     most = MERGES_BELOW + 2
     short = random_prompts(most, most=9)
     long = [*random_prompts(3, least=600, most=700, seed=1), *short[3:]]
     params = [replace(GREEDY, max_new_tokens=1 + i) for i in range(most)]
     for prompts in (short, long):
-        replays.clear()
+        launches.clear()
         check_both(folder, prompts, params, max_running_requests=most, max_total_tokens=8000)
-        counts, sizes = {count for count, _, _ in replays}, {size for _, size, _ in replays}
+        counts, sizes = ({row[i] for row in decodes_of(launches)} for i in (0, 1))
         assert sizes == set(ladder(most))
         assert counts >= set(range(1, most))
 
@@ -336,13 +309,13 @@ KINDS: dict[str, Params] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_request_beside_others(folder: Path, kind: str, replays: list[tuple[int, int, bool]]) -> None:
+def test_each_kind_of_request_beside_others(folder: Path, kind: str, launches: list[PackedPass]) -> None:
     """Four of it, of which three share a prefix; then it is alone, for the others have ended."""
     head = random_prompts(1, least=20)[0]
     prompts = [[*head, 5], [*head, 6, 7], head, *random_prompts(3, seed=2)]
     params = [KINDS[kind]] * 4 + [replace(GREEDY, max_new_tokens=3), Params(seed=0, max_new_tokens=4)]
     check_both(folder, prompts, params)
-    assert replays
+    assert decodes_of(launches)
 
 
 @pytest.mark.parametrize(
@@ -356,12 +329,12 @@ def test_each_kind_of_request_beside_others(folder: Path, kind: str, replays: li
     ],
     ids=str,
 )
-def test_all_kinds_together(folder: Path, options: dict[str, Any], replays: list[tuple[int, int, bool]]) -> None:
+def test_all_kinds_together(folder: Path, options: dict[str, Any], launches: list[PackedPass]) -> None:
     """Prefills, chunks and decodes mixed; more requests than run at once."""
     head = random_prompts(1, least=20)[0]
     prompts = [head[: 5 + i] + tail for i, tail in enumerate(random_prompts(len(KINDS), seed=3))]
     check_both(folder, prompts, list(KINDS.values()), **options)
-    assert len({count for count, _, _ in replays}) > 2
+    assert len({count for count, _, _ in decodes_of(launches)}) > 2
 
 
 MANY_PASSES = [("llama", True), ("gemma3", False), ("llama", False), ("mistral", True)]
@@ -377,7 +350,6 @@ def test_many_passes_of_the_same_requests(
     """
     with torch.device("cpu"):
         folder = write(MODELS[family](), tmp_path)
-    monkeypatch.setattr(decode_numbers, "PLAN_STEPS", 16)
     collect = ModelRunner.collect
     results: list[tuple[PassResult, PassResult]] = []
 
@@ -390,7 +362,7 @@ def test_many_passes_of_the_same_requests(
     prompts = random_prompts(len(KINDS), most=20, seed=16)
     lengths = [47, 21, 7, 5]
     params = [replace(kind, max_new_tokens=lengths[i % 4], n=1) for i, kind in enumerate(KINDS.values())]
-    check_both(folder, prompts, params, overlap=overlap)
+    check_both(folder, prompts, params, overlap=overlap, max_plan_passes=16)
     assert len(results) > 3 * 2 * 16
     for result, before in results:
         np.testing.assert_array_equal(result.token_ids, before.token_ids)
@@ -402,9 +374,7 @@ def test_results_need_no_more_memory_than_passes_are_in_flight(folder: Path, ove
     with runtime_of(folder, overlap=overlap) as runtime:
         for _ in range(2):
             runtime.generate(random_prompts(5), GREEDY)
-            graphs = runner_of(runtime)._graphs
-            assert graphs is not None
-            assert len(graphs.results._free) == 1 + overlap
+            assert runner_of(runtime).executor.results.num_free == 1 + overlap
 
 
 def test_overlap_changes_nothing(folder: Path) -> None:
@@ -414,61 +384,56 @@ def test_overlap_changes_nothing(folder: Path) -> None:
         assert_same(other.generate(prompts, list(KINDS.values())), expected)
 
 
-def test_cached_prompts_begin_with_a_captured_pass(folder: Path, replays: list[tuple[int, int, bool]]) -> None:
+def test_cached_prompts_begin_with_a_captured_pass(folder: Path, launches: list[PackedPass]) -> None:
     """All but their last token is found: what remains is a decode, with a new line of the table."""
     prompts = random_prompts(7, least=5)
     with runtime_of(folder) as runtime:
         cold = runtime.generate(prompts, GREEDY)
-        replays.clear()
+        launches.clear()
         warm = runtime.generate(prompts, GREEDY)
     assert [output.usage.cached_tokens for output in warm] == [len(prompt) - 1 for prompt in prompts]
-    assert (7, 8, True) in replays
+    assert (7, 8, True) in decodes_of(launches)
     assert_same(warm, cold)
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_each_family(family: str, tmp_path: Path, replays: list[tuple[int, int, bool]]) -> None:
+def test_each_family(family: str, tmp_path: Path, launches: list[PackedPass]) -> None:
     with torch.device("cpu"):
         folder = write(MODELS[family](), tmp_path)
     prompts = random_prompts(7, most=60)
     params = [replace(GREEDY, max_new_tokens=6 + i) for i in range(7)]
     check_both(folder, prompts, params, max_running_requests=7)
-    assert {size for _, size, _ in replays} == {1, 2, 4, 7}
+    assert {size for _, size, _ in decodes_of(launches)} == {1, 2, 4, 7}
 
 
-@pytest.mark.parametrize("most", [1, 3, 65, MOST_CAPTURED + 1])
-def test_more_requests_than_run_at_once(
-    folder: Path, most: int, monkeypatch: pytest.MonkeyPatch, replays: list[tuple[int, int, bool]]
-) -> None:
+@pytest.mark.parametrize("most", [1, 3, 65, MAX_CAPTURED_BATCH + 1])
+def test_more_requests_than_run_at_once(folder: Path, most: int, launches: list[PackedPass]) -> None:
     """All that may decode together do; passes of more than are captured are launched kernel by kernel."""
-    launch = ModelRunner._launch
-    decodes: list[int] = []
-
-    def watched(self: ModelRunner, batch: Pass) -> Any:
-        if self._graphs is not None and not batch.num_extends:
-            decodes.append(len(batch.requests))
-        return launch(self, batch)
-
-    monkeypatch.setattr(ModelRunner, "_launch", watched)
     prompts = random_prompts(2 * most + 3, most=6)
     params = [replace(GREEDY, max_new_tokens=2 + i % 5) for i in range(len(prompts))]
-    check_both(folder, prompts, params, max_running_requests=most, max_total_tokens=20 * most + 100)
+    options = {"max_running_requests": most, "max_total_tokens": 20 * most + 100}
+    with runtime_of(folder, cuda_graphs=False, **options) as eager:
+        expected = eager.generate(prompts, params)
+    assert not decodes_of(launches)
+    launches.clear()
+    with runtime_of(folder, **options) as runtime:
+        for _ in range(2):  # from the cache all begin together
+            assert_same(runtime.generate(prompts, params), expected)
+    decodes = [packed.num_rows for packed in launches if not packed.num_extends]
     assert max(decodes) == most
-    assert [count for count, _, _ in replays] == [count for count in decodes if count <= MOST_CAPTURED]
+    assert [count for count, _, _ in decodes_of(launches)] == [n for n in decodes if n <= MAX_CAPTURED_BATCH]
 
 
 @pytest.mark.parametrize("attention", ["tree", "flat"])
 def test_every_draw_is_captured_for_every_size(folder: Path, attention: str) -> None:
     with runtime_of(folder, max_running_requests=MERGES_BELOW, attention=attention) as runtime:
-        graphs = runner_of(runtime)._graphs
-        assert graphs is not None
-        sizes = ladder(MERGES_BELOW)
-        assert graphs.max_batch == MERGES_BELOW
-        shapes = {(size, CUT) for size in sizes} | {(MERGES_BELOW, WHOLE)}
-        if attention == "tree":
-            shapes |= {(size, CUT_TREE) for size in sizes if size < MERGES_BELOW} | {(MERGES_BELOW, TREE)}
-        assert set(graphs._forwards) == shapes
-        assert set(graphs._draws) == {(size, features) for size in sizes for features in CAPTURED_DRAWS}
+        forwards, draws = captured_keys(runtime)
+    sizes = ladder(MERGES_BELOW)
+    shapes = {(size, CUT) for size in sizes} | {(MERGES_BELOW, WHOLE)}
+    if attention == "tree":
+        shapes |= {(size, CUT_TREE) for size in sizes if size < MERGES_BELOW} | {(MERGES_BELOW, TREE)}
+    assert {(key.shape.num_rows, key.plans) for key in forwards if key.shape.is_decode} == shapes
+    assert draws == {(size, features) for size in sizes for features in CAPTURED_DRAWS}
 
 
 @pytest.mark.parametrize(
@@ -506,9 +471,7 @@ def test_graphs_warm_up_with_one_block_of_each_kind(
     monkeypatch.setattr(RadixAttention, "forward", attended)
     with runtime_of(write(model, tmp_path)) as runtime:
         assert runtime._model.num_unlike_blocks == num_blocks
-        graphs = runner_of(runtime)._graphs
-        assert graphs is not None
-        assert asked.count(num_blocks) >= len(graphs._forwards)
+        assert asked.count(num_blocks) >= len(captured_keys(runtime)[0])
         runtime.generate(random_prompts(3), GREEDY)
         assert asked[-1] is None or device.type == "cuda"  # a pass itself runs them all
 
@@ -557,23 +520,21 @@ def families(seed: int) -> list[list[int]]:
 
 
 def test_passes_with_extends_launch_what_shares_only_where_something_is_shared(
-    folder: Path, trees: list[tuple[str, int]], extend_replays: list[PaddedPass]
+    folder: Path, trees: list[tuple[str, int]], launches: list[PackedPass]
 ) -> None:
-    options: dict[str, Any] = {"chunked_prefill_size": 64, "attention": "tree"}
-    with runtime_of(folder, **options) as runtime:
-        graphs = runner_of(runtime)._extend_graphs
-        assert graphs is not None
-        every = {(num_tokens, shape) for num_tokens in (16, 64) for shape in (CUT, CUT_TREE)}
-        assert {(shape.num_tokens, plans) for shape, plans in graphs._graphs} == every
+    def shapes_of(keys: Iterable[PassKey]) -> set[tuple[int, PlanShape]]:
+        return {(key.shape.num_tokens, key.plans) for key in keys if not key.shape.is_decode}
+
+    options: dict[str, Any] = {"chunked_prefill_size": 64}
+    every = {(num_tokens, plans) for num_tokens in (16, 64) for plans in (CUT, CUT_TREE)}
+    with runtime_of(folder, attention="tree", **options) as runtime:
+        assert shapes_of(captured_keys(runtime)[0]) == every
         runtime.generate(random_prompts(2, most=8), GREEDY)
         assert not trees
         runtime.generate(families(2), GREEDY)
-    seen = {(padded.shape.num_tokens, padded.plans.shape) for padded in extend_replays}
-    assert seen == every
-    with runtime_of(folder, chunked_prefill_size=64, attention="flat") as flat:
-        graphs = runner_of(flat)._extend_graphs
-        assert graphs is not None
-        assert {plans for _, plans in graphs._graphs} == {CUT}
+    assert shapes_of(extends_of(launches)) == every
+    with runtime_of(folder, attention="flat", **options) as flat:
+        assert shapes_of(captured_keys(flat)[0]) == {(16, CUT), (64, CUT)}
 
 
 @pytest.mark.long_unless(kept=lambda given: given["captured"] or given["most"] == 27)
@@ -644,8 +605,8 @@ def check_tables(runtime: Runtime) -> list[tuple[Any, int, int]]:
     """The device's table is the host's wherever a request runs. Returns of each that has sampled: the request, how
     many tokens, and which was the last.
     """
-    runner = runner_of(runtime)
-    table, last = runner._req_to_token.cpu().numpy(), runner._last_token.cpu().numpy()
+    executor = runner_of(runtime).executor
+    table, last = executor.req_to_token.cpu().numpy(), executor.last_token.cpu().numpy()
     assert not table[-1, 1:].any(), "padded decodes write the first cell of the last line alone"
     sampled = []
     for request in live(runtime):
@@ -678,7 +639,7 @@ def test_the_tables_of_device_and_host_are_the_same_after_each_step(folder: Path
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 24])
-def test_padded_decodes_harm_nobody(folder: Path, size: int, replays: list[tuple[int, int, bool]]) -> None:
+def test_padded_decodes_harm_nobody(folder: Path, size: int, launches: list[PackedPass]) -> None:
     """Everything that no request owns is NaN, the reserved slot too, whenever a batch begins; what others have
     kept in the cache stays bit for bit.
     """
@@ -695,12 +656,12 @@ def test_padded_decodes_harm_nobody(folder: Path, size: int, replays: list[tuple
         before = runtime._kv_pool.buffer[:, :, slots].clone()
         for count in (size - 1, size, size + 1):
             if count:
-                replays.clear()
+                launches.clear()
                 runtime._kv_pool.fill(float("nan"))
                 runtime._kv_pool.buffer[:, :, slots] = before
                 outputs = runtime.generate(prompts[:count], GREEDY, tenant=f"of {count}")
                 assert_same(outputs, expected[:count])
-                assert (count, next(s for s in ladder(26) if s >= count), False) in replays
+                assert (count, next(s for s in ladder(26) if s >= count), False) in decodes_of(launches)
                 assert torch.equal(runtime._kv_pool.buffer[:, :, slots], before)
         assert_same([runtime.generate(kept, GREEDY)], [first])
 
@@ -724,30 +685,32 @@ def test_a_request_that_is_not_finite_ends_alone(folder: Path) -> None:
         assert_same([outputs[i] for i in others], [good[i] for i in others])
 
 
-@pytest.mark.parametrize("graphs_of", [DecodeGraphs, ExtendGraphs])
+@pytest.mark.parametrize("decodes", [True, False])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_captured_pass_that_fails_leaves_the_runtime_usable(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, when: str, graphs_of: type[DecodeGraphs | ExtendGraphs]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, when: str, decodes: bool
 ) -> None:
     """Nothing of it has been started, or all: what it was to compute is not taken for computed."""
     prompts = random_prompts(5, least=12, seed=8)
     with runtime_of(folder, chunked_prefill_size=16) as runtime:
         expected = runtime.generate(prompts, GREEDY)
         runtime.flush_cache()
-        launch, calls = graphs_of.launch, [0]
+        forward, calls = Executor.forward, [0]
 
-        def failing(*arguments: Any) -> Any:
-            calls[0] += 1
-            done = launch(*arguments) if when == "after" or calls[0] != 3 else None
-            if calls[0] == 3:
+        def failing(self: Executor, packed: PackedPass) -> Forward:
+            calls[0] += packed.key is not None and packed.is_captured_decode == decodes
+            fails = calls[0] == 3
+            calls[0] += fails
+            done = forward(self, packed) if when == "after" or not fails else None
+            if fails or done is None:
                 raise MemoryError("no memory left")
             return done
 
-        monkeypatch.setattr(graphs_of, "launch", failing)
+        monkeypatch.setattr(Executor, "forward", failing)
         with pytest.raises(PassError, match="no memory left"):
             runtime.generate(prompts, GREEDY)
         assert_same(runtime.generate(prompts, GREEDY), expected)
-        assert calls[0] > 5
+        assert calls[0] > 6
 
 
 # --- with all else that a Runtime does ---
@@ -826,7 +789,7 @@ def test_no_step_waits_but_for_its_result(
     monkeypatch: pytest.MonkeyPatch,
     overlap: bool,
     shared: bool,
-    replays: list[tuple[int, int, bool]],
+    launches: list[PackedPass],
     trees: list[tuple[str, int]],
 ) -> None:
     """torch raises where a step would wait for the device, but in `collect`; what an event stands for that a step
@@ -865,10 +828,10 @@ def test_no_step_waits_but_for_its_result(
         monkeypatch.setattr(Engine, "step", watched_step)
         monkeypatch.setattr(ModelRunner, "collect", free_collect)
         monkeypatch.setattr(torch.cuda.Event, "synchronize", checked)
-        replays.clear()
+        launches.clear()
         trees.clear()
         assert_same(runtime.generate(prompts, list(KINDS.values())), warm)
-        assert replays
+        assert decodes_of(launches)
         assert trees or not shared
         runtime.flush_cache()
         assert_same(runtime.generate(prompts, list(KINDS.values())), expected)
@@ -984,7 +947,7 @@ def test_graphs_of_a_gpu_that_is_not_the_current_one(folder: Path) -> None:
     make = partial(Runtime, folder, dtype="float32", max_total_tokens=2000, max_running_requests=9)
     with make(device="cuda:0") as first, make(device="cuda:1") as second:
         for runtime in (first, second):
-            assert runner_of(runtime)._graphs is not None
+            assert runner_of(runtime).executor.graphs is not None
         expected = first.generate(prompts, GREEDY)
         assert_same(second.generate(prompts, GREEDY), expected)
         assert_same(first.generate(prompts, GREEDY), expected)
