@@ -68,9 +68,9 @@ class PassPlans(Generic[Array]):
     def grow(self: PassPlans[Int32Array], seq_lens: Int32Array) -> None:
         """Update the decodes' plans, in place, to the same requests with other lengths `[B]`, none shorter.
 
-        The item that reads a request's last position grows. With a window, items begin where they did when the plan
-        was made; attention itself leaves out the positions that the window has passed. The arrays must be places in
-        a buffer: others may be the caller's own.
+        The item that reads a request's last position grows. With a window, items begin where they did when the
+        plan was made; attention itself leaves out the positions that the window has passed. The arrays must be
+        places in a buffer: others may be the caller's own.
         """
         for plan, (items, starts, queries) in zip(self.decode.values(), self._last_items, strict=True):
             plan.seq_lens[: len(seq_lens)] = seq_lens
