@@ -205,7 +205,7 @@ class AttentionPlan(SharingPlan[Array]):
         """The host plan in which each request reads its positions from `tail_starts` `[R]` on by itself, and those
         before in the `shared` items that have its rows: the caller sees to it that they hold each of them once.
 
-        Tails longer than `max_item_len` are cut as in `flat`, the longest items first. A `seq_len` of 0 marks a padded row.
+        Tails are cut as contexts in `flat`, the longest items first. A `seq_len` of 0 marks a padded row.
         """
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
         query, start, length = _cut(np.asarray(tail_starts, np.int32), seq, max_item_len)
@@ -312,7 +312,7 @@ def _covered(first: Int32Array, count: Int32Array, shared: SharedItems, num_rows
 
 
 def _rows_of(shared: SharedItems) -> Int32Array:
-    """The query rows of all items."""
+    """Those of all items."""
     return shared.queries[_pairs(shared.query_starts, shared.query_lens)[1]]
 
 
