@@ -27,7 +27,7 @@ from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats, PrefixCache
 from radixrt.cache.tree_view import view_tree
-from radixrt.checks import real, whole
+from radixrt.checks import check_float, check_int
 from radixrt.engine.driver import Call, Driver
 from radixrt.engine.engine import LAG, Engine
 from radixrt.engine.gc_control import old_objects_left_alone
@@ -191,10 +191,10 @@ class Runtime:
             max_running_requests = default.max_running_requests
         if chunked_prefill_size is None:
             chunked_prefill_size = default.chunked_prefill_size
-        real("memory_fraction", memory_fraction, 0.0, 1.0, above=True)
-        whole("max_running_requests", max_running_requests, 1, 2**16)
-        whole("chunked_prefill_size", chunked_prefill_size, 1, 2**20)
-        self.seed = whole("seed", seed, 0, 2**63 - 1)
+        check_float("memory_fraction", memory_fraction, 0.0, 1.0, above=True)
+        check_int("max_running_requests", max_running_requests, 1, 2**16)
+        check_int("chunked_prefill_size", chunked_prefill_size, 1, 2**20)
+        self.seed = check_int("seed", seed, 0, 2**63 - 1)
         try:
             policy = SchedulePolicy(schedule_policy)
         except ValueError:

@@ -40,8 +40,8 @@ from radixrt.errors import ParameterError
 from radixrt.execution.attention import planner as attention_planner
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from triton_ops.implementation import GPU, compiling_for, gpu_of
-from triton_ops.linear.split_k_linear import PartialLinearConfig
 from triton_ops.norms.rms_norm import add_rms_norm
+from triton_ops.tuning import SplitKConfig
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
 CARD = Machine(
@@ -320,9 +320,9 @@ def test_sampling_cases(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.de
 @pytest.mark.parametrize("parts", [1, 3])
 def test_linear_cases(parts: int, monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> None:
     """With the kernels themselves, and where the product is not cut."""
-    config = PartialLinearConfig(16, 16, 2, 32) if parts > 1 else None
+    config = SplitKConfig(16, 16, 2, 32) if parts > 1 else None
     monkeypatch.setattr(linear, "DTYPE", torch.float16)
-    monkeypatch.setattr(layers.linear, "partial_linear_config", lambda *_: config)
+    monkeypatch.setattr(layers.linear, "split_k_config", lambda *_: config)
     added: list[int] = []
 
     def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -370,7 +370,7 @@ def test_elementwise_bytes() -> None:
     assert sizes["soft_cap"] == 2 * 3 * 100 * 2
     # q read and written, k read, written and stored, v read and stored; angles; position and slot.
     assert (
-        sizes["norm_rotary_store"] == sizes["rotary_store"] == 5 * (16 * 2 * (2 * 4 + 3 * 2 + 2 * 2) + 16 * 4 + 8)
+        sizes["qk_norm_rope_store"] == sizes["rotary_store"] == 5 * (16 * 2 * (2 * 4 + 3 * 2 + 2 * 2) + 16 * 4 + 8)
     )
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from layers.input_metadata import InputMetadata
 from radixrt.errors import ParameterError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from tests.support import checkpoints
+from tests.support.input_metadata import input_metadata
 from triton_ops.attention.plan import AttentionPlan
 from triton_ops.implementation import runs_triton
 
@@ -93,7 +93,7 @@ class Session:
         plan: AttentionPlan | None = None,
     ) -> list[Tensor]:
         """Logits of all new tokens of (row, tokens so far, how many of them have their KV in the pool)."""
-        metadata = InputMetadata.from_lengths(
+        metadata = input_metadata(
             [row for row, _, _ in requests],
             [len(ids) for _, ids, _ in requests],
             [prefix for _, _, prefix in requests],

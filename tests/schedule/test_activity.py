@@ -23,7 +23,7 @@ from radixrt.engine.engine import Engine
 from radixrt.execution import pass_timer
 from radixrt.execution.pass_timer import PassTimer
 from radixrt.sampling_params import SamplingParams as Params
-from radixrt.schedule.passes import PassResult, Pass
+from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from tests.support.simulation import SimulatedPass, Sizes, Walk, World, random_sizes

@@ -1,4 +1,4 @@
-"""Batches for attention tests, and their attention computed densely in float64."""
+"""Batches for attention tests."""
 
 from __future__ import annotations
 
@@ -10,45 +10,12 @@ import torch
 from torch import Tensor
 
 from radixrt.execution.attention.flat import KernelShape
+from triton_ops.attention.extend import Extends
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array, SharedItems, SharingPlan
 from triton_ops.attention.shared import shared_rows
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import E4M3, quantise
-
-
-def dense_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Query i of `q [T, Hq, D]` over all but the last T - 1 - i of `keys [L, Hk, D]`, in float64; of these over
-    the last `sliding_window`. Returns the result `[T, Hq, D]` and the log-sum-exps `[T, Hq]`.
-    """
-    num_tokens, num_heads, _ = q.shape
-    length, num_kv_heads, _ = keys.shape
-    group = num_heads // num_kv_heads
-    out = torch.empty(q.shape, dtype=torch.float64)
-    lse = torch.empty(q.shape[:2], dtype=torch.float64)
-    for token in range(num_tokens):
-        end = length - num_tokens + 1 + token
-        visible = slice(0 if sliding_window is None else max(0, end - sliding_window), end)
-        for head in range(num_heads):
-            kv_head = head // group
-            scores = keys[visible, kv_head].double() @ q[token, head].double() * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            if alibi_slopes is not None:
-                scores += alibi_slopes[head].double() * (torch.arange(visible.start, end) - (end - 1))
-            logits = scores if sinks is None else torch.cat([scores, sinks[head : head + 1].double()])
-            weights = torch.softmax(logits, 0)[: len(scores)]
-            out[token, head] = weights @ values[visible, kv_head].double()
-            lse[token, head] = torch.logsumexp(logits, 0)
-    return out, lse
+from triton_ops.kv.view import KVView
 
 
 @dataclass
@@ -70,6 +37,17 @@ class Case:
     dtype: torch.dtype
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+    @property
+    def kv(self) -> KVView:
+        """The pool."""
+        return KVView(self.k_buffer, self.v_buffer, self.req_to_token, self.k_scale, self.v_scale)
+
+    def extends(self, prefix_lens: list[int]) -> Extends:
+        """Each request as an extend of what comes after its prefix."""
+        prefix = torch.tensor(prefix_lens, dtype=torch.int32, device=self.rows.device)
+        lens = self.seq_lens - prefix
+        return Extends(self.rows, prefix, (lens.cumsum(0) - lens).int(), lens)
 
     def flat_plan(self, max_item_len: int | None = None, sliding_window: int | None = None) -> AttentionPlan:
         """The plan in which each request is a decode."""

@@ -18,7 +18,7 @@ from radixrt.limits import RunLimits
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, Usage
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
-from radixrt.schedule.passes import PassResult, Pass
+from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.tokenizer import Tokenizer

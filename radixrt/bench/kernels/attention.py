@@ -27,8 +27,9 @@ from radixrt.bench.kernels.attention_peers import (
 from radixrt.bench.kernels.case import Call, Case, Contender
 from radixrt.bench.kernels.roofline import decode_work, extend_work
 from radixrt.execution.attention.flat import KernelShape
+from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
-from triton_ops.attention.extend import extend_attention
+from triton_ops.attention.extend import Extends, extend_attention
 from triton_ops.attention.plan import AttentionPlan
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import E4M3, quantise
@@ -55,20 +56,10 @@ def _kernel_shape(inputs: AttentionInputs) -> KernelShape:
 
 def planned_decode(inputs: AttentionInputs, plan: AttentionPlan, kv_scale: Tensor | None = None) -> Call:
     """Our decode attention by this plan; `kv_scale` is that of keys and of values."""
-    shape = inputs.shape
+    kv, scoring = inputs.kv(kv_scale), Scoring(inputs.shape.scale)
 
     def run() -> Tensor:
-        return decode_attention(
-            inputs.q,
-            inputs.k_buffer,
-            inputs.v_buffer,
-            inputs.req_to_token,
-            plan,
-            scale=shape.scale,
-            impl="triton",
-            k_scale=kv_scale,
-            v_scale=kv_scale,
-        )
+        return decode_attention(inputs.q, kv, plan, scoring, impl="triton")
 
     return Call(run, _result)
 
@@ -87,7 +78,7 @@ def _e4m3_scale(shape: AttentionShape, device: torch.device) -> Tensor:
 
 
 def our_decode_over_e4m3(inputs: AttentionInputs) -> Call:
-    """The same KV in e4m3, and queries in float16: as `norm_rotary_store` leaves them."""
+    """The same KV in e4m3, and queries in float16: as `qk_norm_rope_store` leaves them."""
     scale = _e4m3_scale(inputs.shape, inputs.q.device)
     quantised = replace(
         inputs,
@@ -101,32 +92,14 @@ def our_decode_over_e4m3(inputs: AttentionInputs) -> Call:
 def our_extend(inputs: AttentionInputs) -> Call:
     """The plan is made once, as for all layers of a pass."""
     shape, device = inputs.shape, inputs.q.device
-    plan = (
-        _kernel_shape(inputs)
-        .plan_extends(
-            inputs.prefix_lens.cpu().numpy(),
-            inputs.extend_start_loc.cpu().numpy(),
-            inputs.extend_seq_lens.cpu().numpy(),
-        )
-        .to(device)
-    )
+    kernel = _kernel_shape(inputs)
+    lens = inputs.prefix_lens, inputs.extend_start_loc, inputs.extend_seq_lens
+    plan = kernel.plan_extends(*(x.cpu().numpy() for x in lens)).to(device)
+    extends = Extends(inputs.rows, *lens)
+    kv, scoring = inputs.kv(), Scoring(shape.scale)
 
     def run() -> Tensor:
-        return extend_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            inputs.k_buffer,
-            inputs.v_buffer,
-            inputs.req_to_token,
-            inputs.rows,
-            inputs.prefix_lens,
-            inputs.extend_start_loc,
-            inputs.extend_seq_lens,
-            plan,
-            scale=shape.scale,
-            impl="triton",
-        )
+        return extend_attention(inputs.q, inputs.k, inputs.v, kv, extends, plan, scoring, impl="triton")
 
     return Call(run, _result)
 

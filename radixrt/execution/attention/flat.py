@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from triton_ops.attention.extend import SHORT_ROWS, extend_tile_tokens
+from triton_ops.attention.extend import extend_tile_tokens
 from triton_ops.attention.plan import NOTHING_SHARED, ExtendPlan, Int32Array, SharedItems
 from triton_ops.attention.shared import shared_rows
 from triton_ops.implementation import GPU
+from triton_ops.tuning import SHORT_ROWS
 
 DECODE_PROGRAMS_PER_SM = 4  # that contexts are cut for: four or five of the kernel's run side by side
 MIN_DECODE_ITEM = 192  # tokens; shorter pieces of a context are not worth a partial result

@@ -17,6 +17,7 @@ from radixrt.execution.attention.planner import kernel_planner
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from tests.execution.attention.test_planner import H200, PaddedExtends, families, int32, planner
 from tests.support.attention_cases import dense_attention
+from triton_ops.attention.arguments import KVView, Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.plan import AttentionPlan, Int32Array
 from triton_ops.implementation import GPU
@@ -168,8 +169,8 @@ def test_the_example_attends_to_all_that_is_each_one_s_own(
     table, lens, plan = example
     torch.manual_seed(0)
     q, k, v = (torch.randn(count, heads, 16) for count, heads in ((3, 16), (413, 8), (413, 8)))
-    device = torch.device("cpu")
-    out = decode_attention(q, k, v, torch.from_numpy(table), plan.to(device), scale=0.3, impl="torch")
+    kv = KVView(k, v, torch.from_numpy(table))
+    out = decode_attention(q, kv, plan.to(q.device), Scoring(0.3), impl="torch")
     for row, length in enumerate(lens.tolist()):
         slots = torch.from_numpy(table[row, :length]).long()
         expected, _ = dense_attention(q[row : row + 1], k[slots], v[slots], 0.3)

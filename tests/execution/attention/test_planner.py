@@ -17,11 +17,14 @@ from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE, P
 from radixrt.execution.attention.planner import AttentionPlanner, kernel_planner
 from radixrt.execution.attention.tuning import H200 as TUNING
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
-from tests.support.attention_cases import Case, dense_attention, make_case, share
+from tests.support.attention_cases import Case, make_case, share
+from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
-from triton_ops.attention.extend import extend_attention
+from triton_ops.attention.dense import dense_attention
+from triton_ops.attention.extend import Extends, extend_attention
 from triton_ops.attention.plan import EMPTY_ROWS, LENGTH_CLASSES, AttentionPlan, ExtendPlan, Int32Array
 from triton_ops.implementation import GPU
+from triton_ops.kv.view import KVView
 
 H200 = GPU(capability=90, num_sms=132)
 
@@ -268,23 +271,13 @@ def test_padded_plans_compute_the_same(kernel_device: torch.device, impl: Any, s
         for window, plan in copied(plans, kernel_device).decode.items():
             out = torch.full_like(q, torch.nan).to(kernel_device)
             lse = torch.full(q.shape[:2], torch.nan, device=kernel_device)
-            decode_attention(
-                q.to(kernel_device),
-                there.k_buffer,
-                there.v_buffer,
-                there.req_to_token,
-                plan,
-                scale=0.3,
-                sliding_window=window,
-                out=out,
-                lse=lse,
-                impl=impl,
-            )
+            scoring = Scoring(0.3, window=window)
+            decode_attention(q.to(kernel_device), there.kv, plan, scoring, out=out, lse=lse, impl=impl)
             for i, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
                 if not len(keys):
                     assert not out[i].any()
                     continue
-                expected, expected_lse = dense_attention(q[i : i + 1], keys, values, 0.3, sliding_window=window)
+                expected, expected_lse = dense_attention(q[i : i + 1], keys, values, Scoring(0.3, window=window))
                 torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, atol=1e-5, rtol=1e-5)
                 torch.testing.assert_close(lse[i : i + 1].cpu().double(), expected_lse, atol=1e-4, rtol=1e-4)
     assert plans.shape == CUT
@@ -313,16 +306,14 @@ def test_long_contexts_whose_heads_are_split_compute_the_same(
     there = on(case, kernel_device)
     out = decode_attention(
         q.to(kernel_device),
-        there.k_buffer,
-        there.v_buffer,
-        there.req_to_token,
+        there.kv,
         plans.decode[None].to(kernel_device),
-        scale=0.3,
+        Scoring(0.3),
         out=torch.full_like(q, torch.nan).to(kernel_device),
         impl=impl,
     )
     for i, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
-        expected, _ = dense_attention(q[i : i + 1], keys, values, 0.3)
+        expected, _ = dense_attention(q[i : i + 1], keys, values, Scoring(0.3))
         torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, atol=1e-5, rtol=1e-5)
     assert not out[len(rows) :].any()
 
@@ -362,17 +353,14 @@ def test_what_decodes_share_is_read_once_but_behind_windows(
     for window, plan in copied(plans, kernel_device).decode.items():
         out = decode_attention(
             q.to(kernel_device),
-            there.k_buffer,
-            there.v_buffer,
-            there.req_to_token,
+            there.kv,
             plan,
-            scale=0.3,
-            sliding_window=window,
+            Scoring(0.3, window=window),
             out=torch.full_like(q, torch.nan).to(kernel_device),
             impl=impl,
         )
         for i, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
-            expected, _ = dense_attention(q[i : i + 1], keys, values, 0.3, sliding_window=window)
+            expected, _ = dense_attention(q[i : i + 1], keys, values, Scoring(0.3, window=window))
             torch.testing.assert_close(out[i : i + 1].cpu().double(), expected, atol=1e-5, rtol=1e-5)
         assert not out[6:].any()
 
@@ -597,9 +585,16 @@ def test_padded_extends_attend_to_the_same(kernel_device: torch.device, window: 
         fields = ("req_pool_indices", "prefix_lens", "extend_start_loc", "extend_seq_lens")
         end = int(host["extend_seq_lens"][:num].sum())
         return extend_attention(
-            q[:end], k[:end], v[:end], *kv, table, *(arrays[name][:num] for name in fields), plan,
-            scale=0.3, sliding_window=window, impl=impl, out=torch.full_like(q[:end], torch.nan),
-        )  # fmt: skip
+            q[:end],
+            k[:end],
+            v[:end],
+            KVView(*kv, table),
+            Extends(*(arrays[name][:num] for name in fields)),
+            plan,
+            Scoring(0.3, window=window),
+            impl=impl,
+            out=torch.full_like(q[:end], torch.nan),
+        )
 
     expected = attend(3, None, "torch")
     found = attend(6, plans.extend[window].to(kernel_device), "triton")

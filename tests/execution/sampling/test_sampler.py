@@ -14,11 +14,11 @@ from torch import Tensor
 from memory_pool.req_to_token_pool import RowChanges
 from radixrt import SamplingParams as Params
 from radixrt.execution.sampling import sampler
+from radixrt.execution.sampling.sampler import draw_logprobs, plan_draws, sample_plain, sample_processed
 from radixrt.schedule.logits_processors import BadWords, LogitsProcessors
-from radixrt.execution.sampling.sampler import draw_logprobs, sample_plain, sample_processed, plan_draws
-from radixrt.schedule.sampling_table import Features, SamplingTable
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request
+from radixrt.schedule.sampling_table import Features, SamplingTable
 from triton_ops.sampling.logprobs import token_logprobs
 
 pytestmark = pytest.mark.usefixtures("device")

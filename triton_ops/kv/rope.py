@@ -9,17 +9,17 @@ from torch import Tensor
 def apply_rotary(
     q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotate pairs of each head's elements, pair i by angle i of the token's position.
+    """Rotate pairs of each head's elements: pair i by angle i of the token's position.
 
     Args:
         q, k: `[num_tokens, num_heads or num_kv_heads, head_dim]`, any float dtype, any strides.
         cos_sin_cache: float32 `[max_position, rotary_dim]`: `rotary_dim // 2` cosines, then the sines.
-            `rotary_dim` is at most `head_dim`; the elements of a head from there on are not rotated.
+            `rotary_dim` is at most `head_dim`; further elements of a head are not rotated.
         positions: int32 `[num_tokens]`.
         interleaved: pair i is elements 2 i and 2 i + 1; else ("neox") i and `i + rotary_dim // 2`.
 
     Returns:
-        q and k rotated, as new tensors in their dtypes, computed in float32.
+        q and k rotated: new tensors in their dtypes, computed in float32.
     """
     rotary_dim = cos_sin_cache.shape[1]
     cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
