@@ -65,7 +65,7 @@ class SlotTree:
 
     @classmethod
     def of(cls, order: Int64Array, common: Int64Array) -> SlotTree:
-        """The tree of rows in depth-first order `[R]`, with `common` `[R - 1]` tokens in common with the next ones.
+        """The tree of rows in depth-first order `[R]`, with `common` `[R - 1]` tokens in common with the next.
         Where it had more than `MAX_LEVELS` levels, prefixes end a little earlier.
 
         A border between two rows belongs to the node that ends there; runs of equal borders are one. The borders

@@ -16,11 +16,12 @@ from radixrt.execution.attention.pass_plans import CUT, TREE, WHOLE, PassPlans, 
 from radixrt.execution.attention.planner import kernel_planner
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from tests.execution.attention.test_planner import H200, PaddedExtends, families, int32, planner
-from tests.support.attention_cases import dense_attention
-from triton_ops.attention.arguments import KVView, Scoring
+from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
+from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.plan import AttentionPlan, Int32Array
 from triton_ops.implementation import GPU
+from triton_ops.kv.view import KVView
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/architecture/tree-attention.md"
 
@@ -173,7 +174,7 @@ def test_the_example_attends_to_all_that_is_each_one_s_own(
     out = decode_attention(q, kv, plan.to(q.device), Scoring(0.3), impl="torch")
     for row, length in enumerate(lens.tolist()):
         slots = torch.from_numpy(table[row, :length]).long()
-        expected, _ = dense_attention(q[row : row + 1], k[slots], v[slots], 0.3)
+        expected, _ = dense_attention(q[row : row + 1], k[slots], v[slots], Scoring(0.3))
         torch.testing.assert_close(out[row : row + 1].double(), expected, atol=1e-5, rtol=1e-5)
 
 
