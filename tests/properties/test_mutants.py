@@ -837,7 +837,7 @@ def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("17: each position", "17: a plan is of", world=PlannedWorld)
 def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
-    def stunted(self: PassPlans, seq_lens: np.ndarray) -> None:
+    def stunted(self: PassPlans[Any], seq_lens: np.ndarray) -> None:
         for plan in self.decode.values():
             plan.seq_lens[: len(seq_lens)] = seq_lens
 
