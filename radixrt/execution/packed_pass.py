@@ -17,7 +17,6 @@ _METADATA = (
     "prefix_lens",
     "extend_seq_lens",
     "extend_start_loc",
-    "start_loc",
     "positions",
     "out_cache_loc",
 )

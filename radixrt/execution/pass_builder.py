@@ -263,8 +263,6 @@ class _DecodeWords:
         arrays["positions"][:count] = pass_.prefix_lens
         arrays["out_cache_loc"][:count] = pass_.out_cache_loc
         arrays["input_ids"][:count] = pass_.input_ids
-        np.cumsum(seq_lens, out=arrays["start_loc"])
-        arrays["start_loc"] -= seq_lens
         for name in draws.features.array_names:
             arrays[name][:count] = draws.arrays[name]
         self.plans.grow(pass_.seq_lens)
