@@ -20,7 +20,6 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
-from radixrt.cache import prefix_cache
 from radixrt.execution.attention import shared_segments
 from radixrt.schedule import policy
 from tests.support.interpreter import require_interpreter
@@ -67,10 +66,10 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def own_constants() -> Iterator[None]:
     """What the simulation makes smaller is as it was in the next test."""
-    before = policy.MAX_OVERTAKEN, prefix_cache.STORED_AT_ONCE
+    before = policy.MAX_OVERTAKEN
     pieces = shared_segments.PIECE_TOKENS, shared_segments.MIN_PIECE
     yield
-    policy.MAX_OVERTAKEN, prefix_cache.STORED_AT_ONCE = before
+    policy.MAX_OVERTAKEN = before
     shared_segments.PIECE_TOKENS, shared_segments.MIN_PIECE = pieces
 
 

@@ -6,7 +6,7 @@ from radixrt.cache.prefix_cache import Frontier, Lease, PrefixCache
 from radixrt.cache.radix_tree import Match, Namespace, Tokens, common_prefix
 
 
-class Prospect:
+class PendingMatch:
     """The match of some tokens that wait, looked up anew only where it may have changed.
 
     The tree changes with every pass, but seldom where a given match ends: as long as the node there keeps its edge
@@ -20,11 +20,11 @@ class Prospect:
     """
 
     __slots__ = (
-        "_awaited",
         "_cache",
         "_edge",
         "_frontier",
         "_leader",
+        "_leader_match_len",
         "_limit",
         "_match",
         "_namespace",
@@ -39,7 +39,7 @@ class Prospect:
         self._tokens = tokens
         self._limit = limit
         self._leader: Lease | None = None
-        self._awaited: int | None = None  # what `awaited` has found
+        self._leader_match_len: int | None = None  # what `leader_match_len` has found
         self._frontier: Frontier | None = None  # of the leader, when it was last asked for
         self._version = cache.tree.version
         self._look_up()
@@ -58,7 +58,7 @@ class Prospect:
             self._look_up()
         return self._match
 
-    def is_awaited(self) -> bool:
+    def has_leader(self) -> bool:
         """Whether a live request is computing the token that follows the match."""
         self.length()  # forgets the leader where the match has changed
         leader = self._leader
@@ -67,17 +67,17 @@ class Prospect:
         # An edge may have been split where the match is as long as before.
         leader = self._leader = self._cache.leader(self.match(), self._tokens, self._limit)
         self._frontier = None if leader is None else leader.frontier
-        self._awaited = None
+        self._leader_match_len = None
         return leader is not None
 
-    def awaited(self) -> int:
+    def leader_match_len(self) -> int:
         """How many of the tokens will be in the cache once their leader, which there is, has come to its end."""
-        if self._awaited is None:
+        if self._leader_match_len is None:
             leader = self._leader
             assert leader is not None  # it is awaited
             length = min(len(leader.target), self._limit)
-            self._awaited = common_prefix(leader.target[:length], self._tokens[:length])
-        return self._awaited
+            self._leader_match_len = common_prefix(leader.target[:length], self._tokens[:length])
+        return self._leader_match_len
 
     def _look_up(self) -> None:
         match = self._cache.match(self._namespace, self._tokens, self._limit)

@@ -4,7 +4,7 @@ Every slot is in exactly one of these states:
 
     reserved   slot 0
     free       in the allocator's free list
-    private    in a live lease's row, at a position in [committed, allocated)
+    private    in a live lease's row, at a position in [committed, allocated_len)
     evictable  in a tree node that no lease locks
     locked     in a tree node that a lease locks; rows at positions in [0, committed) point at these
     pending    let go, but a pass in flight may still read or write it
@@ -15,7 +15,7 @@ Every slot is in exactly one of these states:
                         \\--release--> pending --(passes in flight have ended)--> free
                                          locked --(the same, where nobody wants it)--> free
     free --begin_adoption--> arriving --adopt--> evictable
-                                 \\--give_up--> free
+                                 \\--cancel_adoption--> free
 
 A lease that is released while passes are in flight keeps its row, its lock and its private slots until the last
 of these passes has ended; then all of it is let go at once.
@@ -41,42 +41,40 @@ from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.radix_tree import Match, Namespace, Node, RadixTree, Slots, Tokens, on_device
 from radixrt.cache.snapshot import Adoption, TreeSnapshot, adopt, plan_adoption, take_snapshot
 
-STORED_AT_ONCE = 256  # tokens of a node that go to the host together, at least: nodes of few tokens cost time
-
 Frontier = tuple[Node, int]  # a node, and the token after it that somebody is computing
 
 
 @dataclass(eq=False)
 class Lease:
-    """What one live request holds: a row, a locked path, private slots. 0 <= committed <= allocated.
+    """What one live request holds: a row, a locked path, private slots. 0 <= committed <= allocated_len.
 
     Attributes:
         row: the request's row in `req_to_token`.
         node: stands for the committed part of its tokens; locked.
         committed: positions whose slots belong to the tree.
         matched: positions that were found in the tree when the lease was made.
-        lengths: `PrefixCache.allocated`.
+        allocated_lens: the cache's column of that name.
         loaded: those of them that only the host had.
         frontier: where others can see that it computes what comes next; None if it computes nothing for others.
         target: the tokens `[n]` that it computes up to.
-        keep: once it has been released, how many of its leading tokens anybody wants; None: perhaps all.
+        reusable_len: once it has been released, how many of its leading tokens anybody wants; None: perhaps all.
     """
 
     row: int
     node: Node
     committed: int
     matched: int
-    lengths: NDArray[np.int32]
+    allocated_lens: NDArray[np.int32]
     loaded: int = 0
     released: bool = False
     frontier: Frontier | None = None
     target: Tokens = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    keep: int | None = None
+    reusable_len: int | None = None
 
     @property
-    def allocated(self) -> int:
+    def allocated_len(self) -> int:
         """Positions that have a slot; those from `committed` on are private."""
-        return int(self.lengths[self.row])
+        return int(self.allocated_lens[self.row])
 
 
 @dataclass(frozen=True)
@@ -138,11 +136,12 @@ class PrefixCache:
         rows: the table of positions to slots.
         slots: the free list of the KV pool.
         host_slots: the free list of the host's KV pool; None: what is evicted is forgotten.
+        min_store_tokens: a node goes to the host in pieces of at least so many tokens: small ones cost time.
         enabled: False: nothing is matched and nothing is published.
         force_miss: nothing is matched, but everything is published and remapped as usual.
 
     Attributes:
-        allocated: `[max_requests]` int32, positions that have a slot, of the lease of each row.
+        allocated_lens: `[max_requests]` int32, positions that have a slot, of the lease of each row.
     """
 
     def __init__(
@@ -151,12 +150,14 @@ class PrefixCache:
         slots: SlotAllocator,
         *,
         host_slots: SlotAllocator | None = None,
+        min_store_tokens: int = 256,
         enabled: bool = True,
         force_miss: bool = False,
     ) -> None:
         self.rows = rows
         self.slots = slots
         self.host_slots = host_slots
+        self.min_store_tokens = min_store_tokens
         self.transfers = KVTransfers()  # to be made before the next pass
         self.tree = RadixTree()
         self.enabled = enabled
@@ -164,7 +165,7 @@ class PrefixCache:
         self.passes_launched = 0
         self.passes_ended = 0
         self.leases: set[Lease] = set()  # live ones, and released ones that are pending
-        self.allocated = np.zeros(rows.max_requests, dtype=np.int32)
+        self.allocated_lens = np.zeros(rows.max_requests, dtype=np.int32)
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.recomputed_tokens = 0
@@ -257,8 +258,8 @@ class PrefixCache:
         self.tree.touch(node)
         if matched:
             self.rows.write(row, 0, self.tree.slots_of(node))
-        self.allocated[row] = matched
-        lease = Lease(row, node, matched, matched, self.allocated, loaded)
+        self.allocated_lens[row] = matched
+        lease = Lease(row, node, matched, matched, self.allocated_lens, loaded)
         self.leases.add(lease)
         self._announce(lease, tokens)
         return lease
@@ -267,17 +268,17 @@ class PrefixCache:
         """Give a lease slots for `count` more positions: `[count]` int32, or None, changing nothing."""
         slots = self._alloc(count)
         if slots is not None:
-            self.rows.write(lease.row, lease.allocated, slots)
-            self.allocated[lease.row] += count
+            self.rows.write(lease.row, lease.allocated_len, slots)
+            self.allocated_lens[lease.row] += count
         return slots
 
     def extend_each(self, rows: NDArray[np.int32]) -> Slots | None:
         """Give the lease of each of `rows` `[n]` a slot for one more position: `[n]`; None changes nothing."""
         slots = self._alloc(len(rows))
         if slots is not None and len(rows):
-            positions = self.allocated[rows]
+            positions = self.allocated_lens[rows]
             self.rows.write_each(rows, positions, slots)
-            self.allocated[rows] = positions + 1
+            self.allocated_lens[rows] = positions + 1
         return slots
 
     def commit(self, lease: Lease, tokens: Tokens, computed: int) -> None:
@@ -295,28 +296,28 @@ class PrefixCache:
         duplicates = len(insertion.canonical)
         if duplicates:
             self.rows.write(lease.row, start, insertion.canonical)
-            self._retire(_Pending(self.passes_launched, slots=own[:duplicates], tokens=duplicates))
+            self._defer_free(_Pending(self.passes_launched, slots=own[:duplicates], tokens=duplicates))
         self.tree.lock(insertion.node, until=lease.node)
         lease.node = insertion.node
         lease.committed = computed
         self._announce(lease, tokens)
 
-    def release(self, lease: Lease, keep: int | None = None) -> None:
+    def release(self, lease: Lease, reusable_len: int | None = None) -> None:
         """Let go of all that a lease holds, once the passes in flight have ended. A second call does nothing.
 
-        `keep`: no request to come shares more than so many of its leading tokens. The others that it published
-        need not wait to be evicted: they are free then, as far as no other request holds them.
+        `reusable_len`: no later request shares more of its leading tokens. The tokens that it published beyond
+        them are freed then too, without an eviction, as far as no other request holds them.
         """
         if lease.released:
             return
         lease.released = True
-        lease.keep = keep
-        self._withdraw(lease)
-        self._retire(_Pending(self.passes_launched, lease=lease, tokens=self.reclaimable(lease)))
+        lease.reusable_len = reusable_len
+        self._unannounce(lease)
+        self._defer_free(_Pending(self.passes_launched, lease=lease, tokens=self.reclaimable(lease)))
 
     def reclaimable(self, lease: Lease) -> int:
         """Slots that releasing this lease alone would make available."""
-        count = lease.allocated - lease.committed
+        count = lease.allocated_len - lease.committed
         for node in self.tree.path(lease.node):
             if node.lock != 1:
                 break
@@ -333,7 +334,7 @@ class PrefixCache:
         """The oldest pass in flight has ended: what waited for it alone is let go."""
         self.passes_ended += 1
         while self._pending and self._pending[0].after <= self.passes_ended:
-            self._settle(self._pending.popleft())
+            self._free_pending(self._pending.popleft())
 
     # -- kept across runs; no pass is in flight ----------------------------------------------------------------
 
@@ -344,8 +345,8 @@ class PrefixCache:
     def begin_adoption(self, snapshot: TreeSnapshot, weights_version: int) -> Adoption:
         """Choose what of a snapshot, which has no fault, is new and finds a free slot: what was used last first.
 
-        Nothing is evicted for it. Once the KV is in the slots that it names, `adopt` publishes it; `give_up` does
-        without. Until then nothing else is to be asked of this cache.
+        Nothing is evicted for it. Once the KV is in the slots that it names, `adopt` publishes it; or
+        `cancel_adoption` frees them. Until then nothing else is to be asked of this cache.
         """
         plan = plan_adoption(self.tree, snapshot, weights_version, self.slots.num_free)
         count = int(plan.taken.sum())
@@ -362,7 +363,7 @@ class PrefixCache:
         adopt(self.tree, adoption)
         self._arriving = 0
 
-    def give_up(self, adoption: Adoption) -> None:
+    def cancel_adoption(self, adoption: Adoption) -> None:
         """Free the slots that `begin_adoption` named; the tree stays as it was."""
         self.slots.free(adoption.slots[adoption.slots > 0])
         self._arriving = 0
@@ -390,7 +391,7 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         leases = tuple(self.leases)  # another thread may look while this one works
-        private = sum(lease.allocated - lease.committed for lease in leases if not lease.released)
+        private = sum(lease.allocated_len - lease.committed for lease in leases if not lease.released)
         return CacheStats(
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
@@ -433,12 +434,12 @@ class PrefixCache:
         freed: list[Slots] = []
         left = count
         while left > 0:
-            node = self.tree.next_to_go(min(max(left, STORED_AT_ONCE), host.capacity))
+            node = self.tree.next_victim(min(max(left, self.min_store_tokens), host.capacity))
             if node is None:
                 break
             if node.host_slots is None:
                 self._store(host, node)
-            freed.append(self.tree.take_off_device(node))
+            freed.append(self.tree.detach_device(node))
             left -= len(freed[-1])
         return np.concatenate(freed) if freed else np.zeros(0, dtype=np.int32)
 
@@ -451,7 +452,7 @@ class PrefixCache:
         host_slots = host.alloc(len(node.tokens))
         assert host_slots is not None  # nothing is locked there
         self.transfers.store(node.slots, host_slots)
-        self.tree.put_on_host(node, host_slots)
+        self.tree.attach_host(node, host_slots)
         self.stored_tokens += len(host_slots)
 
     def _load(self, top: Node, namespace: Namespace, tokens: Tokens, match: Match) -> tuple[Node, int] | None:
@@ -473,40 +474,40 @@ class PrefixCache:
             start, end = end, end + len(step.tokens)
             assert step.host_slots is not None  # it is nowhere else
             self.transfers.load(step.host_slots, slots[start:end])
-            self.tree.put_on_device(step, slots[start:end])
+            self.tree.attach_device(step, slots[start:end])
         self.slots.free(slots[end:])
         self.tree.lock(node, until=top)
         self.loaded_tokens += end
         return node, end
 
     def _private(self, lease: Lease) -> Slots:
-        return self.rows.req_to_token[lease.row, lease.committed : lease.allocated].copy()
+        return self.rows.req_to_token[lease.row, lease.committed : lease.allocated_len].copy()
 
-    def _retire(self, pending: _Pending) -> None:
+    def _defer_free(self, pending: _Pending) -> None:
         if self.in_flight:
             self._pending.append(pending)
         else:
-            self._settle(pending)
+            self._free_pending(pending)
 
-    def _settle(self, pending: _Pending) -> None:
+    def _free_pending(self, pending: _Pending) -> None:
         if pending.slots is not None:
             self.slots.free(pending.slots)
         lease = pending.lease
         if lease is not None:
             self.slots.free(self._private(lease))
-            self.slots.free(self.tree.unlock(lease.node, lease.keep))
+            self.slots.free(self.tree.unlock(lease.node, lease.reusable_len))
             self.rows.free(lease.row)
             self.leases.remove(lease)
 
     def _announce(self, lease: Lease, tokens: Tokens) -> None:
         """Let others wait for the token that this lease computes next."""
-        self._withdraw(lease)
+        self._unannounce(lease)
         if self.enabled and lease.committed < len(tokens):
             lease.frontier = (lease.node, int(tokens[lease.committed]))
             lease.target = tokens
             self._frontiers.setdefault(lease.frontier, []).append(lease)
 
-    def _withdraw(self, lease: Lease) -> None:
+    def _unannounce(self, lease: Lease) -> None:
         if lease.frontier is not None:
             others = self._frontiers[lease.frontier]
             others.remove(lease)

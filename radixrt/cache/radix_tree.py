@@ -234,18 +234,18 @@ class RadixTree:
                 self.locked_tokens += len(step.tokens)
             step.lock += 1
 
-    def unlock(self, node: Node, keep: int | None = None) -> Slots:
+    def unlock(self, node: Node, reusable_len: int | None = None) -> Slots:
         """Count one live request less on a path.
 
-        `keep`: only so many leading tokens of the path are wanted any more. Those after them are removed, as far
-        as nothing but this path needs them, and the host has no copy. Returns the slots of what was removed.
+        `reusable_len`: leading tokens of the path that are still wanted. Tokens beyond them are removed, as far as
+        nothing but this path needs them and the host has no copy. Returns the slots of the removed tokens.
 
         Raises:
             ValueError: the path is not locked.
         """
         steps = list(self.path(node))
         freed: list[Slots] = []
-        end = 0 if keep is None else sum(len(step.tokens) for step in steps)
+        end = 0 if reusable_len is None else sum(len(step.tokens) for step in steps)
         for step in steps:
             if step.lock == 0:
                 raise ValueError("unlocking a path that no request has locked")
@@ -253,8 +253,13 @@ class RadixTree:
             start = end - len(step.tokens)
             if step.lock == 0:
                 self.locked_tokens -= len(step.tokens)
-                if keep is not None and end > keep and not step.children and step.host_slots is None:
-                    freed.append(self._cut_off(step, max(0, keep - start)))
+                if (
+                    reusable_len is not None
+                    and end > reusable_len
+                    and not step.children
+                    and step.host_slots is None
+                ):
+                    freed.append(self._cut_off(step, max(0, reusable_len - start)))
                 if len(step.tokens) or step.parent is None:
                     self._offer(step)
             end = start
@@ -284,7 +289,7 @@ class RadixTree:
             agree = common_prefix(child.tokens[:n], tokens[done : done + n])
             node = child if agree == len(child.tokens) else self._split(child, agree)
             if node.slots is None:  # and so are all below it: what is canonical comes before
-                self.put_on_device(node, slots[done : done + agree].copy())
+                self.attach_device(node, slots[done : done + agree].copy())
             else:
                 canonical.append(node.slots)
             done += agree
@@ -292,7 +297,7 @@ class RadixTree:
         self._offer(node)
         return Insertion(node, np.concatenate(canonical) if canonical else _EMPTY)
 
-    def graft(self, node: Node, tokens: Tokens, slots: Slots, last_access: int) -> Node:
+    def insert_cold(self, node: Node, tokens: Tokens, slots: Slots, last_access: int) -> Node:
         """Add `tokens` `[n]`, of which the device has none below `node`, with their `slots`; nothing is touched.
 
         Returns the node where they end. What only the host has of them is on the device as well then.
@@ -315,7 +320,7 @@ class RadixTree:
             length = min(len(child.tokens), len(tokens) - done)
             agree = common_prefix(child.tokens[:length], tokens[done : done + length])
             node = self.cut(child, agree)
-            self.put_on_device(node, slots[done : done + agree].copy())
+            self.attach_device(node, slots[done : done + agree].copy())
             done += agree
         self._offer(node)
         return node
@@ -324,7 +329,7 @@ class RadixTree:
         """Remove `num_tokens` tokens, or all that can be, from unlocked leaves, least recently used first.
 
         The last leaf loses only as much of its tail as is needed. Returns the slots of what was removed. This is
-        for a tree that has nothing on the host: see `next_to_go`.
+        for a tree that has nothing on the host: see `next_victim`.
         """
         freed: list[Slots] = []
         left = num_tokens
@@ -358,18 +363,18 @@ class RadixTree:
 
     # -- two tiers -----------------------------------------------------------------------------------------
 
-    def next_to_go(self, most: int) -> Node | None:
+    def next_victim(self, max_tokens: int) -> Node | None:
         """What is to leave the device next: of its unlocked leaves the least recently used one.
 
-        Of more than `most` tokens only the tail of so many goes. None if all that is on the device is locked. The
-        caller has the host keep it, if it has no copy, and takes it off the device.
+        Of a longer one than `max_tokens` only that much of its tail goes. None if all that is on the device is
+        locked. The caller stores it on the host, unless the host has a copy, and detaches it.
         """
         node = self._least_recent()
-        if node is not None and len(node.tokens) > most:
-            self._split(node, len(node.tokens) - most)
+        if node is not None and len(node.tokens) > max_tokens:
+            self._split(node, len(node.tokens) - max_tokens)
         return node
 
-    def put_on_device(self, node: Node, slots: Slots) -> None:
+    def attach_device(self, node: Node, slots: Slots) -> None:
         """A node that only the host has, below one on the device, is on the device as well, in `slots` `[n]`."""
         assert node.parent is not None  # roots are on the device
         node.slots = slots
@@ -377,7 +382,7 @@ class RadixTree:
         self.device_tokens += len(slots)
         self.host_only_tokens -= len(slots)
 
-    def take_off_device(self, node: Node) -> Slots:
+    def detach_device(self, node: Node) -> Slots:
         """Take an unlocked leaf off the device; without a copy on the host it is forgotten. Returns its slots."""
         slots, parent = node.slots, node.parent
         assert slots is not None  # it is a leaf there
@@ -392,7 +397,7 @@ class RadixTree:
         self._offer(parent)
         return slots
 
-    def put_on_host(self, node: Node, host_slots: Slots) -> None:
+    def attach_host(self, node: Node, host_slots: Slots) -> None:
         """The host has a copy of a node on the device, in `host_slots` `[n]`."""
         assert node.parent is not None  # roots have nothing to copy
         node.host_slots = host_slots

@@ -179,7 +179,7 @@ def adopt(tree: RadixTree, plan: Adoption) -> None:
         if plan.taken[i]:
             end = known + int(plan.taken[i])
             slots = plan.slots[starts[i] + known : starts[i] + end]
-            node = tree.graft(node, tokens[known:end], slots, int(plan.recency[i]))
+            node = tree.insert_cold(node, tokens[known:end], slots, int(plan.recency[i]))
         ends[i] = node
 
 

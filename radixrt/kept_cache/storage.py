@@ -126,7 +126,7 @@ class CacheStorage:
             finally:
                 if arriving is not None:
                     with uninterrupted():
-                        self.cache.give_up(arriving)
+                        self.cache.cancel_adoption(arriving)
         return Loaded(int(adoption.taken.sum()), int(adoption.known.sum()), adoption.left_out)
 
     def _read(self, reader: CacheFileReader, slots: Slots, progress: bool) -> None:

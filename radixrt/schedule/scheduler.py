@@ -17,7 +17,7 @@ from itertools import compress
 import numpy as np
 
 from memory_pool.slot_allocator import Slots
-from radixrt.cache.pending_match import Prospect
+from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason, TokenLogprob
@@ -93,7 +93,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.num_retractions = 0
         rows = cache.rows
-        self._progress = Progress(rows.max_requests, rows.max_context_len, cache.allocated)
+        self._progress = Progress(rows.max_requests, rows.max_context_len, cache.allocated_lens)
         self._sampling = SamplingTable(rows.max_requests)
         self._estimate = OutputEstimate()
         self._arrivals = 0
@@ -355,16 +355,16 @@ class Scheduler:
                 break
             if request.let_go_at > self.cache.passes_ended:
                 continue  # just retracted: what it has in flight is still to come
-            prospect = self._prospect(request)
-            if prospect.is_awaited():
+            pending_match = self._pending_match(request)
+            if pending_match.has_leader():
                 # A follower: its leader is computing what it needs next. Room is kept for the rest of it, or
                 # leaders of other prefixes would take that, and evict this prefix before it comes.
-                promised += max(0, self._demand(request) - prospect.awaited())
+                promised += max(0, self._demand(request) - pending_match.leader_match_len())
                 continue
             tokens = request.tokens()
             # Whoever runs alone runs to its end: submit has checked that it fits.
             reserve = promised + self._demand(request) - len(tokens) if self.running else 0
-            lease = self.cache.acquire(request.namespace, tokens, prospect.match(), reserve)
+            lease = self.cache.acquire(request.namespace, tokens, pending_match.match(), reserve)
             if lease is None:
                 break
             loads -= lease.loaded
@@ -403,13 +403,15 @@ class Scheduler:
 
     def _match_length(self, request: Request) -> int:
         """Tokens of a waiting request that are in the cache."""
-        return self._prospect(request).length()
+        return self._pending_match(request).length()
 
-    def _prospect(self, request: Request) -> Prospect:
+    def _pending_match(self, request: Request) -> PendingMatch:
         """What a waiting request would find in the cache; its tokens and its limit are what they were."""
-        if request.prospect is None:
-            request.prospect = Prospect(self.cache, request.namespace, request.tokens(), request.match_limit)
-        return request.prospect
+        if request.pending_match is None:
+            request.pending_match = PendingMatch(
+                self.cache, request.namespace, request.tokens(), request.match_limit
+            )
+        return request.pending_match
 
     def _leave_queue(self, request: Request) -> None:
         at = bisect.bisect_left(self.waiting, request.arrival, key=lambda r: r.arrival)
@@ -581,7 +583,7 @@ class Scheduler:
         assert num_top is not None  # and so did the request
         for i in range(first, first + count):
             request.prompt_logprobs.append(_logprob(logprobs, i, int(batch.scored_targets[i]), num_top))
-        request.prospect = None  # more of it may come from the cache now
+        request.pending_match = None  # more of it may come from the cache now
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if request.state is RequestState.RUNNING:

@@ -18,7 +18,7 @@ import pytest
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache.pending_match import Prospect
+from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Insertion, Match, Namespace, Node, RadixTree
 from radixrt.engine.driver import Driver
@@ -29,10 +29,11 @@ from radixrt.execution.attention.shared_segments import SharedSegments
 from radixrt.execution.graphs.decode_numbers import DecodeForm, DecodeNumbers, _Growing
 from radixrt.output import FinishReason
 from radixrt.schedule import scheduler as scheduling
-from radixrt.schedule.passes import PassResult, Pass
+from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.progress import Progress
 from radixrt.schedule.request import Request, RequestState
+from radixrt.schedule.sampling_table import SamplingTable
 from radixrt.schedule.scheduler import Scheduler
 from tests.support.planned_reads import PlannedWorld
 from tests.support.simulation import SimulatedPass, SimulatedRunner, Sizes, Violation, Walk, World
@@ -96,7 +97,7 @@ def drop_the_remap(patch: pytest.MonkeyPatch) -> None:
 @mutant("5:", "7:", "6:", "2:", "4:")
 def free_while_pending(patch: pytest.MonkeyPatch) -> None:
     """Slots are let go at once, though a pass in flight reads them."""
-    patch.setattr(PrefixCache, "_retire", PrefixCache._settle)
+    patch.setattr(PrefixCache, "_defer_free", PrefixCache._free_pending)
 
 
 @mutant("6:", "7:")
@@ -238,16 +239,16 @@ def drop_what_nobody_needs_and_lose_its_slots(patch: pytest.MonkeyPatch) -> None
 @mutant("4:", "5:", "2:", "unlocking")
 def drop_what_others_hold(patch: pytest.MonkeyPatch) -> None:
     """What nobody after it needs goes, although a request beside it still reads it."""
-    settle = PrefixCache._settle
+    settle = PrefixCache._free_pending
 
     def ruthless(self: PrefixCache, pending: Any) -> None:
         lease = pending.lease
-        if lease is not None and lease.keep is not None:
+        if lease is not None and lease.reusable_len is not None:
             for step in self.tree.path(lease.node):
                 step.lock = 1
         settle(self, pending)
 
-    patch.setattr(PrefixCache, "_settle", ruthless)
+    patch.setattr(PrefixCache, "_free_pending", ruthless)
 
 
 @mutant("1:", "9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES, first=1)
@@ -524,15 +525,14 @@ def count_log_probabilities_of_those_who_want_none(patch: pytest.MonkeyPatch) ->
     patch.setattr(Progress, "begin", generous)
 
 
-@mutant("8: a pass tells")
-def tell_of_nobody_who_comes(patch: pytest.MonkeyPatch) -> None:
-    batch = Scheduler._batch
-    patch.setattr(Scheduler, "_batch", lambda *arguments: replace(batch(*arguments), admitted=()))
+@mutant("8: a token is drawn")
+def draw_with_the_parameters_of_who_had_the_row_before(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SamplingTable, "admit", lambda *_: None)
 
 
 @mutant("6: what a request")
 def expect_what_was_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Prospect, "_stands", lambda self: True)
+    patch.setattr(PendingMatch, "_stands", lambda self: True)
 
 
 @mutant("6: what a request")
@@ -553,8 +553,8 @@ def keep_the_edge_of_what_left_the_tree(patch: pytest.MonkeyPatch) -> None:
 @mutant("6: what a request", "10:", first=2)
 def wait_for_who_has_gone_on(patch: pytest.MonkeyPatch) -> None:
     """That a leader has come further is not noticed."""
-    is_awaited = Prospect.is_awaited
-    patch.setattr(Prospect, "is_awaited", lambda self: self._leader is not None or is_awaited(self))
+    has_leader = PendingMatch.has_leader
+    patch.setattr(PendingMatch, "has_leader", lambda self: self._leader is not None or has_leader(self))
 
 
 # -- two tiers ---------------------------------------------------------------------------------------------
@@ -683,7 +683,7 @@ def forget_what_the_host_could_keep_and_say_it_has_it(patch: pytest.MonkeyPatch)
 @mutant("4:", "16:", "5:", "assert", sizes=TIERED_SIZES)
 def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
     """An unlocked node leaves the device though a child is there."""
-    take_off = RadixTree.take_off_device
+    take_off = RadixTree.detach_device
 
     def its_parent(self: RadixTree, node: Node) -> np.ndarray:
         above = node.parent
@@ -691,13 +691,13 @@ def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
             node = above
         return take_off(self, node)
 
-    patch.setattr(RadixTree, "take_off_device", its_parent)
+    patch.setattr(RadixTree, "detach_device", its_parent)
 
 
 @mutant("1:", "2:", "5:", "16:", "assert", sizes=TIERED_SIZES)
 def computed_slots_do_not_fill_what_the_host_has(patch: pytest.MonkeyPatch) -> None:
     """A request that computed what the host has: its slots are neither the tree's nor its own."""
-    patch.setattr(RadixTree, "put_on_device", lambda self, node, slots: None)
+    patch.setattr(RadixTree, "attach_device", lambda self, node, slots: None)
 
 
 @mutant("4:", "5:", "16:", "6:", "unlocking", sizes=TIERED_SIZES)

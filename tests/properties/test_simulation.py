@@ -29,6 +29,7 @@ from radixrt.cache.radix_tree import Namespace
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.policy import OutputEstimate, SchedulePolicy
 from radixrt.schedule.request import Request, RequestState
@@ -188,7 +189,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         alive = [r for r in self.world.requests if not r.finished]
-        flying = [r for r in alive if any(r in f.batch.requests for f in self.world.runner.in_flight)]
+        flying = [r for r in alive if any(r in f.booking.requests for f in self.world.runner.in_flight)]
         self.world.abort(data.draw(st.sampled_from(flying or alive)))
 
     @precondition(lambda self: any(r.params.n > 1 and not r.finished for r in self.world.requests))
@@ -472,14 +473,15 @@ def test_namespaces_share_nothing() -> None:
     assert all(r.finish_reason is FinishReason.LENGTH for r in again)
 
 
-def decoding(world: World) -> list[Pass]:
-    """The batches that are planned from now on, all requests of a world being about to decode."""
-    planned: list[Pass] = []
+def decoding(world: World) -> list[Booking]:
+    """The passes that are planned from now on, all requests of a world being about to decode."""
+    planned: list[Booking] = []
     launch = world.runner.launch
 
-    def watched(batch: Pass) -> SimulatedPass:
-        planned.append(batch)
-        return launch(batch)
+    def watched(pass_: Pass) -> SimulatedPass:
+        flight = launch(pass_)
+        planned.append(flight.booking)
+        return flight
 
     world.runner.launch = watched  # type: ignore[method-assign]
     return planned
@@ -528,9 +530,12 @@ def test_a_steady_step_costs_as_much_python_for_many_requests_as_for_few() -> No
         scheduler.process, booking = instructions(process)  # type: ignore[method-assign, assignment]
         for _ in range(5):
             world.step()
-        assert len({id(batch.requests) for batch in planned}) == len({id(batch.leases) for batch in planned}) == 1
-        assert [len(batch.requests) for batch in planned] == [count] * 5
-        assert not any(batch.admitted for batch in planned)
+        assert (
+            len({id(booking.requests) for booking in planned})
+            == len({id(booking.leases) for booking in planned})
+            == 1
+        )
+        assert [len(one.requests) for one in planned] == [count] * 5
         assert len(set(planning)) == len(set(booking)) == 1
         costs.append((planning[0], booking[0]))
     assert costs[0] == costs[1]
@@ -543,7 +548,7 @@ def test_a_change_of_members_changes_the_tuples() -> None:
     for _ in range(12):
         world.step()
         world.check()
-    members = [batch.requests for batch in planned]
+    members = [booking.requests for booking in planned]
     assert members[0] == tuple(requests)
     assert members[1:6] == [members[1]] * 5
     assert members[6:] == [tuple(requests[1:])] * 6

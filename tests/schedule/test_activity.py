@@ -23,7 +23,8 @@ from radixrt.engine.engine import Engine
 from radixrt.execution import pass_timer
 from radixrt.execution.pass_timer import PassTimer
 from radixrt.sampling_params import SamplingParams as Params
-from radixrt.schedule.passes import PassResult, Pass
+from radixrt.schedule.booking import Booking
+from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from tests.support.simulation import SimulatedPass, Sizes, Walk, World, random_sizes
@@ -49,9 +50,10 @@ class Recorder:
         world.runner.collect = self.collect  # type: ignore[method-assign]
 
     def launch(self, batch: Pass) -> SimulatedPass:
-        new = zip(batch.requests, batch.prefix_lens.tolist(), batch.seq_lens.tolist(), strict=True)
+        handle = self._launch(batch)
+        new = zip(handle.booking.requests, batch.prefix_lens.tolist(), batch.seq_lens.tolist(), strict=True)
         self._extended[id(batch)] = sum(end - start for request, start, end in new if start < request.extend_end)
-        return self._launch(batch)
+        return handle
 
     def collect(self, handle: SimulatedPass) -> PassResult:
         extended = self._extended.pop(id(handle.batch))
@@ -151,7 +153,7 @@ class ClockedRunner:
     def collect(self, handle: object) -> PassResult:
         assert isinstance(handle, Pass)
         self._clock.now += WAITING
-        tokens, finite = np.zeros(int(handle.num_samples.sum()), np.int32), np.ones(len(handle.requests), bool)
+        tokens, finite = np.zeros(int(handle.num_samples.sum()), np.int32), np.ones(handle.num_rows, bool)
         if not self._measured:
             return PassResult(tokens, finite)
         seconds = PREFILL if handle.prefix_lens[0] < 7 else DECODE
@@ -167,14 +169,14 @@ def test_seconds(monkeypatch: pytest.MonkeyPatch, measured: bool, lag: int) -> N
     scheduler = Scheduler(cache, max_running_requests=2, chunked_prefill_size=3)
     plan, process = scheduler._plan, scheduler.process
 
-    def slow_plan() -> Pass | None:
+    def slow_plan() -> Booking | None:
         batch = plan()
         clock.now += PLANNING if batch is not None else 0.0
         return batch
 
-    def slow_process(batch: Pass, result: PassResult) -> list[Request]:
+    def slow_process(booking: Booking, result: PassResult) -> list[Request]:
         clock.now += BOOKING
-        return process(batch, result)
+        return process(booking, result)
 
     monkeypatch.setattr(scheduler, "_plan", slow_plan)
     monkeypatch.setattr(scheduler, "process", slow_process)

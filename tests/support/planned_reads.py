@@ -18,8 +18,7 @@ from radixrt.execution.attention.planner import PlanKind
 from radixrt.execution.attention.shared_segments import SharedSegments, TreeCosts
 from radixrt.execution.graphs.decode_numbers import DecodeNumbers
 from radixrt.execution.graphs.extend_graphs import ExtendGraphs, PassShape
-from radixrt.schedule.sampling_table import Features
-from radixrt.schedule.passes import Pass
+from radixrt.schedule.passes import Features, Pass
 from tests.execution.attention.test_planner import planner
 from tests.support.simulation import World, require
 from triton_ops.attention.plan import Int32Array
@@ -117,7 +116,7 @@ class PlannedReads:
         """The plans' arrays, and of passes with extends, all that they are told. Every other one is padded, as
         captured ones are.
         """
-        count = len(batch.requests) - batch.num_extends
+        count = batch.num_rows - batch.num_extends
         if not batch.num_extends:
             size = -(-count // PADDED_TO) * PADDED_TO
             if size not in self._sizes:
@@ -134,7 +133,7 @@ class PlannedReads:
             return {**host, **plans.arrays, TILE_TOKENS: np.array([plans.tile_tokens])}
         shape = PassShape(
             num_tokens=(len(batch.input_ids) - count) // PADDED_TO * PADDED_TO + PADDED_TO,
-            num_rows=len(batch.requests) // PADDED_TO * PADDED_TO + PADDED_TO,  # each may sample
+            num_rows=batch.num_rows // PADDED_TO * PADDED_TO + PADDED_TO,  # each may sample
             num_extends=batch.num_extends + 2,
         )
         padded = self._graphs._padded(batch, shape, PlanKind.CUT)

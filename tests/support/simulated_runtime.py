@@ -11,6 +11,7 @@ from radixrt.engine.driver import Call, Driver
 from radixrt.errors import PromptError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput
 from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request, TextStop
 from tests.support.scheduled_runtime import Watchable
@@ -19,7 +20,7 @@ from tests.support.simulation import VOCAB, CheckedEngine, Sizes, World, continu
 SIZES = Sizes(num_slots=600, num_rows=13, context_len=40, max_running=8, max_samples=16, chunk=64)
 CAPTION = "tokens "  # of an answer's text
 
-PassFault = Callable[[Pass], Exception | None]
+PassFault = Callable[[Booking], Exception | None]
 
 
 class _SubmittingEngine(CheckedEngine):
@@ -54,8 +55,8 @@ class SimulatedRuntime(Watchable):
         self.world = World(sizes)
         self.scheduler, self.engine = self.world.scheduler, self.world.engine
         self.driver = Driver(_SubmittingEngine(self.world), self._output)  # type: ignore[arg-type]
-        self.launch_fault: PassFault = lambda batch: None
-        self.run_fault: PassFault = lambda batch: None
+        self.launch_fault: PassFault = lambda booking: None
+        self.run_fault: PassFault = lambda booking: None
         self.text_fault: Callable[[int], Exception | None] = lambda index: None
         self.make_text_stop: Callable[[int], TextStop | None] = lambda index: None
         self.on_step: Callable[[], None] = lambda: None
@@ -115,13 +116,15 @@ class SimulatedRuntime(Watchable):
         return self.driver.abort(request.id)
 
     def _watched_launch(self, batch: Pass) -> object:
-        self.passes.append([request.index for request in batch.requests])
-        for _, request in batch.admitted:
+        booking = self.world.runner.booking
+        assert booking is not None
+        self.passes.append([request.index for request in booking.requests])
+        for request in self.world.runner.newcomers:
             self.begun[request.index] = self.begun.get(request.index, 0) + 1
-        if (error := self.launch_fault(batch)) is not None:
+        if (error := self.launch_fault(booking)) is not None:
             raise error
         handle = self._launch(batch)
-        if (error := self.run_fault(batch)) is not None:
+        if (error := self.run_fault(booking)) is not None:
             self._faults[id(handle)] = error
         return handle
 

@@ -19,7 +19,6 @@ import numpy as np
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache import prefix_cache
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Match, Namespace, Node
 from radixrt.cache.snapshot import TreeSnapshot
@@ -29,7 +28,8 @@ from radixrt.errors import DeviceLostError
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule import policy as policies
-from radixrt.schedule.passes import Logprobs, PassResult, Pass
+from radixrt.schedule.booking import Booking
+from radixrt.schedule.passes import Logprobs, Pass, PassResult
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.progress import MOST_STOPS
 from radixrt.schedule.request import Request, RequestState
@@ -39,7 +39,7 @@ VOCAB = 5
 MASK = (1 << 64) - 1
 POISON = 0xDEADDEADDEADDEAD
 MAX_OVERTAKEN = 6
-STORED_AT_ONCE = 3
+MIN_STORE_TOKENS = 3
 
 
 class Violation(AssertionError):
@@ -121,7 +121,7 @@ def continuation(
 
 @dataclass
 class SimulatedPass:
-    batch: Pass
+    booking: Booking
     snapshots: list[np.ndarray]  # the slots that each request's row names when the pass is launched
     lines: list[np.ndarray]  # of `req_to_token`, that name the slots of each request's positions
     transfers: int  # that had been started before it, and come before it
@@ -129,6 +129,10 @@ class SimulatedPass:
     poisoned: frozenset[int] = frozenset()
     result: PassResult | None = None
     error: Exception | None = None
+
+    @property
+    def batch(self) -> Pass:
+        return self.booking.pass_
 
 
 def own_lines(batch: Pass) -> list[np.ndarray]:
@@ -169,7 +173,8 @@ class SimulatedRunner:
         self.weights = 0  # those that passes run with
         self.ends: dict[Lease, int] = {}  # positions launched, or found, of each lease that there was
         self.met: set[Lease] = set()  # those that were in a pass
-        self.last_batch: Pass | None = None
+        self.booking: Booking | None = None  # of the pass that is launched next, or was launched last
+        self.newcomers: list[Request] = []  # those of it that are in a pass for the first time with what they hold
         self.is_lost = False  # after the next pass that fails
         self.lines_of = own_lines  # how a pass reads: `SimulatedPass.lines`
         self.violation: Violation | None = None  # kept for `World.check`: the engine takes it for a failed pass
@@ -215,35 +220,52 @@ class SimulatedRunner:
             make(transfer, kv, host_kv)
         return kv, host_kv
 
-    def count(self, batch: Pass | None) -> None:
+    def count(self, booking: Booking | None) -> None:
         """A pass that is about to be launched, whether that succeeds or not."""
-        if batch is None:
+        if booking is None:
             return
-        before, self.last_batch = self.last_batch, batch
-        if before is not None and batch.req_pool_indices is before.req_pool_indices:
-            require("8: the same array of rows is of the same requests", batch.requests is before.requests)
-            require("8: and of what they hold", batch.leases is before.leases)
-        new = []
-        for i, (request, lease) in enumerate(zip(batch.requests, batch.leases, strict=True)):
+        before, self.booking = self.booking, booking
+        batch = booking.pass_
+        if before is not None and batch.req_pool_indices is before.pass_.req_pool_indices:
+            require("8: the same array of rows is of the same requests", booking.requests is before.requests)
+            require("8: and of what they hold", booking.leases is before.leases)
+        self.newcomers = []
+        for i, (request, lease) in enumerate(zip(booking.requests, booking.leases, strict=True)):
             start, end = int(batch.prefix_lens[i]), int(batch.seq_lens[i])
             self.tokens_launched[id(request)] += end - start
             if lease not in self.met:
-                new.append((int(batch.req_pool_indices[i]), request))
+                self.newcomers.append(request)
             name = "8: positions are launched once, in order"
             require(name, start == self.ends[lease], (request.index, start, end))
             require("8: nothing is launched beyond the last token", end <= request.most_slots, request.index)
             require("8: a pass holds what its requests hold", request.lease is lease)
+            require("8: a pass holds what its requests hold", lease.row == batch.req_pool_indices[i])
             self.ends[lease] = end
             self.met.add(lease)
-        require(
-            "8: a pass tells whom it has for the first time",
-            sorted(batch.admitted, key=id_of) == sorted(new, key=id_of),
-        )
+        self._check_sampling(booking)
+
+    def _check_sampling(self, booking: Booking) -> None:
+        """The draws of a pass have the parameters of its requests. All draw at random."""
+        batch = booking.pass_
+        expected = [
+            (i, request.seed, request.sample_index + k, batch.seq_lens[i], request.params.logprobs is not None)
+            for i, request in enumerate(booking.requests)
+            for k in range(batch.num_samples[i])
+        ]
+        arrays = batch.sampling.arrays
+        none = np.zeros(0, dtype=np.int32)
+        names = ("seeds", "sample_indices", "draw_positions")
+        logprobs = np.isin(np.arange(len(expected)), arrays.get("logprob_rows", none))
+        columns = (batch.sampling.logits_rows, *(arrays.get(name, none) for name in names), logprobs)
+        drawn = list(zip(*columns, strict=False))
+        require("8: a token is drawn for its own request", drawn == expected, expected)
 
     def launch(self, batch: Pass) -> SimulatedPass:
+        assert self.booking is not None, "the world has seen the pass"
+        assert self.booking.pass_ is batch
         extended = [
             int(end - start)
-            for request, start, end in zip(batch.requests, batch.prefix_lens, batch.seq_lens, strict=True)
+            for request, start, end in zip(self.booking.requests, batch.prefix_lens, batch.seq_lens, strict=True)
             if start < request.extend_end
         ]
         self._require("10: a pass keeps to its prefill budget", sum(extended) <= self.prefill_budget)
@@ -255,8 +277,8 @@ class SimulatedRunner:
             raise SimulatedFailure("launch")
         rows = self.host_rows.req_to_token
         snapshots = [rows[r, :n].copy() for r, n in zip(batch.req_pool_indices, batch.seq_lens, strict=True)]
-        poisoned = frozenset([len(batch.requests) // 2]) if self.poison_next else frozenset()
-        flight = SimulatedPass(batch, snapshots, lines, self.transfers_started, self.fail_run, poisoned)
+        poisoned = frozenset([batch.num_rows // 2]) if self.poison_next else frozenset()
+        flight = SimulatedPass(self.booking, snapshots, lines, self.transfers_started, self.fail_run, poisoned)
         self.fail_run = self.poison_next = False
         self.queue.append(flight)
         self.in_flight.append(flight)
@@ -307,10 +329,10 @@ class SimulatedRunner:
             return
         sampled: list[int] = []
         asked: list[int] = []  # those of them whose log-probabilities are wanted
-        finite = np.ones(len(batch.requests), dtype=bool)
+        finite = np.ones(batch.num_rows, dtype=bool)
         self.kv[self.pad_slot] = POISON  # what a padded row writes
         at = 0
-        for i, request in enumerate(batch.requests):
+        for i, request in enumerate(flight.booking.requests):
             start, end = int(batch.prefix_lens[i]), int(batch.seq_lens[i])
             row = int(batch.req_pool_indices[i])
             read = _start(request.namespace, self.weights)
@@ -351,12 +373,12 @@ class SimulatedRunner:
 
     def _tainted(self, flight: SimulatedPass, i: int) -> bool:
         """Whether an earlier pass that this one builds on failed; its result will be thrown away."""
-        request = flight.batch.requests[i]
+        request = flight.booking.requests[i]
         for earlier in self.in_flight:
             if earlier is flight:
                 break
-            if request in earlier.batch.requests and (
-                earlier.error is not None or earlier.batch.requests.index(request) in earlier.poisoned
+            if request in earlier.booking.requests and (
+                earlier.error is not None or earlier.booking.requests.index(request) in earlier.poisoned
             ):
                 return True
         return request.finish_reason is FinishReason.ERROR
@@ -379,10 +401,6 @@ def _logprobs(tokens: Sequence[int]) -> Logprobs:
 def address(tokens: np.ndarray) -> int:
     """Where tokens lie: what is looked up for a request is its own."""
     return int(tokens.__array_interface__["data"][0])
-
-
-def id_of(admitted: tuple[int, Request]) -> tuple[int, int]:
-    return admitted[0], id(admitted[1])
 
 
 def make(transfer: KVTransfer, kv: np.ndarray, host_kv: np.ndarray) -> None:
@@ -446,12 +464,16 @@ class World:
     def __post_init__(self) -> None:
         s = self.sizes
         policies.MAX_OVERTAKEN = MAX_OVERTAKEN
-        prefix_cache.STORED_AT_ONCE = STORED_AT_ONCE
         self.rows = ReqToTokenPool(s.num_rows, s.context_len)
         self.slots = SlotAllocator(s.num_slots)
         self.host_slots = SlotAllocator(s.host_slots) if s.host_slots else None
         self.cache = PrefixCache(
-            self.rows, self.slots, host_slots=self.host_slots, enabled=s.enabled, force_miss=s.force_miss
+            self.rows,
+            self.slots,
+            host_slots=self.host_slots,
+            min_store_tokens=MIN_STORE_TOKENS,
+            enabled=s.enabled,
+            force_miss=s.force_miss,
         )
         self.scheduler = Scheduler(
             self.cache,
@@ -518,19 +540,19 @@ class World:
                 self.events["load"] += lease.loaded > 0
             return lease
 
-        def watched_next_pass() -> Pass | None:
-            batch = next_pass()
-            self.runner.count(batch)
-            return batch
+        def watched_next_pass() -> Booking | None:
+            booking = next_pass()
+            self.runner.count(booking)
+            return booking
 
-        def watched_next_to_go(most: int) -> Node | None:
+        def watched_next_victim(max_tokens: int) -> Node | None:
             leaves = [
                 node
                 for node, _ in self._nodes()
                 if node.parent is not None and node.slots is not None and not node.lock
                 and all(child.slots is None for child in node.children.values())
             ]  # fmt: skip
-            node = next_to_go(most)
+            node = next_victim(max_tokens)
             expected = min(leaves, key=lambda leaf: leaf.last_access, default=None)
             require("5: what was used longest ago leaves the device", node is expected)
             if node is not None:
@@ -570,13 +592,14 @@ class World:
             require("5: the host drops what was used longest ago", dropped == expected, (dropped, expected))
             return out
 
-        def watched_process(batch: Pass, result: PassResult) -> list[Request]:
+        def watched_process(booking: Booking, result: PassResult) -> list[Request]:
+            ends = booking.pass_.seq_lens
             for request, lease, end, good in zip(
-                batch.requests, batch.leases, batch.seq_lens, result.finite, strict=True
+                booking.requests, booking.leases, ends, result.finite, strict=True
             ):
                 if good and request.lease is lease:
                     self.computed[lease] = int(end)
-            return process(batch, result)
+            return process(booking, result)
 
         def watched_cut_off(leaf: Node, keep: int) -> np.ndarray:
             self.events["dropped in part" if keep else "dropped"] += 1
@@ -588,9 +611,9 @@ class World:
         self.scheduler.process = watched_process
         evict_from_host = self.cache.tree.evict_from_host
         self.cache.tree.evict_from_host = watched_evict_from_host
-        next_pass, next_to_go = self.scheduler.next_pass, self.cache.tree.next_to_go
+        next_pass, next_victim = self.scheduler.next_pass, self.cache.tree.next_victim
         self.scheduler.next_pass = watched_next_pass
-        self.cache.tree.next_to_go = watched_next_to_go
+        self.cache.tree.next_victim = watched_next_victim
         self.slots.free, self.slots.alloc = watched_free, watched_alloc
         self.cache.acquire = watched_acquire
         self.cache.tree.evict, self.cache.tree._split = watched_evict, watched_split
@@ -653,7 +676,7 @@ class World:
                 prompt_logprobs_start=scored_from or 0,
             ),
             max_new_tokens=min(max_new_tokens, self.sizes.context_len - len(prompt)),
-            seed=0,
+            seed=1 + index,
             stop_ids=stop_ids,
             namespace=namespace or self.namespace(),
             keep=index % (len(prompt) + 1) if self.sizes.drops and index % 3 == 2 else None,
@@ -753,7 +776,7 @@ class World:
             require("kept: slots by state add up", self.cache.stats().arriving == count)
             self.runner.kv[adoption.slots[adoption.slots > 0]] = kv[adoption.slots > 0]
             if fails:
-                self.cache.give_up(adoption)
+                self.cache.cancel_adoption(adoption)
                 require("kept: what is given up leaves no trace", self.slots.num_free == before)
                 require("kept: what is given up leaves no trace", self.cache.tree.device_tokens == held)
                 return
@@ -807,7 +830,7 @@ class World:
         return ended
 
     def abort(self, request: Request) -> None:
-        if any(request in f.batch.requests for f in self.runner.in_flight) and not request.finished:
+        if any(request in f.booking.requests for f in self.runner.in_flight) and not request.finished:
             self.events["abort in flight"] += 1
         self.engine.abort(request)
         self._aborted.append(request)
@@ -927,7 +950,7 @@ class World:
             int(s)
             for lease in self.cache.leases
             if not lease.released
-            for s in self.rows.req_to_token[lease.row, lease.committed : lease.allocated]
+            for s in self.rows.req_to_token[lease.row, lease.committed : lease.allocated_len]
         ]
         groups["pending"] = [int(s) for slots in self.cache.pending_slots() for s in slots]
         everything = [slot for group in groups.values() for slot in group]
@@ -943,7 +966,7 @@ class World:
         self._check_host_slots(nodes)
         free = set(groups["free"])
         for lease in self.cache.leases:
-            used = set(self.rows.req_to_token[lease.row, : lease.allocated].tolist())
+            used = set(self.rows.req_to_token[lease.row, : lease.allocated_len].tolist())
             require("5: no slot of a live row is free", not used & free, used & free)
         for flight in self.runner.in_flight:
             for slots in flight.snapshots:
@@ -987,7 +1010,7 @@ class World:
             lease = request.lease
             require(
                 "8: progress is ordered",
-                lease.committed <= request.computed <= request.launched == lease.allocated <= request.total,
+                lease.committed <= request.computed <= request.launched == lease.allocated_len <= request.total,
                 request,
             )
             name = "8: progress is what passes have made"
@@ -1017,7 +1040,7 @@ class World:
             sampling = [
                 f
                 for f in self.engine._in_flight
-                for r, n in zip(f.batch.requests, f.batch.num_samples, strict=True)
+                for r, n in zip(f.booking.requests, f.booking.pass_.num_samples, strict=True)
                 if r is request and n
             ]
             name = "8: samples in flight are those of the passes in flight"
@@ -1081,12 +1104,12 @@ class World:
         match = self.cache.match(request.namespace, tokens, request.match_limit)
         name = "6: a match is a prefix, in the same namespace, without the last token"
         require(name, match.length <= min(len(tokens) - 1, request.match_limit))
-        if request.prospect is not None:
+        if request.pending_match is not None:
             name = "6: what a request expects to find is what it would find"
-            expected = copy.copy(request.prospect)  # what it remembers stays as it is
+            expected = copy.copy(request.pending_match)  # what it remembers stays as it is
             require(name, expected.length() == match.length, (request.index, expected.length(), match.length))
             leader = self.cache.leader(match, tokens, request.match_limit)
-            require(name, expected.is_awaited() == (leader is not None), request.index)
+            require(name, expected.has_leader() == (leader is not None), request.index)
         name = "6: a match is a prefix, in the same namespace, without the last token"
         if match.node is None:
             return

@@ -40,7 +40,7 @@ def test_each_token_reads_each_position_once(
         sizes=SimpleNamespace(chunk=seed),
     )
     batch: Any = SimpleNamespace(
-        requests=(None,) * len(new),
+        num_rows=len(new),
         num_extends=num_extends,
         req_pool_indices=lines[order],
         prefix_lens=(seq_lens - new)[order].astype(np.int32),
