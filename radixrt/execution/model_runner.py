@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -48,7 +48,7 @@ SCORED_AT_ONCE = 512  # rows of logits that are held at a time to score prompt t
 _PROBE_WORDS = 1024  # that a device has to count up to show that it works
 
 
-@dataclass(frozen=True)
+@dataclass
 class PassInFlight:
     """A launched pass: tensors that are on the host, and hold its result, once it has ended.
 
@@ -61,6 +61,7 @@ class PassInFlight:
     prompt_logprobs: LogprobTensors | None
     timed: TimedPass
     borrowed: SampledTokens | None = None
+    accepted: NDArray[np.int32] = field(init=False)  # of the result
 
 
 class ModelRunner:
@@ -147,7 +148,9 @@ class ModelRunner:
         self._timer.begin()
         with torch.inference_mode(), self._on_device():
             try:
-                return self._launch(batch)
+                flight = self._launch(batch)
+                flight.accepted = batch.num_samples
+                return flight
             except BaseException:
                 if self._mover is not None:
                     self._mover.wait_for_passes()
@@ -303,7 +306,7 @@ class ModelRunner:
             token_ids, finite = token_ids.copy(), finite.copy()
             self._graphs.results.give_back(handle.borrowed)
         logprobs, prompt_logprobs = _to_numpy(handle.logprobs), _to_numpy(handle.prompt_logprobs)
-        return PassResult(token_ids, finite, logprobs, prompt_logprobs, seconds, launching)
+        return PassResult(token_ids, handle.accepted, finite, logprobs, prompt_logprobs, seconds, launching)
 
     def check_device(self, error: Exception) -> None:
         """Make ready for other passes after one that raised: what it held on the device is free again.

@@ -140,6 +140,9 @@ class PassResult:
 
     Attributes:
         token_ids: `[S]` int32, the sampled tokens, row after row.
+        accepted: `[B]` int32, how many of each row's sampled tokens are settled, the first ones: all of
+            `num_samples`, but where one of them was sampled after a draft that was not. Of a prompt's n answers each
+            takes one; a row that decodes takes all, and computed as many positions.
         finite: `[B]` bool, whether the row's numbers are all finite.
         logprobs: of those of the S sampled tokens whose request asked for them (`params.logprobs`), in order, if
             there are any.
@@ -151,6 +154,7 @@ class PassResult:
     """
 
     token_ids: Int32Array
+    accepted: Int32Array
     finite: NDArray[np.bool_]
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
