@@ -71,15 +71,22 @@ class ReqToTokenPool:
             raise ValueError(f"freeing row {row}, which is not in use")
         self._in_use[row] = False
         self._free.append(row)
-        self._stretches.pop(row, None)
+        self.truncate(row, 0)
+
+    def truncate(self, row: int, length: int) -> None:
+        """Void a row from position `length` on: changes there that nobody has taken are dropped."""
+        stretches = self._stretches.pop(row, ())
+        kept_stretches = [(start, slots[: length - start]) for start, slots in stretches if start < length]
+        if kept_stretches:
+            self._stretches[row] = kept_stretches
         if self._changes:
             kept = []
             for change in self._changes:
-                mine = change.rows == row
-                if not mine.any():
+                dropped = (change.rows == row) & (change.positions >= length)
+                if not dropped.any():
                     kept.append(change)
-                elif not mine.all():
-                    others = ~mine
+                elif not dropped.all():
+                    others = ~dropped
                     kept.append(RowChanges(change.rows[others], change.positions[others], change.slots[others]))
             self._changes = kept
 

@@ -21,7 +21,7 @@ from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import Slots
-from radixrt.cache.snapshot import Adoption
+from radixrt.cache.snapshot import Adoption, take_snapshot
 from radixrt.engine.signals import uninterrupted
 from radixrt.errors import CacheFileError
 from radixrt.kept_cache.cache_file import (
@@ -75,7 +75,7 @@ class CacheStorage:
 
         Returns how many tokens it holds. Raises CacheFileError; the old file is as it was then.
         """
-        tree, slots = self.cache.snapshot(weights_version)
+        tree, slots = take_snapshot(self.cache.tree, weights_version)
         with (
             self._on_device(),
             CacheFileWriter(path, tree, self.format, identity) as writer,

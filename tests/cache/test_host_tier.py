@@ -119,7 +119,7 @@ def test_only_what_the_host_alone_has_is_loaded() -> None:
     run(there, A, B, C)  # a part of A has left
     match = there.cache.match(HERE, ids(*A), 9)
     assert match.length == 9
-    on_device = match.on_device
+    on_device = match.on_device.length
     assert 0 < on_device < 9
     assert run(there, A) == [9]
     assert there.cache.stats().loaded_tokens == 9 - on_device
@@ -155,12 +155,12 @@ def test_a_host_node_is_split_where_a_match_ends() -> None:
 def test_computed_tokens_take_the_place_of_what_only_the_host_has() -> None:
     there = world()
     run(there, A, B, C)
-    assert there.cache.match(HERE, ids(*A), 9).on_device == 0
+    assert there.cache.match(HERE, ids(*A), 9).on_device.length == 0
     there.cache.force_miss = True
     run(there, A)
     there.cache.force_miss = False
     match = there.cache.match(HERE, ids(*A), 9)
-    assert (match.length, match.on_device) == (9, 9)
+    assert (match.length, match.on_device.length) == (9, 9)
     assert there.cache.stats().loaded_tokens == 0
     there.drain()
 
@@ -175,7 +175,7 @@ def test_a_request_that_ends_while_it_is_loaded() -> None:
     there.step()
     there.check()
     there.drain_requests()
-    assert there.cache.match(HERE, ids(*A), 9).on_device == 9
+    assert there.cache.match(HERE, ids(*A), 9).on_device.length == 9
     assert run(there, A) == [9]
     there.drain()
 
@@ -237,7 +237,7 @@ def test_branches_and_answers_from_the_host() -> None:
     there.fork(first, [[0], [1]], 3, n=2)
     there.drain()
     assert all(r.finish_reason is FinishReason.LENGTH for r in there.requests)
-    assert there.cache.loaded_tokens > 0
+    assert there.cache.stats().loaded_tokens > 0
 
 
 def test_transfers_are_made_while_the_pass_before_is_computed() -> None:
@@ -569,7 +569,7 @@ def test_what_is_on_the_host_is_kept_in_files_too(
         assert tree.host_only_tokens > 0
         assert tiered.save_cache(tmp_path / "kept") == tree.total_tokens
         # What only the host has is on the device again as far as there is room, from the file.
-        tiered._cache._evict(150)
+        tiered._cache.evict(150)
         before = tree.device_tokens
         assert tiered.load_cache(tmp_path / "kept") == 200 - before
         assert tree.device_tokens == 200
@@ -586,14 +586,14 @@ def test_ctrl_c_does_not_cut_a_flush(
 ) -> None:
     with runtime(folder, device, **HOST) as tiered:
         tiered.generate(prompts, GREEDY)
-        take_back = tiered._cache._take_back
+        free = tiered._cache.slots.free
 
         def interrupted(slots: Any) -> None:
             signal.raise_signal(signal.SIGINT)
-            take_back(slots)
+            free(slots)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiered._cache, "_take_back", interrupted)
+            patch.setattr(tiered._cache.slots, "free", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 tiered.flush_cache()
         stats = tiered.cache_stats()
@@ -613,7 +613,7 @@ def test_ctrl_c_does_not_start_a_transfer_twice(
     """It comes between a transfer and the note that it has been made, when nothing runs and a cache is kept."""
     with runtime(folder, device, **HOST) as tiered:
         tiered.generate(prompts, GREEDY)
-        tiered._cache._evict(150)
+        tiered._cache.evict(150)
         copy, calls = kv_mover.kv_copy, []
 
         def interrupted(*arguments: Any, **options: Any) -> None:

@@ -18,9 +18,12 @@ import pytest
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.slot_allocator import SlotAllocator
+from radixrt.cache import radix_tree
+from radixrt.cache.frontiers import Frontier, Frontiers
+from radixrt.cache.host_tier import HostTier
 from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.cache.radix_tree import Insertion, Match, Namespace, Node, RadixTree
+from radixrt.cache.radix_tree import Insertion, LeafQueue, Match, Namespace, Node, RadixTree
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.errors import SchedulerError
@@ -106,7 +109,7 @@ def match_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
 
     def generous(self: RadixTree, namespace: Namespace, tokens: np.ndarray, limit: int | None = None) -> Match:
         found = match(self, namespace, tokens, limit)
-        if found.node is not None and found.inside < len(found.node.tokens) and found.length < len(tokens) - 1:
+        if found.inside < len(found.node.tokens) and found.length < len(tokens) - 1:
             return Match(found.node, found.inside + 1, found.length + 1)
         return found
 
@@ -140,13 +143,8 @@ def evict_locked_nodes(patch: pytest.MonkeyPatch) -> None:
     def always_enough(self: RadixTree) -> int:
         return self.device_tokens
 
-    def offer_any(self: RadixTree, node: Node) -> None:
-        if node.parent is not None and not node.device_children and not node.queued:
-            node.queued = True
-            scheduling.bisect.insort(self._heap, self._entry(node))
-
     patch.setattr(RadixTree, "evict", ruthless)
-    patch.setattr(RadixTree, "_offer", offer_any)
+    patch.setattr(radix_tree, "is_device_leaf", lambda node: node.parent is not None and not node.device_children)
     patch.setattr(RadixTree, "evictable_tokens", property(always_enough))
 
 
@@ -176,17 +174,14 @@ def release_followers_too_early(patch: pytest.MonkeyPatch) -> None:
 @mutant("followers wait", first=2)
 def look_for_leaders_at_the_match_alone(patch: pytest.MonkeyPatch) -> None:
     """A leader that stands before the match, where others published what comes between, is not seen."""
-    leader = PrefixCache.leader
+    leader = Frontiers.leader
 
-    def near(self: PrefixCache, match: Match, tokens: np.ndarray, limit: int) -> Lease | None:
-        everywhere = self._frontiers
-        nearest = match.node if match.node is None or match.at_boundary else match.node.parent
-        self._frontiers = {at: leases for at, leases in everywhere.items() if at[0] is nearest}
-        found = leader(self, match, tokens, limit)
-        self._frontiers = everywhere
-        return found
+    def near(self: Frontiers, match: Match, tokens: np.ndarray) -> Frontier | None:
+        found = leader(self, match, tokens)
+        nearest = match.node if match.at_boundary else match.node.parent
+        return found if found is not None and found.node is nearest else None
 
-    patch.setattr(PrefixCache, "leader", near)
+    patch.setattr(Frontiers, "leader", near)
 
 
 @mutant("6:")
@@ -355,7 +350,7 @@ def insert_returns_no_duplicates(patch: pytest.MonkeyPatch) -> None:
     insert = RadixTree.insert
 
     def silent(self: RadixTree, node: Node, tokens: np.ndarray, slots: np.ndarray) -> Insertion:
-        return replace(insert(self, node, tokens, slots), canonical=np.zeros(0, np.int32))
+        return insert(self, node, tokens, slots)._replace(canonical=np.zeros(0, np.int32))
 
     patch.setattr(RadixTree, "insert", silent)
 
@@ -532,7 +527,7 @@ def draw_with_the_parameters_of_who_had_the_row_before(patch: pytest.MonkeyPatch
 
 @mutant("6: what a request")
 def expect_what_was_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PendingMatch, "_stands", lambda self: True)
+    patch.setattr(PendingMatch, "_is_current", lambda self: True)
 
 
 @mutant("6: what a request")
@@ -636,7 +631,7 @@ def split_forgets_the_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "_split", careless)
 
 
-@mutant("4:", "16:", sizes=TIERED_SIZES)
+@mutant("4:", "5:", "16:", sizes=TIERED_SIZES)
 def split_miscounts_children_on_the_host(patch: pytest.MonkeyPatch) -> None:
     split = RadixTree._split
 
@@ -648,35 +643,16 @@ def split_miscounts_children_on_the_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "_split", careless)
 
 
-@mutant("1:", "2:", "3:", "4:", "16:", sizes=TIERED_SIZES)
+@mutant("1:", "2:", "3:", "4:", "5:", "16:", sizes=TIERED_SIZES)
 def drop_a_host_node_above_others(patch: pytest.MonkeyPatch) -> None:
     """The host forgets a node whose descendants it keeps."""
-    offer = RadixTree._offer_to_host
-
-    def any_node(self: RadixTree, node: Node) -> None:
-        children, node.host_children = node.host_children, 0
-        offer(self, node)
-        node.host_children = children
-
-    evict = RadixTree.evict_from_host
-
-    def ruthless(self: RadixTree, count: int) -> np.ndarray:
-        below = [(node, node.host_children) for root in self.roots.values() for node in _below(root)]
-        for node, _ in below:
-            node.host_children = 0
-        slots = evict(self, count)
-        for node, children in below:
-            node.host_children = max(0, children)
-        return slots
-
-    patch.setattr(RadixTree, "_offer_to_host", any_node)
-    patch.setattr(RadixTree, "evict_from_host", ruthless)
+    patch.setattr(radix_tree, "is_host_leaf", lambda node: node.host_slots is not None)
 
 
 @mutant("1:", "2:", "16:", sizes=TIERED_SIZES)
 def forget_what_the_host_could_keep_and_say_it_has_it(patch: pytest.MonkeyPatch) -> None:
     """A node leaves the device though the host has no copy, and stays in the tree."""
-    patch.setattr(PrefixCache, "_store", lambda *_: None)
+    patch.setattr(HostTier, "_store", lambda *_: None)
     patch.setattr(RadixTree, "_forget", lambda *_: None)
 
 
@@ -739,7 +715,7 @@ def keep_slots_that_nothing_is_loaded_into(patch: pytest.MonkeyPatch) -> None:
         self.slots.free = free
         return out
 
-    evict = PrefixCache._evict
+    evict = PrefixCache.evict
 
     def evicting(self: PrefixCache, count: int) -> None:
         hidden, self.slots.free = self.slots.free, SlotAllocator.free.__get__(self.slots)
@@ -747,25 +723,44 @@ def keep_slots_that_nothing_is_loaded_into(patch: pytest.MonkeyPatch) -> None:
         self.slots.free = hidden
 
     patch.setattr(PrefixCache, "_load", hoarding)
-    patch.setattr(PrefixCache, "_evict", evicting)
+    patch.setattr(PrefixCache, "evict", evicting)
 
 
 @mutant("5:", sizes=TIERED_SIZES)
 def drop_from_the_host_whatever_comes_first(patch: pytest.MonkeyPatch) -> None:
     """Its queue is in order of arrival."""
 
-    def offer(self: RadixTree, node: Node) -> None:
-        if node.host_slots is not None and not node.host_children and not node.host_queued:
-            node.host_queued = True
-            self._host_heap.append(self._entry(node))
+    class Line(LeafQueue):
+        def __init__(self) -> None:
+            self.line: list[Node] = []
 
-    patch.setattr(RadixTree, "_offer_to_host", offer)
+        def offer(self, node: Node) -> None:
+            if node not in self.line and radix_tree.is_host_leaf(node):
+                self.line.append(node)
+
+        def pop(self) -> Node | None:
+            while self.line:
+                node = self.line.pop(0)
+                if radix_tree.is_host_leaf(node):
+                    return node
+            return None
+
+        def nodes(self) -> list[Node]:
+            return self.line
+
+    build = RadixTree.__init__
+
+    def unordered(self: RadixTree) -> None:
+        build(self)
+        self.host_leaves = Line()
+
+    patch.setattr(RadixTree, "__init__", unordered)
 
 
 @mutant("6:", "7:", "9:", sizes=TIERED_SIZES)
 def flush_the_device_alone(patch: pytest.MonkeyPatch) -> None:
     def flush(self: PrefixCache) -> int:
-        self._evict(self.tree.evictable_tokens)
+        self.evict(self.tree.evictable_tokens)
         return 0
 
     patch.setattr(PrefixCache, "flush", flush)

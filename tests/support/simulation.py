@@ -20,8 +20,8 @@ from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.cache.radix_tree import Match, Namespace, Node
-from radixrt.cache.snapshot import TreeSnapshot
+from radixrt.cache.radix_tree import NO_MATCH, Match, Namespace, Node
+from radixrt.cache.snapshot import TreeSnapshot, take_snapshot
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import LAG, Engine
 from radixrt.errors import DeviceLostError
@@ -555,7 +555,7 @@ class World:
             node = next_victim(max_tokens)
             expected = min(leaves, key=lambda leaf: leaf.last_access, default=None)
             require("5: what was used longest ago leaves the device", node is expected)
-            if node is not None:
+            if node is not None and self.host_slots is not None:
                 self.events["store" if node.host_slots is None else "eviction of what the host has"] += 1
             return node
 
@@ -568,9 +568,9 @@ class World:
             self.events["split"] += 1
             return split(node, at)
 
-        def watched_insert(node: Node, tokens: np.ndarray, slots: np.ndarray) -> object:
+        def watched_insert(node: Node, tokens: np.ndarray, slots: np.ndarray, *recency: int) -> object:
             on_host = self.cache.tree.host_only_tokens
-            out = insert(node, tokens, slots)
+            out = insert(node, tokens, slots, *recency)
             self.events["computed what the host has"] += self.cache.tree.host_only_tokens < on_host
             self.events["remap"] += bool(len(out.canonical))
             return out
@@ -588,7 +588,7 @@ class World:
             }
             expected = self._least_recent_on_host(count)
             out = evict_from_host(count)
-            dropped = {used[slot] for slot in out.tolist()}  # leaves above one another may be equally old
+            dropped = {used.get(slot) for slot in out.tolist()}  # leaves above one another may be equally old
             require("5: the host drops what was used longest ago", dropped == expected, (dropped, expected))
             return out
 
@@ -601,12 +601,14 @@ class World:
                     self.computed[lease] = int(end)
             return process(booking, result)
 
-        def watched_cut_off(leaf: Node, keep: int) -> np.ndarray:
-            self.events["dropped in part" if keep else "dropped"] += 1
-            return cut_off(leaf, keep)
+        def watched_unlock(end: Node, reusable_len: int | None = None) -> np.ndarray:
+            splits = self.events["split"]
+            out = unlock(end, reusable_len)
+            self.events["dropped in part" if self.events["split"] > splits else "dropped"] += bool(len(out))
+            return out
 
-        cut_off = self.cache.tree._cut_off
-        self.cache.tree._cut_off = watched_cut_off
+        unlock = self.cache.tree.unlock
+        self.cache.tree.unlock = watched_unlock
         process = self.scheduler.process
         self.scheduler.process = watched_process
         evict_from_host = self.cache.tree.evict_from_host
@@ -717,7 +719,7 @@ class World:
         for request in self.requests[-40:]:
             namespace = self.namespace(request.namespace.tenant)
             match = self.cache.match(namespace, request.tokens(), request.num_known - 1)
-            if match.on_device < match.length:
+            if match.on_device.length < match.length:
                 out.append(request)
         return out
 
@@ -751,7 +753,7 @@ class World:
         """Keep what is cached once all has run to its end, as a file would."""
 
         def save() -> None:
-            snapshot, slots = self.cache.snapshot(self.weights_version)
+            snapshot, slots = take_snapshot(self.cache.tree, self.weights_version)
             require("kept: a snapshot is a tree of prefixes", snapshot.fault(VOCAB) is None, snapshot.fault(VOCAB))
             kv = self.runner.kv[np.maximum(slots, 0)]
             kv[slots < 0] = self.runner.host_kv[-slots[slots < 0]]
@@ -798,7 +800,7 @@ class World:
             paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
             namespace = self.namespace(snapshot.tenant_names[snapshot.tenants[i]])
             above = len(paths[i]) - len(own)
-            found += max(0, self.cache.tree.match(namespace, paths[i]).on_device - above)
+            found += max(0, self.cache.tree.match(namespace, paths[i]).on_device.length - above)
         require("kept: a prefix is found", found == snapshot.num_tokens - left_out, (found, left_out))
 
     def step(self) -> list[Request]:
@@ -886,8 +888,8 @@ class World:
                 crossing[id(node)] += 1
                 node = node.parent
         total = locked = host_only = 0
-        in_heap = Counter(id(entry[2]) for entry in tree._heap)
-        in_host_heap = Counter(id(entry[2]) for entry in tree._host_heap)
+        queued = Counter(map(id, tree.device_leaves.nodes()))
+        host_queued = Counter(map(id, tree.host_leaves.nodes()))
         kv, host_kv = self.runner.settled(self.cache.transfers.pending())
         for node, path in nodes:
             name = "3: nodes have a slot a token, siblings differ, parents agree"
@@ -903,11 +905,11 @@ class World:
             on_device, on_host = node.slots is not None, node.host_slots is not None
             is_leaf = all(child.slots is None for child in node.children.values())
             if node.parent is not None and on_device and is_leaf and not node.lock:
-                require("5: every unlocked leaf waits for eviction", in_heap[id(node)] == 1 and node.queued)
+                require("5: every unlocked leaf waits for eviction", queued[id(node)] == 1)
             if on_host and all(child.host_slots is None for child in node.children.values()):
                 name = "5: every leaf of the host waits for eviction"
-                require(name, in_host_heap[id(node)] == 1 and node.host_queued)
-            require("5: a node waits for eviction once", max(in_heap[id(node)], in_host_heap[id(node)]) <= 1)
+                require(name, host_queued[id(node)] == 1)
+            require("5: a node waits for eviction once", max(queued[id(node)], host_queued[id(node)]) <= 1)
             total += len(node.tokens) if on_device else 0
             host_only += 0 if on_device else len(node.tokens)
             locked += len(node.tokens) if crossing[id(node)] else 0
@@ -997,7 +999,7 @@ class World:
         require("8: a running request holds a lease", all(le is not None and not le.released for le in held))
         live = [le for le in self.cache.leases if not le.released]
         require("8: every live lease is held by one request", set(held) == set(live) and len(held) == len(live))
-        pending = Counter(id(p.lease) for p in self.cache._pending if p.lease is not None)
+        pending = Counter(map(id, self.cache.pending_leases()))
         released = [le for le in self.cache.leases if le.released]
         require(
             "8: a released lease waits once",
@@ -1111,7 +1113,7 @@ class World:
             leader = self.cache.leader(match, tokens, request.match_limit)
             require(name, expected.has_leader() == (leader is not None), request.index)
         name = "6: a match is a prefix, in the same namespace, without the last token"
-        if match.node is None:
+        if match.node is NO_MATCH.node:
             return
         require(name, match.node.namespace == request.namespace)
         path = list(self.cache.tree.path(match.node))[::-1]
@@ -1136,7 +1138,7 @@ class World:
         require(name, not self.cache.leases and not self.cache.in_flight and not self.cache.pending_slots())
         require(name, self.rows.num_free == self.sizes.num_rows)
         require(name, all(node.lock == 0 for node, _ in self._nodes()))
-        require(name, not self.cache._frontiers)
+        require(name, not len(self.cache.frontiers))
         self.cache.flush()
         require(name, self.slots.num_free == self.slots.capacity and not self.cache.tree.roots)
         require(name, self.host_slots is None or self.host_slots.num_free == self.host_slots.capacity)
