@@ -324,12 +324,6 @@ class PrefixCache:
         self._unannounce(lease)
         self._defer_free(_Pending(self.passes_launched, self.reclaimable(lease), lease=lease))
 
-    def truncate(self, lease: Lease, length: int) -> None:
-        """Take the slots of positions [length, allocated_len) of a live lease back, once passes in flight have ended."""
-        slots = self.rows.req_to_token[lease.row, length : lease.allocated_len].copy()
-        self.allocated_lens[lease.row] = length
-        self._defer_free(_Pending(self.passes_launched, slots=slots, tokens=len(slots)))
-
     def reclaimable(self, lease: Lease) -> int:
         """Slots that releasing this lease alone would make available."""
         count = lease.allocated_len - lease.committed
