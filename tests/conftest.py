@@ -21,7 +21,6 @@ if not torch.cuda.is_available():
 from hypothesis import settings
 
 from radixrt.execution.attention import shared_segments
-from radixrt.schedule import policy
 from tests.support.interpreter import require_interpreter
 from triton_ops.implementation import triton
 
@@ -66,10 +65,8 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def own_constants() -> Iterator[None]:
     """What the simulation makes smaller is as it was in the next test."""
-    before = policy.MAX_OVERTAKEN
     pieces = shared_segments.PIECE_TOKENS, shared_segments.MIN_PIECE
     yield
-    policy.MAX_OVERTAKEN = before
     shared_segments.PIECE_TOKENS, shared_segments.MIN_PIECE = pieces
 
 

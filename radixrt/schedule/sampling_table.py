@@ -24,12 +24,14 @@ class SamplingTable:
     def __init__(self, max_requests: int) -> None:
         self.neutral_row = max_requests
         size = max_requests + 1
-        self._temperatures = np.zeros(size, dtype=np.float32)
-        self._top_ks = np.zeros(size, dtype=np.int32)
-        self._top_ps = np.ones(size, dtype=np.float32)
-        self._min_ps = np.zeros(size, dtype=np.float32)
-        self._seeds = np.zeros(size, dtype=np.int64)
-        self._sample_indices = np.zeros(size, dtype=np.int32)
+        self._columns: Arrays = {
+            "temperatures": np.zeros(size, dtype=np.float32),
+            "seeds": np.zeros(size, dtype=np.int64),
+            "sample_indices": np.zeros(size, dtype=np.int32),
+            "top_ks": np.zeros(size, dtype=np.int32),
+            "top_ps": np.ones(size, dtype=np.float32),
+            "min_ps": np.zeros(size, dtype=np.float32),
+        }
         self._num_top = np.full(size, NO_LOGPROBS, dtype=np.int32)
         self._processors_end = np.zeros(size, dtype=np.int64)
         self._processors: dict[int, LogitsProcessors] = {}
@@ -37,21 +39,24 @@ class SamplingTable:
     def admit(self, row: int, answer: Answer) -> None:
         """Fill a row; it may hold the parameters of an answer that was released."""
         request, params = answer.request, answer.request.params
-        self._temperatures[row] = params.temperature
         # A greedy row has no use for filters, and must not make others go through them.
-        is_random = bool(self._temperatures[row])
-        self._top_ks[row] = params.top_k if is_random else 0
-        self._top_ps[row] = params.top_p if is_random else 1.0
-        self._min_ps[row] = params.min_p if is_random else 0.0
-        self._seeds[row], self._sample_indices[row] = request.seed, answer.sample_index
+        is_random = bool(np.float32(params.temperature))
+        values = {
+            "temperatures": params.temperature,
+            "seeds": request.seed,
+            "sample_indices": answer.sample_index,
+            "top_ks": params.top_k if is_random else 0,
+            "top_ps": params.top_p if is_random else 1.0,
+            "min_ps": params.min_p if is_random else 0.0,
+        }
+        for name, value in values.items():
+            self._columns[name][row] = value
         self._num_top[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         processors = LogitsProcessors.of(request)
-        if processors is None:
-            self._processors.pop(row, None)
-            self._processors_end[row] = 0
-        else:
+        self._processors_end[row] = 0 if processors is None else processors.end
+        self._processors.pop(row, None)
+        if processors is not None:
             self._processors[row] = processors
-            self._processors_end[row] = processors.end
 
     def is_processed(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.bool_]:
         """Bool `[S]`: whether the token at a position is drawn from processed logits."""
@@ -73,20 +78,16 @@ class SamplingTable:
             positions: of the tokens to be drawn.
             samples: what to add to each row's sample index: 0 but for the other answers to a prompt.
         """
-        temperatures = self._temperatures.take(rows)
-        if not temperatures.any():
+        if not self._columns["temperatures"].take(rows).any():
             return Features(), {}
-        arrays: Arrays = {
-            "temperatures": temperatures,
-            "seeds": self._seeds.take(rows),
-            "sample_indices": self._sample_indices.take(rows) + samples,
-            "draw_positions": positions,
-        }
-        top_ks, top_ps, min_ps = self._top_ks.take(rows), self._top_ps.take(rows), self._min_ps.take(rows)
+        arrays = {name: column.take(rows) for name, column in self._columns.items()}
+        arrays["sample_indices"] += samples
+        arrays["draw_positions"] = positions
         features = Features(
-            is_random=True, has_top=bool(top_ks.any() or (top_ps < 1.0).any()), has_min_p=bool(min_ps.any())
+            is_random=True,
+            has_top=bool(arrays["top_ks"].any() or (arrays["top_ps"] < 1.0).any()),
+            has_min_p=bool(arrays["min_ps"].any()),
         )
-        arrays |= {"top_ks": top_ks, "top_ps": top_ps, "min_ps": min_ps}
         return features, {name: arrays[name] for name in features.array_names}
 
 

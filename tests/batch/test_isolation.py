@@ -69,7 +69,7 @@ def check_answers(output: Path, bad: set[int] = frozenset()) -> list[dict[str, A
 
 
 def has(*indices: int) -> Any:
-    return lambda booking: any(request.index in indices for request in booking.requests)
+    return lambda booking: any(answer.request.index in indices for answer in booking.answers)
 
 
 def failing(when: Any) -> Any:
@@ -99,7 +99,7 @@ def test_lines_that_fail_alone_have_errors(files: tuple[Path, Path], where: str,
 @pytest.mark.parametrize("most", [1, 2, 3, 5])
 def test_passes_that_are_too_large_cost_no_line_its_answer(files: tuple[Path, Path], most: int) -> None:
     runtime = SimulatedRuntime()
-    runtime.launch_fault = failing(lambda booking: len(booking.requests) > most)
+    runtime.launch_fault = failing(lambda booking: len(booking.answers) > most)
     assert run_batch(runtime, *files).errors == 0
     check_answers(files[1])
 
@@ -117,7 +117,7 @@ def test_every_pass_fails(files: tuple[Path, Path]) -> None:
 def test_lines_that_run_again_count_the_hits_of_their_first_try(files: tuple[Path, Path]) -> None:
     """What they find then is in part their own work, and no engine can have more hits than the best possible."""
     runtime = SimulatedRuntime()
-    runtime.run_fault = failing(lambda booking: len(booking.requests) > 2 and len(runtime.passes) % 3 == 0)
+    runtime.run_fault = failing(lambda booking: len(booking.answers) > 2 and len(runtime.passes) % 3 == 0)
     report = run_batch(runtime, *files)
     check_answers(files[1])
     assert max(runtime.begun.values()) > 1
@@ -155,7 +155,7 @@ def test_one_of_several_answers_fails(tmp_path: Path) -> None:
     failed = [0]
 
     def once(booking: Booking) -> Exception | None:
-        if failed[0] or all(request.parent is None for request in booking.requests):
+        if failed[0] or all(answer.parent is None for answer in booking.answers):
             return None
         failed[0] += 1
         return RuntimeError("once")
@@ -550,7 +550,7 @@ def test_requests_that_wait_are_withdrawn_by_a_runtime_that_says_who_has_begun(f
         steps[0] += 1
         if steps[0] == 2:
             running: list[FakeRequest] = runtime.running
-            running[0].has_begun = running[1].has_begun = True
+            runtime.begun = running[:2]
             signal.raise_signal(signal.SIGTERM)
 
     runtime.on_step = on_step

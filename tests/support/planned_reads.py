@@ -20,7 +20,8 @@ from radixrt.execution.graphs.decode_numbers import DecodeNumbers
 from radixrt.execution.graphs.extend_graphs import ExtendGraphs, PassShape
 from radixrt.schedule.passes import Features, Pass
 from tests.execution.attention.test_planner import planner
-from tests.support.simulation import World, require
+from tests.support.world.invariants import require
+from tests.support.world.world import World
 from triton_ops.attention.plan import Int32Array
 from triton_ops.implementation import GPU
 

@@ -16,7 +16,9 @@ from radixrt.execution.attention import slot_tree
 from radixrt.execution.attention.shared_segments import SharedSegments, TreeCosts
 from radixrt.execution.attention.slot_tree import MOST_LEVELS, MOST_STOPS
 from radixrt.schedule.passes import Pass
-from tests.support.simulation import SimulatedPass, SimulatedRunner, Walk, World, random_sizes
+from tests.support.world.runner import SimulatedPass, SimulatedRunner
+from tests.support.world.walk import Walk, random_sizes
+from tests.support.world.world import World
 from triton_ops.attention.plan import SharedItems
 
 SHAPE: dict[str, Any] = {
