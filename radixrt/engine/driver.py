@@ -88,7 +88,7 @@ class Driver:
                 self._working = False
 
     def submit(self, requests: Iterable[Request], call: Call, *, in_order: bool = False) -> list[Answer]:
-        """Queue requests as part of a call, to be served `in_order`, or as the policy says. Returns their first answers.
+        """Queue requests as part of a call, `in_order` or as the policy says. Returns the first answer of each.
 
         Raises:
             ParameterError: one of its names is taken.
@@ -130,10 +130,7 @@ class Driver:
 
     def abort(self, request_id: int | str) -> bool:
         """End a request at the next step; from any thread. False if it has ended, or never was."""
-        if isinstance(request_id, str):
-            answer = self._named.get(request_id)
-        else:
-            answer = self._answer(request_id)
+        answer = self._named.get(request_id) if isinstance(request_id, str) else self._answer(request_id)
         engine = self._open
         if answer is None or engine is None:
             return False

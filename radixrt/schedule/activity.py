@@ -22,8 +22,8 @@ class Activity:
     Attributes:
         passes: passes of any kind.
         extend_passes: those of them that extend an answer; they may have decodes beside it.
-        extended_tokens: tokens that extends compute: prompt tokens not found in the cache, and tokens computed again
-            after a retraction or for one of several answers.
+        extended_tokens: tokens that extends compute: prompt tokens not found in the cache, and tokens computed
+            again after a retraction or for one of several answers.
         decoded_tokens: tokens that were sampled, the first of each answer among them, and those that were thrown
             away because their answer had ended.
         prefill_seconds: the device's time in `extend_passes`.

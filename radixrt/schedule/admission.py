@@ -46,8 +46,8 @@ class Admission:
                 continue  # just retracted: its tokens in flight are still to come
             match = answer.match_in(self._cache)
             if match.has_leader():
-                # A follower: its leader is computing what it needs next. Room is kept for the rest of it, or leaders
-                # of other prefixes would take that, and evict this prefix before it comes.
+                # A follower: its leader is computing what it needs next. Room is kept for the rest of it, or
+                # leaders of other prefixes would take that, and evict this prefix before it comes.
                 promised += max(0, self._demand(answer) - match.leader_match_len())
                 continue
             namespace, tokens = answer.request.namespace, answer.progress.tokens()

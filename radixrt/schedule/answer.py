@@ -149,7 +149,7 @@ class Answer:
         )
 
     def usage(self) -> Usage:
-        """Token counts of all answers to the prompt. One that ended before it was admitted found nothing cached."""
+        """Of all answers to the prompt. One that ended before it was admitted found nothing in the cache."""
         prompt_len, cached = self.request.prompt_len, self.log.cached_tokens or 0
         return Usage(
             prompt_tokens=prompt_len,

@@ -27,7 +27,7 @@ class Booking:
     Attributes:
         pass_: the pass, of B rows.
         answers: the answer of each row.
-        leases: what each of them holds. Positions that a pass computed count for an answer that still holds the same.
+        leases: what each of them holds. Positions count for an answer that still holds the same.
 
     While the same answers decode pass after pass, and nothing else is computed, the tuples are the same.
     """
@@ -130,7 +130,7 @@ class Bookkeeper:
             self._cache.truncate(lease, start + accepted)
 
     def _book_tokens(self, answer: Answer, token_ids: Sequence[int], found: _Found, i: int) -> list[Answer]:
-        """Book the tokens sampled in row `i`: the first ones of a prompt's answers, or the next ones of this answer.
+        """Book a row's tokens: the first ones of a prompt's answers, or the next ones of one answer.
 
         Returns the answers that ended.
         """
@@ -154,7 +154,7 @@ class Bookkeeper:
         return answer.family
 
     def _ends_with(self, answer: Answer, token_id: int, found: _Found, i: int, k: int = 0) -> bool:
-        """Book what is told of an answer's latest token, the k-th of row `i`. Whether the answer has ended with it."""
+        """Log an answer's latest token, the k-th of row `i`. Whether the answer has ended with it."""
         num_top = answer.request.params.logprobs
         if num_top is not None and found.result.logprobs is not None:
             logprob = _token_logprob(found.result.logprobs, found.first_logprobs[i] + k, token_id, num_top)

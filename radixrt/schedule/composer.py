@@ -1,4 +1,4 @@
-"""What a pass is made of, chunks of extends and a group of decodes, and how it becomes plain numbers. Numpy only."""
+"""The parts of a pass, chunks of extends and a group of decodes, and how they become plain numbers. Numpy only."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _chunk_rows(chunks: Sequence[ExtendChunk], positions: Sequence[Int32Array]) 
 
 
 def _scored(chunks: Sequence[ExtendChunk], positions: Sequence[Int32Array]) -> tuple[Int32Array, Int32Array]:
-    """The tokens of a pass that begins with `chunks` after which others are scored, and these; see `Pass.scored`."""
+    """`Pass.scored` and `scored_targets` of a pass that begins with `chunks`."""
     scored, targets, first = [_NONE], [_NONE], 0
     for chunk, at in zip(chunks, positions, strict=True):
         if len(at):

@@ -21,10 +21,8 @@ class BadWords:
     """Bad words by the tokens of a history that must be known before their last token is banned.
 
     Attributes:
-        always: `[N, 2]` int32: a token, and the last token after which it is banned, which only the device need know;
-            NO_TOKEN: it is banned whatever the last token is.
-        begun_by: the other words by the last token that must be known: all tokens that must be, and a row as in
-            `always`.
+        always: `[N, 2]` int32: a token, and the last token after which it is banned; NO_TOKEN: any.
+        begun_by: the other words, by the last token that must be known: all that must be, and a row as above.
     """
 
     always: Int32Array
@@ -44,7 +42,7 @@ class BadWords:
         return cls(_bans(always), dict(begun_by))
 
     def bans(self, known: Int32Array) -> Int32Array:
-        """`[N, 2]` after the known tokens `[n >= 1]` of a history. As in transformers, the prompt is part of it."""
+        """`[N, 2]` after the known tokens `[n >= 1]` of a history; as in transformers, of the prompt too."""
         begun = [
             ban
             for before, ban in self.begun_by.get(int(known[-1]), ())

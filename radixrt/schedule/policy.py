@@ -32,8 +32,8 @@ class SchedulerConfig:
         chunked_prefill_size: tokens of extends that one pass computes; longer ones take several passes.
         policy: order of admission.
         max_samples_per_pass: tokens that one pass samples, each from a row of logits of its own; at least
-            max_running_requests, since every running answer may sample one. None is twice that, which leaves as many
-            for the first tokens of n answers: those beyond it compute the prompt's last token once more.
+            max_running_requests, since every running answer may sample one. None is twice that, for the first
+            tokens of n answers: those beyond it compute the prompt's last token once more.
         max_ranked: answers at the head of the queue that are considered for a pass.
         max_times_skipped: admissions that the oldest waiting answer lets pass.
         max_loaded_chunks: about how many chunks of tokens a pass waits for from the host.
@@ -76,7 +76,7 @@ def admission_order(
 ) -> list[Answer]:
     """The answers to consider for admission, in this order; `waiting` is in order of arrival.
 
-    Under LPM the oldest answer goes first once it is overdue; all are in order of arrival if its order is to be kept.
+    Under LPM the oldest answer goes first once it is overdue. If it is `in_order`, all are in order of arrival.
     """
     ranked = list(waiting[: config.max_ranked])
     if config.policy is SchedulePolicy.FCFS or not ranked or ranked[0].in_order:
@@ -92,10 +92,10 @@ def admission_order(
 class OutputEstimate:
     """How many more tokens an answer is expected to have.
 
-    A share of what it may have, but hardly more than answers that have ended had: their mean length plus twice the
-    mean deviation, both fading. The share falls a little with every pass and rises when memory has fallen short, so
-    that memory is neither kept idle for outputs that end early nor promised twice for those that do not. Answers that
-    no token can stop are expected to run to their end.
+    A share of what it may have, but hardly more than ended answers had: their mean length plus twice the mean
+    deviation, both fading. The share falls a little with every pass and rises when memory has fallen short, so
+    that memory is neither kept idle for outputs that end early nor promised twice for those that do not. Answers
+    that no token can stop are expected to run to their end.
     """
 
     INITIAL, MIN, FALL, RISE = 0.7, 0.1, 0.995, 0.2

@@ -9,10 +9,10 @@ What becomes of the positions of a running answer, and who owns their slots:
 
     0 <= committed <= computed <= allocated <= total <= max_len
 
-`PrefixCache.extend` moves `allocated`, a booked pass `computed`, `PrefixCache.commit` `committed`. The other mark is
-`known`: prompt tokens and collected output tokens. An answer extends while allocated < `extend_len`, its known tokens
-when it was admitted; then it decodes. Each token collected since then was sampled after a position of its own, so
-that a decoding answer has computed all its known tokens but the last.
+`PrefixCache.extend` moves `allocated`, booking a pass moves `computed`, `PrefixCache.commit` moves `committed`.
+`PrefixCache.truncate` takes `allocated` back. `known` counts the prompt and the collected output tokens. An
+answer extends while allocated < `extend_len`, its known tokens when it was admitted; then it decodes. Each token
+collected since was sampled after a position of its own: all known tokens but the last are computed then.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RequestTable:
         return TableRow(self, row)
 
     def append(self, rows: Int32Array, token_ids: Int32Array) -> BoolArray:
-        """Add a sampled token `[n]` to each of `rows` `[n]`, none named twice. Returns `[n]`, which end with it."""
+        """Add a sampled token `[n]` to each of distinct `rows` `[n]`. Returns `[n]`, which end with it."""
         known_lens = self.known_lens[rows]
         self.tokens[rows, known_lens] = token_ids
         self.known_lens[rows] = known_lens + 1
@@ -126,7 +126,7 @@ class TableRow:
         return max(self.known_len, min(self.allocated_len + 1, int(self._table.max_lens[self._row])))
 
     def tokens(self, end: int | None = None) -> Tokens:
-        """The first `end` known tokens, or all: `[end]` int32, a view that is good until the answer stops running."""
+        """The first `end` known tokens, or all: `[end]` int32, a view that is good until it stops running."""
         return self._table.tokens[self._row, : self.known_len if end is None else end]
 
     def append(self, token_id: int) -> None:

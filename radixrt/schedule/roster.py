@@ -66,7 +66,7 @@ class Roster:
         self.num_retractions += 1
 
     def release(self, answer: Answer, reusable_len: int | None = None) -> None:
-        """Stop running an answer: publish what it has computed, at most `reusable_len` tokens, and release the rest."""
+        """Stop running an answer; publish what it has computed, at most `reusable_len` tokens."""
         lease, progress = answer.lease, answer.progress
         assert lease is not None  # it runs
         published = progress.computed_len if reusable_len is None else min(progress.computed_len, reusable_len)

@@ -1,8 +1,8 @@
 """Decides what each pass computes: continuous batching with chunked prefill over a prefix cache.
 
-The scheduler holds no memory (the cache does) and computes nothing (the runner does). It plans a pass while the one
-before is in flight, so it learns each sampled token one pass late: an answer that has just sampled its end token may
-be in one more pass, whose result for it is thrown away.
+The scheduler holds no memory (the cache does) and computes nothing (the runner does). It plans a pass while the
+one before is in flight, so it learns each sampled token one pass late: an answer that has just sampled its end
+token may be in one more pass, whose result for it is thrown away.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ from radixrt.schedule.roster import Roster
 
 
 class Scheduler:
-    """Admits, extends, decodes, retracts and ends answers."""
+    """Admits, extends, decodes, retracts and ends answers.
+
+    Attributes:
+        waiting: answers in order of arrival.
+        running: answers in order of admission.
+    """
 
     def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
         self.cache = cache
         self.config = config
         self._roster = Roster(cache)
+        self.waiting, self.running = self._roster.waiting, self._roster.running
         self._estimate = OutputEstimate()
         self._admission = Admission(cache, self._roster, config, self._estimate)
         self._bookkeeper = Bookkeeper(cache, self._roster, self._estimate)
@@ -46,16 +52,6 @@ class Scheduler:
         self._extends: tuple[Answer, ...] = ()
         self._grouped_at = 0  # `Roster.changes` then
         self._passes_left = 0  # until one of the decodes has launched its last token
-
-    @property
-    def waiting(self) -> list[Answer]:
-        """In order of arrival."""
-        return self._roster.waiting
-
-    @property
-    def running(self) -> list[Answer]:
-        """In order of admission."""
-        return self._roster.running
 
     @property
     def num_retractions(self) -> int:
@@ -76,11 +72,11 @@ class Scheduler:
         return None
 
     def submit_all(self, requests: Iterable[Request], *, in_order: bool = False) -> list[Answer]:
-        """Queue requests that are known together, all or none. Returns the first answer of each, as they are given.
+        """Queue requests that are known together, all or none. Returns the first answer of each.
 
-        Under LPM they queue in lexicographic order of their tokens, the depth-first order of their radix tree: those
-        that share a prefix come one after the other, which wants the least memory for the most hits (Zheng et al.
-        2024, theorem 3.1). With `in_order` they queue as they are given, and are served first come, first served.
+        Under LPM they queue in lexicographic order of their tokens, the depth-first order of their radix tree:
+        those that share a prefix come one after the other, which wants the least memory for the most hits (Zheng
+        et al. 2024, theorem 3.1). With `in_order` they are served first come, first served, as they are given.
 
         Raises:
             ValueError: one can never run; `refusal` says why.

@@ -65,6 +65,9 @@ TIERED_SIZES = [
 ]
 
 
+DRAFT_SIZES = [replace(one, drafts=True, lag=0) for one in ALL_SIZES]
+
+
 @dataclass(frozen=True)
 class Mutant:
     name: str
@@ -428,6 +431,7 @@ def find_in_the_cache_what_is_to_be_scored(patch: pytest.MonkeyPatch) -> None:
 # -- the numbers of running answers ------------------------------------------------------------------------
 # -- the numbers of running answers ------------------------------------------------------------------------
 
+
 @mutant("12:")
 def overlook_what_is_special(patch: pytest.MonkeyPatch) -> None:
     """Requests with many stop tokens are booked like all others."""
@@ -555,6 +559,21 @@ def wait_for_who_has_gone_on(patch: pytest.MonkeyPatch) -> None:
     """That a leader has come further is not noticed."""
     has_leader = PendingMatch.has_leader
     patch.setattr(PendingMatch, "has_leader", lambda self: self._leader is not None or has_leader(self))
+
+
+@mutant("8:", sizes=DRAFT_SIZES)
+def keep_the_positions_of_wrong_drafts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "truncate", lambda *_: None)
+
+
+@mutant("7:", "8:", "12:", sizes=DRAFT_SIZES)
+def take_what_follows_a_wrong_draft(patch: pytest.MonkeyPatch) -> None:
+    collect = SimulatedRunner.collect
+
+    def credulous(self: SimulatedRunner, handle: SimulatedPass) -> PassResult:
+        return replace(collect(self, handle), accepted=handle.booking.pass_.num_samples)
+
+    patch.setattr(SimulatedRunner, "collect", credulous)
 
 
 # -- two tiers ---------------------------------------------------------------------------------------------

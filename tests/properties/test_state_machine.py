@@ -1,4 +1,4 @@
-"""The real engine, scheduler, cache and pools around a simulated model, in any order of events: see tests/support/world."""
+"""A simulated world (tests/support/world) in any order of events."""
 
 from __future__ import annotations
 

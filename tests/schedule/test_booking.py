@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
+from radixrt.cache.radix_tree import Namespace
 from radixrt.output import FinishReason
 from radixrt.schedule.answer import AnswerState
+from tests.support.world.model import continuation
+from tests.support.world.walk import Walk, random_sizes
 from tests.support.world.world import Sizes, World
 
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Failed passes are logged with their traces; here they are made by the thousand."""
+    """Failed passes are logged with their traces; here they are made on purpose."""
     caplog.set_level(logging.CRITICAL, logger="radixrt.engine.engine")
 
 
@@ -52,3 +56,42 @@ def test_an_aborted_request_in_the_queue_and_one_that_runs() -> None:
     assert world.step() == []
     world.drain()
     assert waiting.timings().first_token is None
+
+
+# -- drafts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drafts_change_no_answer(seed: int) -> None:
+    """Whatever happens beside them: each answer is the model's own, and positions of wrong drafts are taken back."""
+    sizes = replace(random_sizes(seed, host_slots=24 * (seed % 2)), drafts=True, lag=0)
+    world = World(sizes)
+    walk = Walk(world, seed)
+    for _ in range(100):
+        walk.act()
+    world.drain()
+    assert world.events["draft refused"] > 5
+    assert world.events["draft accepted"] > 5
+
+
+def test_right_drafts_are_worth_their_passes() -> None:
+    passes = []
+    for drafts in (False, True):
+        world = World(Sizes(num_slots=200, lag=0, drafts=drafts))
+        answer = world.submit([1, 2, 3], 30)
+        world.drain()
+        assert answer.num_output == 30
+        passes.append(world.cache.passes_launched)
+    assert passes[1] < passes[0] == 30
+
+
+def test_tokens_after_a_stop_are_nobody_s() -> None:
+    world = World(Sizes(num_slots=200, lag=0, drafts=True))
+    prompt = [1, 2, 3]
+    whole = continuation(Namespace(), prompt, 30, frozenset())
+    answers = [world.submit(prompt, 30, stop_ids=frozenset([token])) for token in set(whole)]
+    world.drain()
+    for answer in answers:
+        (stop,) = answer.request.stop_ids & set(whole)
+        assert answer.output_ids().tolist() == whole[: whole.index(stop) + 1]
+        assert answer.log.matched == stop

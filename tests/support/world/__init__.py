@@ -2,5 +2,5 @@
 
 The KV of a slot is a hash of the weights and of everything read before it through the answer's row, and the next
 token depends on all that is read, so that one wrong or stale slot anywhere changes what comes out. Passes run at
-a moment that the test chooses between launch and collection. `World.check` recomputes every invariant from scratch.
+a moment that the test chooses between launch and collection. `World.check` recomputes every invariant.
 """

@@ -23,6 +23,7 @@ from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
 from radixrt.schedule.request_table import MAX_STOPS
 from radixrt.schedule.scheduler import Scheduler
+from tests.support.world.drafts import Drafts
 from tests.support.world.invariants import MAX_TIMES_SKIPPED, Invariants, require
 from tests.support.world.model import POISON, VOCAB
 from tests.support.world.runner import SimulatedRunner
@@ -48,6 +49,7 @@ class Sizes:
     enabled: bool = True
     force_miss: bool = False
     lag: int = LAG
+    drafts: bool = False  # decodes verify drafts; only without lag
     drops: bool = False  # some requests say how little of them later ones need
 
 
@@ -118,6 +120,7 @@ class World:
         self.kept: tuple[TreeSnapshot, np.ndarray, int] | None = None  # with its KV, and the weights it is of
         self.in_flight: deque[Booking] = deque()  # planned, and not booked yet
         self.invariants = Invariants(self)
+        self.drafts = Drafts(self) if s.drafts else None
         self._aborted: list[Answer] = []  # since the last step
         self._observe()
 
@@ -166,6 +169,8 @@ class World:
         def watched_next_pass() -> Booking | None:
             booking = next_pass()
             self.runner.count(booking)
+            if booking is not None and self.drafts is not None:
+                self.runner.booking = booking = self.drafts.added_to(booking)
             if booking is not None:
                 self.in_flight.append(booking)
             return booking
@@ -223,6 +228,8 @@ class World:
                 if good and answer.lease is lease:
                     self.computed[lease] = int(end)
             assert self.in_flight.popleft() is booking
+            if self.drafts is not None:
+                self.drafts.verified(booking, result)
             return process(booking, result)
 
         def watched_fail(booking: Booking, cause: Exception) -> list[Answer]:
