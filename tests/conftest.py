@@ -20,7 +20,6 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
-from radixrt.execution.attention import shared_segments
 from tests.support.interpreter import require_interpreter
 from triton_ops.implementation import triton
 
@@ -60,14 +59,6 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
         return torch.device("cuda")
     require_interpreter()
     return torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def own_constants() -> Iterator[None]:
-    """What the simulation makes smaller is as it was in the next test."""
-    pieces = shared_segments.PIECE_TOKENS, shared_segments.MIN_PIECE
-    yield
-    shared_segments.PIECE_TOKENS, shared_segments.MIN_PIECE = pieces
 
 
 @pytest.hookimpl(tryfirst=True)

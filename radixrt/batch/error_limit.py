@@ -7,7 +7,7 @@ from collections import Counter
 from radixrt.batch.formats.record import LineErrorType
 from radixrt.batch.formats.strict_json import short
 from radixrt.batch.prescan import Prescan
-from radixrt.checks import real
+from radixrt.checks import check_float
 from radixrt.errors import ErrorRateError
 
 _MOST_NAMED = 5  # reasons in a message
@@ -26,7 +26,7 @@ class ErrorLimit:
     """
 
     def __init__(self, max_error_rate: float | None) -> None:
-        self._rate = None if max_error_rate is None else real("max_error_rate", max_error_rate, 0.0, 1.0)
+        self._rate = None if max_error_rate is None else check_float("max_error_rate", max_error_rate, 0.0, 1.0)
         self._num_lines = self._num_errors = 0
         self._reasons: Counter[str] = Counter()
 

@@ -24,7 +24,7 @@ from radixrt.batch.journal.standard_output import StandardOutput
 from radixrt.batch.paths import check_paths
 from radixrt.batch.prescan import Check, Prescan, parameters_as_json, prescan
 from radixrt.batch.progress import progress_bar
-from radixrt.checks import real
+from radixrt.checks import check_float
 from radixrt.engine.signals import DRAIN_SECONDS, FirstSignal, first_interrupt
 from radixrt.errors import BatchFileError, DeviceLostError, ErrorRateError, ParameterError, RadixrtError
 from radixrt.files.disk import temporary_folder
@@ -124,7 +124,7 @@ class Batch:
             raise ParameterError(f"order is {order!r}; it must be 'planned' or 'file'")
         self._order, self._keep_cache = order, keep_cache
         self._error_limit = ErrorLimit(max_error_rate)
-        self._drain_seconds = real("drain_seconds", drain_seconds, 0.0, 1e6)
+        self._drain_seconds = check_float("drain_seconds", drain_seconds, 0.0, 1e6)
         check_paths(input_path, output_path, overwrite=overwrite)
         self._input = input_path
         self._output = output_path if output_path == STANDARD else Path(output_path)
@@ -132,7 +132,7 @@ class Batch:
         self._overwrite, self._restart, self._strict, self._progress = overwrite, restart, strict, progress
         self._created = created
         self._reports = ReportFiles(report, input_path, output_path)
-        self._price = None if price_per_hour is None else real("price_per_hour", price_per_hour, 0.0, 1e9)
+        self._price = None if price_per_hour is None else check_float("price_per_hour", price_per_hour, 0.0, 1e9)
         self._opened = contextlib.ExitStack()
         self._folder: RunFolder | None = None  # none for standard output
         self._scan: Prescan | None = None

@@ -55,15 +55,13 @@ class Frontiers:
     def leader(self, match: Match, tokens: Tokens) -> Frontier | None:
         """The frontier of a lease that is computing the token after `match`, the longest match of `tokens`."""
         # It is at the match, or before it where others have published the tokens between.
-        length = match.length
         node: Node | None = match.node
-        end = length
+        length = end = match.length
         if not match.at_boundary:
             node, end = match.node.parent, length - match.inside
         while node is not None:
             for frontier in self._open.get((node, int(tokens[end])), ()):
-                own = frontier.tokens
-                if len(own) > length and np.array_equal(own[end : length + 1], tokens[end : length + 1]):
+                if np.array_equal(frontier.tokens[end : length + 1], tokens[end : length + 1]):
                     return frontier
             end -= len(node.tokens)
             node = node.parent

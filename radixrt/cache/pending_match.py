@@ -20,19 +20,6 @@ class PendingMatch:
         limit: tokens that may come from the cache.
     """
 
-    __slots__ = (
-        "_cache",
-        "_edge",
-        "_leader",
-        "_leader_match_len",
-        "_limit",
-        "_match",
-        "_namespace",
-        "_next",
-        "_tokens",
-        "_version",
-    )
-
     def __init__(self, cache: PrefixCache, namespace: Namespace, tokens: Tokens, limit: int) -> None:
         self._cache = cache
         self._namespace = namespace

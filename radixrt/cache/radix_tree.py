@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ class Namespace:
 DEFAULT_NAMESPACE = Namespace()
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Node:
     """An edge of the tree: `tokens` `[n]` and, for each, the slot of its KV on the device, on the host, or both.
 
@@ -45,30 +46,16 @@ class Node:
     root has no tokens and counts as on the device.
     """
 
-    __slots__ = (
-        "children",
-        "device_children",
-        "host_children",
-        "host_slots",
-        "last_access",
-        "lock",
-        "namespace",
-        "parent",
-        "slots",
-        "tokens",
-    )
-
-    def __init__(self, tokens: Tokens, slots: Slots | None, parent: Node | None, namespace: Namespace) -> None:
-        self.tokens = tokens
-        self.slots = slots  # `[n]`; None: it is not on the device
-        self.host_slots: Slots | None = None  # `[n]`; None: the host has no copy
-        self.parent = parent
-        self.namespace = namespace
-        self.children: dict[int, Node] = {}
-        self.device_children = 0  # children on the device
-        self.host_children = 0  # children with a copy on the host
-        self.lock = 0  # live requests whose path crosses this node; it is on the device then
-        self.last_access = 0
+    tokens: Tokens
+    slots: Slots | None  # `[n]`; None: it is not on the device
+    parent: Node | None
+    namespace: Namespace
+    host_slots: Slots | None = None  # `[n]`; None: the host has no copy
+    children: dict[int, Node] = field(default_factory=dict)
+    device_children: int = 0  # children on the device
+    host_children: int = 0  # children with a copy on the host
+    lock: int = 0  # live requests whose path crosses this node; it is on the device then
+    last_access: int = 0
 
 
 def is_device_leaf(node: Node) -> bool:

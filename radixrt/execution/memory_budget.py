@@ -13,8 +13,7 @@ import torch
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.errors import ParameterError
-from radixrt.execution.attention.planner import AttentionPlanner
-from radixrt.execution.graphs.decode_graphs import MOST_CAPTURED
+from radixrt.execution.attention.planner import planner_of
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.models.decoder import Decoder
 from radixrt.sampling_params import SamplingParams
@@ -121,7 +120,7 @@ def measured_pass_memory(
         rows,
         pool,
         device,
-        max_captured_batch=min(limits.max_running_requests, MOST_CAPTURED) if captures else 0,
+        max_captured_batch=limits.max_running_requests if captures else 0,
         max_captured_tokens=limits.chunked_prefill_size if captures else 0,
         tree=tree,
     )
@@ -129,13 +128,13 @@ def measured_pass_memory(
     passes = before - free()
     torch.cuda.empty_cache()
     between = free()
-    runner.capture_graphs(most=1)
+    runner.capture_graphs(max_shapes=1)
     graphs = between - free()
     del runner, pool
     gc.collect()
     torch.cuda.empty_cache()
-    planner = AttentionPlanner(config, model.placement, kv_dtype=kv_dtype, tree=tree)
-    partials = planner.most_partial_bytes(limits.max_running_requests, limits.chunked_prefill_size)
+    planner = planner_of(config, model.placement, rows.req_to_token, kv_dtype, tree=tree)
+    partials = planner.max_partial_bytes(limits.max_running_requests, limits.chunked_prefill_size)
     return max(0, passes) + max(0, graphs) + partials
 
 

@@ -416,7 +416,7 @@ def test_any_truncation_is_found(small_file: Path, folder: Path) -> None:
                 runtime.load_cache(small_file)
         for more in (b"\0", whole):
             small_file.write_bytes(whole + more)
-            with pytest.raises(CacheFileError, match="something stands behind its end"):
+            with pytest.raises(CacheFileError, match="something follows its end"):
                 runtime.load_cache(small_file)
         assert runtime.cache_stats() == before
 

@@ -28,8 +28,10 @@ from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.errors import SchedulerError
 from radixrt.execution.attention import shared_segments
-from radixrt.execution.attention.shared_segments import SharedSegments
-from radixrt.execution.graphs.decode_numbers import DecodeForm, DecodeNumbers, _Growing
+from radixrt.execution.attention.pass_plans import PassPlans
+from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
+from radixrt.execution.packed_pass import PackedPass
+from radixrt.execution.pass_builder import PassBuilder
 from radixrt.output import FinishReason
 from radixrt.schedule.answer import Answer, AnswerState
 from radixrt.schedule.booking import Bookkeeper
@@ -299,9 +301,9 @@ def keep_a_freed_row_s_changes(patch: pytest.MonkeyPatch) -> None:
 
     def hoarding(self: ReqToTokenPool, row: int) -> None:
         changes, self._changes = self._changes, []
-        stretches, self._stretches = self._stretches, {}
+        stretches, self._runs = self._runs, {}
         free(self, row)
-        self._changes, self._stretches = changes, stretches
+        self._changes, self._runs = changes, stretches
 
     patch.setattr(ReqToTokenPool, "free", hoarding)
 
@@ -820,8 +822,8 @@ def share_a_token_that_is_each_one_s_own(patch: pytest.MonkeyPatch) -> None:
     """Segments end a token late, and so tails begin a token late."""
     depth_first = shared_segments.depth_first
 
-    def generous(slots: np.ndarray, lines: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        order, common = depth_first(slots, lines, lens)
+    def generous(slots: np.ndarray, offsets: np.ndarray, lens: np.ndarray, max_stops: int) -> Any:
+        order, common = depth_first(slots, offsets, lens, max_stops)
         most = np.minimum(lens[order][:-1], lens[order][1:])
         return order, np.minimum(common + (common > 0), most)
 
@@ -847,42 +849,44 @@ def send_no_remap(patch: pytest.MonkeyPatch) -> None:
 @mutant("17: each position", "17: what is read", "17: a plan is made", world=PlannedWorld)
 def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
     """That other requests decode is not noticed."""
-    of = DecodeNumbers.of
+    build = PassBuilder.build
 
-    def unnoticed(self: DecodeNumbers, batch: Pass, *arguments: Any) -> DecodeForm:
-        if self._rows is not None and len(self._rows) == len(batch.req_pool_indices):
-            self._rows = batch.req_pool_indices
-        return of(self, batch, *arguments)
+    def unnoticed(self: PassBuilder, pass_: Pass) -> PackedPass:
+        if self._rows is not None and len(self._rows) == pass_.num_rows:
+            self._rows = pass_.req_pool_indices
+        return build(self, pass_)
 
-    patch.setattr(DecodeNumbers, "of", unnoticed)
+    patch.setattr(PassBuilder, "build", unnoticed)
 
 
 @mutant("17: each position", "17: a plan is of", world=PlannedWorld)
 def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
-    def stunted(self: _Growing, seq_lens: np.ndarray) -> None:
-        self._seq_lens[: len(seq_lens)] = seq_lens
+    def stunted(self: PassPlans, seq_lens: np.ndarray) -> None:
+        for plan in self.decode.values():
+            plan.seq_lens[: len(seq_lens)] = seq_lens
 
-    patch.setattr(_Growing, "update", stunted)
+    patch.setattr(PassPlans, "grow", stunted)
 
 
 @mutant("17: a plan is made", world=PlannedWorld)
 def share_more_than_padded_plans_have_room_for(patch: pytest.MonkeyPatch) -> None:
     find = SharedSegments.find
+    wide = SharedCapacity(99, 99)
     patch.setattr(
-        SharedSegments, "find", lambda *arguments, **limits: find(*arguments, **dict.fromkeys(limits, 99))
+        SharedSegments, "find", lambda *arguments, **options: find(*arguments, **options | {"capacity": wide})
     )
 
 
 @mutant("17: a result is one item's", world=PlannedWorld)
 def take_nothing_in(patch: pytest.MonkeyPatch) -> None:
     """A row that has one narrow item writes its result, whatever shared items computed."""
-    arrays = AttentionPlan.host_arrays
+    of_items = AttentionPlan.of_items
 
-    def direct(*arguments: Any) -> dict[str, np.ndarray]:
-        plan = arrays(*arguments)
-        return plan | {"tail_partial_starts": np.zeros_like(plan["tail_partial_starts"])}
+    def direct(*arguments: Any) -> AttentionPlan[Any]:
+        plan = of_items(*arguments)
+        return replace(plan, tail_partial_starts=np.zeros_like(plan.tail_partial_starts))
 
-    patch.setattr(AttentionPlan, "host_arrays", direct)
+    patch.setattr(AttentionPlan, "of_items", staticmethod(direct))
 
 
 def walk_until_it_breaks(sizes: list[Sizes], seeds: Iterable[int], actions: int, kind: type[World] = World) -> str:

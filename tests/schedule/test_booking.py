@@ -63,7 +63,7 @@ def test_an_aborted_request_in_the_queue_and_one_that_runs() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_drafts_change_no_answer(seed: int) -> None:
-    """Whatever happens beside them: each answer is the model's own, and positions of wrong drafts are taken back."""
+    """Whatever happens beside them: each is the model's own, and positions of wrong drafts are taken back."""
     sizes = replace(random_sizes(seed, host_slots=24 * (seed % 2)), drafts=True, lag=0)
     world = World(sizes)
     walk = Walk(world, seed)
