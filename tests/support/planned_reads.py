@@ -22,7 +22,8 @@ from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.graphs.ladder import PassShape
 from radixrt.execution.pass_builder import PassBuilder
 from radixrt.schedule.passes import Pass
-from tests.support.simulation import World, require
+from tests.support.world.invariants import require
+from tests.support.world.world import World
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array, SharingPlan
 from triton_ops.implementation import GPU
 

@@ -18,7 +18,9 @@ from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSe
 from radixrt.execution.attention.slot_tree import MAX_LEVELS
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.schedule.passes import Pass
-from tests.support.simulation import SimulatedPass, SimulatedRunner, Walk, World, random_sizes
+from tests.support.world.runner import SimulatedPass, SimulatedRunner
+from tests.support.world.walk import Walk, random_sizes
+from tests.support.world.world import World
 from triton_ops.attention.plan import SharedItems
 from triton_ops.implementation import GPU
 
