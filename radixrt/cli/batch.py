@@ -107,14 +107,13 @@ def add_batch_command(commands: Any) -> None:
 
 def _batch(arguments: argparse.Namespace) -> int:
     from radixrt.batch.job import Batch
+    from radixrt.batch.options import BatchOptions
     from radixrt.builtin import MODEL_PATH
     from radixrt.frontend.request_builder import builder_without_weights
     from radixrt.report.files import ReportError
 
     options = runtime_options(arguments)
-    with Batch(
-        arguments.input,
-        arguments.output,
+    batch_options = BatchOptions(
         default_params=sampling_params(arguments),
         overwrite=arguments.overwrite,
         restart=arguments.restart,
@@ -126,17 +125,18 @@ def _batch(arguments: argparse.Namespace) -> int:
         drain_seconds=arguments.drain_seconds,
         report=arguments.report,
         price_per_hour=arguments.price_per_hour,
-    ) as batch:
+    )
+    with Batch(arguments.input, arguments.output, batch_options) as batch:
         # Before the weights are loaded: mistakes show within seconds.
         builder = builder_without_weights(options.get("model", MODEL_PATH), options.get("context_length"))
-        scan = batch.look(
+        scanned = batch.scan(
             builder.tokenizer, lambda prompt, params, line: builder.build(prompt, params, index=line)
         )
-        if scan.problems:
-            print(f"radixrt: {scan.summary()}", file=sys.stderr)
+        if scanned.lines.problems:
+            print(f"radixrt: {scanned.lines.summary()}", file=sys.stderr)
         with runtime_with_cache(arguments, progress=arguments.progress) as runtime:
             try:
-                report = batch.run(runtime)
+                report = scanned.run(runtime)
             except ReportError as error:
                 _tell(error.report, arguments, ())
                 raise

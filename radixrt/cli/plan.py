@@ -67,7 +67,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     from radixrt.batch.formats.line_format import LineParser
     from radixrt.batch.formats.source import read_lines
-    from radixrt.batch.prescan import prescan
+    from radixrt.batch.scan import scan_lines
     from radixrt.builtin import MODEL_PATH
     from radixrt.files.disk import temporary_folder
     from radixrt.files.standard import place_name
@@ -90,7 +90,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     builder = builder_without_weights(source)
     shape = _shape(builder.config)
     with temporary_folder() as folder:
-        scan = prescan(
+        scan = scan_lines(
             read_lines(arguments.input),
             folder,
             parser=LineParser(defaults),
@@ -120,7 +120,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             "kv_bytes": shape.kv_bytes,
             "show": decoded_by(builder.tokenizer),
         }
-        print_plan(plan, console, most_prefixes=arguments.prefixes, **told)
+        print_plan(plan, console, max_prefixes=arguments.prefixes, **told)
         if page is not None:
             page.write(plan_page(plan, title=place_name(arguments.input, "input"), **told))
     return DONE

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lm_eval.models.radixrt")
 
 # Of the harness's tasks, the first of those given counts.
-_MOST_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_MAX_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 # What the harness asks to be scored: texts (None for a window of a longer text), context ids, continuation ids.
 _Pair = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -282,7 +282,7 @@ class RadixLM(TemplateLM):
         given = dict(generation_kwargs)
         until = given.pop("until", None) or []
         stop = [string for string in ([until] if isinstance(until, str) else until) if string]
-        lengths = [given.pop(name, None) for name in _MOST_NEW_TOKENS]
+        lengths = [given.pop(name, None) for name in _MAX_NEW_TOKENS]
         most = next((length for length in lengths if length is not None), self.max_gen_toks)
         temperature = given.pop("temperature", None)
         if not given.pop("do_sample", temperature is not None):

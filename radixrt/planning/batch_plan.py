@@ -94,8 +94,8 @@ class BatchPlan:
         return tuple(find_hints(self.store, self.order, self.tree))
 
     @property
-    def most_tokens(self) -> int:
-        """Tokens of a pool that holds all prompts and answers at once, and from which nothing has to go."""
+    def pool_for_all(self) -> int:
+        """Tokens of a pool that holds all prompts and answers at once, without any eviction."""
         return self.statistics.distinct_tokens + int(self._grown.sum())
 
     @property

@@ -19,10 +19,10 @@ from radixrt.planning.token_store import TokenStore
 RUN = 16  # tokens in a row that prompts have to agree in
 REACH = 48  # tokens that may differ before it
 SAMPLED = 512  # prompts of a node that are looked at first
-FEWEST = 4  # ways by which prompts come upon the run
+MIN_WAYS = 4  # ways by which prompts come upon the run
 SEARCHES = 512  # the nodes with the most tokens below them are searched
-LEAST_REST = 64  # tokens that a way must have in common with others after what differs
-LEAST_SHARE = 0.01  # of all prompt tokens: what is less is not worth telling
+MIN_REST = 64  # tokens that a way must have in common with others after what differs
+MIN_SHARE = 0.01  # of all prompt tokens: what is less is not worth telling
 ROWS = 1 << 12  # prompts that are searched at once
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -46,9 +46,9 @@ class Hint:
 
 
 def find_hints(store: TokenStore, order: PrefixOrder, tree: PrefixTree) -> list[Hint]:
-    """What ruins sharing, the worst first; nothing unless all together would save LEAST_SHARE of the tokens."""
+    """What ruins sharing, the worst first; nothing unless all together would save MIN_SHARE of the tokens."""
     hints = sorted(_Search(store, order, tree).hints(), key=lambda hint: -hint.tokens)
-    enough = LEAST_SHARE * int((store.offsets[order.order + 1] - store.offsets[order.order]).sum())
+    enough = MIN_SHARE * int((store.offsets[order.order + 1] - store.offsets[order.order]).sum())
     return hints if sum(hint.tokens for hint in hints) >= max(1, enough) else []
 
 
@@ -101,7 +101,7 @@ class _Search:
 
     def _common_run(self, places: Int64Array, depth: int) -> np.uint64 | None:
         """The hash of the run upon which the most ways lead, if there are some."""
-        if len(places) < FEWEST:
+        if len(places) < MIN_WAYS:
             return None
         places = places[np.unique(np.linspace(0, len(places) - 1, SAMPLED).astype(np.int64))]
         hashes, is_run = self._hashes(places, depth)
@@ -115,13 +115,13 @@ class _Search:
         row, at, run = row[is_first], at[is_first], run[is_first]
         # Another way parts from that of the row before, of those with this run, before the run begins.
         is_same = run[1:] == run[:-1]
-        common = _least_between_all(_least_between(self._shared, places))
+        common = _min_between_all(_min_between(self._shared, places))
         is_other_way = is_same & (common[row[:-1], row[1:]] < depth + at[1:])
         begins = np.flatnonzero(np.append(True, ~is_same))
         ways = 1 + np.add.reduceat(np.append(False, is_other_way), begins, dtype=np.int64)
         mean_at = np.add.reduceat(at, begins) / np.diff(np.append(begins, len(run)))
         best = np.lexsort((mean_at, -ways))[0]
-        return np.uint64(run[begins[best]]) if ways[best] >= FEWEST else None
+        return np.uint64(run[begins[best]]) if ways[best] >= MIN_WAYS else None
 
     def _find(self, places: Int64Array, depth: int, run: np.uint64) -> _Found:
         """All of the places whose prompts come upon the run."""
@@ -139,11 +139,11 @@ class _Search:
         places, at = found.places, found.at
         starts = self._starts[places] + depth + at
         rests = prefix_order(self._store.tokens, starts, self._ends[places], self._store.forget)
-        common = _least_between(self._shared, places)
+        common = _min_between(self._shared, places)
         already = np.maximum(0, common - depth - at[1:])
         ways = 1 + int((common < depth + at[1:]).sum())
         more = int(rests.shared.sum()) - int(already.sum())
-        if ways < FEWEST or more < LEAST_REST * (ways - 1):
+        if ways < MIN_WAYS or more < MIN_REST * (ways - 1):
             return None
         position = int(common.min())
         return Hint(self._order[places], position, at + depth - position, more)
@@ -170,7 +170,7 @@ def _united(hints: list[Hint]) -> Hint:
     )
 
 
-def _least_between_all(common: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+def _min_between_all(common: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """What neighbours share `[n - 1]` -> what the i-th and the j-th do, i < j: `[n, n]`."""
     least = np.zeros((len(common) + 1, len(common) + 1), dtype=np.int32)
     for i in range(len(common)):
@@ -178,7 +178,7 @@ def _least_between_all(common: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     return least
 
 
-def _least_between(shared: npt.NDArray[np.int32], places: Int64Array) -> npt.NDArray[np.int32]:
+def _min_between(shared: npt.NDArray[np.int32], places: Int64Array) -> npt.NDArray[np.int32]:
     """What the prompts at neighbouring ones of some ascending `places` `[n]` share, `[n - 1]`."""
     if len(places) < 2:
         return np.zeros(0, dtype=np.int32)

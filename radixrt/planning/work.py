@@ -38,14 +38,14 @@ class Work:
     decode_seconds: float
 
     @property
-    def least_seconds(self) -> float:
+    def min_seconds(self) -> float:
         """What no engine can beat."""
         return self.prefill_seconds + self.decode_seconds
 
     @property
     def expected_seconds(self) -> tuple[float, float]:
         """Between which this engine should be, going by what it took of the bound before."""
-        return QUICKEST * self.least_seconds, SLOWEST * self.least_seconds
+        return QUICKEST * self.min_seconds, SLOWEST * self.min_seconds
 
 
 def expected_work(

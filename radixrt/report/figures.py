@@ -45,7 +45,7 @@ def plan_figures(plan: BatchPlan, expectation: Expectation | None, kv_bytes: int
                 "prefill": f"{work.computed_tokens:,} tokens, at least {seconds(work.prefill_seconds)}",
                 "decode": f"{work.generated_tokens:,} tokens in about {work.decode_steps:,} passes, "
                 f"at least {seconds(work.decode_seconds)}",
-                "time": f"{seconds(least)} to {seconds(most)} (no engine below {seconds(work.least_seconds)})",
+                "time": f"{seconds(least)} to {seconds(most)} (no engine below {seconds(work.min_seconds)})",
             }
     return figures
 

@@ -61,13 +61,13 @@ def outline(plan: BatchPlan, most: int) -> Prefix:
     return listed[0]
 
 
-def shortened(tokens: Int32Array, show: Show, most_tokens: int, most_characters: int) -> str:
+def shortened(tokens: Int32Array, show: Show, max_tokens: int, max_characters: int) -> str:
     """The beginning of a text in one line; dots stand for what is left out."""
-    shown = show(tokens[:most_tokens])
+    shown = show(tokens[:max_tokens])
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in shown)
-    if len(tokens) <= most_tokens and len(text) <= most_characters:
+    if len(tokens) <= max_tokens and len(text) <= max_characters:
         return text
-    return text[: most_characters - 3] + "..."
+    return text[: max_characters - 3] + "..."
 
 
 def counted(count: int, noun: str) -> str:

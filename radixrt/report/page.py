@@ -20,7 +20,7 @@ from radixrt.report.html import figure_table, html_page, prefix_branches
 from radixrt.report.outline import Show, outline
 from radixrt.report.plots import timeline_plots
 
-MOST_PREFIXES = 500
+MAX_PREFIXES = 500
 
 _STYLE = """
 .tiles { display: grid; gap: .7rem; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); }
@@ -64,7 +64,7 @@ def report_page(report: BatchReport, *, title: str, plan: BatchPlan | None, show
 
 
 def _prefixes(plan: BatchPlan, show: Show) -> str:
-    branches = prefix_branches(outline(plan, MOST_PREFIXES), show, int(plan.tree.saved_tokens.sum()))
+    branches = prefix_branches(outline(plan, MAX_PREFIXES), show, int(plan.tree.saved_tokens.sum()))
     return f"<h2>Shared prefixes</h2>\n{branches}"
 
 

@@ -19,20 +19,20 @@ def print_plan(
     expectation: Expectation | None = None,
     kv_bytes: int | None = None,
     show: Show = as_ids,
-    most_prefixes: int = 20,
+    max_prefixes: int = 20,
 ) -> None:
     """Print figures, the largest shared prefixes as a tree, and hints.
 
     Args:
         expectation, kv_bytes: see `plan_figures`.
         show: token ids to text.
-        most_prefixes: prefixes that are shown.
+        max_prefixes: prefixes that are shown.
     """
     figures = plan_figures(plan, expectation, kv_bytes)
     width = max(map(len, figures)) + 2
     for name, text in figures.items():
         console.print(Text.assemble((f"{name:<{width}}", "dim"), text), soft_wrap=True)
-    top = outline(plan, most_prefixes)
+    top = outline(plan, max_prefixes)
     if top.children:
         console.print()
         console.print(view_outline(top, show))

@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from radixrt.report.batch_report import BatchReport
 from radixrt.report.timeline import columns
 
-MOST_BARS = 80  # intervals of time that a rate is drawn for
+MAX_BARS = 80  # intervals of time that a rate is drawn for
 _SIZE = (4.8, 2.2)  # inches
 _INK, _LINE, _STRONG, _SOFT, _WARM = "#010101", "#020202", "#030303", "#040404", "#050505"
 _VARIABLES = {
@@ -146,7 +146,7 @@ def _filled(series: dict[str, Float64Array], values: Float64Array) -> Callable[[
 def _rate(series: dict[str, Float64Array], name: str) -> tuple[Float64Array, Float64Array]:
     """Edges of intervals of time `[B + 1]`, and how much a count grows a second in each, `[B]`."""
     seconds = series["seconds"]
-    bars = min(MOST_BARS, max(1, (len(seconds) - 1) // 2))
+    bars = min(MAX_BARS, max(1, (len(seconds) - 1) // 2))
     edges = np.linspace(0, seconds[-1], bars + 1)
     return edges, np.diff(np.interp(edges, seconds, series[name])) / np.diff(edges)
 

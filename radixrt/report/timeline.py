@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-MOST_SAMPLES = 500
+MAX_SAMPLES = 500
 FIRST_INTERVAL = 0.05  # seconds between two samples, until there are too many
 
 
@@ -47,7 +47,7 @@ class Timeline:
         interval: seconds.
     """
 
-    def __init__(self, most: int = MOST_SAMPLES, interval: float = FIRST_INTERVAL) -> None:
+    def __init__(self, most: int = MAX_SAMPLES, interval: float = FIRST_INTERVAL) -> None:
         self._most = most
         self._interval = interval
         self._samples: list[Sample] = []

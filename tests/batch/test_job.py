@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-import radixrt.batch.batch_run
 import radixrt.batch.job
-import radixrt.batch.progress
+import radixrt.batch.meter
+import radixrt.batch.run
 from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.journal.run_folder import has_run, run_path
 from radixrt.batch.tally import Tally
@@ -287,7 +287,7 @@ def test_a_run_that_goes_on_and_is_stopped_plans_once(
     write(files[0], [good(n) for n in range(9)])
     planned: list[int] = []
     done: list[int] = []
-    plan_batch, progress_bar = radixrt.batch.batch_run.plan_batch, radixrt.batch.batch_run.progress_bar
+    plan_batch, progress_bar = radixrt.batch.run.plan_batch, radixrt.batch.run.progress_bar
 
     def watched_plan(store: TokenStore, new_tokens: Any, prompts: Any) -> Any:
         planned.append(len(prompts))
@@ -298,8 +298,8 @@ def test_a_run_that_goes_on_and_is_stopped_plans_once(
         done.append(bar.n)
         return bar
 
-    monkeypatch.setattr(radixrt.batch.batch_run, "plan_batch", watched_plan)
-    monkeypatch.setattr(radixrt.batch.batch_run, "progress_bar", watched_bar)
+    monkeypatch.setattr(radixrt.batch.run, "plan_batch", watched_plan)
+    monkeypatch.setattr(radixrt.batch.run, "progress_bar", watched_bar)
     page = files[1].with_name("report.html")
     for _ in range(2):
         runtime = FakeRuntime()
@@ -407,8 +407,8 @@ def test_an_output_that_came_in_between_is_not_replaced(files: tuple[Path, Path]
 
 def test_few_at_a_time(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime never knows of more than so many requests, those with a prefix in common one after the other."""
-    monkeypatch.setattr(radixrt.batch.batch_run, "ENOUGH_WAITING", 4)
-    monkeypatch.setattr(radixrt.batch.batch_run, "SUBMITTED_AT_ONCE", 4)
+    monkeypatch.setattr(radixrt.batch.run, "ENOUGH_WAITING", 4)
+    monkeypatch.setattr(radixrt.batch.run, "SUBMITTED_AT_ONCE", 4)
     lines = [{"token_ids": [n % 5] * 3 + [n]} for n in range(50)]
     write(files[0], [json.dumps(line).encode() for line in lines])
     runtime = FakeRuntime()
@@ -728,7 +728,7 @@ def test_progress(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(files[0], [good(0), b"{", good(2)])
-    monkeypatch.setattr(radixrt.batch.progress, "LOG_INTERVAL", 0.0)
+    monkeypatch.setattr(radixrt.batch.meter, "LOG_INTERVAL", 0.0)
     run_batch(FakeRuntime(), *files, progress=True)
     shown = capsys.readouterr()
     assert "3/3" in shown.err

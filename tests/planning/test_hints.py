@@ -12,7 +12,7 @@ import pytest
 from radixrt.bench.batch_plan import random_tree
 from radixrt.builtin import MODEL_PATH
 from radixrt.planning.batch_plan import plan_batch
-from radixrt.planning.hints import LEAST_SHARE, Hint
+from radixrt.planning.hints import MIN_SHARE, Hint
 from radixrt.planning.token_store import TokenStore
 from radixrt.text.tokenizer import load_tokenizer
 from radixrt.workloads import token_statistics
@@ -98,7 +98,7 @@ def test_where_only_some_have_it() -> None:
 def test_what_would_save_little_is_not_told() -> None:
     body = words(100)
     texts = [stamp(6) + body for _ in range(10)]
-    rest = [words(1000) for _ in range(int(10 * 100 / (LEAST_SHARE * 1000)))]
+    rest = [words(1000) for _ in range(int(10 * 100 / (MIN_SHARE * 1000)))]
     assert hints_of(texts)
     assert not hints_of(texts + rest)
 

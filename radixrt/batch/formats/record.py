@@ -10,7 +10,7 @@ from radixrt.batch.formats.strict_json import short
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
 
-_REMEMBERED = 1024
+_MAX_REMEMBERED = 1024
 _MAX_MESSAGE = 1000  # characters: a message may show a value of any length
 
 Reply = dict[str, Any]
@@ -97,7 +97,7 @@ class ParameterReader:
         params = self._known.get(text)
         if params is None:
             params = sampling_params_from_dict(given, self._defaults)
-            if len(self._known) == _REMEMBERED:
+            if len(self._known) == _MAX_REMEMBERED:
                 self._known.clear()
             self._known[text] = params
         return params

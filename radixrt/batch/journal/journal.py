@@ -33,7 +33,7 @@ SYNC_RECORDS = 256  # a sync comes after so many records at the latest,
 SYNC_SECONDS = 2.0  # and so long after the first of them
 
 _ORDERED_BYTES = 256 * 2**20  # of records that are put in order at once
-_MOST_NAMED = 5  # damaged lines in a message
+_MAX_NAMED = 5  # damaged lines in a message
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class Journal:
         return duplicates, is_synced
 
     def _damage(self, lines: list[int]) -> BatchFileError:
-        named = lines[:_MOST_NAMED]
+        named = lines[:_MAX_NAMED]
         more = f" and {len(lines) - len(named):,} more" if len(lines) > len(named) else ""
         delete = f"sed -i '{';'.join(f'{line}d' for line in named)}' {shlex.quote(str(self._path))}"
         return BatchFileError(

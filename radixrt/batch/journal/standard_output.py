@@ -20,10 +20,11 @@ _WAITING_FILE = "waiting"
 class StandardOutput:
     """Lines put at positions 0 to N - 1 in any order, each printed once all before it are.
 
-    Leaving the context prints the lines that wait behind a gap, in order. Standard output itself stays open.
+    Leaving the context prints the lines that wait after a gap, in order. Standard output itself stays open.
 
     Attributes:
-        printed: lines that have been handed out.
+        num_lines: N.
+        printed: lines written so far.
 
     Args:
         folder: lines wait there in a file, of as many bytes as all lines at most.
@@ -36,6 +37,7 @@ class StandardOutput:
 
     def __init__(self, folder: Path, num_lines: int) -> None:
         self._waiting = WaitingLines(folder / _WAITING_FILE, num_lines)
+        self.num_lines = num_lines
         self.printed = 0
         try:
             self._file = _own_file()

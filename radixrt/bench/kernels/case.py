@@ -15,7 +15,7 @@ from radixrt.bench.kernels.roofline import Work
 Inputs = TypeVar("Inputs")
 
 
-MOST_SLOWER = 1.03
+MAX_SLOWDOWN = 1.03
 """Times the time of `Case.never_slower_than` that ours may take."""
 
 
@@ -75,7 +75,7 @@ class Case(Generic[Inputs]):
         inputs: makes n sets of inputs that share no memory that is read; each time the same.
         expected: the reference's results for a set of inputs.
         contenders: our kernel is the first.
-        never_slower_than: the contender whose time ours is not to exceed by more than MOST_SLOWER allows, or None.
+        never_slower_than: the contender that ours may exceed in time by MAX_SLOWDOWN at most, or None.
         sizes: by name, the numbers of the shape that a figure is drawn over; empty: it is in none.
     """
 

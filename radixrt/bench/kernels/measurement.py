@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from radixrt.bench.kernels.case import (
-    MOST_SLOWER,
+    MAX_SLOWDOWN,
     Call,
     Case,
     Contender,
@@ -23,7 +23,7 @@ from radixrt.bench.kernels.roofline import Bound, Machine
 from radixrt.bench.kernels.timing import Timer, copies_beyond_l2
 from radixrt.bench.report import reason_of
 
-MOST_ERROR = 0.02
+MAX_ERROR = 0.02
 """Relative error of a row beyond which a result is wrong: bf16 keeps 8 bits, a sum of products errs by more."""
 
 
@@ -101,7 +101,7 @@ class Result:
         for measurement in self.measurements:
             theirs = measurement.best_seconds
             if measurement.name == self.case.never_slower_than and theirs is not None and ours is not None:
-                return ours > MOST_SLOWER * theirs
+                return ours > MAX_SLOWDOWN * theirs
         return None
 
     def percent_of_bound(self, seconds: float) -> float:
@@ -180,7 +180,7 @@ def measure(
 def _time(contender: Contender[Any], inputs: Sequence[Any], expected: Expected, timer: Timer) -> Measurement:
     calls: list[Call] = [contender.prepare(one) for one in inputs]
     error = worst_error(calls[0].results(calls[0].run()), expected)
-    if not error <= MOST_ERROR:  # NaN is wrong too
+    if not error <= MAX_ERROR:  # NaN is wrong too
         return Measurement(contender.name, error, reason=f"wrong: a row's relative error is {error:.2g}")
     eager = timer.eager(calls[0].run)
     graph = timer.graph([call.run for call in calls], eager)

@@ -14,8 +14,8 @@ from radixrt.bench.kernels.roofline import EXPS_PER_SM, Machine
 
 WARM_UP_MS = 25
 GRAPH_SECONDS = 2e-3  # of work in a captured graph, so that its launch does not count
-MOST_CALLS = 256  # in a captured graph
-MOST_SETS = 64  # of inputs
+MAX_CALLS = 256  # in a captured graph
+MAX_SETS = 64  # of inputs
 
 
 class Timer(Protocol):
@@ -51,7 +51,7 @@ class CudaTimer:
     def graph(self, calls: Sequence[Callable[[], object]], eager_seconds: float) -> float:
         """A graph holds whole rounds of the calls, about GRAPH_SECONDS in all."""
         rounds = max(1, round(GRAPH_SECONDS / (eager_seconds * len(calls))))
-        rounds = min(rounds, max(1, MOST_CALLS // len(calls)))
+        rounds = min(rounds, max(1, MAX_CALLS // len(calls)))
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -109,6 +109,6 @@ def measure_machine(timer: Timer, device: torch.device) -> Machine:
 
 def copies_beyond_l2(num_bytes: float, l2_bytes: int) -> int:
     """How many sets of inputs a graph has to go through so that none is still in L2 when its turn comes: twice
-    the cache, at most MOST_SETS.
+    the cache, at most MAX_SETS.
     """
-    return min(MOST_SETS, max(1, math.ceil(2 * l2_bytes / num_bytes)))
+    return min(MAX_SETS, max(1, math.ceil(2 * l2_bytes / num_bytes)))

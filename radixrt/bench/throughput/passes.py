@@ -29,7 +29,7 @@ TIMED_STEPS, WARM_STEPS = 100, 20
 PREFILLS_BEFORE, DECODES_PROFILED = 2, 5
 NEW_TOKENS = 512  # of each request: more than there are steps
 PROMPT_LEN = 32  # where only decode steps matter
-MOST_PASSES = 10_000  # until all requests decode
+MAX_PASSES = 10_000  # until all requests decode
 
 
 class _Watch:
@@ -156,7 +156,7 @@ def _running(runtime: Runtime, prompts: Sequence[Tokens]) -> Iterator[_Watch]:
 
 
 def _until_all_decode(runtime: Runtime, watch: _Watch, count: int) -> None:
-    for _ in range(MOST_PASSES):
+    for _ in range(MAX_PASSES):
         if watch.decodes(count) or not runtime.has_work:
             break
         runtime.step()

@@ -14,7 +14,7 @@ from typing import Any
 from radixrt.bench.throughput.figures import StartUp
 from radixrt.errors import RadixrtError
 
-MOST_SECONDS = 600
+MAX_SECONDS = 600
 
 
 def cold_and_warm(runtime_options: Mapping[str, Any]) -> tuple[StartUp, StartUp]:
@@ -30,7 +30,7 @@ def measure_start_up(runtime_options: Mapping[str, Any], environment: Mapping[st
     `runtime_options` are keyword arguments of Runtime, of JSON's types.
 
     Raises:
-        RadixrtError: the process failed, or took more than MOST_SECONDS.
+        RadixrtError: the process failed, or took more than MAX_SECONDS.
     """
     began = time.monotonic()
     try:
@@ -39,10 +39,10 @@ def measure_start_up(runtime_options: Mapping[str, Any], environment: Mapping[st
             env={**os.environ, **(environment or {})},
             capture_output=True,
             text=True,
-            timeout=MOST_SECONDS,
+            timeout=MAX_SECONDS,
         )
     except subprocess.TimeoutExpired as error:
-        raise RadixrtError(f"a fresh process had no first token after {MOST_SECONDS} s") from error
+        raise RadixrtError(f"a fresh process had no first token after {MAX_SECONDS} s") from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise RadixrtError(f"a fresh process ended with status {done.returncode} before its first token: {last}")

@@ -31,7 +31,7 @@ from radixrt.files.disk import Disk
 from tests.support import simulated_batch
 from tests.support.simulated_batch import Task, TaskDisk, answer, manifest, run
 
-HOME = Path(journal_module.__file__).resolve().parents[2]
+HOME = Path(journal_module.__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HOME)}
 
 
