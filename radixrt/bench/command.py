@@ -7,9 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from radixrt.bench.kernels.groups import GROUPS
-from radixrt.bench.scales import SCALES, WORKLOADS, size_table
-from radixrt.bench.shapes import SHAPES
+from radixrt.bench.catalogue import GROUPS, SCALES, SHAPES, WORKLOADS, size_table
 from radixrt.bench.throughput.command import add_throughput
 from radixrt.errors import ParameterError
 
@@ -219,7 +217,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
     if arguments.records is not None:
         if arguments.plot is None or arguments.json is not None or arguments.sweep or arguments.quick:
             raise ParameterError("--from measures nothing: give it --plot FILE.png and, if you like, --only")
-        from radixrt.bench.kernels.records import draw_records
+        from radixrt.bench.kernels.run import draw_records
 
         draw_records(arguments.records, arguments.plot, tuple(arguments.only))
         return 0

@@ -12,18 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from radixrt.bench.catalogue import SCALES, SHAPES, WORKLOADS, check_speed, one_of
 from radixrt.bench.comparison import Comparison
 from radixrt.bench.report import check_files, wide_console, write_json
 from radixrt.bench.run import Run, answer, program_of, run_once
-from radixrt.bench.scales import SCALES, WORKLOADS
-from radixrt.bench.shapes import SHAPES
 from radixrt.bench.subject import (
-    check_speed,
     device_speed,
     environment_of,
     model_of,
     model_shape,
-    one_of,
 )
 from radixrt.checks import real, whole
 from radixrt.errors import ParameterError
@@ -231,7 +228,7 @@ def _warm_up(runtime: Runtime) -> None:
         new_tokens=(8, 8),
         vocab_size=min(VOCAB_SIZE, runtime.config.vocab_size),
     )
-    for _ in play(program, lambda asks: answer(runtime, asks)):
+    for _ in play(program, lambda prompts: answer(runtime, prompts)):
         pass
 
 

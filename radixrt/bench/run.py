@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from radixrt.bench.scales import WORKLOADS, Size
+from radixrt.bench.catalogue import WORKLOADS, Size
 from radixrt.errors import RadixrtError
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.workloads.bound import DeviceSpeed, ModelShape, program_bound
-from radixrt.workloads.lists import VOCAB_SIZE, Ask
+from radixrt.workloads.lists import VOCAB_SIZE, WorkloadPrompt
 from radixrt.workloads.programs import PROGRAMS, Answer, Program, play, program_statistics
 
 TEMPERATURE = 0.6
@@ -58,9 +58,9 @@ def run_once(runtime: Runtime, program: Program, shape: ModelShape, speed: Devic
     """
     seconds = 0.0
 
-    def timed(asks: Sequence[Ask]) -> list[Answer]:
+    def timed(prompts: Sequence[WorkloadPrompt]) -> list[Answer]:
         nonlocal seconds
-        answers, taken = _answered(runtime, asks)
+        answers, taken = _answered(runtime, prompts)
         seconds += taken
         return answers
 
@@ -70,7 +70,7 @@ def run_once(runtime: Runtime, program: Program, shape: ModelShape, speed: Devic
     after = runtime.cache_stats()
     return Run(
         seconds=seconds,
-        requests=sum(len(played.asks) for played in rounds),
+        requests=sum(len(played.prompts) for played in rounds),
         prompt_tokens=after.prompt_tokens - before.prompt_tokens,
         cached_tokens=after.cached_tokens - before.cached_tokens,
         generated_tokens=sum(len(answer) for played in rounds for answer in played.answers),
@@ -80,30 +80,33 @@ def run_once(runtime: Runtime, program: Program, shape: ModelShape, speed: Devic
     )
 
 
-def answer(runtime: Runtime, asks: Sequence[Ask]) -> list[Answer]:
+def answer(runtime: Runtime, prompts: Sequence[WorkloadPrompt]) -> list[Answer]:
     """Run a round: all of it in one call. A round asks for answers, or for likelihoods."""
-    return _answered(runtime, asks)[0]
+    return _answered(runtime, prompts)[0]
 
 
-def _answered(runtime: Runtime, asks: Sequence[Ask]) -> tuple[list[Answer], float]:
+def _answered(runtime: Runtime, prompts: Sequence[WorkloadPrompt]) -> tuple[list[Answer], float]:
     """The answers, and the seconds of the Runtime's call."""
-    prompts = [ask.prompt_ids for ask in asks]
-    if asks[0].continuation_ids is not None:  # the figures of it are of no interest here
-        continuations = [ask.continuation_ids.tolist() for ask in asks if ask.continuation_ids is not None]
+    prompt_ids = [prompt.prompt_ids for prompt in prompts]
+    if prompts[0].continuation_ids is not None:  # the figures of it are of no interest here
+        continuations = [
+            prompt.continuation_ids.tolist() for prompt in prompts if prompt.continuation_ids is not None
+        ]
         began = time.perf_counter()
-        runtime.score(prompts, continuations)
-        return [()] * len(asks), time.perf_counter() - began
+        runtime.score(prompt_ids, continuations)
+        return [()] * len(prompts), time.perf_counter() - began
     params = [
-        SamplingParams(max_new_tokens=ask.max_new_tokens, temperature=TEMPERATURE, ignore_eos=True) for ask in asks
+        SamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=TEMPERATURE, ignore_eos=True)
+        for prompt in prompts
     ]
     began = time.perf_counter()
-    outputs = runtime.generate(prompts, params)
+    outputs = runtime.generate(prompt_ids, params)
     seconds = time.perf_counter() - began
-    for ask, output in zip(asks, outputs, strict=True):
-        if len(output.token_ids) != ask.max_new_tokens:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if len(output.token_ids) != prompt.max_new_tokens:
             why = output.error or f"the context is {runtime.context_length}"
             raise RadixrtError(
-                f"a prompt of {len(ask.prompt_ids)} tokens got {len(output.token_ids)} of {ask.max_new_tokens} "
-                f"new ones ({why}): nothing can be compared"
+                f"a prompt of {len(prompt.prompt_ids)} tokens got {len(output.token_ids)} of "
+                f"{prompt.max_new_tokens} new ones ({why}): nothing can be compared"
             )
     return [output.token_ids for output in outputs], seconds

@@ -6,16 +6,14 @@ import contextlib
 import os
 import platform
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from radixrt.bench.shapes import write_shape
+from radixrt.bench.catalogue import write_shape
 from radixrt.builtin import MODEL_PATH
-from radixrt.checks import real
-from radixrt.errors import ParameterError
 from radixrt.execution.device import choose_device
 from radixrt.runtime import Runtime
 from radixrt.version import __version__
@@ -76,18 +74,3 @@ def value_bytes(runtime: Runtime, dtype: str) -> int:
     auto = torch.float32 if runtime.device.type == "cpu" else runtime.config.dtype
     chosen = auto if dtype == "auto" else getattr(torch, dtype)
     return int(chosen.itemsize)
-
-
-def check_speed(bandwidth: float | None, flops: float | None) -> None:
-    """Raise ParameterError unless both are above 0, or both None."""
-    if (bandwidth is None) != (flops is None):
-        raise ParameterError("bandwidth and flops are given together, or not at all")
-    for name, figure in (("bandwidth", bandwidth), ("flops", flops)):
-        if figure is not None:
-            real(name, figure, 0.0, 1e18, above=True)
-
-
-def one_of(name: str, value: str, known: Collection[str]) -> None:
-    """Raise ParameterError unless `value` is known."""
-    if value not in known:
-        raise ParameterError(f"{name} is {value!r}; it must be one of: {', '.join(known)}")

@@ -11,8 +11,8 @@ A prompt is a document, then questions; all but the last one are answered (few-s
 The model goes on with " Oslo" and ends. A name has one fact, or several with different verbs. In the
 built-in tokenizer each name, verb and punctuation mark is one token and a value is one or two: the
 places made of two words and the numbers above 99 are two, and many of them share the first, so that the
-second one can only be found by reading on from the right fact. `training.check_tokenizer` verifies
-these counts.
+second one can only be found by reading on from the right fact. `check_tokenizer` in
+`scripts/train_tiny_model.py` verifies these counts.
 
 Nothing here needs torch. Whatever is drawn follows from the `random.Random` that is handed in.
 """

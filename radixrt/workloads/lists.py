@@ -20,7 +20,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Ask:
+class WorkloadPrompt:
     """What is wanted of a model for one prompt.
 
     Attributes:
@@ -73,11 +73,11 @@ def unshared(
     prompt_len: Range = (100, 1024),
     new_tokens: Range = (100, 1024),
     vocab_size: int = VOCAB_SIZE,
-) -> list[Ask]:
+) -> list[WorkloadPrompt]:
     """Prompts that have nothing in common: what the cache costs where it cannot help."""
     source = TokenSource(seed, vocab_size)
     prompts = [source.some_tokens(prompt_len) for _ in range(requests)]
-    return [Ask(prompt, source.length(new_tokens)) for prompt in prompts]
+    return [WorkloadPrompt(prompt, source.length(new_tokens)) for prompt in prompts]
 
 
 def fewshot(
@@ -90,16 +90,16 @@ def fewshot(
     question_len: Range = (40, 120),
     new_tokens: int = 8,
     vocab_size: int = VOCAB_SIZE,
-) -> list[Ask]:
+) -> list[WorkloadPrompt]:
     """A few-shot evaluation: all prompts share a head, those of a subject its examples. Shuffled."""
     source = TokenSource(seed, vocab_size)
     head = source.tokens(head_len)
-    asks = []
+    prompts = []
     for _ in range(subjects):
         shared = np.concatenate([head, source.some_tokens(examples_len)])
-        asks += [_continued(shared, source.some_tokens(question_len), new_tokens) for _ in range(questions)]
-    source.random.shuffle(asks)
-    return asks
+        prompts += [_continued(shared, source.some_tokens(question_len), new_tokens) for _ in range(questions)]
+    source.random.shuffle(prompts)
+    return prompts
 
 
 def docqa(
@@ -111,15 +111,15 @@ def docqa(
     question_len: Range = (20, 60),
     new_tokens: int = 128,
     vocab_size: int = VOCAB_SIZE,
-) -> list[Ask]:
+) -> list[WorkloadPrompt]:
     """Many questions about each of a few long documents. Shuffled."""
     source = TokenSource(seed, vocab_size)
-    asks = []
+    prompts = []
     for _ in range(documents):
         document = source.tokens(document_len)
-        asks += [_continued(document, source.some_tokens(question_len), new_tokens) for _ in range(questions)]
-    source.random.shuffle(asks)
-    return asks
+        prompts += [_continued(document, source.some_tokens(question_len), new_tokens) for _ in range(questions)]
+    source.random.shuffle(prompts)
+    return prompts
 
 
 def system_prompt(
@@ -130,7 +130,7 @@ def system_prompt(
     user_len: Range = (32, 256),
     new_tokens: Range = (64, 256),
     vocab_size: int = VOCAB_SIZE,
-) -> list[Ask]:
+) -> list[WorkloadPrompt]:
     """Many users behind one system prompt."""
     source = TokenSource(seed, vocab_size)
     system = source.tokens(system_len)
@@ -145,12 +145,12 @@ def samples(
     samples: int = 32,
     new_tokens: int = 512,
     vocab_size: int = VOCAB_SIZE,
-) -> list[Ask]:
+) -> list[WorkloadPrompt]:
     """Several answers to each of a few prompts."""
     source = TokenSource(seed, vocab_size)
     drawn = [source.tokens(prompt_len) for _ in range(prompts)]
-    return [Ask(prompt, new_tokens) for prompt in drawn for _ in range(samples)]
+    return [WorkloadPrompt(prompt, new_tokens) for prompt in drawn for _ in range(samples)]
 
 
-def _continued(shared: Tokens, own: Tokens, new_tokens: int) -> Ask:
-    return Ask(np.concatenate([shared, own]), new_tokens)
+def _continued(shared: Tokens, own: Tokens, new_tokens: int) -> WorkloadPrompt:
+    return WorkloadPrompt(np.concatenate([shared, own]), new_tokens)

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from radixrt.bench.batch_plan import random_tree
 from radixrt.builtin import MODEL_PATH
 from radixrt.planning.batch_plan import plan_batch
 from radixrt.planning.hints import MIN_SHARE, Hint
 from radixrt.planning.token_store import TokenStore
 from radixrt.text.tokenizer import load_tokenizer
 from radixrt.workloads import token_statistics
-from radixrt.workloads.lists import Ask, docqa, fewshot, samples, system_prompt, unshared
+from radixrt.workloads.lists import WorkloadPrompt, docqa, fewshot, samples, system_prompt, unshared
+from scripts.bench_batch_plan import random_tree
 
 RNG = np.random.default_rng(0)
 
@@ -110,7 +110,7 @@ def test_what_is_alike_only_for_a_while_is_not_told() -> None:
     assert not hints_of([words(80) + body for _ in range(100)])
 
 
-LISTS: dict[str, Callable[[], list[Ask]]] = {
+LISTS: dict[str, Callable[[], list[WorkloadPrompt]]] = {
     "unshared": lambda: unshared(requests=60, prompt_len=(10, 100)),
     "fewshot": lambda: fewshot(subjects=15, questions=12),
     "docqa": lambda: docqa(document_len=1000),
@@ -123,13 +123,13 @@ LISTS: dict[str, Callable[[], list[Ask]]] = {
 
 @pytest.mark.parametrize("name", LISTS)
 def test_no_alarm_where_nothing_is_ruined(name: str) -> None:
-    assert not hints_of([ask.prompt_ids.tolist() for ask in LISTS[name]()])
+    assert not hints_of([prompt.prompt_ids.tolist() for prompt in LISTS[name]()])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("make", [unshared, fewshot, docqa, system_prompt, samples])
-def test_no_alarm_at_full_size(make: Callable[[], list[Ask]]) -> None:
-    assert not hints_of([ask.prompt_ids.tolist() for ask in make()])
+def test_no_alarm_at_full_size(make: Callable[[], list[WorkloadPrompt]]) -> None:
+    assert not hints_of([prompt.prompt_ids.tolist() for prompt in make()])
 
 
 def test_text() -> None:

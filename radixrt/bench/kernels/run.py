@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -11,20 +13,19 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from radixrt.bench.catalogue import GROUPS, matching_cases
 from radixrt.bench.kernels.attention import attention_cases, attention_sweep
 from radixrt.bench.kernels.case import Case
 from radixrt.bench.kernels.elementwise import elementwise_cases, elementwise_sweep
-from radixrt.bench.kernels.groups import GROUPS, chosen
 from radixrt.bench.kernels.kv_copy import kv_copy_cases
 from radixrt.bench.kernels.linear import linear_cases, linear_sweep
-from radixrt.bench.kernels.measurement import Result, measure
+from radixrt.bench.kernels.measurement import CudaTimer, Result, measure, measure_machine
 from radixrt.bench.kernels.roofline import Machine
 from radixrt.bench.kernels.sampling import sampling_cases, sampling_sweep
 from radixrt.bench.kernels.table import Report
-from radixrt.bench.kernels.timing import CudaTimer, measure_machine
 from radixrt.bench.kernels.tree import tree_cases, tree_sweep
 from radixrt.bench.report import check_files, wide_console, write_json
-from radixrt.errors import RadixrtError
+from radixrt.errors import ParameterError, RadixrtError
 from radixrt.version import __version__
 from triton_ops.implementation import triton
 
@@ -69,7 +70,7 @@ def choose_cases(options: Options) -> list[Case[Any]]:
     named = {(case.group, case.name): case for case in reversed(cases)}  # a sweep has some of the usual ones
     cases = list(reversed(named.values()))
     cases.sort(key=lambda case: list(GROUPS).index(case.group))
-    return [cases[i] for i in chosen(options.only, [(case.group, case.name) for case in cases])]
+    return [cases[i] for i in matching_cases(options.only, [(case.group, case.name) for case in cases])]
 
 
 def _without_compiled(case: Case[Any]) -> Case[Any]:
@@ -121,6 +122,27 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
 
         plot([result.to_dict() for result in results], plot_file, card=machine.name)
     return int(any(result.ours.reason is not None for result in results))
+
+
+def draw_records(records_file: Path, plot_file: Path, only: Sequence[str] = ()) -> None:
+    """Draw what an earlier run has measured, on this machine or another; `only` as in `matching_cases`.
+
+    Raises:
+        ParameterError: the file holds no such records, a pattern matches none, or the picture cannot be written.
+        RadixrtError: there is no matplotlib.
+    """
+    check_files(None, plot_file)
+    try:
+        report = json.loads(records_file.read_text(encoding="utf-8"))
+        card, results = report["machine"]["name"], report["results"]
+        cases = [(result["group"], f"{result['shape']} {result['variant']}".strip()) for result in results]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ParameterError(
+            f"{records_file} is not what radixrt bench kernels --json has written: {type(error).__name__}: {error}"
+        ) from error
+    from radixrt.bench.kernels.plot import plot  # matplotlib is an extra
+
+    plot([results[i] for i in matching_cases(only, cases)], plot_file, card=card)
 
 
 def describe(machine: Machine) -> str:

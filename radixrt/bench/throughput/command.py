@@ -7,9 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from radixrt.bench.scales import SCALES
-from radixrt.bench.shapes import SHAPES
-from radixrt.bench.throughput.names import ABLATIONS, BASELINES, CONFIGS, LISTS
+from radixrt.bench.catalogue import ABLATIONS, BASELINES, CONFIGS, LISTS, SCALES, SHAPES
 
 _FILES = ("json", "plot")
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from radixrt.bench.scales import SCALES
-from radixrt.bench.shapes import SHAPES
-from radixrt.bench.subject import check_speed, one_of
-from radixrt.bench.throughput.names import ABLATIONS, BASELINES, CONFIGS, LISTS
+from radixrt.bench.catalogue import ABLATIONS, BASELINES, CONFIGS, LISTS, SCALES, SHAPES, check_speed, one_of
 from radixrt.checks import real, whole
 from radixrt.errors import ParameterError
 

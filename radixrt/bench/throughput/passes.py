@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from radixrt.bench.run import TEMPERATURE
-from radixrt.bench.throughput.device_time import costs, full_profiler
-from radixrt.bench.throughput.figures import Profile, StepTime
-from radixrt.bench.throughput.goals import STEP_REQUESTS
+from radixrt.bench.throughput.figures import STEP_REQUESTS, KernelCost, Profile, StepTime
 from radixrt.cache.radix_tree import Tokens
 from radixrt.errors import RadixrtError
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.batch import ScheduleBatch
-from radixrt.workloads.lists import Ask
+from radixrt.workloads.lists import WorkloadPrompt
 
 T = TypeVar("T")
 
@@ -91,16 +91,16 @@ def measure_step(runtime: Runtime) -> StepTime:
     return StepTime(count, TIMED_STEPS, median(planning), median(launching), median(waiting))
 
 
-def profile_passes(runtime: Runtime, asks: Sequence[Ask], folder: Path, name: str) -> list[Profile]:
-    """Profile a prefill pass of `asks`, and then some decode steps of all of them.
+def profile_passes(runtime: Runtime, prompts: Sequence[WorkloadPrompt], folder: Path, name: str) -> list[Profile]:
+    """Profile a prefill pass of `prompts`, and then some decode steps of all of them.
 
     Writes Chrome traces: `folder`/`name`-prefill.json and -decode.json.
 
     Raises:
         RadixrtError: the pool or the context is too small for them.
     """
-    count = min(len(asks), runtime._scheduler.max_running_requests)
-    with _running(runtime, [ask.prompt_ids for ask in asks[:count]]) as watch:
+    count = min(len(prompts), runtime._scheduler.max_running_requests)
+    with _running(runtime, [prompt.prompt_ids for prompt in prompts[:count]]) as watch:
         for _ in range(PREFILLS_BEFORE):
             runtime.step()
         prefill = _profiled(runtime, 1, "prefill", folder / f"{name}-prefill.json")
@@ -162,3 +162,50 @@ def _until_all_decode(runtime: Runtime, watch: _Watch, count: int) -> None:
         runtime.step()
     if not watch.decodes(count):
         raise RadixrtError(f"{count} requests of {NEW_TOKENS} new tokens never ran together: a larger pool")
+
+
+def device_profiler() -> Any:
+    """A profiler of what runs on the GPU alone: it costs the host little."""
+    return profile(activities=[ProfilerActivity.CUDA])
+
+
+def full_profiler(device: torch.device) -> Any:
+    """A profiler of the host's operators too."""
+    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return profile(activities=[ProfilerActivity.CPU, *on_gpu])
+
+
+def busy_seconds(intervals: Iterable[tuple[int, int]]) -> float:
+    """How long at least one of the intervals lasts; they are (start, end) in nanoseconds, in any order."""
+    busy, reached = 0, 0
+    for start, end in sorted(intervals):
+        busy += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy / 1e9
+
+
+def device_intervals(profiler: Any) -> list[tuple[int, int]]:
+    """(start, end) in nanoseconds of each kernel and copy that ran on the GPU under a profiler."""
+    return [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in _device_events(profiler)]
+
+
+def costs(profiler: Any, steps: int, device: torch.device) -> tuple[KernelCost, ...]:
+    """Kernels and copies by time per step, the dearest first; on a CPU, operators without those they call."""
+    totals: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    if device.type == "cuda":
+        for event in _device_events(profiler):
+            seconds, calls = totals[event.name()]
+            totals[event.name()] = seconds + event.duration_ns() / 1e9, calls + 1
+    else:
+        for operator in profiler.key_averages():
+            totals[operator.key] = operator.self_cpu_time_total / 1e6, operator.count
+    listed = [KernelCost(name, seconds / steps, calls / steps) for name, (seconds, calls) in totals.items()]
+    return tuple(sorted(listed, key=lambda cost: -cost.seconds))
+
+
+def _device_events(profiler: Any) -> list[Any]:
+    return [
+        event
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type().name == "CUDA" and not event.is_user_annotation()
+    ]

@@ -9,8 +9,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from radixrt.bench.throughput import goals
-from radixrt.bench.throughput.figures import BaselineRun, Profile, ShapeFigures, StartUp
+from radixrt.bench.throughput.figures import (
+    COLD_SECONDS,
+    GRAPH_SECONDS,
+    START_UP_SHAPE,
+    STEP_REQUESTS,
+    STEP_SECONDS,
+    WARM_SECONDS,
+    BaselineRun,
+    Profile,
+    ShapeFigures,
+    StartUp,
+    holds_for,
+)
 
 KERNELS_SHOWN = 16
 _NAME_LEN = 70  # of a kernel
@@ -89,8 +100,8 @@ def print_details(figures: ShapeFigures, console: Console, device_name: str) -> 
     step = figures.step
     if step is not None:
         goal, computed = "", ", the pass itself included" if device_name.startswith("CPU") else ""
-        if goals.holds_for(device_name) and step.requests == goals.STEP_REQUESTS:
-            goal = _limit(step.cpu_seconds, goals.STEP_SECONDS)
+        if holds_for(device_name) and step.requests == STEP_REQUESTS:
+            goal = _limit(step.cpu_seconds, STEP_SECONDS)
         console.print(
             f"decode step of {step.requests} requests: CPU {1e3 * step.cpu_seconds:.2f} ms{goal} (planning "
             f"{1e3 * step.planning:.2f}, launching {1e3 * step.launching:.2f}{computed}), then waiting "
@@ -102,12 +113,12 @@ def print_details(figures: ShapeFigures, console: Console, device_name: str) -> 
 
 def print_start_up(figures: ShapeFigures, console: Console, device_name: str) -> None:
     """The start of a process, with compiled kernels on the disk and without."""
-    has_goals = goals.holds_for(device_name) and figures.config == goals.START_UP_SHAPE
+    has_goals = holds_for(device_name) and figures.config == START_UP_SHAPE
     if figures.cold is not None:
-        limits = {"total": goals.COLD_SECONDS} if has_goals else {}
+        limits = {"total": COLD_SECONDS} if has_goals else {}
         console.print(f"start-up without compiled kernels: {_start_up(figures.cold, limits)}")
     if figures.warm is not None:
-        limits = {"total": goals.WARM_SECONDS, "graphs": goals.GRAPH_SECONDS} if has_goals else {}
+        limits = {"total": WARM_SECONDS, "graphs": GRAPH_SECONDS} if has_goals else {}
         console.print(f"start-up with compiled kernels on the disk: {_start_up(figures.warm, limits)}")
 
 

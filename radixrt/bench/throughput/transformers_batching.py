@@ -15,7 +15,7 @@ from radixrt.bench.report import reason_of
 from radixrt.bench.run import TEMPERATURE
 from radixrt.bench.throughput.figures import BaselineRun
 from radixrt.errors import RadixrtError
-from radixrt.workloads.lists import Ask
+from radixrt.workloads.lists import WorkloadPrompt
 
 BLOCK_SIZE = 256  # tokens of a KV block, its default
 WARM_UP_REQUESTS, WARM_UP_LEN, WARM_UP_TOKENS = 4, 16, 4
@@ -65,17 +65,20 @@ class TransformersBatching:
         )
         self._stuck: str | None = None  # why nothing can be timed any more
 
-    def run(self, asks: Sequence[Ask], limit: float) -> BaselineRun:
+    def run(self, prompts: Sequence[WorkloadPrompt], limit: float) -> BaselineRun:
         """Answer all of a list, after a warm-up, in at most `limit` seconds. What fails becomes the reason."""
         if self._stuck is not None:
             return BaselineRun(reason=self._stuck)
         manager = None
         try:
-            manager = self._started(asks)
-            warm_up = [Ask(ask.prompt_ids[:WARM_UP_LEN], WARM_UP_TOKENS) for ask in asks[:WARM_UP_REQUESTS]]
+            manager = self._started(prompts)
+            warm_up = [
+                WorkloadPrompt(prompt.prompt_ids[:WARM_UP_LEN], WARM_UP_TOKENS)
+                for prompt in prompts[:WARM_UP_REQUESTS]
+            ]
             if self._answer(manager, warm_up, limit):
                 began = time.perf_counter()
-                if self._answer(manager, asks, limit):
+                if self._answer(manager, prompts, limit):
                     return BaselineRun(seconds=time.perf_counter() - began)
             return BaselineRun(stopped_after=limit, reason=f"stopped after {limit:g} s")
         except Exception as error:  # whatever it is, ours is not hidden by it
@@ -100,7 +103,7 @@ class TransformersBatching:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def _started(self, asks: Sequence[Ask]) -> Any:
+    def _started(self, prompts: Sequence[WorkloadPrompt]) -> Any:
         from transformers import GenerationConfig
         from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -108,9 +111,9 @@ class TransformersBatching:
             do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0, eos_token_id=-1, max_new_tokens=1
         )
         hints = WorkloadHints(
-            max_prompt_length=max(len(ask.prompt_ids) for ask in asks),
-            max_generated_length=max(ask.max_new_tokens for ask in asks),
-            num_requests=len(asks),
+            max_prompt_length=max(len(prompt.prompt_ids) for prompt in prompts),
+            max_generated_length=max(prompt.max_new_tokens for prompt in prompts),
+            num_requests=len(prompts),
         )
         gc.collect()  # of a manager that could not be made
         manager = self._model.init_continuous_batching(
@@ -120,22 +123,24 @@ class TransformersBatching:
         manager.start()
         return manager
 
-    def _answer(self, manager: Any, asks: Sequence[Ask], limit: float) -> bool:
+    def _answer(self, manager: Any, prompts: Sequence[WorkloadPrompt], limit: float) -> bool:
         """Whether all were answered within `limit` seconds."""
         began = time.perf_counter()
         # In the order in which its own `generate_batch` asks, for the sake of its prefix cache.
-        for ask in sorted(((ask.prompt_ids.tolist(), ask.max_new_tokens) for ask in asks), reverse=True):
-            manager.add_request(ask[0], max_new_tokens=ask[1])
-        wanted = sum(ask.max_new_tokens for ask in asks)
+        for prompt in sorted(
+            ((prompt.prompt_ids.tolist(), prompt.max_new_tokens) for prompt in prompts), reverse=True
+        ):
+            manager.add_request(prompt[0], max_new_tokens=prompt[1])
+        wanted = sum(prompt.max_new_tokens for prompt in prompts)
         answered = tokens = 0
-        while answered < len(asks):
+        while answered < len(prompts):
             left = limit - (time.perf_counter() - began)
             if left <= 0:
                 return False
             result = manager.get_result(timeout=min(left, 1.0))
             if result is None:
                 if not manager.is_running():
-                    raise RadixrtError(f"its thread ended after {answered} of {len(asks)} answers")
+                    raise RadixrtError(f"its thread ended after {answered} of {len(prompts)} answers")
             elif result.error is not None:
                 raise RadixrtError(result.error)
             elif result.is_finished():
