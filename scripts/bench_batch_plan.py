@@ -18,10 +18,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from radixrt.arrays import Int32Array
 from radixrt.limits import RunLimits
 from radixrt.planning.batch_plan import plan_batch
 from radixrt.planning.cache_model import model_run
-from radixrt.planning.prefix_order import Int32Array
 from radixrt.planning.rehearsal import rehearse
 from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.workloads.lists import TokenSource, WorkloadPrompt, docqa, fewshot, samples, system_prompt, unshared

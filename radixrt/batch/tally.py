@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixrt.hit_rate import CountsHits
 from radixrt.output import RequestOutput
 
 
 @dataclass(frozen=True)
-class Tally:
+class Tally(CountsHits):
     """Numbers of some records. Tokens are those of the records without an error.
 
     Attributes:
@@ -32,11 +33,6 @@ class Tally:
             self.cached_tokens + other.cached_tokens,
             self.completion_tokens + other.completion_tokens,
         )
-
-    @property
-    def hit_rate(self) -> float:
-        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 ERROR_RECORD = Tally(records=1, errors=1)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from radixrt.bench.run import Run
+from radixrt.bench.run import Run, best_hit_rate, hit_rate
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,17 @@ class Comparison:
     @property
     def hit_rate(self) -> float:
         """cached_tokens over prompt_tokens of all repetitions, 0 to 1."""
-        return sum(run.cached_tokens for run in self.cached) / sum(run.prompt_tokens for run in self.cached)
+        return hit_rate(self.cached)
 
     @property
     def hit_rate_tiered(self) -> float | None:
         """The same with the host tier."""
-        if not self.tiered:
-            return None
-        return sum(run.cached_tokens for run in self.tiered) / sum(run.prompt_tokens for run in self.tiered)
+        return hit_rate(self.tiered) if self.tiered else None
 
     @property
     def best_hit_rate(self) -> float:
         """The best possible one: see `program_statistics`."""
-        return sum(run.best_cached_tokens for run in self.cached) / sum(run.prompt_tokens for run in self.cached)
+        return best_hit_rate(self.cached)
 
     @property
     def percent_of_bound(self) -> float | None:

@@ -42,6 +42,16 @@ class Run:
     bound_seconds: float | None
 
 
+def hit_rate(runs: Sequence[Run]) -> float:
+    """cached_tokens over prompt_tokens of all repetitions, 0 to 1."""
+    return sum(run.cached_tokens for run in runs) / sum(run.prompt_tokens for run in runs)
+
+
+def best_hit_rate(runs: Sequence[Run]) -> float:
+    """The best possible hit rate of all repetitions: see `program_statistics`."""
+    return sum(run.best_cached_tokens for run in runs) / sum(run.prompt_tokens for run in runs)
+
+
 def program_of(name: str, sizes: Mapping[str, Size], vocab_size: int, repetition: int) -> Program:
     """One of WORKLOADS, with other prompts for each `repetition`."""
     # The workloads' own seeds are 0 to 7, in this order.

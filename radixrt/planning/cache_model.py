@@ -13,16 +13,15 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from radixrt.arrays import Float64Array, Int32Array, Int64Array
+from radixrt.hit_rate import CountsHits
 from radixrt.limits import RunLimits
-from radixrt.planning.prefix_order import Int32Array, Int64Array, PrefixOrder
+from radixrt.planning.prefix_order import PrefixOrder
 from radixrt.planning.prefix_tree import PrefixTree
 
 UNTIL_PUBLISHED = 2  # passes after the one that computes a prefix until others can be admitted that begin with it
 UNTIL_FREE = 3  # passes after a request's last one until its memory can be had: two, for one is planned ahead
-
-Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class ModelledRun:
+class ModelledRun(CountsHits):
     """What a run is expected to do.
 
     Attributes:
@@ -55,11 +54,6 @@ class ModelledRun:
     prompt_tokens: int
     cached_tokens: int
     timeline: Timeline
-
-    @property
-    def hit_rate(self) -> float:
-        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 def model_run(

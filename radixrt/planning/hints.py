@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from radixrt.planning.prefix_order import BoolArray, Int64Array, PrefixOrder, prefix_order
+from radixrt.arrays import BoolArray, Int64Array
+from radixrt.planning.prefix_order import PrefixOrder, prefix_order
 from radixrt.planning.prefix_tree import PrefixTree
 from radixrt.planning.token_store import TokenStore
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
+from radixrt.arrays import BoolArray, Int32Array, Int64Array
 
 WINDOWS = (32, 64, 128, 256, 512)  # tokens that are compared at a time: the next one after each that all agree in
 CELLS = 1 << 23  # tokens that are compared at once

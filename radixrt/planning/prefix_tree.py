@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixrt.planning.prefix_order import Int64Array, PrefixOrder
+from radixrt.arrays import Int64Array
+from radixrt.planning.prefix_order import PrefixOrder
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixrt.planning.prefix_order import Int32Array, Int64Array, PrefixOrder
+from radixrt.arrays import Int32Array, Int64Array
+from radixrt.planning.prefix_order import PrefixOrder
 from radixrt.planning.prefix_tree import PrefixTree
 
 

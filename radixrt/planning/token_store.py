@@ -18,11 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from radixrt.arrays import Int32Array, Int64Array
 from radixrt.errors import BatchFileError
 from radixrt.files.disk import file_error
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 TOKENS_FILE, OFFSETS_FILE = "tokens.i32", "offsets.i64"
 

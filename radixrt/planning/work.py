@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from radixrt.arrays import Int32Array, Int64Array
 from radixrt.planning.cache_model import ModelledRun
-from radixrt.planning.prefix_order import Int32Array, Int64Array
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 
 # What was measured over the bound, for five lists at two shapes (docs/benchmarks.md, "What stands").

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from radixrt.hit_rate import CountsHits
 from radixrt.report.figures import seconds as duration
 from radixrt.report.timeline import Sample, columns
 
@@ -17,7 +18,7 @@ MILLION = 1_000_000
 
 
 @dataclass(frozen=True)
-class RunFigures:
+class RunFigures(CountsHits):
     """What one process did for a batch. Tokens are those of the requests that ended without an error.
 
     Attributes:
@@ -53,11 +54,6 @@ class RunFigures:
     most_running: int = 0
 
     @property
-    def hit_rate(self) -> float:
-        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
-        return _ratio(self.cached_tokens, self.prompt_tokens)
-
-    @property
     def idle_seconds(self) -> float:
         """Seconds in which the device computed nothing; passes that failed count as nothing."""
         return max(0.0, self.seconds - self.prefill_seconds - self.decode_seconds)
@@ -86,7 +82,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class BatchReport:
+class BatchReport(CountsHits):
     """Figures of one batch. Tokens are those of the requests that ended without an error.
 
     Attributes:
@@ -121,11 +117,6 @@ class BatchReport:
     def of_nothing(cls) -> BatchReport:
         """That of a batch that has not begun to run."""
         return cls(None, 0, 0, 0, 0, 0, 0, is_complete=False)
-
-    @property
-    def hit_rate(self) -> float:
-        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
-        return _ratio(self.cached_tokens, self.prompt_tokens)
 
     @property
     def best_hit_rate(self) -> float | None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from radixrt.arrays import Int32Array
 from radixrt.planning.batch_plan import BatchPlan
-from radixrt.planning.prefix_order import Int32Array
 from radixrt.text.tokenizer import Tokenizer
 
 Show = Callable[[Int32Array], str]  # token ids `[n]` -> text

@@ -14,10 +14,10 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from radixrt.arrays import Float64Array
 from radixrt.report.batch_report import BatchReport
 from radixrt.report.timeline import columns
 
@@ -32,8 +32,6 @@ _VARIABLES = {
     _WARM: "var(--warm)",
 }
 _CAPACITY_SHOWN = 0.25  # share of the pool from which on its end is in the picture
-
-Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

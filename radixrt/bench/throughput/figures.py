@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from radixrt.bench.kernels.goals import CARD
-from radixrt.bench.run import Run
+from radixrt.bench.run import Run, best_hit_rate, hit_rate
 from radixrt.workloads.lists import VOCAB_SIZE
 
 
@@ -130,12 +130,12 @@ class WorkloadFigures:
     @property
     def hit_rate(self) -> float:
         """cached_tokens over prompt_tokens of all repetitions, 0 to 1."""
-        return sum(run.cached_tokens for run in self.runs) / sum(run.prompt_tokens for run in self.runs)
+        return hit_rate(self.runs)
 
     @property
     def best_hit_rate(self) -> float:
         """The best possible one: see `program_statistics`."""
-        return sum(run.best_cached_tokens for run in self.runs) / sum(run.prompt_tokens for run in self.runs)
+        return best_hit_rate(self.runs)
 
     @property
     def bound_seconds(self) -> float | None:
