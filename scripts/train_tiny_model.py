@@ -11,6 +11,8 @@ that the model ends by itself. Scores are taken from the saved folder, reloaded 
 text.
 """
 
+# Tests: tests/builtin/test_task.py
+
 import argparse
 import io
 import itertools

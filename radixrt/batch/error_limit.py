@@ -1,5 +1,7 @@
 """Stops a batch in which too many lines have errors."""
 
+# Tests: tests/batch/test_run.py
+
 from __future__ import annotations
 
 from collections import Counter

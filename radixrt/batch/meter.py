@@ -1,5 +1,7 @@
 """Measures a batch while it runs: tokens, passes, seconds, a timeline; and shows bars."""
 
+# Tests: tests/report/test_batch_report.py
+
 from __future__ import annotations
 
 import sys

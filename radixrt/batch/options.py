@@ -1,5 +1,7 @@
 """Options of a batch."""
 
+# Tests: tests/batch/test_run.py
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Makes the record of each line, from its request's output or its error, and counts what the records hold."""
 
+# Tests: tests/batch/test_run.py
+
 from __future__ import annotations
 
 import json

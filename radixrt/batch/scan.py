@@ -29,7 +29,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.text.tokenizer import Tokenizer
 
 MAX_NAMED = 20  # problems that a scan keeps with their messages
-_BLOCK_LINES, _BLOCK_BYTES = 512, 4 * 2**20  # tokenised together
+BLOCK_LINES, BLOCK_BYTES = 512, 4 * 2**20  # tokenised together
 _ENTRIES_FILE = "entries.jsonl"
 _DEFAULTS = SamplingParams()
 _MAX_REMEMBERED = 1024  # parameters that a reader keeps
@@ -124,7 +124,7 @@ class Scan:
                 for position in positions:
                     start, end = int(self._starts[position]), int(self._starts[position + 1])
                     file.seek(start)
-                    yield _from_entry(json.loads(file.read(end - start)), known)
+                    yield line_of_entry(json.loads(file.read(end - start)), known)
         except OSError as error:
             raise file_error(f"cannot read {self._entries}", error) from error
 
@@ -284,7 +284,7 @@ def _blocks(lines: Iterable[tuple[int, bytes | BadLine]]) -> Iterator[list[tuple
     for line, text in lines:
         block.append((line, text))
         size += 0 if isinstance(text, BadLine) else len(text)
-        if len(block) == _BLOCK_LINES or size >= _BLOCK_BYTES:
+        if len(block) == BLOCK_LINES or size >= BLOCK_BYTES:
             yield block
             block, size = [], 0
     if block:
@@ -334,7 +334,7 @@ def parameters_as_json(params: SamplingParams) -> dict[str, Any]:
     return given
 
 
-def _from_entry(entry: dict[str, Any], known: dict[str, SamplingParams]) -> SoundLine | LineError:
+def line_of_entry(entry: dict[str, Any], known: dict[str, SamplingParams]) -> SoundLine | LineError:
     """The line of an entry. Equal parameters become one object, which `known` remembers."""
     if "error" in entry:
         return LineError(LineErrorType(entry["error"]), entry["message"], entry["reply"])

@@ -1,5 +1,7 @@
 """What records hold, in numbers."""
 
+# Tests: tests/batch/formats/test_record.py
+
 from __future__ import annotations
 
 from dataclasses import dataclass

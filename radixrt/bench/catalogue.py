@@ -3,6 +3,8 @@
 Nothing heavy is imported.
 """
 
+# Tests: tests/bench/test_prefix_reuse.py
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """`radixrt bench`: its options. Nothing heavy is imported before a benchmark runs."""
 
+# Tests: tests/bench/test_prefix_reuse.py
+
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,7 @@
 """What a workload costs with the cache, with a host tier below it, and with misses forced, in numbers."""
 
+# Tests: tests/bench/test_prefix_reuse.py
+
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass

@@ -1,5 +1,7 @@
 """Where a benchmark's figures go: the terminal and files, which are looked at before anything runs."""
 
+# Tests: tests/bench/test_throughput.py
+
 from __future__ import annotations
 
 import importlib.util

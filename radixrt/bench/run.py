@@ -1,5 +1,7 @@
 """One repetition of one workload: its requests, asked of a Runtime with an empty cache, and its figures."""
 
+# Tests: tests/bench/test_prefix_reuse.py
+
 from __future__ import annotations
 
 import time

@@ -1,5 +1,7 @@
 """What a benchmark measures: a model on a device, and what the two can do at best."""
 
+# Tests: tests/bench/test_throughput.py
+
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,7 @@
 """`radixrt batch`: a file of prompts to a file of records."""
 
+# Tests: tests/cli/test_cli.py
+
 from __future__ import annotations
 
 import argparse

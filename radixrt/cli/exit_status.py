@@ -1,5 +1,7 @@
 """What the commands tell the shell."""
 
+# Tests: tests/cli/test_cli.py
+
 from __future__ import annotations
 
 import signal

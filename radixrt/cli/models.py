@@ -1,5 +1,7 @@
 """`radixrt models`: what can be loaded."""
 
+# Tests: tests/cli/test_cli.py
+
 from __future__ import annotations
 
 import argparse

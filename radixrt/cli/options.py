@@ -1,5 +1,7 @@
 """Options that several commands share: each is a keyword of `SamplingParams` or `Runtime`, told once."""
 
+# Tests: tests/cli/test_cli.py
+
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,7 @@
 """`radixrt plan`: what a file of prompts shares, and what running it will bring."""
 
+# Tests: tests/report/test_plan_view.py
+
 from __future__ import annotations
 
 import argparse

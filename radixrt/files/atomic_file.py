@@ -1,5 +1,7 @@
 """A file that appears whole, or not at all."""
 
+# Tests: tests/kept_cache/test_kept_cache.py
+
 from __future__ import annotations
 
 import errno

@@ -1,5 +1,7 @@
 """The calls of the operating system that a batch's files are written with."""
 
+# Tests: tests/batch/journal/test_journal.py
+
 from __future__ import annotations
 
 import errno

@@ -1,5 +1,7 @@
 """Standard input and output where a path is wanted."""
 
+# Tests: tests/batch/formats/test_source.py
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,7 @@
 """A text file that is written when the work is done, and checked before it begins."""
 
+# Tests: tests/report/test_batch_report.py
+
 from __future__ import annotations
 
 import os

@@ -255,7 +255,7 @@ class RadixLM(TemplateLM):
         num_cut = 0
         for request in requests:
             context, given = request.args
-            own = self._sampling_params(given)
+            own = self.sampling_params(given)
             room = self.max_length - own.max_new_tokens
             if room < 1:
                 raise ParameterError(
@@ -277,7 +277,7 @@ class RadixLM(TemplateLM):
 
     # -- inside --------------------------------------------------------------------------------------------
 
-    def _sampling_params(self, generation_kwargs: Mapping[str, Any]) -> SamplingParams:
+    def sampling_params(self, generation_kwargs: Mapping[str, Any]) -> SamplingParams:
         """What a task's generation_kwargs mean. Without do_sample and temperature: greedy."""
         given = dict(generation_kwargs)
         until = given.pop("until", None) or []

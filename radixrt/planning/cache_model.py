@@ -7,6 +7,8 @@ answers that grow with time, and stay as leaves or go with all that nobody needs
 admitted while a follower waits, and that a long prompt is published chunk by chunk.
 """
 
+# Tests: tests/planning/test_batch_plan.py
+
 from __future__ import annotations
 
 import heapq

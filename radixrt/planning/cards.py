@@ -1,5 +1,7 @@
 """Cards that a plan can be made for."""
 
+# Tests: tests/report/test_plan_view.py
+
 from __future__ import annotations
 
 from dataclasses import dataclass

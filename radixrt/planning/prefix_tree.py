@@ -1,5 +1,7 @@
 """The radix tree of many token sequences, as arrays. Numpy only."""
 
+# Tests: tests/planning/test_prefix_order.py
+
 from __future__ import annotations
 
 from dataclasses import dataclass

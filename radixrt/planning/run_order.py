@@ -7,6 +7,8 @@ whole subtrees change places. So children are sorted, those with the longest ans
 last has short answers, and the end of a run does not wait for a few long ones.
 """
 
+# Tests: tests/planning/test_prefix_order.py
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -6,6 +6,8 @@ bytes over bandwidth and its operations over speed, distinct KV read once. No en
 comes from what this one took of it in docs/benchmarks.md.
 """
 
+# Tests: tests/planning/test_batch_plan.py
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The figures and hints of a plan in words, for the terminal and for a page."""
 
+# Tests: tests/report/test_plan_view.py
+
 from __future__ import annotations
 
 from radixrt.planning.batch_plan import BatchPlan, Expectation, Prediction

@@ -1,5 +1,7 @@
 """The files that a batch's report goes to: checked before anything runs, written when it has ended."""
 
+# Tests: tests/report/test_batch_report.py
+
 from __future__ import annotations
 
 import importlib.util

@@ -1,5 +1,7 @@
 """Pages that stand alone: one HTML file, no scripts, nothing loaded, for light and dark, wide and narrow."""
 
+# Tests: tests/report/test_plan_view.py
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping

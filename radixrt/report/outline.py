@@ -1,5 +1,7 @@
 """The largest shared prefixes of a plan, as a tree that people can read."""
 
+# Tests: tests/report/test_plan_view.py
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """A report as a page that stands alone: figures, where the time went, plots, and the shared prefixes."""
 
+# Tests: tests/report/test_batch_report.py
+
 from __future__ import annotations
 
 from datetime import datetime, timezone

@@ -1,5 +1,7 @@
 """A plan as a page that stands alone: figures, hints, and branches that fold."""
 
+# Tests: tests/report/test_plan_view.py
+
 from __future__ import annotations
 
 from html import escape

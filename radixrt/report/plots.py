@@ -3,6 +3,8 @@
 Colours are variables of the page's style sheet, so that the plots are drawn as the page is, light or dark.
 """
 
+# Tests: tests/report/test_batch_report.py
+
 from __future__ import annotations
 
 import io
@@ -67,8 +69,8 @@ def timeline_plots(report: BatchReport) -> list[Plot]:
 
 
 def _prompt_rate(series: dict[str, Float64Array]) -> Plot:
-    edges, asked = _rate(series, "prompt_tokens")
-    _, computed = _rate(series, "computed_tokens")
+    edges, asked = rate_bars(series, "prompt_tokens")
+    _, computed = rate_bars(series, "computed_tokens")
     seconds = series["seconds"][-1]
 
     def draw(axes: Any) -> None:
@@ -83,7 +85,7 @@ def _prompt_rate(series: dict[str, Float64Array]) -> Plot:
 
 
 def _generated_rate(series: dict[str, Float64Array], report: BatchReport) -> Plot:
-    edges, rate = _rate(series, "sampled_tokens")
+    edges, rate = rate_bars(series, "sampled_tokens")
     sampled = generated = series["sampled_tokens"][-1]
     if report.is_complete:  # else nobody knows which tokens belong to requests that go on
         generated = report.run.completion_tokens
@@ -141,7 +143,7 @@ def _filled(series: dict[str, Float64Array], values: Float64Array) -> Callable[[
     return draw
 
 
-def _rate(series: dict[str, Float64Array], name: str) -> tuple[Float64Array, Float64Array]:
+def rate_bars(series: dict[str, Float64Array], name: str) -> tuple[Float64Array, Float64Array]:
     """Edges of intervals of time `[B + 1]`, and how much a count grows a second in each, `[B]`."""
     seconds = series["seconds"]
     bars = min(MAX_BARS, max(1, (len(seconds) - 1) // 2))

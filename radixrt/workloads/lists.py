@@ -4,6 +4,8 @@ Their tokens are random: what a run costs depends on lengths and on sharing, not
 given as (least, most), both included.
 """
 
+# Tests: tests/workloads/test_workloads.py
+
 from __future__ import annotations
 
 import random

@@ -4,6 +4,8 @@ A program is a generator that yields the prompts of a round and is sent the answ
 round is known at once. A list that is known beforehand is a program of one round.
 """
 
+# Tests: tests/workloads/test_workloads.py
+
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

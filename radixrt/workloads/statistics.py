@@ -1,5 +1,7 @@
 """What a list of prompts can gain from prefix reuse, from its tokens alone."""
 
+# Tests: tests/workloads/test_workloads.py
+
 from __future__ import annotations
 
 from collections.abc import Sequence

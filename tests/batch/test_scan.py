@@ -84,7 +84,7 @@ def test_what_lines_ask_for(
     tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many are tokenised together."""
-    monkeypatch.setattr(scan_module, "_BLOCK_LINES", at_once)
+    monkeypatch.setattr(scan_module, "BLOCK_LINES", at_once)
     found = scan(LINES, tmp_path, builder, tokenizer)
     assert len(found) == len(LINES)
     assert found.lines.tolist() == list(range(len(LINES)))
@@ -180,7 +180,7 @@ PARAMS = st.builds(
 @given(PARAMS)
 def test_parameters_come_back_from_the_disk(params: SamplingParams) -> None:
     text = json.dumps({"params": scan_module.parameters_as_json(params), "reply": {}})
-    entry = scan_module._from_entry(json.loads(text), {})
+    entry = scan_module.line_of_entry(json.loads(text), {})
     assert isinstance(entry, SoundLine)
     assert entry.sampling_params == params
 
@@ -211,7 +211,7 @@ def test_a_full_disk_hides_no_other_error(
     tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was to be written then is not wanted any more."""
-    monkeypatch.setattr(scan_module, "_BLOCK_LINES", 1)
+    monkeypatch.setattr(scan_module, "BLOCK_LINES", 1)
 
     def damaged() -> Iterator[tuple[int, bytes]]:
         yield 0, json.dumps({"token_ids": [3]}).encode()

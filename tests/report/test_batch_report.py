@@ -30,7 +30,7 @@ from radixrt.planning.token_store import TokenStore
 from radixrt.report.batch_report import BatchReport, Cost, RunFigures, print_report
 from radixrt.report.files import ReportFiles
 from radixrt.report.page import report_page
-from radixrt.report.plots import MAX_BARS, _rate, timeline_plots
+from radixrt.report.plots import MAX_BARS, rate_bars, timeline_plots
 from radixrt.report.timeline import MAX_SAMPLES, Sample
 from radixrt.schedule.activity import Activity
 from tests.report.test_plan_view import Page, letters, plan_of
@@ -394,7 +394,7 @@ def test_plots_say_their_unit_of_time(factor: float, unit: str) -> None:
 def test_a_rate_is_drawn_in_few_bars_and_keeps_its_sum() -> None:
     seconds = np.cumsum(np.random.default_rng(0).random(400))
     series = {"seconds": seconds - seconds[0], "finished": np.arange(400.0) ** 2}
-    edges, rate = _rate(series, "finished")
+    edges, rate = rate_bars(series, "finished")
     assert len(rate) == MAX_BARS
     assert (rate * np.diff(edges)).sum() == pytest.approx(399.0**2)
 

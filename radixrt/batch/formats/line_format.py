@@ -1,5 +1,7 @@
 """Lines and records of a batch in whatever format they are: what everything else of a batch goes through."""
 
+# Tests: tests/batch/formats/test_record.py
+
 from __future__ import annotations
 
 from typing import Any

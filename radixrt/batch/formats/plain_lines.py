@@ -32,6 +32,8 @@ An output line is a JSON object with
     prompt_logprobs   if asked for: the same for tokens of the prompt.
 """
 
+# Tests: tests/batch/formats/test_record.py
+
 from __future__ import annotations
 
 from dataclasses import asdict

@@ -1,5 +1,7 @@
 """JSON as a batch reads and writes it: nothing is guessed, and what was read can be written."""
 
+# Tests: tests/batch/formats/test_record.py
+
 from __future__ import annotations
 
 import json

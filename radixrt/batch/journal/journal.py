@@ -32,7 +32,7 @@ from radixrt.files.disk import Disk, refusal
 SYNC_RECORDS = 256  # a sync comes after so many records at the latest,
 SYNC_SECONDS = 2.0  # and so long after the first of them
 
-_ORDERED_BYTES = 256 * 2**20  # of records that are put in order at once
+ORDERED_BYTES = 256 * 2**20  # of records that are put in order at once
 _MAX_NAMED = 5  # damaged lines in a message
 
 
@@ -194,7 +194,7 @@ class Journal:
     def records(self) -> Iterator[bytes]:
         """The records that are there, each with its newline, by position; they are checked once more.
 
-        At most `_ORDERED_BYTES` are in memory, or one record. They are read in the order of the file: once through
+        At most `ORDERED_BYTES` are in memory, or one record. They are read in the order of the file: once through
         it for each time that it has so many bytes.
 
         Raises:
@@ -205,7 +205,7 @@ class Journal:
         ends = np.cumsum(self._lengths[positions])
         start = 0
         while start < len(positions):
-            most = _ORDERED_BYTES + (int(ends[start - 1]) if start else 0)
+            most = ORDERED_BYTES + (int(ends[start - 1]) if start else 0)
             end = max(start + 1, int(np.searchsorted(ends, most, side="right")))
             yield from self._read(positions[start:end])
             start = end

@@ -15,6 +15,8 @@ After a kill or a power cut anything may stand behind the last `synced`: it is g
 checksum is not right. A wrong line before the last `synced` is damage.
 """
 
+# Tests: tests/batch/journal/test_journal.py
+
 from __future__ import annotations
 
 import re
@@ -28,7 +30,7 @@ VERSION = 1
 SYNCED = b"synced"
 FINISHED = b"finished"
 
-_BLOCK_BYTES = 4 * 2**20  # that are read at once
+BLOCK_BYTES = 4 * 2**20  # that are read at once
 _HEADER = re.compile(rb"radixrt-journal ([0-9]{1,9})\t(?:([0-9a-f]{8})\t(.*))?", re.DOTALL)
 _LINE = re.compile(rb"([0-9a-f]{8})\t(0|[1-9][0-9]{0,17}|synced|finished)\t")
 
@@ -86,7 +88,7 @@ def parse_line(line: bytes) -> tuple[bytes, int] | None:
 def whole_lines(disk: Disk, fd: int) -> Iterator[bytes]:
     """The lines of a file without their newlines, but for what stands behind the last newline."""
     offset, rest = 0, b""
-    while block := disk.pread(fd, max(_BLOCK_BYTES, len(rest)), offset):
+    while block := disk.pread(fd, max(BLOCK_BYTES, len(rest)), offset):
         offset += len(block)
         *lines, rest = (rest + block).split(b"\n")
         yield from lines

@@ -1,5 +1,7 @@
 """One writer a run."""
 
+# Tests: tests/batch/journal/test_run_folder.py
+
 from __future__ import annotations
 
 import errno

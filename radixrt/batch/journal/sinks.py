@@ -1,5 +1,7 @@
 """Destinations of a batch's records, which come in any order."""
 
+# Tests: tests/batch/journal/test_standard_output.py
+
 from __future__ import annotations
 
 from typing import Protocol

@@ -1,5 +1,7 @@
 """Lines that wait for their turn, on disk."""
 
+# Tests: tests/batch/journal/test_standard_output.py
+
 from __future__ import annotations
 
 import errno

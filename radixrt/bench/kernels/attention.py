@@ -1,5 +1,7 @@
 """Attention over the pool: our kernels and the shapes at which they are measured."""
 
+# Tests: tests/bench/test_kernels.py
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

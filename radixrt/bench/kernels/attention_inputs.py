@@ -1,5 +1,7 @@
 """Attention's inputs: requests in a pool, and what their attention has to be."""
 
+# Tests: tests/bench/test_kernels.py
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Case: an operation at one shape, with those who contend for the best time."""
 
+# Tests: tests/bench/test_kernels.py
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

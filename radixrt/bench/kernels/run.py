@@ -1,5 +1,7 @@
 """The kernel benchmark: chosen cases, one after the other, as tables, JSON and a picture."""
 
+# Tests: tests/bench/test_kernels.py
+
 from __future__ import annotations
 
 import json

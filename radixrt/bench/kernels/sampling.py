@@ -4,6 +4,8 @@ Draws of others are other draws: what is compared is the share of rows whose tok
 the share of tokens that are the reference's.
 """
 
+# Tests: tests/bench/test_kernels.py
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """The figures as tables, one a group."""
 
+# Tests: tests/bench/test_kernels.py
+
 from __future__ import annotations
 
 from collections.abc import Sequence

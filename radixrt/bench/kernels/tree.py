@@ -1,5 +1,7 @@
 """Decode attention of requests that share prefixes: trees of which each token is to be read once."""
 
+# Tests: tests/bench/test_kernels.py
+
 from __future__ import annotations
 
 import time

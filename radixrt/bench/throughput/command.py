@@ -1,5 +1,7 @@
 """`radixrt bench throughput`: its options. Nothing heavy is imported before it runs."""
 
+# Tests: tests/bench/test_throughput.py
+
 from __future__ import annotations
 
 import argparse

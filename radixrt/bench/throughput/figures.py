@@ -1,5 +1,7 @@
 """What was measured of a shape: times of its workloads, and what else was asked for."""
 
+# Tests: tests/bench/test_throughput.py
+
 from __future__ import annotations
 
 from collections.abc import Callable

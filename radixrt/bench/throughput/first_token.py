@@ -4,6 +4,8 @@ Its one argument is JSON, the keyword arguments of Runtime; its last line of out
 clock and the Runtime's own parts.
 """
 
+# Tests: tests/bench/test_throughput.py
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """What the throughput benchmark is told."""
 
+# Tests: tests/bench/test_throughput.py
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Passes one by one: what the CPU does in a decode step, and profiles of a prefill pass and of decode steps."""
 
+# Tests: tests/bench/test_throughput.py
+
 from __future__ import annotations
 
 import contextlib

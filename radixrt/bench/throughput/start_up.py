@@ -1,5 +1,7 @@
 """How long a fresh process takes to its first token."""
 
+# Tests: tests/bench/test_throughput.py
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """The figures as tables."""
 
+# Tests: tests/bench/test_throughput.py
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -47,7 +47,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync every few records, and an output made in several blocks."""
     monkeypatch.setattr(journal_module, "SYNC_RECORDS", 4)
     monkeypatch.setattr(journal_module, "SYNC_SECONDS", 1e9)
-    monkeypatch.setattr(journal_module, "_ORDERED_BYTES", 500)
+    monkeypatch.setattr(journal_module, "ORDERED_BYTES", 500)
 
 
 class Clock:
@@ -193,7 +193,7 @@ def test_an_empty_run() -> None:
 
 
 def test_records_larger_than_what_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixrt.batch.journal.journal_format._BLOCK_BYTES", 7)
+    monkeypatch.setattr("radixrt.batch.journal.journal_format.BLOCK_BYTES", 7)
     machine = Machine()
     journal = new_journal(5, Process(machine, most=11))
     lines = {2: b"x" * 3000 + b"\n", 0: b"\n", 4: b"y" * 499 + b"\n", 1: b"z\n"}
@@ -211,7 +211,7 @@ def test_records_come_by_position(order: list[int], lengths: list[int], at_once:
     journal = new_journal(12)
     lines = [bytes([97 + p]) * lengths[p] + b"\n" for p in range(12)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_module, "_ORDERED_BYTES", at_once)
+        patch.setattr(journal_module, "ORDERED_BYTES", at_once)
         for count, position in enumerate(order):
             assert list(journal.records()) == [lines[p] for p in sorted(order[:count])]
             journal.append(position, lines[position])
@@ -219,14 +219,24 @@ def test_records_come_by_position(order: list[int], lengths: list[int], at_once:
 
 
 def test_blocks_are_no_larger_than_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = new_journal(40)
-    for position in random.Random(0).sample(range(40), 40):
-        journal.append(position, b"x" * 82 + b"\n")  # 94 or 95 bytes with what stands before
-    blocks: list[int] = []
-    read = journal._read
-    monkeypatch.setattr(journal, "_read", lambda positions: blocks.append(len(positions)) or read(positions))
+    """The lines of a block are read in the order of the file."""
+    disk = Process(Machine())
+    journal = new_journal(40, disk)
+    order = random.Random(0).sample(range(40), 40)
+    for position in order:
+        journal.append(position, b"x" * 82 + b"\n")  # 94 or 95 bytes with checksum and position
+    offsets: list[int] = []
+    pread_all = disk.pread_all
+
+    def watched(fd: int, count: int, offset: int) -> bytes:
+        offsets.append(offset)
+        return pread_all(fd, count, offset)
+
+    monkeypatch.setattr(disk, "pread_all", watched)
     assert len(list(journal.records())) == 40
-    assert blocks == [5] * 8
+    places = [sorted(offsets).index(offset) for offset in offsets]
+    blocks = [sorted(order.index(position) for position in range(first, first + 5)) for first in range(0, 40, 5)]
+    assert places == [place for block in blocks for place in block]
 
 
 # ---- when it is synced

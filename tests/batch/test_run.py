@@ -1,4 +1,4 @@
-"""What goes wrong in one request of a batch, in one pass, or with the whole device, over the real scheduler."""
+"""A batch's run over the real scheduler: failures of a request, a pass, the device; too many errors; signals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import radixrt.batch.record_writer
 import radixrt.batch.run
@@ -19,7 +17,6 @@ from radixrt.batch.formats.line_format import record_error
 from radixrt.batch.formats.record import LineErrorType
 from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.journal.run_folder import run_path
-from radixrt.batch.retry import Retries
 from radixrt.errors import DeviceLostError, ErrorRateError, ParameterError
 from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
@@ -165,40 +162,6 @@ def test_one_of_several_answers_fails(tmp_path: Path) -> None:
     (record,) = read(out)
     assert failed == [1]
     assert [answer["finish_reason"] for answer in record["outputs"]] == ["length"] * 3
-
-
-@given(st.data())
-def test_retries_end(data: st.DataObject) -> None:
-    """Whatever fails, in passes of whatever lines: a line ends, and groups are no more than is promised."""
-    count = data.draw(st.integers(1, 40))
-    bad = data.draw(st.sets(st.integers(0, count - 1)))
-    most = data.draw(st.integers(1, 40))  # lines that a pass can hold
-    retries = Retries()
-    assert not retries.is_active
-    assert retries.book(list(range(count)))
-    ended: dict[int, bool] = {}
-    again = dict.fromkeys(range(count), 0)
-    groups = 0
-    while group := retries.take():
-        assert retries.is_active
-        groups += 1
-        assert not set(group) & ended.keys()
-        for position in group:
-            again[position] += 1
-        rest = group
-        while rest:  # the passes of a group: some of its lines each
-            size = data.draw(st.integers(1, len(rest)))
-            together, rest = rest[:size], rest[size:]
-            if bad & set(together) or len(together) > most:
-                if not retries.book(together):
-                    assert group == together
-                    ended.update(dict.fromkeys(together, False))
-            else:
-                ended.update(dict.fromkeys(together, True))
-    assert not retries.is_active
-    assert ended == {position: position not in bad for position in range(count)}
-    assert groups <= max(1, 2 * count - 2)
-    assert max(again.values()) <= max(1, math.ceil(math.log2(count)))
 
 
 # -- one request alone -------------------------------------------------------------------------------------
