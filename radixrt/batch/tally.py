@@ -1,4 +1,4 @@
-"""What records hold, in numbers."""
+"""Counts of records and their tokens."""
 
 # Tests: tests/batch/formats/test_record.py
 
@@ -12,12 +12,13 @@ from radixrt.output import RequestOutput
 
 @dataclass(frozen=True)
 class Tally(CountsHits):
-    """Numbers of some records. Tokens are those of the records without an error.
+    """Counts of some records. Only records without an error count tokens.
 
     Attributes:
-        records: how many there are.
-        errors: those of them with an error, be it in one of several answers.
-        prompt_tokens, cached_tokens: tokens of the prompts, and those of them that were found in the cache.
+        records: number of records.
+        errors: records with an error, at least in one of several answers.
+        prompt_tokens: tokens of the prompts.
+        cached_tokens: prompt tokens found in the cache.
         completion_tokens: generated tokens, of all answers.
     """
 
@@ -41,7 +42,7 @@ ERROR_RECORD = Tally(records=1, errors=1)
 
 
 def output_tally(output: RequestOutput) -> Tally:
-    """The numbers of the record of an output."""
+    """The counts of an output's record."""
     if output.failure is not None:
         return ERROR_RECORD
     usage = output.usage

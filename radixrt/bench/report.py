@@ -19,7 +19,7 @@ def check_files(json_file: Path | None, plot_file: Path | None = None) -> None:
     """Raise ParameterError if a file cannot be written, RadixrtError if a plot cannot be drawn."""
     for file in (json_file, plot_file):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise ParameterError(f"{file} cannot be written: it is a folder, or there is none to hold it")
+            raise ParameterError(f"{file} cannot be written: it is a folder, or its folder does not exist")
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise RadixrtError("a plot needs matplotlib: pip install 'radixrt[bench]'")
 

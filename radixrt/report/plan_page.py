@@ -1,4 +1,4 @@
-"""A plan as a page that stands alone: figures, hints, and branches that fold."""
+"""A plan as a self-contained HTML page: figures, hints, and a tree that folds."""
 
 # Tests: tests/report/test_plan_view.py
 
@@ -27,7 +27,7 @@ def plan_page(
         title: of the page, such as the input's name.
         expectation, kv_bytes: see `plan_figures`.
         show: token ids to text.
-        max_prefixes: prefixes that are shown.
+        max_prefixes: limit on shown prefixes.
     """
     figures = figure_table(plan_figures(plan, expectation, kv_bytes))
     hints = "".join(f'<p class="hint">{escape(text)}</p>\n' for text in hint_texts(plan.hints))

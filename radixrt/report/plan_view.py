@@ -26,7 +26,7 @@ def print_plan(
     Args:
         expectation, kv_bytes: see `plan_figures`.
         show: token ids to text.
-        max_prefixes: prefixes that are shown.
+        max_prefixes: limit on shown prefixes.
     """
     figures = plan_figures(plan, expectation, kv_bytes)
     width = max(map(len, figures)) + 2
@@ -42,7 +42,7 @@ def print_plan(
 
 
 def view_outline(top: Prefix, show: Show) -> Tree:
-    """A rich Tree of an outline; `show` makes text of token ids."""
+    """An outline as a rich Tree; `show` makes text of token ids."""
     view = Tree(counted(top.prompts, "prompt"))
     stack = [(top, view)]
     while stack:

@@ -16,19 +16,19 @@ from radixrt.workloads.statistics import Prompt, shared_prefixes, token_statisti
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """What a device was measured to do at best: memory `bandwidth` in bytes/s, dense `flops` in operations/s."""
+    """Measured peak speed of a device: memory `bandwidth` in bytes/s, dense `flops` in operations/s."""
 
     bandwidth: float
     flops: float
 
 
-# By the name that CUDA gives them; dense products are of bf16.
+# By CUDA's names; dense products are of bf16.
 KNOWN_DEVICES = {"NVIDIA H200": DeviceSpeed(bandwidth=4.26e12, flops=790e12)}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder that decide what a token costs. Norms and biases are left out: they are small."""
+    """The sizes of a decoder that determine the cost of a token, without norms and biases, which are small."""
 
     num_layers: int
     hidden_size: int
@@ -70,8 +70,8 @@ def list_bound(
     """Seconds that no engine can beat for `prompts`, submitted together.
 
     Prefill: every distinct prompt token that is not part of `computed_before` goes once through the layers, with
-    its causal attention, and one row a request through the head. Decode: all requests run from the first step on,
-    however many they are. A step costs its bytes over bandwidth (all weights once, each distinct KV once) or its
+    its causal attention, and one row a request through the head. Decode: all requests run from the first step on.
+    A step costs its bytes over bandwidth (all weights once, each distinct KV once) or its
     operations over flops, whichever is more. The prompts' distinct tokens count for the share of the requests
     that still run.
     """

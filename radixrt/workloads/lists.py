@@ -1,7 +1,7 @@
-"""Five lists of prompts that are known beforehand, the same for the same seed.
+"""Five lists of prompts, determined by their seed.
 
-Their tokens are random: what a run costs depends on lengths and on sharing, not on meaning. Sizes that vary are
-given as (least, most), both included.
+Their tokens are random: the cost of a run depends on lengths and sharing, not on meaning. Sizes that vary are
+ranges (minimum, maximum), both included.
 """
 
 # Tests: tests/workloads/test_workloads.py
@@ -15,7 +15,7 @@ import numpy as np
 
 from radixrt.cache.radix_tree import Tokens
 
-FIRST_ID = 10  # below it are the tokens that mean something to many models
+FIRST_ID = 10  # lower ids are special tokens of many models
 VOCAB_SIZE = 10_000
 
 Range = tuple[int, int]
@@ -23,12 +23,12 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class WorkloadPrompt:
-    """What is wanted of a model for one prompt.
+    """A prompt with the length of its answer, or with a continuation to score.
 
     Attributes:
         prompt_ids: `[n >= 1]` int32.
         max_new_tokens: tokens to generate.
-        continuation_ids: `[m >= 1]` int32: the likelihood of these after the prompt is wanted, not an answer.
+        continuation_ids: `[m >= 1]` int32: score these after the prompt, instead of generating an answer.
     """
 
     prompt_ids: Tokens
@@ -37,19 +37,19 @@ class WorkloadPrompt:
 
     @property
     def input_ids(self) -> Tokens:
-        """All that the model reads: the prompt, then the continuation. `[n + m]` int32."""
+        """The tokens that the model reads: the prompt, then the continuation. `[n + m]` int32."""
         if self.continuation_ids is None:
             return self.prompt_ids
         return np.concatenate([self.prompt_ids, self.continuation_ids])
 
     @property
     def num_computed(self) -> int:
-        """Tokens at its end that no cache can serve: their logits are wanted."""
+        """Tokens at its end that no cache can serve, because their logits are needed."""
         return 1 if self.continuation_ids is None else len(self.continuation_ids) + 1
 
 
 class TokenSource:
-    """Random tokens and lengths from a seed. `vocab_size`: ids are below it."""
+    """Random tokens, with ids below `vocab_size`, and lengths from a seed."""
 
     def __init__(self, seed: int, vocab_size: int = VOCAB_SIZE) -> None:
         if vocab_size <= FIRST_ID:
@@ -76,7 +76,7 @@ def unshared(
     new_tokens: Range = (100, 1024),
     vocab_size: int = VOCAB_SIZE,
 ) -> list[WorkloadPrompt]:
-    """Prompts that have nothing in common: what the cache costs where it cannot help."""
+    """Prompts without common tokens, to measure the cost of the cache where it cannot help."""
     source = TokenSource(seed, vocab_size)
     prompts = [source.some_tokens(prompt_len) for _ in range(requests)]
     return [WorkloadPrompt(prompt, source.length(new_tokens)) for prompt in prompts]
@@ -93,7 +93,7 @@ def fewshot(
     new_tokens: int = 8,
     vocab_size: int = VOCAB_SIZE,
 ) -> list[WorkloadPrompt]:
-    """A few-shot evaluation: all prompts share a head, those of a subject its examples. Shuffled."""
+    """A few-shot evaluation: all prompts share a head, prompts of one subject its examples. Shuffled."""
     source = TokenSource(seed, vocab_size)
     head = source.tokens(head_len)
     prompts = []
@@ -133,7 +133,7 @@ def system_prompt(
     new_tokens: Range = (64, 256),
     vocab_size: int = VOCAB_SIZE,
 ) -> list[WorkloadPrompt]:
-    """Many users behind one system prompt."""
+    """Many users after one system prompt."""
     source = TokenSource(seed, vocab_size)
     system = source.tokens(system_len)
     return [_continued(system, source.some_tokens(user_len), source.length(new_tokens)) for _ in range(requests)]

@@ -1,7 +1,7 @@
-"""Programs: rounds of prompts, each of which may depend on the answers to those before.
+"""Programs: rounds of prompts that may depend on the answers of earlier rounds.
 
-A program is a generator that yields the prompts of a round and is sent the answers, in the same order. All of a
-round is known at once. A list that is known beforehand is a program of one round.
+A program is a generator that yields all prompts of a round and is sent the answers, in the same order. A list of
+prompts is a program of one round.
 """
 
 # Tests: tests/workloads/test_workloads.py
@@ -33,14 +33,14 @@ Program = Generator[Sequence[WorkloadPrompt], Sequence[Answer], None]
 
 @dataclass(frozen=True)
 class Round:
-    """What was asked together, and the answer to each (empty where a likelihood was asked for)."""
+    """The prompts of a round, and the answer to each (empty for a score)."""
 
     prompts: Sequence[WorkloadPrompt]
     answers: Sequence[Answer]
 
     @property
     def inputs(self) -> list[Tokens]:
-        """All that the model read of each prompt, int32."""
+        """The tokens that the model read for each prompt, int32."""
         return [prompt.input_ids for prompt in self.prompts]
 
     @property

@@ -27,12 +27,12 @@ class StandardOutput:
         printed: lines written so far.
 
     Args:
-        folder: lines wait there in a file, of as many bytes as all lines at most.
+        folder: for a file of waiting lines, of at most the size of all lines.
         num_lines: N.
 
     Raises:
-        BatchFileError: it takes no more, as when its reader has gone, or there is none. Nothing is tried again.
-        JournalError: the disk on which lines wait refuses. Those that wait already are printed on leaving.
+        BatchFileError: it is closed, or its reader has gone. Nothing is tried again.
+        JournalError: the disk with the waiting lines refuses. Lines that wait already are printed on leaving.
     """
 
     def __init__(self, folder: Path, num_lines: int) -> None:
@@ -67,7 +67,7 @@ class StandardOutput:
                 self._print(self._waiting.take(self.printed))
 
     def flush(self) -> None:
-        """Hand what can be printed to the operating system, so that others see it."""
+        """Hand the printed lines to the operating system, so that readers see them."""
         with self._refusals():
             self._file.flush()
 

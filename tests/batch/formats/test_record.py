@@ -343,7 +343,7 @@ def test_bad_parameters(params: Any, message: str) -> None:
     [
         ({"temperature": -1}, "temperature is -1"),
         ({"max_tokens": 1, "max_new_tokens": 1}, "max_tokens and max_new_tokens are the same parameter"),
-        ({"top_k": 1, "sampling_params": {"top_k": 1}}, "top_k stands in sampling_params and beside it"),
+        ({"top_k": 1, "sampling_params": {"top_k": 1}}, "top_k is given in sampling_params and beside it"),
         ({"max_tokens": 1, "sampling_params": {"max_new_tokens": 1}}, "are the same parameter; give one of them"),
     ],
 )
