@@ -44,7 +44,7 @@ def measure(
 ) -> Iterator[OrderedRun]:
     """Run the prompts as a batch in both orders at each budget, in a Runtime of its own.
 
-    `pool`: tokens that the KV pool holds; None: twice those of the longest request.
+    `pool`: slots of the KV pool; None: twice the longest request.
     """
     pool = pool or 2 * planned(prompts).longest_request
     with tempfile.TemporaryDirectory() as name:

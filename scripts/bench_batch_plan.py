@@ -47,7 +47,7 @@ class Speed:
         plan: for all of `plan_batch`.
         hints: to look for what ruins sharing.
         model: for a model of the run in one order.
-        memory: that the process had at most, mapped pages of the file included.
+        memory: maximum of the process, including mapped pages of the file.
     """
 
     prompts: int
@@ -97,10 +97,10 @@ def _measure(folder: Path, prompts: int, tokens: int) -> Speed:
     limits = RunLimits(max(500_000, 2 * plan.longest_request))
     model_run(plan.order, plan.tree, store.lengths, new_tokens, plan.run.order, limits, plan.keep)
     modelled = time.process_time()
-    return Speed(prompts, tokens, planned - began, hinted - planned, modelled - hinted, _most_memory())
+    return Speed(prompts, tokens, planned - began, hinted - planned, modelled - hinted, _max_memory())
 
 
-def _most_memory() -> int:
+def _max_memory() -> int:
     """Bytes that this process has had resident at most."""
     status = Path("/proc/self/status")
     if not status.exists():  # macOS, in bytes
@@ -159,9 +159,9 @@ def compare(name: str) -> Iterator[Comparison]:
     store = TokenStore.of([prompt.prompt_ids for prompt in prompts])
     new_tokens = np.array([prompt.max_new_tokens for prompt in prompts], dtype=np.int64)
     plan = plan_batch(store, new_tokens)
-    least, distinct = 2 * plan.longest_request, plan.statistics.distinct_tokens
-    limits = [RunLimits(least, chunked_prefill_size=budget) for budget in BUDGETS]
-    limits += [RunLimits(distinct // part) for part in (8, 4, 2) if distinct // part > least]
+    smallest, distinct = 2 * plan.longest_request, plan.statistics.distinct_tokens
+    limits = [RunLimits(smallest, chunked_prefill_size=budget) for budget in BUDGETS]
+    limits += [RunLimits(distinct // part) for part in (8, 4, 2) if distinct // part > smallest]
     for limit in limits:
         rates = []
         for order, keep in ((plan.run.order, plan.keep), (np.arange(len(prompts)), None)):

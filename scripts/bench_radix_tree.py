@@ -23,7 +23,7 @@ REPEATS = 2_000
 
 @dataclass(frozen=True)
 class Figure:
-    """A median, and the goal beside it, both in microseconds."""
+    """A median and its goal, both in microseconds."""
 
     name: str
     microseconds: float
@@ -94,7 +94,7 @@ def _median(operation: Callable[[], object]) -> float:
 
 
 def _insert(tree: RadixTree, tokens: Tokens) -> None:
-    """What the cache does for a request: match, lock, publish, let go."""
+    """The cache's work for a request: match, lock, publish, release."""
     match = tree.match(DEFAULT_NAMESPACE, tokens)
     node = tree.node_at(DEFAULT_NAMESPACE, match)
     rest = tokens[match.length :]

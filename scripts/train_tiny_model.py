@@ -290,7 +290,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the model, besides the seed. The default is the committed model's."""
+    """Settings that, with the seed, determine the model. The default is the committed model's."""
 
     stages: tuple[Stage, ...] = (
         Stage(128, document_tokens=64, rows=256, repeats=0.5, several=0.0, max_steps=6000, target=0.985),
@@ -509,7 +509,7 @@ class Answerer:
         for _ in range(max_new_tokens):
             filled = [row + made for row, made in zip(rows, new, strict=True)]
             width = max(map(len, filled))
-            # Padding behind the last token is out of a causal model's sight.
+            # A causal model does not see the padding after the last token.
             inputs = torch.tensor([row + [EOS_ID] * (width - len(row)) for row in filled], device=self._device)
             ends = torch.tensor([len(row) - 1 for row in filled], device=self._device)
             hidden = self._model.model(input_ids=inputs, use_cache=False).last_hidden_state

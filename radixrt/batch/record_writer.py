@@ -1,4 +1,4 @@
-"""Makes the record of each line, from its request's output or its error, and counts what the records hold."""
+"""Makes the record of each line from its request's output or its error, and counts the records."""
 
 # Tests: tests/batch/test_run.py
 
@@ -81,7 +81,7 @@ class RecordWriter:
 
     @property
     def written(self) -> int:
-        """Lines with a record, those of earlier runs included."""
+        """Lines with a record, including those of earlier runs."""
         return len(self._scan) - self._missing
 
     @property

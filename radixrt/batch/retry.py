@@ -6,7 +6,7 @@ from collections import deque
 
 
 class Retries:
-    """Groups of lines to run again, each with nothing else beside it, after one of their passes failed.
+    """Groups of lines to run again, each by itself, after one of their passes failed.
 
     A failed group is halved, and each half is run, down to lines that fail alone. A failed pass of k lines costs
     at most 2k - 2 runs of groups, in which each line runs at most ceil(log2 k) times again; if k is 1, one run. A

@@ -22,12 +22,12 @@ Size = int | tuple[int, int]
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the workloads, and what the Runtime is made with where the options do not say.
+    """Sizes of the workloads, and default options of the Runtime.
 
     Attributes:
         description: a line for people.
         shape: of the model, one of `shapes.SHAPES`.
-        sizes: by workload, what differs from the definition in `radixrt.workloads`.
+        sizes: by workload, the sizes that differ from the definition in `radixrt.workloads`.
         chunked_prefill_size, max_total_tokens: None leaves the choice to the Runtime.
     """
 
@@ -41,7 +41,7 @@ class Scale:
 WORKLOADS = ("unshared", "fewshot", "docqa", "system_prompt", "samples", "chat", "choices", "tree_search")
 
 SCALES = {
-    # Every shared prefix is longer than a pass may compute: requests that are admitted together must still share.
+    # Every shared prefix is longer than a pass: requests admitted together must still share it.
     "cpu": Scale(
         description="smaller sizes, a tiny model: at most 3 minutes on two CPU cores",
         shape="tiny",
@@ -169,7 +169,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """Make `folder` that of a model without weights, for `load_format="dummy"`. Returns it."""
+    """Write the config of a model without weights, for `load_format="dummy"`. Returns `folder`."""
     (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
     return folder
 
@@ -178,14 +178,14 @@ def write_shape(name: str, folder: Path) -> Path:
 
 LISTS = ("unshared", "fewshot", "docqa", "system_prompt", "samples")
 CONFIGS = {"cpu": ("tiny",), "full": ("qwen3-0.6b", "llama-3.1-8b")}
-"""By scale: the shapes that are measured where none is named."""
+"""By scale: the default shapes."""
 ABLATIONS: dict[str, dict[str, Any]] = {
     "no-prefix-cache": {"enable_prefix_cache": False},
     "no-overlap": {"overlap": False},
     "no-graphs": {"cuda_graphs": False},
     "flat": {"attention": "flat"},
 }
-"""By name: what the Runtime is made with."""
+"""By name: options of the Runtime."""
 BASELINES = ("transformers",)
 
 
@@ -193,21 +193,22 @@ BASELINES = ("transformers",)
 
 GROUPS = {
     "decode": "one new token a request over its KV, slots scattered and consecutive (bound by bytes)",
-    "decode-fp8": "the same over KV in e4m3, beside bf16 (bound by bytes)",
-    "tree": "decode over shared prefixes, read once, beside flat attention (bound by bytes, or by products)",
+    "decode-fp8": "the same over KV in e4m3, compared with bf16 (bound by bytes)",
+    "tree": "decode over shared prefixes, read once, compared with flat attention (bound by bytes or products)",
     "extend": "causal attention of new tokens over a prefix and themselves (bound by products, or by exp)",
     "short-extend": "16 new tokens on a prefix of 32,768 (bound by bytes)",
     "elementwise": "norms, gated activations, rotary embedding and KV store (bound by bytes)",
-    "sampling": "draws, greedy choices and log-probabilities (bound by bytes: those of the logits, once)",
+    "sampling": "draws, greedy choices and log-probabilities (bound by the bytes of the logits, once)",
     "linear": "output projections of small batches, with the norm that follows (bound by bytes, or by products)",
     "kv_copy": "KV to and from pinned host memory (bound by the link) and within the pool",
 }
-"""By name: a line for people, in the order in which they run."""
+"""By name: a description, in running order."""
 
 
 def matching_cases(only: Sequence[str], cases: Sequence[tuple[str, str]]) -> list[int]:
-    """Which of the (group, name) match one of the patterns GROUP or GROUP/NAME with * and ?, in order; without a
-    pattern, all. Raises ParameterError where one matches none.
+    """Indices of the cases (group, name) that match a pattern, in order; without patterns, of all.
+
+    A pattern is GROUP or GROUP/NAME with * and ?. Raises ParameterError if one matches no case.
     """
     if not only:
         return list(range(len(cases)))

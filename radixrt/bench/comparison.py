@@ -1,4 +1,4 @@
-"""What a workload costs with the cache, with a host tier below it, and with misses forced, in numbers."""
+"""Figures of a workload with the cache, with a host tier below it, and with misses forced."""
 
 # Tests: tests/bench/test_prefix_reuse.py
 
@@ -13,9 +13,9 @@ from radixrt.bench.run import Run, best_hit_rate, hit_rate
 
 @dataclass(frozen=True)
 class Comparison:
-    """One workload with the cache and with misses forced, a run each for every repetition.
+    """One workload with the cache and with misses forced, one run each for every repetition.
 
-    `tiered` has the runs with the cache and a host tier, if they were asked for.
+    `tiered` has the runs with the cache and a host tier, if there are any.
     """
 
     workload: str
@@ -25,17 +25,17 @@ class Comparison:
 
     @property
     def seconds_cached(self) -> float:
-        """Median."""
+        """Median of the runs with the cache."""
         return median(run.seconds for run in self.cached)
 
     @property
     def seconds_missed(self) -> float:
-        """Median."""
+        """Median of the runs with misses forced."""
         return median(run.seconds for run in self.missed)
 
     @property
     def seconds_tiered(self) -> float | None:
-        """Median."""
+        """Median of the runs with a host tier."""
         return median(run.seconds for run in self.tiered) if self.tiered else None
 
     @property
@@ -49,7 +49,7 @@ class Comparison:
 
     @property
     def generated_tokens_per_second(self) -> float:
-        """With the cache; median."""
+        """Generated tokens a second with the cache; median."""
         return median(run.generated_tokens / run.seconds for run in self.cached)
 
     @property
@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def hit_rate_tiered(self) -> float | None:
-        """The same with the host tier."""
+        """The hit rate with the host tier."""
         return hit_rate(self.tiered) if self.tiered else None
 
     @property
@@ -69,12 +69,12 @@ class Comparison:
 
     @property
     def percent_of_bound(self) -> float | None:
-        """100 bound_seconds / seconds with the cache, median: 100 is as fast as the device can be."""
+        """100 bound_seconds / seconds with the cache, median: 100 is the device's limit."""
         shares = [100 * run.bound_seconds / run.seconds for run in self.cached if run.bound_seconds is not None]
         return median(shares) if shares else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Medians, and each run, of JSON's types."""
+        """Medians and each run as JSON values."""
         names = (
             "workload",
             "seconds_cached",

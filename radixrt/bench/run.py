@@ -1,4 +1,4 @@
-"""One repetition of one workload: its requests, asked of a Runtime with an empty cache, and its figures."""
+"""Runs one repetition of one workload on a Runtime with an empty cache, and gives its figures."""
 
 # Tests: tests/bench/test_prefix_reuse.py
 
@@ -22,16 +22,17 @@ SEED_STEP = 100  # between the prompts of two repetitions
 
 @dataclass(frozen=True)
 class Run:
-    """One repetition of one workload. Tokens are counted over all of its requests.
+    """Figures of one repetition of one workload, over all its requests.
 
     Attributes:
         seconds: in `Runtime.generate`, over all rounds.
         requests: of all rounds.
-        prompt_tokens, cached_tokens: of the prompts, and those of them that were found in the cache.
+        prompt_tokens: tokens of the prompts.
+        cached_tokens: prompt tokens found in the cache.
         generated_tokens: of the answers.
         recomputed_tokens: computed again after a retraction, because the pool was full.
-        best_cached_tokens: what an unlimited cache that is empty at first could have served.
-        bound_seconds: that no engine can beat on this device; None if its speed is not known.
+        best_cached_tokens: prompt tokens that an unlimited cache, empty at first, could have served.
+        bound_seconds: time that no engine can beat on this device; None if its speed is unknown.
     """
 
     seconds: float
@@ -55,7 +56,7 @@ def best_hit_rate(runs: Sequence[Run]) -> float:
 
 
 def program_of(name: str, sizes: Mapping[str, Size], vocab_size: int, repetition: int) -> Program:
-    """One of WORKLOADS, with other prompts for each `repetition`."""
+    """A program of WORKLOADS, with other prompts for each `repetition`."""
     # The workloads' own seeds are 0 to 7, in this order.
     seed = WORKLOADS.index(name) + SEED_STEP * repetition
     return PROGRAMS[name](seed, vocab_size=min(VOCAB_SIZE, vocab_size), **sizes)
@@ -93,14 +94,14 @@ def run_once(runtime: Runtime, program: Program, shape: ModelShape, speed: Devic
 
 
 def answer(runtime: Runtime, prompts: Sequence[WorkloadPrompt]) -> list[Answer]:
-    """Run a round: all of it in one call. A round asks for answers, or for likelihoods."""
+    """Run a round in one call: it generates answers, or scores continuations."""
     return _answered(runtime, prompts)[0]
 
 
 def _answered(runtime: Runtime, prompts: Sequence[WorkloadPrompt]) -> tuple[list[Answer], float]:
     """The answers, and the seconds of the Runtime's call."""
     prompt_ids = [prompt.prompt_ids for prompt in prompts]
-    if prompts[0].continuation_ids is not None:  # the figures of it are of no interest here
+    if prompts[0].continuation_ids is not None:  # only its time is of interest here
         continuations = [
             prompt.continuation_ids.tolist() for prompt in prompts if prompt.continuation_ids is not None
         ]

@@ -1,4 +1,4 @@
-"""What a benchmark measures: a model on a device, and what the two can do at best."""
+"""The subject of a benchmark: a model on a device, and their peak speed."""
 
 # Tests: tests/bench/test_throughput.py
 
@@ -35,7 +35,7 @@ def model_of(model: str | None, config: str | None) -> Iterator[tuple[Path | str
 
 
 def environment_of(device: str | None, model: str) -> dict[str, str]:
-    """What figures depend on besides their options."""
+    """Versions, device and model, for the header of a report."""
     chosen = choose_device(device)
     return {
         "radixrt": __version__,
@@ -48,7 +48,7 @@ def environment_of(device: str | None, model: str) -> dict[str, str]:
 
 
 def device_speed(device: torch.device, bandwidth: float | None, flops: float | None) -> DeviceSpeed | None:
-    """That of `bandwidth` in bytes/s and `flops` in operations/s; without these the device's, if it is known."""
+    """The given `bandwidth` in bytes/s and `flops` in operations/s, or else those of a known device."""
     if bandwidth is not None and flops is not None:
         return DeviceSpeed(bandwidth, flops)
     if device.type != "cuda":
@@ -57,7 +57,7 @@ def device_speed(device: torch.device, bandwidth: float | None, flops: float | N
 
 
 def model_shape(runtime: Runtime, dtype: str) -> ModelShape:
-    """Of a Runtime that was made with this `dtype`."""
+    """The shape of a Runtime's model; `dtype` is the Runtime's option."""
     config = runtime.config
     return ModelShape(
         num_layers=config.num_layers,
@@ -72,7 +72,7 @@ def model_shape(runtime: Runtime, dtype: str) -> ModelShape:
 
 
 def value_bytes(runtime: Runtime, dtype: str) -> int:
-    """Of a weight, or an element of KV, of a Runtime that was made with this `dtype`."""
+    """Bytes of a weight or an element of KV; `dtype` is the Runtime's option."""
     auto = torch.float32 if runtime.device.type == "cpu" else runtime.config.dtype
     chosen = auto if dtype == "auto" else getattr(torch, dtype)
     return int(chosen.itemsize)

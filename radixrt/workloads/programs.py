@@ -65,7 +65,7 @@ def play(program: Program, answer: Callable[[Sequence[WorkloadPrompt]], Sequence
 
 
 def with_history(rounds: Iterable[Round]) -> Iterator[tuple[Round, list[Tokens]]]:
-    """Each round, and the token sequences that the rounds before it have computed."""
+    """Each round, and the token sequences that earlier rounds have computed."""
     history: list[Tokens] = []
     for played in rounds:
         yield played, history
@@ -73,12 +73,12 @@ def with_history(rounds: Iterable[Round]) -> Iterator[tuple[Round, list[Tokens]]
 
 
 def program_statistics(rounds: Iterable[Round]) -> TokenStatistics:
-    """Token counts of a program that has been played; its best_hit_rate is the best possible one.
+    """Token counts of a played program; its best_hit_rate is the best possible one.
 
-    From the token lists alone: a prompt can hit any prefix that was computed before it, of prompts or of prompts
-    with their answers, but for the last token of each answer, which was sampled and never read. In a round,
-    prompts can hit one another, in the order that is best; the answers of a round come after all its prompts.
-    The cache is empty at first and has no limit.
+    They follow from the tokens alone. A prompt can hit any prefix computed before it, of prompts with their
+    answers, without the last token of each answer, which was sampled and never read. Prompts of one round can hit
+    one another, in the best order; the answers of a round come after all its prompts. The cache is empty at first
+    and unlimited.
     """
     return sum(
         (
@@ -90,7 +90,7 @@ def program_statistics(rounds: Iterable[Round]) -> TokenStatistics:
 
 
 def one_round(prompts: Sequence[WorkloadPrompt]) -> Program:
-    """A list that is known beforehand."""
+    """A list of prompts as a program."""
     yield prompts
 
 
@@ -104,7 +104,7 @@ def chat(
     new_tokens: Range = (64, 256),
     vocab_size: int = VOCAB_SIZE,
 ) -> Program:
-    """Conversations behind one system prompt: a turn's prompt is all that was said, and what the user adds."""
+    """Conversations after one system prompt: a turn's prompt is the whole conversation so far."""
     source = TokenSource(seed, vocab_size)
     system = source.tokens(system_len)
     histories = [system] * conversations
@@ -127,7 +127,7 @@ def choices(
     choice_len: Range = (4, 32),
     vocab_size: int = VOCAB_SIZE,
 ) -> Program:
-    """Multiple choice: the likelihood of each choice after its question, all questions after the same examples."""
+    """Multiple choice: scores each choice after its question, with the same examples before all questions."""
     source = TokenSource(seed, vocab_size)
     examples = source.tokens(examples_len)
     prompts = []
@@ -148,9 +148,9 @@ def tree_search(
     new_tokens: int = 64,
     vocab_size: int = VOCAB_SIZE,
 ) -> Program:
-    """Branching programs: each round, every kept text is continued in several ways, and few of these are kept.
+    """Branching programs: each round continues every kept text in several ways, and keeps a few of these.
 
-    Chance decides which, in place of a judge.
+    The choice is random, in place of a judge.
     """
     source = TokenSource(seed, vocab_size)
     trees = [[source.tokens(root_len)] for _ in range(roots)]

@@ -97,7 +97,7 @@ def test_turns_of_a_base_model(runtime: Runtime, typed: Typist, monkeypatch: pyt
     assert seen == [f"{FACTS}<a>", f"{FACTS}<a>< /b>"]
     out, _ = typed("a", options=("--model", "other"))
     assert seen[-1] == f"{FACTS}a"
-    assert out[1].endswith("a turn being '{}'.")
+    assert out[1].endswith("each turn in the form '{}'.")
 
 
 def output(prompt: list[int], reason: FinishReason, error: str | None = None) -> RequestOutput:

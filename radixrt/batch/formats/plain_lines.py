@@ -26,7 +26,7 @@ An output line is a JSON object with
     metadata          as given, or null;
     error             null, or {"type": see `LineErrorType`, "message"}; then text and token_ids are null;
     outputs           with n > 1: text, token_ids, finish_reason and, if asked for, logprobs of each answer; the
-                      first one's are also those of the record. If one of them failed, the record is an error, and
+                      first one's are also the record's own. If one of them failed, the record is an error, and
                       the others are only here;
     logprobs          if asked for: for each token {"token_id", "logprob", "rank", "top": [[id, logprob], ...]};
     prompt_logprobs   if asked for: the same for tokens of the prompt.

@@ -45,7 +45,7 @@ def _case(
         return [arguments(device=device, generator=generator) for _ in range(copies)]
 
     def expected(tensors: Arguments) -> Expected:
-        # In float32, so that what the kernel rounds is an error, and on copies, as some are written in place.
+        # In float32, so that the kernel's rounding shows as error, and on copies, as some are written in place.
         wide = [x.float() if x.dtype == DTYPE else x for x in tensors]
         return Expected(_tensors(operation(*wide, impl="torch", **options)))
 
@@ -110,7 +110,7 @@ def logits_case(num_tokens: int, vocab_size: int) -> Case[Arguments]:
 
 
 def head_cases(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterator[Case[Arguments]]:
-    """What happens to q, k and v between the projection and the attention, without norms and with them."""
+    """The operation on q, k and v between projection and attention, without and with norms."""
     # q is read and written, k also stored, v read and stored; cosines and sines in float32; positions and slots.
     num_bytes = num_tokens * (
         head_dim * DTYPE.itemsize * (2 * num_heads + 5 * num_kv_heads) + 4 * head_dim + 2 * 4
@@ -152,7 +152,7 @@ def _norm_rotary_store(
     normed: bool,
     impl: Impl,
 ) -> Arguments:
-    """What it writes: q, k and the pool."""
+    """Its outputs: q, k and the pool."""
     norm = HeadNorm(q_weight, k_weight, EPS) if normed else None
     rotation = Rotation(cos_sin_cache, positions)
     norm_rotary_store(q, k, v, k_buffer, v_buffer, slots, norm=norm, rotation=rotation, impl=impl)

@@ -60,7 +60,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """A case with what its contenders did, ours first.
+    """A case with the measurements of its contenders, ours first.
 
     Attributes:
         bound: the least time on the machine.
@@ -92,7 +92,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """Of our best time: see `Goal.verdict`; "" without a goal or a time."""
+        """Verdict on our best time: see `Goal.verdict`; "" without a goal or a time."""
         goal, seconds = self.case.goal, self.ours.best_seconds
         return "" if goal is None or seconds is None else goal.verdict(seconds, self.case.work, self.machine)
 
@@ -109,15 +109,15 @@ class Result:
         return None
 
     def percent_of_bound(self, seconds: float) -> float:
-        """100 is as fast as the machine can be."""
+        """Percent of the machine's limit."""
         return 100 * self.bound.seconds / seconds
 
     def percent_of_bandwidth(self, seconds: float) -> float:
-        """100 moves the case's bytes as fast as a copy does."""
+        """Percent of a copy's speed at moving the case's bytes."""
         return 100 * self.case.work.bytes / (self.machine.bandwidth * seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Of JSON's types."""
+        """The result as JSON values."""
         case = self.case
         return {
             "group": case.group,
@@ -151,12 +151,12 @@ class Result:
 def measure(
     case: Case[Any], machine: Machine, timer: Timer, device: torch.device, *, compiled: bool = True
 ) -> Result:
-    """Check and time every contender of a case; with `compiled` false, those that torch.compile makes are left
+    """Check and time every contender of a case; with `compiled` false, contenders of torch.compile are left
     out.
     """
     copies = copies_beyond_l2(case.work.bytes, machine.l2_bytes)
     contenders = [contender for contender in case.contenders if compiled or not contender.compiles]
-    # Exceptions of any kind: the report says which, and the others go on.
+    # Exceptions of any kind are reported, and the other contenders run.
     try:
         expected = case.expected(case.inputs(device, copies)[0])
     except Exception as error:
@@ -170,9 +170,9 @@ def measure(
     measurements = []
     for contender in contenders:
         if contender.compiles:
-            torch.compiler.reset()  # it compiles anew for a few shapes only
+            torch.compiler.reset()  # otherwise it compiles for a few shapes only
         try:
-            # The same inputs made anew: some operations write in place, and one must not find another's results.
+            # Fresh inputs: some operations write in place, and must not find another's results.
             measurements.append(_time(contender, case.inputs(device, copies), expected, timer))
         except Exception as error:
             measurements.append(
@@ -219,8 +219,8 @@ class CudaTimer:
         self.measure_seconds = measure_seconds
 
     def eager(self, call: Callable[[], object]) -> float:
-        """As Triton's do_bench has it: the L2 cache is overwritten before each call."""
-        from triton.testing import do_bench  # Triton is for Linux alone
+        """By Triton's do_bench: the L2 cache is overwritten before each call."""
+        from triton.testing import do_bench  # Triton exists for Linux only
 
         milliseconds = do_bench(
             call, warmup=WARM_UP_MS, rep=round(1e3 * self.measure_seconds), return_mode="median"
@@ -234,7 +234,7 @@ class CudaTimer:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for call in calls:  # whatever is made on first use
+            for call in calls:  # warm up
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -259,7 +259,7 @@ class CudaTimer:
 
 
 def measure_machine(timer: Timer, device: torch.device) -> Machine:
-    """What this GPU does now: a copy of 1 GiB, within its memory and both ways to pinned host memory, and a bf16
+    """Measure this GPU: a copy of 1 GiB, within its memory and both ways to pinned host memory, and a bf16
     product of 8192 x 8192 matrices.
     """
     source = torch.zeros(2**30, dtype=torch.uint8, device=device)
@@ -287,7 +287,7 @@ def measure_machine(timer: Timer, device: torch.device) -> Machine:
 
 
 def copies_beyond_l2(num_bytes: float, l2_bytes: int) -> int:
-    """How many sets of inputs a graph has to go through so that none is still in L2 when its turn comes: twice
-    the cache, at most MAX_SETS.
+    """The number of input sets with which a graph finds none in L2 when its turn comes: twice the cache, at most
+    MAX_SETS.
     """
     return min(MAX_SETS, max(1, math.ceil(2 * l2_bytes / num_bytes)))

@@ -18,15 +18,15 @@ OURS, THEIRS, PUBLISHED, GOAL = "#1b6ca8", "#c9c9c9", "#ececec", "#d1495b"
 BAR = 0.26  # inches
 
 Bar = tuple[str, float, str]
-"""Its name, length in percent, and colour."""
+"""A bar's name, length in percent, and colour."""
 
 
 Figures = Mapping[str, Any]
-"""Of a case: `Result.to_dict`."""
+"""Figures of a case: `Result.to_dict`."""
 
 
 def plot(results: Sequence[Figures], file: Path, *, card: str) -> None:
-    """Write a PNG. Where nothing but a sweep of tree attention was measured, it is time against batch size."""
+    """Write a PNG of bars, or, for a sweep of tree attention alone, of time against batch size."""
     if is_tree_sweep(results):
         plot_tree_sweep(results, file, card=card)
     else:
@@ -34,7 +34,7 @@ def plot(results: Sequence[Figures], file: Path, *, card: str) -> None:
 
 
 def _plot_bars(results: Sequence[Figures], file: Path, *, title: str) -> None:
-    """Percent of the roofline, a block of bars a case: ours, then the others'; goals are marked."""
+    """Draw percent of the roofline as bars for each case: ours, then the others'; goals are marked."""
     blocks = [_bars(result) for result in results]
     middle = _middle([len(block) + 1 for block in blocks])
     columns = [part for part in (slice(None, middle), slice(middle, None)) if blocks[part]]
@@ -64,7 +64,7 @@ def _percent(result: Figures, seconds: float) -> float:
 
 
 def _middle(heights: Sequence[int]) -> int:
-    """Where to part a list so that both parts are about as high."""
+    """The index that divides a list into parts of about the same height."""
     total, above = sum(heights), 0
     for i, height in enumerate(heights):
         above += height
@@ -100,13 +100,13 @@ Point = tuple[int, float, float]
 
 
 def is_tree_sweep(results: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether these are results, as JSON has them, of tree attention alone, and make a line."""
+    """Whether these JSON results are of tree attention alone, and make a line."""
     return {result["group"] for result in results} == {"tree"} and bool(_lines(results)[1])
 
 
 def plot_tree_sweep(results: Sequence[Mapping[str, Any]], file: Path, *, card: str) -> None:
-    """Write a PNG: a colour a shared length, tree solid and flat dashed, both axes logarithmic. A time is the
-    better of the eager and the captured one.
+    """Write a PNG with one colour for each shared length, tree solid and flat dashed, on logarithmic axes. A time
+    is the better of the eager and the captured one.
     """
     private, lines = _lines(results)
     figure = Figure(figsize=(9, 6), layout="constrained")
@@ -136,7 +136,7 @@ def plot_tree_sweep(results: Sequence[Mapping[str, Any]], file: Path, *, card: s
 
 
 def _lines(results: Sequence[Mapping[str, Any]]) -> tuple[int, dict[int, list[Point]]]:
-    """The private length that most results have; and of these, by shared length, what makes a line."""
+    """The most frequent private length, and lines of its results by shared length."""
     timed = [(result["sizes"], times) for result in results if (times := _times(result)) is not None]
     if not timed:
         return 0, {}
@@ -149,7 +149,7 @@ def _lines(results: Sequence[Mapping[str, Any]]) -> tuple[int, dict[int, list[Po
 
 
 def _times(result: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Of tree and flat attention; None where one has none, or the shape is not a prefix that all share."""
+    """Times of tree and flat attention; None if one is missing, or the requests do not share one prefix."""
     if not result["sizes"]:
         return None
     tree, flat = (

@@ -1,4 +1,4 @@
-"""The kernel benchmark: chosen cases, one after the other, as tables, JSON and a picture."""
+"""The kernel benchmark: selected cases, as tables, JSON and a picture."""
 
 # Tests: tests/bench/test_kernels.py
 
@@ -32,17 +32,17 @@ from radixrt.version import __version__
 from triton_ops.implementation import triton
 
 MEASURE_SECONDS, QUICK_SECONDS = 0.1, 0.02  # of calls, for each time
-_WIDTH = 130  # of the tables where there is no terminal
+_WIDTH = 130  # of the tables without a terminal
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured.
+    """Options of the kernel benchmark.
 
     Attributes:
         only: patterns of cases, GROUP or GROUP/NAME with * and ?; empty: all.
-        sweep: the shapes around the usual ones too, these without what torch.compile has to make.
-        quick: shorter, and nothing that torch.compile has to make.
+        sweep: also other shapes than the usual ones, without torch.compile.
+        quick: shorter, and without torch.compile.
     """
 
     only: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Options:
 
 
 def choose_cases(options: Options) -> list[Case[Any]]:
-    """The cases, in the groups' order. Raises ParameterError where a pattern matches none."""
+    """The selected cases, in the groups' order. Raises ParameterError if a pattern matches none."""
     cases: list[Case[Any]] = [
         *attention_cases(),
         *tree_cases(),
@@ -76,12 +76,12 @@ def choose_cases(options: Options) -> list[Case[Any]]:
 
 
 def _without_compiled(case: Case[Any]) -> Case[Any]:
-    """There are too many in a sweep to wait for torch.compile."""
+    """The case without torch.compile, which takes too long for a sweep."""
     return replace(case, contenders=tuple(c for c in case.contenders if not c.compiles))
 
 
 def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file: Path | None = None) -> int:
-    """Measure, print, and write what is asked for. Returns 0; 1 where a kernel of ours failed or was wrong.
+    """Measure, print, and write the requested files. Returns 0, or 1 if a kernel of ours failed or was wrong.
 
     Raises:
         ParameterError: a pattern matches nothing, or a file cannot be written; found before anything runs.
@@ -110,7 +110,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
             with tqdm.external_write_mode():
                 report.print_group(measured)
             results += measured
-            if json_file is not None:  # after each group: a run that is cut short loses little
+            if json_file is not None:  # after each group, so that an aborted run loses little
                 written = {
                     "environment": environment,
                     "machine": asdict(machine),
@@ -127,7 +127,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
 
 
 def draw_records(records_file: Path, plot_file: Path, only: Sequence[str] = ()) -> None:
-    """Draw what an earlier run has measured, on this machine or another; `only` as in `matching_cases`.
+    """Draw the results of an earlier run, on this machine or another; `only`: see `matching_cases`.
 
     Raises:
         ParameterError: the file holds no such records, a pattern matches none, or the picture cannot be written.
@@ -148,7 +148,7 @@ def draw_records(records_file: Path, plot_file: Path, only: Sequence[str] = ()) 
 
 
 def describe(machine: Machine) -> str:
-    """What the rooflines are made of, in a line."""
+    """The machine's measured speeds, in a line."""
     return (
         f"{machine.name}: copies {machine.bandwidth / 1e12:.2f} TB/s (read and written), bf16 products of "
         f"8192 x 8192 {machine.flops / 1e12:.0f} TFLOP/s, L2 {machine.l2_bytes / 2**20:.0f} MiB, link "

@@ -34,11 +34,11 @@ from radixrt.runtime import Runtime
 from radixrt.workloads.lists import WorkloadPrompt
 from radixrt.workloads.programs import Program
 
-_WIDTH = 125  # of the tables where there is no terminal
+_WIDTH = 125  # of the tables without a terminal
 
 
 def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file: Path | None = None) -> int:
-    """Measure, print, and write what is asked for. Returns 0, whatever becomes of the baseline.
+    """Measure, print, and write the requested files. Returns 0, even if the baseline fails.
 
     Raises:
         RadixrtError: a Runtime cannot be made, or a list does not fit; or a file cannot be written, which is found
@@ -55,7 +55,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
         def done(part: str) -> None:
             bar.set_postfix_str(part)
             bar.update()
-            if json_file is not None:  # after each part: a run that is cut short loses little
+            if json_file is not None:  # after each part, so that an aborted run loses little
                 write_json(json_file, _report(options, environment, shapes))
 
         for figures in shapes:
@@ -71,7 +71,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
                     with tqdm.external_write_mode():
                         print_start_up(figures, console, environment["device"])
         if options.baseline is not None:
-            for figures in shapes:  # when all of ours is done: nothing that goes wrong there can touch it
+            for figures in shapes:  # after all our own measurements, which a failure there cannot touch
                 with _measurement(figures, options, done) as measurement:
                     measurement.measure_baseline()
     for figures in shapes:
@@ -98,7 +98,7 @@ def _measurement(figures: ShapeFigures, options: Options, done: Step) -> Iterato
 
 
 def _parts(options: Options) -> int:
-    """How often `done` is called."""
+    """The number of calls of `done`."""
     lists = len(options.workloads)
     a_shape = lists * options.repeat * (1 + len(options.ablations)) + lists * (options.baseline is not None)
     if choose_device(options.device).type == "cuda":
@@ -115,18 +115,18 @@ def _report(options: Options, environment: dict[str, str], shapes: Sequence[Shap
     }
 
 
-WARM_UP_TOKENS = 16  # in the longest answers of the warm-up; the others are shorter, for batches of many sizes
+WARM_UP_TOKENS = 16  # of the longest answers of the warm-up; shorter ones give batches of many sizes
 
 Step = Callable[[str], None]
-"""Called after each part of the work, with what was done."""
+"""Called after each part of the work, with its name."""
 
 
 class ShapeMeasurement:
-    """Measures one shape or model, part by part, and writes what it finds into `figures`.
+    """Measures one shape or model, part by part, and writes the results into `figures`.
 
     Args:
         figures: of this shape; it has its workloads.
-        model, load_format: what the Runtime is made of.
+        model, load_format: options of the Runtime.
         done: called after each repetition, and each other part.
     """
 
@@ -149,7 +149,7 @@ class ShapeMeasurement:
         self._done = done
 
     def measure_engine(self) -> None:
-        """The engine as it is: all repetitions, then what is asked for besides.
+        """Measure the engine: all repetitions, then the optional measurements.
 
         Raises:
             ParameterError, ModelError: the Runtime cannot be made.
@@ -174,7 +174,7 @@ class ShapeMeasurement:
                 self._done("profiles")
 
     def measure_ablation(self, ablation: str) -> None:
-        """All repetitions with a part of the engine switched off."""
+        """Measure all repetitions with a part of the engine switched off."""
         with Runtime(**self._runtime_options, **ABLATIONS[ablation]) as runtime:
             for workload in self.figures.workloads:
                 workload.ablated[ablation] = ()
@@ -183,7 +183,7 @@ class ShapeMeasurement:
                     self._done(f"{workload.workload}, {ablation}")
 
     def measure_start_up(self) -> None:
-        """A fresh process; on a GPU first one that has to compile the kernels. Raises RadixrtError if it fails."""
+        """Measure a fresh process; on a GPU, also one that compiles kernels. Raises RadixrtError if it fails."""
         if self.device.type == "cuda":
             self.figures.cold, self.figures.warm = cold_and_warm(self._runtime_options)
         else:
@@ -191,7 +191,7 @@ class ShapeMeasurement:
         self._done("start-up")
 
     def measure_baseline(self) -> None:
-        """The lists of the first repetition through transformers. What it raises becomes the reason."""
+        """Run the lists of the first repetition through transformers. An exception becomes the reason."""
         scale = SCALES[self.options.scale]
         failed: BaselineRun | None = None
         batching: TransformersBatching | None = None
@@ -204,7 +204,7 @@ class ShapeMeasurement:
                 max_batch_tokens=scale.chunked_prefill_size,
                 seed=self.options.seed,
             )
-        except Exception as error:  # of any kind: ours is not hidden by it
+        except Exception as error:  # of any kind: our own figures are still shown
             failed = BaselineRun(reason=reason_of(error))
         for workload in self.figures.workloads:
             prompts = self._prompts(workload.workload, self.options.seed)
@@ -215,7 +215,7 @@ class ShapeMeasurement:
 
     @property
     def file_name(self) -> str:
-        """Of the shape, for traces."""
+        """Name of the shape in files of traces."""
         return self.figures.config or "model"
 
     def _repetitions(self, runtime: Runtime, name: str) -> Iterator[Run]:
@@ -229,14 +229,14 @@ class ShapeMeasurement:
         return run_once(runtime, self._program(name, repetition), model_shape(runtime, "auto"), speed)
 
     def _warm_up(self, runtime: Runtime, name: str) -> None:
-        """Whatever is made on first use is made here, by other prompts of the same kind, and few tokens each."""
+        """Warm up with other prompts of the same kind, and few new tokens."""
         prompts = self._prompts(name, self.options.seed + self.options.repeat)
         answer(
             runtime, [replace(prompt, max_new_tokens=1 + i % WARM_UP_TOKENS) for i, prompt in enumerate(prompts)]
         )
 
     def _idle_share(self, runtime: Runtime, name: str) -> float:
-        """Of one more repetition, which takes longer than the timed ones: the profiler costs time."""
+        """The idle share of one more repetition, which takes longer because of the profiler."""
         with device_profiler() as profiler:
             run = self._run(runtime, name, self.options.seed + self.options.repeat)
         return max(0.0, 1 - busy_seconds(device_intervals(profiler)) / run.seconds)

@@ -14,9 +14,9 @@ from radixrt.bench.catalogue import ABLATIONS, BASELINES, CONFIGS, LISTS, SCALES
 _FILES = ("json", "plot")
 
 _DESCRIPTION = """\
-Time one Runtime.generate call over each of five lists of prompts, from an empty cache, beside the time that no
-engine can beat on the device and, on the GPU that they were set for, the goals. In the same run, if asked for: the
-engine with parts switched off, transformers' continuous batching, how long the device idles, the CPU's work in a
+Time one Runtime.generate call over each of five lists of prompts, from an empty cache. Printed with each time: the
+time that no engine can beat on the device and, on an NVIDIA H200, the goal. On request also, in the same run: the
+engine with parts switched off, transformers' continuous batching, the device's idle time, the CPU's work in a
 decode step, a fresh process to its first token, and profiles.
 """
 
@@ -25,15 +25,15 @@ def add_throughput(benchmarks: Any) -> None:
     """Add `throughput` to the subparsers of `radixrt bench`."""
     parser = benchmarks.add_parser(
         "throughput",
-        help="five lists of prompts beside the bound, goals, ablations and transformers",
+        help="five lists of prompts, compared with the bound, goals, ablations and transformers",
         description=_DESCRIPTION,
         epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,  # what is not given keeps the default of Options
+        argument_default=argparse.SUPPRESS,  # options not given keep the defaults of Options
     )
     parser.set_defaults(run=_throughput)
 
-    option = parser.add_argument_group("what is run").add_argument
+    option = parser.add_argument_group("workloads").add_argument
     option(
         "--config",
         dest="configs",
@@ -57,27 +57,27 @@ def add_throughput(benchmarks: Any) -> None:
     option("--seed", type=int, metavar="N", help="of the prompts, the draws and the random weights (0)")
     option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
 
-    option = parser.add_argument_group("measured besides, in the same run").add_argument
+    option = parser.add_argument_group("further measurements in the same run").add_argument
     option("--no-prefix-cache", action="store_true", help="again without the prefix cache")
     option("--no-overlap", action="store_true", help="again with passes that wait for one another's results")
     option("--no-graphs", action="store_true", help="again without captured graphs")
-    option("--flat", action="store_true", help="again with attention that reads what requests share once for each")
+    option("--flat", action="store_true", help="again with attention that reads shared KV once for each request")
     option("--baseline", choices=BASELINES, help="again with this engine, each list once")
     option(
-        "--baseline-limit", type=float, metavar="SECONDS", help="after which it is stopped, for each list (120)"
+        "--baseline-limit", type=float, metavar="SECONDS", help="time limit of the baseline for each list (120)"
     )
-    option("--idle", action="store_true", help="share of the time in which the GPU does nothing, in one more run")
-    option("--step", action="store_true", help="what the CPU does in a decode step of 512 requests")
+    option("--idle", action="store_true", help="the GPU's idle share of the time, in one more run")
+    option("--step", action="store_true", help="the CPU's work in a decode step of 512 requests")
     option("--start-up", action="store_true", help="a fresh process from its start to its first token")
 
-    option = parser.add_argument_group("bound: of a device that is not known").add_argument
+    option = parser.add_argument_group("bound: for an unknown device").add_argument
     option("--bandwidth", type=float, metavar="BYTES/S", help="of its memory, such as 4.26e12")
     option("--flops", type=float, metavar="OPS/S", help="dense products of the dtype, such as 790e12")
 
     option = parser.add_argument_group("files").add_argument
-    option("--json", type=Path, default=None, metavar="FILE", help="gets every run's figures")
-    option("--plot", type=Path, default=None, metavar="FILE.png", help="gets a picture (needs radixrt[bench])")
-    option("--trace", type=Path, metavar="FOLDER", help="gets profiles of a prefill pass and of decode steps")
+    option("--json", type=Path, default=None, metavar="FILE", help="write every run's figures")
+    option("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture (needs radixrt[bench])")
+    option("--trace", type=Path, metavar="FOLDER", help="write profiles of a prefill pass and of decode steps")
 
 
 def _epilog() -> str:
@@ -96,7 +96,7 @@ exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot 
 
 
 def _throughput(arguments: argparse.Namespace) -> int:
-    # Before torch is imported: idle OpenMP threads that spin slow other processes on the same cores down.
+    # Before torch is imported: idle OpenMP threads that spin would slow other processes on the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from radixrt.bench.throughput.benchmark import run_benchmark
     from radixrt.bench.throughput.options import Options

@@ -1,4 +1,4 @@
-"""Passes one by one: what the CPU does in a decode step, and profiles of a prefill pass and of decode steps."""
+"""Measures single passes: the CPU's work in a decode step; profiles of a prefill pass and of decode steps."""
 
 # Tests: tests/bench/test_throughput.py
 
@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 TIMED_STEPS, WARM_STEPS = 100, 20
 PREFILLS_BEFORE, DECODES_PROFILED = 2, 5
-NEW_TOKENS = 512  # of each request: more than there are steps
+NEW_TOKENS = 512  # of each request: more than measured steps
 PROMPT_LEN = 32  # where only decode steps matter
 MAX_PASSES = 10_000  # until all requests decode
 
 
 class _Watch:
-    """What the engine launched last, and the seconds in the runner's `launch` and `collect` since `reset`."""
+    """The last launched pass, and the seconds in the runner's `launch` and `collect` since `reset`."""
 
     def __init__(self) -> None:
         self.batch: ScheduleBatch | None = None
@@ -66,7 +66,7 @@ class _Watch:
 
 
 def measure_step(runtime: Runtime) -> StepTime:
-    """Decode steps of STEP_REQUESTS requests, or of as many as run at once if these are fewer.
+    """Time decode steps of STEP_REQUESTS requests, or of the Runtime's limit if that is lower.
 
     Raises:
         RadixrtError: the pool or the context is too small for them.
@@ -131,13 +131,13 @@ def _synchronize(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _running(runtime: Runtime, prompts: Sequence[Tokens]) -> Iterator[_Watch]:
-    """Requests for `prompts` that run until the block ends; each step of the engine is watched."""
+    """Run requests for `prompts` until the block ends, and watch each step of the engine."""
     longest = max(map(len, prompts))
     new_tokens = min(NEW_TOKENS, runtime.context_length - longest)
     params = SamplingParams(max_new_tokens=max(1, new_tokens), temperature=TEMPERATURE, ignore_eos=True)
     runtime.flush_cache()
     requests = [runtime.prepare(prompt, params, index=i) for i, prompt in enumerate(prompts)]
-    runner = runtime._driver.check_open().runner  # nobody else has a use for single passes
+    runner = runtime._driver.check_open().runner  # no public method runs single passes
     watch, launch, collect = _Watch(), runner.launch, runner.collect
     with contextlib.ExitStack() as undo:
         for method, watched in (
@@ -145,7 +145,7 @@ def _running(runtime: Runtime, prompts: Sequence[Tokens]) -> Iterator[_Watch]:
             ("collect", lambda handle: watch.collect(collect, handle)),
         ):
             setattr(runner, method, watched)
-            undo.callback(delattr, runner, method)  # what the class has shows again
+            undo.callback(delattr, runner, method)  # the class's method is visible again
         try:
             runtime.submit(*requests)
             yield watch
@@ -167,18 +167,18 @@ def _until_all_decode(runtime: Runtime, watch: _Watch, count: int) -> None:
 
 
 def device_profiler() -> Any:
-    """A profiler of what runs on the GPU alone: it costs the host little."""
+    """A profiler of the GPU only, which costs the host little."""
     return profile(activities=[ProfilerActivity.CUDA])
 
 
 def full_profiler(device: torch.device) -> Any:
-    """A profiler of the host's operators too."""
+    """A profiler of the GPU and of the host's operators."""
     on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     return profile(activities=[ProfilerActivity.CPU, *on_gpu])
 
 
 def busy_seconds(intervals: Iterable[tuple[int, int]]) -> float:
-    """How long at least one of the intervals lasts; they are (start, end) in nanoseconds, in any order."""
+    """Seconds covered by at least one interval (start, end) in nanoseconds, in any order."""
     busy, reached = 0, 0
     for start, end in sorted(intervals):
         busy += max(0, end - max(start, reached))
@@ -192,7 +192,7 @@ def device_intervals(profiler: Any) -> list[tuple[int, int]]:
 
 
 def costs(profiler: Any, steps: int, device: torch.device) -> tuple[KernelCost, ...]:
-    """Kernels and copies by time per step, the dearest first; on a CPU, operators without those they call."""
+    """Kernels and copies by time per step, the longest first; on a CPU, operators without their callees."""
     totals: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     if device.type == "cuda":
         for event in _device_events(profiler):

@@ -1,4 +1,4 @@
-"""How long a fresh process takes to its first token."""
+"""Times a fresh process to its first token."""
 
 # Tests: tests/bench/test_throughput.py
 
@@ -20,14 +20,14 @@ MAX_SECONDS = 600
 
 
 def cold_and_warm(runtime_options: Mapping[str, Any]) -> tuple[StartUp, StartUp]:
-    """Two processes, one after the other: the first compiles all kernels, the second finds them on the disk."""
+    """Time two processes: the first compiles all kernels, the second finds them on the disk."""
     with tempfile.TemporaryDirectory() as kernels:
         own = {"TRITON_CACHE_DIR": kernels}
         return measure_start_up(runtime_options, own), measure_start_up(runtime_options, own)
 
 
 def measure_start_up(runtime_options: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> StartUp:
-    """Start a process that makes a Runtime and a token, with `environment` beside this process's own.
+    """Time a process that makes a Runtime and a token, with `environment` added to this process's own.
 
     `runtime_options` are keyword arguments of Runtime, of JSON's types.
 

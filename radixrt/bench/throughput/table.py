@@ -1,4 +1,4 @@
-"""The figures as tables."""
+"""Prints the figures of the throughput benchmark as tables."""
 
 # Tests: tests/bench/test_throughput.py
 
@@ -36,7 +36,7 @@ _MET = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}
 
 
 def print_workloads(figures: ShapeFigures, console: Console) -> None:
-    """A workload a line, beside its bound and, if there are any, goals."""
+    """Print one workload a line, with its bound and goal."""
     has_goals = any(workload.goal is not None for workload in figures.workloads)
     table = _table(
         figures.name,
@@ -79,7 +79,7 @@ def print_workloads(figures: ShapeFigures, console: Console) -> None:
 
 
 def print_comparison(figures: ShapeFigures, console: Console) -> None:
-    """The seconds with parts switched off and those of the baseline, each with how many times ours it is."""
+    """Print the seconds of ablations and the baseline, also as multiples of ours."""
     ablations = list(figures.workloads[0].ablated)
     has_baseline = any(workload.baseline is not None for workload in figures.workloads)
     if not ablations and not has_baseline:
@@ -98,7 +98,7 @@ def print_comparison(figures: ShapeFigures, console: Console) -> None:
 
 
 def print_details(figures: ShapeFigures, console: Console, device_name: str) -> None:
-    """The CPU's work in a step, and what the profiles found."""
+    """Print the CPU's work in a step, and the profiles."""
     step = figures.step
     if step is not None:
         goal, computed = "", ", the pass itself included" if device_name.startswith("CPU") else ""
@@ -114,7 +114,7 @@ def print_details(figures: ShapeFigures, console: Console, device_name: str) -> 
 
 
 def print_start_up(figures: ShapeFigures, console: Console, device_name: str) -> None:
-    """The start of a process, with compiled kernels on the disk and without."""
+    """Print the start-up of a process, with and without compiled kernels on the disk."""
     has_goals = holds_for(device_name) and figures.config == START_UP_SHAPE
     if figures.cold is not None:
         limits = {"total": COLD_SECONDS} if has_goals else {}
@@ -130,7 +130,7 @@ def _start_up(start: StartUp, limits: Mapping[str, float]) -> str:
     def goal(name: str, seconds: float) -> str:
         return _limit(seconds, limits[name]) if name in limits else ""
 
-    # The Runtime's own total stands before its parts.
+    # The Runtime's own total comes before its parts.
     parts = [f"{name} {s:.2f}{goal(name, s)}" for name, s in start.parts.items() if name != "total"]
     return (
         f"{start.total:.2f} s to the first token{goal('total', start.total)}: imports {start.imports:.2f}, "
@@ -179,7 +179,7 @@ def _times(seconds: float | None, ours: float) -> str:
 
 
 def _baseline(run: BaselineRun | None, ours: float, notes: dict[str, int]) -> str:
-    """Beside our own first repetition, which ran the same list."""
+    """Compare with our own first repetition, which ran the same list."""
     if run is None:
         return "-"
     if run.stopped_after is not None:

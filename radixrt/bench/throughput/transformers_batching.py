@@ -21,7 +21,7 @@ from radixrt.workloads.lists import WorkloadPrompt
 
 BLOCK_SIZE = 256  # tokens of a KV block, its default
 WARM_UP_REQUESTS, WARM_UP_LEN, WARM_UP_TOKENS = 4, 16, 4
-STOP_SECONDS = 60  # for a pass that runs when it is told to stop
+STOP_SECONDS = 60  # for the running pass to end
 
 
 class TransformersBatching:
@@ -65,10 +65,10 @@ class TransformersBatching:
             max_batch_tokens=max_batch_tokens,
             seed=seed,
         )
-        self._stuck: str | None = None  # why nothing can be timed any more
+        self._stuck: str | None = None  # the reason why nothing can be timed any more
 
     def run(self, prompts: Sequence[WorkloadPrompt], limit: float) -> BaselineRun:
-        """Answer all of a list, after a warm-up, in at most `limit` seconds. What fails becomes the reason."""
+        """Answer a list after a warm-up, in at most `limit` seconds. An exception becomes the reason."""
         if self._stuck is not None:
             return BaselineRun(reason=self._stuck)
         manager = None
@@ -83,7 +83,7 @@ class TransformersBatching:
                 if self._answer(manager, prompts, limit):
                     return BaselineRun(seconds=time.perf_counter() - began)
             return BaselineRun(stopped_after=limit, reason=f"stopped after {limit:g} s")
-        except Exception as error:  # whatever it is, ours is not hidden by it
+        except Exception as error:  # of any kind: our own figures are still shown
             return BaselineRun(reason=reason_of(error))
         finally:
             if manager is not None:
@@ -92,7 +92,7 @@ class TransformersBatching:
     def _stop(self, manager: Any) -> None:
         try:
             manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
-            if manager.is_running():  # beside what it does nothing can be timed
+            if manager.is_running():  # while it runs, nothing else can be timed
                 self._stuck = f"the list before it still ran {STOP_SECONDS} s after it was told to stop"
             else:
                 manager.destroy()
@@ -100,7 +100,7 @@ class TransformersBatching:
             self._stuck = f"the list before it could not be stopped: {reason_of(error)}"
 
     def close(self) -> None:
-        """Let go of the model and its memory."""
+        """Release the model and its memory."""
         del self._model
         gc.collect()
         torch.cuda.empty_cache()
@@ -117,7 +117,7 @@ class TransformersBatching:
             max_generated_length=max(prompt.max_new_tokens for prompt in prompts),
             num_requests=len(prompts),
         )
-        gc.collect()  # of a manager that could not be made
+        gc.collect()  # the remains of a manager that could not be made
         manager = self._model.init_continuous_batching(
             generation_config=generation, continuous_batching_config=self._config, workload_hints=hints
         )
@@ -154,7 +154,7 @@ class TransformersBatching:
 
 
 def _attention(device: torch.device) -> str:
-    """The fastest of its paged attention that is installed; it would fetch others from the hub."""
+    """The fastest installed paged attention; others would be fetched from the hub."""
     from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     if device.type == "cuda":
