@@ -313,7 +313,7 @@ def test_a_run_that_goes_on_and_is_stopped_plans_once(
 
 
 def test_the_printed_figures(files: tuple[Path, Path]) -> None:
-    """First those of all records, then those of the process."""
+    """First the figures of all records, then the process's own."""
     write(
         files[0], [b"{", *[good(n) for n in range(1, 6)], b'{"token_ids": [6, 6, 6]}', b'{"token_ids": [7, 7, 7]}']
     )
@@ -594,7 +594,7 @@ def test_standard_input_and_output(
 def test_records_that_wait_for_standard_output_are_on_disk(
     files: tuple[Path, Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All do if the last line ends first. If there is no room for them, those that have found some are printed."""
+    """All lines wait if the last one ends first. If the disk is too small, the lines that fit are printed."""
     files[0].write_bytes(b"\n".join(good(index) for index in range(40)))
     scratch = files[0].parent / "scratch"
     scratch.mkdir()

@@ -32,7 +32,7 @@ KILLS = 3
     ],
 )
 def test_killed_three_times(tmp_path: Path, shape: str, device: str, subjects: int, questions: int) -> None:
-    """Each line has one record, and those that the journal had after a kill are in the output to the last byte."""
+    """Each line has one record, and records kept after a kill are in the output byte for byte."""
     model, files = tmp_path / "model", (tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     model.mkdir()
     write_shape(shape, model)

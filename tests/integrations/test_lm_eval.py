@@ -1,4 +1,4 @@
-"""radixrt behind lm-evaluation-harness: local tasks, and every number beside a dense pass."""
+"""radixrt in lm-evaluation-harness: local tasks, and every number compared with a dense pass."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_what_would_save_little_is_not_told() -> None:
 
 
 def test_what_is_alike_only_for_a_while_is_not_told() -> None:
-    """A phrase behind what differs is too short to matter, and a text that comes late is no beginning."""
+    """A phrase after the differing tokens is too short to matter, and a text that comes late is no beginning."""
     phrase, body = words(40), words(500)
     assert not hints_of([words(6) + phrase + words(200) for _ in range(100)])
     assert not hints_of([words(80) + body for _ in range(100)])

@@ -94,14 +94,14 @@ def data_of(machine: Machine) -> bytes:
 
 
 def set_data(machine: Machine, data: bytes) -> None:
-    """What stands in the journal, in memory and on the disk."""
+    """The lines of the journal, in memory and on the disk."""
     node = machine.find(ALONE)
     node.data = node.on_disk = data
     node.lost = []
 
 
 def lines_of(data: bytes) -> list[tuple[int, str, bytes]]:
-    """An own reader of the format as told: where each line ends, its kind and what stands behind it."""
+    """An independent reader of the documented format: the end of each line, its kind and its rest."""
     found = []
     end = 0
     for number, line in enumerate(data.split(b"\n")[:-1]):
@@ -120,7 +120,7 @@ def lines_of(data: bytes) -> list[tuple[int, str, bytes]]:
     return found
 
 
-# ---- what stands in it
+# ---- its content
 
 
 def test_the_format() -> None:
@@ -402,7 +402,7 @@ def test_a_journal_without_its_first_line_is_refused() -> None:
     "change", [lambda byte: byte ^ 1, lambda byte: byte ^ 0x80, lambda byte: 10, lambda byte: 0]
 )
 def test_a_changed_byte_is_found_wherever_it_is(change: Callable[[int], int]) -> None:
-    """Before the last `synced` it is damage, which is refused; behind, the journal is cut there."""
+    """Before the last `synced` it is damage, which is refused; after it, the journal is cut there."""
     data = synced_and_not()
     lines = lines_of(data)
     last_synced = next(lines[n - 1][0] for n, (_, kind, _) in enumerate(lines) if kind == "synced")  # begins there
@@ -424,7 +424,7 @@ def test_a_changed_byte_is_found_wherever_it_is(change: Callable[[int], int]) ->
                 assert f"sed -i '{number}d" in str(raised.value)
             assert data_of(machine) == changed
         else:
-            # Where the last `synced` itself is damaged, nothing says that what stands before it was durable.
+            # If the last `synced` itself is damaged, nothing says that the lines before it were durable.
             found = positions_in(data[: lines[number - 2][0]])
             assert reopened(machine, 9).recovery.records == len(found)
             goes_on(machine, found)
@@ -821,7 +821,7 @@ def test_ctrl_c_before_every_line(resumed: bool, step: int) -> None:
 
 
 def test_after_ctrl_c_in_a_call_the_journal_takes_no_more() -> None:
-    """A record that is half written must not get another behind it."""
+    """After half a record no other may be written."""
     machine = Machine()
     process = Process(machine, most=30)
     journal = new_journal(8, process)
@@ -961,7 +961,7 @@ class Journals(RuleBasedStateMachine):
         assert (journal.written, journal.durable) == (len(self.there), len(self.durable))
         lines = lines_of(data_of(self.machine))
         assert sorted(int(kind) for _, kind, _ in lines if kind.isdigit()) == sorted(self.there)
-        # A `synced` tells the truth: all that stands before it is durable.
+        # A `synced` tells the truth: all lines before it are durable.
         last = max(n for n, (_, kind, _) in enumerate(lines) if kind in ("header", "synced"))
         assert {int(kind) for _, kind, _ in lines[:last] if kind.isdigit()} <= self.durable
 
