@@ -27,7 +27,7 @@ from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats, PrefixCache
 from radixrt.cache.tree_view import view_tree
-from radixrt.checks import real, whole
+from radixrt.checks import check_float, check_int
 from radixrt.engine.driver import Call, Driver
 from radixrt.engine.engine import LAG, Engine
 from radixrt.engine.gc_control import old_objects_left_alone
@@ -41,7 +41,6 @@ from radixrt.execution.device import (
     pool_slots,
     started_meanwhile,
 )
-from radixrt.execution.graphs.decode_graphs import MOST_CAPTURED
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.memory_budget import PassLimits, measured_pass_memory, room_for_passes
 from radixrt.execution.model_runner import ModelRunner
@@ -192,10 +191,10 @@ class Runtime:
             max_running_requests = default.max_running_requests
         if chunked_prefill_size is None:
             chunked_prefill_size = default.chunked_prefill_size
-        real("memory_fraction", memory_fraction, 0.0, 1.0, above=True)
-        whole("max_running_requests", max_running_requests, 1, 2**16)
-        whole("chunked_prefill_size", chunked_prefill_size, 1, 2**20)
-        self.seed = whole("seed", seed, 0, 2**63 - 1)
+        check_float("memory_fraction", memory_fraction, 0.0, 1.0, above=True)
+        check_int("max_running_requests", max_running_requests, 1, 2**16)
+        check_int("chunked_prefill_size", chunked_prefill_size, 1, 2**20)
+        self.seed = check_int("seed", seed, 0, 2**63 - 1)
         try:
             policy = SchedulePolicy(schedule_policy)
         except ValueError:
@@ -290,7 +289,7 @@ class Runtime:
             self._kv_pool,
             self.device,
             host_pool,
-            max_captured_batch=min(max_running_requests, MOST_CAPTURED) if cuda_graphs else 0,
+            max_captured_batch=max_running_requests if cuda_graphs else 0,
             max_captured_tokens=chunked_prefill_size if cuda_graphs else 0,
             tree=tree,
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from radixrt.batch.error_limit import ErrorLimit
 from radixrt.batch.formats.compression import check_output_name, encoded
@@ -19,7 +19,7 @@ from radixrt.batch.journal.run_folder import RunFolder, has_run
 from radixrt.batch.journal.sinks import JournalSink, Sink, StreamSink
 from radixrt.batch.journal.standard_output import StandardOutput
 from radixrt.batch.meter import progress_bar
-from radixrt.batch.options import BatchOptions
+from radixrt.batch.options import BatchConfig, BatchOptions
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
 from radixrt.batch.run import BatchRun, BatchRuntime, R
 from radixrt.batch.scan import Check, Scan, parameters_as_json, scan_lines
@@ -32,6 +32,9 @@ from radixrt.report.files import ReportError, ReportFiles
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.token_spelling import TokenSpelling
 from radixrt.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ class BatchInterrupted(Interrupted):
 
 
 def run_batch(
-    runtime: BatchRuntime[R], input_path: str | Path, output_path: str | Path, **options: Any
+    runtime: BatchRuntime[R], input_path: str | Path, output_path: str | Path, **options: Unpack[BatchOptions]
 ) -> BatchReport:
     """Answer each line of `input_path` with one record in `output_path`, in input order.
 
@@ -67,7 +70,7 @@ def run_batch(
 
     Args:
         runtime: a Runtime without other requests. It stays open.
-        options: see `BatchOptions`.
+        options: see `BatchConfig`.
 
     Raises:
         ParameterError: an option is outside its bounds.
@@ -75,7 +78,7 @@ def run_batch(
     """
     if runtime.has_work:
         raise RadixrtError("the runtime has other requests; a batch needs one without")
-    with Batch(input_path, output_path, BatchOptions(**options)) as batch:
+    with Batch(input_path, output_path, BatchConfig(**options)) as batch:
         scanned = batch.scan(
             runtime.tokenizer, lambda prompt, params, line: runtime.prepare(prompt, params, index=line)
         )
@@ -89,7 +92,7 @@ class Batch:
         input_path: JSON lines in UTF-8, plain or compressed by gzip or zstd; or parquet; "-" is standard input.
         output_path: a file in a folder that exists, compressed if its name ends in .gz or .zst; "-" is standard
             output, in input order; then no records are kept.
-        options: see `BatchOptions`.
+        options: see `BatchConfig`.
 
     Attributes:
         output: None for standard output.
@@ -106,7 +109,7 @@ class Batch:
         BatchInterrupted: Ctrl-C or SIGTERM stopped the batch.
     """
 
-    def __init__(self, input_path: str | Path, output_path: str | Path, options: BatchOptions) -> None:
+    def __init__(self, input_path: str | Path, output_path: str | Path, options: BatchConfig) -> None:
         _check_paths(input_path, output_path, overwrite=options.overwrite)
         self._input = input_path
         self.output = None if output_path == STANDARD else Path(output_path)

@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
-from radixrt.checks import real
+from radixrt.checks import check_float
 from radixrt.engine.signals import DRAIN_SECONDS
 from radixrt.errors import ParameterError
 from radixrt.report.files import Paths
@@ -16,9 +16,26 @@ from radixrt.sampling_params import SamplingParams
 Order = Literal["planned", "file"]
 
 
+class BatchOptions(TypedDict, total=False):
+    """Keyword arguments of a batch; `BatchConfig` has their meaning and defaults."""
+
+    default_params: SamplingParams | None
+    overwrite: bool
+    restart: bool
+    strict: bool
+    order: Order
+    keep_cache: bool
+    progress: bool
+    created: int | None
+    max_error_rate: float | None
+    drain_seconds: float
+    report: Paths
+    price_per_hour: float | None
+
+
 @dataclass(frozen=True)
-class BatchOptions:
-    """How a batch is answered.
+class BatchConfig:
+    """Options of a batch, validated.
 
     Attributes:
         default_params: parameters of lines that give none; None: those of `SamplingParams()`.
@@ -59,7 +76,7 @@ class BatchOptions:
         if self.order not in ("planned", "file"):
             raise ParameterError(f"order is {self.order!r}; it must be 'planned' or 'file'")
         if self.max_error_rate is not None:
-            real("max_error_rate", self.max_error_rate, 0.0, 1.0)
-        real("drain_seconds", self.drain_seconds, 0.0, 1e6)
+            check_float("max_error_rate", self.max_error_rate, 0.0, 1.0)
+        check_float("drain_seconds", self.drain_seconds, 0.0, 1e6)
         if self.price_per_hour is not None:
-            real("price_per_hour", self.price_per_hour, 0.0, 1e9)
+            check_float("price_per_hour", self.price_per_hour, 0.0, 1e9)

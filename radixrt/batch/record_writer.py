@@ -57,7 +57,7 @@ class RecordWriter:
         sink: takes the records.
         counts: told of each record.
         spelling: of the model's tokens.
-        created: see `BatchOptions`.
+        created: see `BatchConfig`.
 
     Attributes:
         finished: `[N]`, lines with a record when the writer was made.

@@ -13,7 +13,7 @@ import numpy as np
 from radixrt.arrays import Int32Array, Int64Array
 from radixrt.batch.formats.record import LineError, LineErrorType, Reply
 from radixrt.batch.meter import Meter, MeteredRuntime, progress_bar
-from radixrt.batch.options import BatchOptions
+from radixrt.batch.options import BatchConfig
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
 from radixrt.batch.retry import Retries
 from radixrt.batch.scan import Scan, SoundLine
@@ -38,7 +38,7 @@ class PreparedRequest(Protocol):
     """A request from `BatchRuntime.prepare`."""
 
     @property
-    def id(self) -> int:
+    def id(self) -> int | str:
         """The id of its output, unique in the runtime."""
 
     @property
@@ -122,7 +122,7 @@ class BatchRun(Generic[R]):
         scan: Scan,
         records: RecordWriter,
         interrupted: FirstSignal,
-        options: BatchOptions,
+        options: BatchConfig,
     ) -> None:
         self._runtime = runtime
         self._scan = scan

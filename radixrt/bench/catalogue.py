@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from radixrt.checks import real
+from radixrt.checks import check_float
 from radixrt.errors import ParameterError
 
 Size = int | tuple[int, int]
@@ -235,7 +235,7 @@ def check_speed(bandwidth: float | None, flops: float | None) -> None:
         raise ParameterError("bandwidth and flops are given together, or not at all")
     for name, figure in (("bandwidth", bandwidth), ("flops", flops)):
         if figure is not None:
-            real(name, figure, 0.0, 1e18, above=True)
+            check_float(name, figure, 0.0, 1e18, above=True)
 
 
 def one_of(name: str, value: str, known: Collection[str]) -> None:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from radixrt.bench.report import check_files, wide_console, write_json
 from radixrt.bench.subject import environment_of, model_of, value_bytes
-from radixrt.checks import whole
+from radixrt.checks import check_int
 from radixrt.errors import ParameterError
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -56,10 +56,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.model is not None and self.config is not None:
             raise ParameterError("model and config are both given; give one")
-        whole("documents", self.documents, 8, 2**20)
-        whole("document_len", self.document_len, 1, 2**30)
-        whole("rounds", self.rounds, 2, 1000)
-        whole("seed", self.seed, 0, 2**32)
+        check_int("documents", self.documents, 8, 2**20)
+        check_int("document_len", self.document_len, 1, 2**30)
+        check_int("rounds", self.rounds, 2, 1000)
+        check_int("seed", self.seed, 0, 2**32)
 
 
 @dataclass(frozen=True)

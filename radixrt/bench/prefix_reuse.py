@@ -22,7 +22,7 @@ from radixrt.bench.subject import (
     model_of,
     model_shape,
 )
-from radixrt.checks import real, whole
+from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 from radixrt.runtime import Runtime
 from radixrt.workloads.lists import VOCAB_SIZE
@@ -74,11 +74,11 @@ class Options:
             one_of("config", self.config, SHAPES)
         if self.model is not None and self.config is not None:
             raise ParameterError("model and config are both given; give one")
-        whole("seed", self.seed, 0, 2**32)
-        whole("repeat", self.repeat, 1, 1000)
+        check_int("seed", self.seed, 0, 2**32)
+        check_int("repeat", self.repeat, 1, 1000)
         check_speed(self.bandwidth, self.flops)
         if self.host_memory_gb is not None:
-            real("host_memory_gb", self.host_memory_gb, 0.0, 1e6)
+            check_float("host_memory_gb", self.host_memory_gb, 0.0, 1e6)
 
 
 def compare(options: Options, *, progress: bool = False) -> list[Comparison]:

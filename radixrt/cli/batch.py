@@ -109,13 +109,13 @@ def add_batch_command(commands: Any) -> None:
 
 def _batch(arguments: argparse.Namespace) -> int:
     from radixrt.batch.job import Batch
-    from radixrt.batch.options import BatchOptions
+    from radixrt.batch.options import BatchConfig
     from radixrt.builtin import MODEL_PATH
     from radixrt.frontend.request_builder import builder_without_weights
     from radixrt.report.files import ReportError
 
     options = runtime_options(arguments)
-    batch_options = BatchOptions(
+    batch_options = BatchConfig(
         default_params=sampling_params(arguments),
         overwrite=arguments.overwrite,
         restart=arguments.restart,

@@ -12,7 +12,8 @@ from radixrt.engine.gc_control import keep_for_good
 from radixrt.engine.signals import uninterrupted
 from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.schedule.activity import Activity, ActivityMeter
-from radixrt.schedule.batch import Runner, ScheduleBatch
+from radixrt.schedule.booking import Booking
+from radixrt.schedule.passes import Runner
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _InFlight:
-    batch: ScheduleBatch
+    booking: Booking
     handle: object = None
     error: Exception | None = None  # what `launch` raised; it is booked when its turn comes
 
@@ -121,39 +122,39 @@ class Engine:
             for request in self._aborts.popleft().family:
                 if request.arrival >= 0 and self.scheduler.abort(request):
                     ended.append(request)
-        batch = self.scheduler.next_batch()
-        if batch is not None:
-            self._in_flight.append(self._launch(batch))
-        if self._in_flight and (batch is None or len(self._in_flight) > self._lag):
+        booking = self.scheduler.next_pass()
+        if booking is not None:
+            self._in_flight.append(self._launch(booking))
+        if self._in_flight and (booking is None or len(self._in_flight) > self._lag):
             ended += self._collect(self._in_flight.popleft())
         return ended
 
-    def _launch(self, batch: ScheduleBatch) -> _InFlight:
+    def _launch(self, booking: Booking) -> _InFlight:
         self.scheduler.cache.pass_launched()
         try:
             self.make_transfers()
-            return _InFlight(batch, handle=self._meter.in_runner(self.runner.launch, batch))
+            return _InFlight(booking, handle=self._meter.in_runner(self.runner.launch, booking.pass_))
         except Exception as error:
             # The device may not have got the changes, and some concern rows of other requests: send them again.
-            self.scheduler.cache.rows.give_back(batch.row_changes)
-            _log.exception("a pass of %d requests could not be launched", len(batch.requests))
+            self.scheduler.cache.rows.give_back(booking.pass_.row_changes)
+            _log.exception("a pass of %d requests could not be launched", len(booking.requests))
             self._check_device(error)
-            return _InFlight(batch, error=error)
+            return _InFlight(booking, error=error)
 
     def _collect(self, flight: _InFlight) -> list[Request]:
         error = flight.error
         if error is None:
             try:
                 result = self._meter.in_runner(self.runner.collect, flight.handle)
-                self._meter.count(flight.batch, result)
+                self._meter.count(flight.booking.pass_, result)
             except Exception as raised:
-                _log.exception("a pass of %d requests failed", len(flight.batch.requests))
+                _log.exception("a pass of %d requests failed", len(flight.booking.requests))
                 self._check_device(raised)
                 error = raised
         self.scheduler.cache.pass_ended()
         if error is not None:
-            return self.scheduler.fail(flight.batch, error)
-        return self.scheduler.process(flight.batch, result)
+            return self.scheduler.fail(flight.booking, error)
+        return self.scheduler.process(flight.booking, result)
 
     def _check_device(self, error: Exception) -> None:
         """Make the device ready after a pass that raised, or raise DeviceLostError."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-from radixrt.checks import real, whole
+from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 from triton_ops.implementation import Impl, gpu_of, runs_triton
 from triton_ops.kv.e4m3 import FIRST_CAPABILITY
@@ -64,7 +64,7 @@ def host_pool_slots(host_memory_gb: float | None, bytes_per_slot: int, *, promis
     if host_memory_gb is None:
         return 0
     free = max(0, psutil.virtual_memory().available - promised)
-    num_bytes = 1e9 * real("host_memory_gb", host_memory_gb, 0.0, free / 1e9)
+    num_bytes = 1e9 * check_float("host_memory_gb", host_memory_gb, 0.0, free / 1e9)
     slots = int(num_bytes) // bytes_per_slot
     if num_bytes and slots < 2:
         raise ParameterError(
@@ -105,7 +105,7 @@ def pool_slots(
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     if max_total_tokens is not None:
-        return whole("max_total_tokens", max_total_tokens, 1, max(1, free // bytes_per_slot - 1)) + 1
+        return check_int("max_total_tokens", max_total_tokens, 1, max(1, free // bytes_per_slot - 1)) + 1
     fitting = int((free - promised) * memory_fraction) // bytes_per_slot
     if fitting < 2:
         needs = f", of which passes need {promised:,}" if promised else ""

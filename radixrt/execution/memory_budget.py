@@ -13,13 +13,13 @@ import torch
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.errors import ParameterError
-from radixrt.execution.attention.planner import AttentionPlanner
-from radixrt.execution.graphs.decode_graphs import MOST_CAPTURED
+from radixrt.execution.attention.planner import planner_of
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.models.decoder import Decoder
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request
+from radixrt.schedule.sampling_table import SamplingTable, prepare_sampling
 
 # Everything that a request can ask for and that takes memory a row of logits.
 _WANTS_ALL = SamplingParams(
@@ -51,7 +51,7 @@ class PassLimits:
         return 2 * self.max_running_requests
 
 
-def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
+def largest_pass(limits: PassLimits, context_length: int) -> Pass:
     """A pass at all limits at once, of tokens 0 whose KV goes to slot 0 and whose rows are 0, 1, ...
 
     Of its requests as many as it takes share the prompt tokens, whose log-probabilities are all wanted; the
@@ -69,9 +69,10 @@ def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
     requests = tuple(Request(i, np.zeros(1, np.int32), _WANTS_ALL, max_new_tokens=1, seed=0) for i in range(count))
     rows, nothing = np.arange(count, dtype=np.int32), np.zeros(0, np.int32)
     scored = np.arange(num_scored.sum(), dtype=np.int32)
-    return ScheduleBatch(
-        requests=requests,
-        leases=(),
+    table = SamplingTable(count)
+    for row, request in enumerate(requests):
+        table.admit(row, request)
+    return Pass(
         num_extends=int((new > 1).sum()),
         req_pool_indices=rows,
         prefix_lens=np.zeros(count, np.int32),
@@ -82,8 +83,9 @@ def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
         scored=scored,
         scored_targets=np.zeros_like(scored),
         num_scored=num_scored,
+        num_top_scored=_WANTS_ALL.prompt_logprobs or 0,
         row_changes=RowChanges(nothing, nothing, nothing),
-        admitted=tuple(enumerate(requests)),
+        sampling=prepare_sampling(table, requests, rows, new, num_samples),
     )
 
 
@@ -115,7 +117,7 @@ def measured_pass_memory(
         rows,
         pool,
         device,
-        max_captured_batch=min(limits.max_running_requests, MOST_CAPTURED) if captures else 0,
+        max_captured_batch=limits.max_running_requests if captures else 0,
         max_captured_tokens=limits.chunked_prefill_size if captures else 0,
         tree=tree,
     )
@@ -123,13 +125,13 @@ def measured_pass_memory(
     passes = before - free()
     torch.cuda.empty_cache()
     between = free()
-    runner.capture_graphs(most=1)
+    runner.capture_graphs(max_shapes=1)
     graphs = between - free()
     del runner, pool
     gc.collect()
     torch.cuda.empty_cache()
-    planner = AttentionPlanner(config, model.placement, kv_dtype=kv_dtype, tree=tree)
-    partials = planner.most_partial_bytes(limits.max_running_requests, limits.chunked_prefill_size)
+    planner = planner_of(config, model.placement, rows.req_to_token, kv_dtype, tree=tree)
+    partials = planner.max_partial_bytes(limits.max_running_requests, limits.chunked_prefill_size)
     return max(0, passes) + max(0, graphs) + partials
 
 

@@ -6,7 +6,7 @@ from radixrt.models.decoder import Attention, Decoder, FeedForward
 
 
 class Phi3(Decoder):
-    """The packed matrices are our stacks: they are filled in place."""
+    """Llama whose packed matrices fill the stacked parameters in place."""
 
     def build_attention(self, layer_id: int) -> Attention:
         rotary = self.rotary(layer_id)

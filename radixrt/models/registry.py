@@ -22,9 +22,7 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
 
 
 def find_architecture(name: str) -> type[Decoder]:
-    """The class that is built with `(config, placement)`; ModelError names those there are if
-    `name` is none.
-    """
+    """Return the class of an architecture, built with `(config, placement)`. Raises ModelError."""
     try:
         return ARCHITECTURES[name]
     except KeyError:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixrt.checks import real
+from radixrt.checks import check_float
 from radixrt.errors import ParameterError
 from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape
 
@@ -37,7 +37,9 @@ def find_card(name: str, bandwidth: float | None, flops: float | None, memory_gb
         ParameterError: the name is unknown, or a number is missing or out of bounds.
     """
     numbers = {"bandwidth": bandwidth, "flops": flops, "memory_gb": memory_gb}
-    given = {key: real(key, value, 0.0, 1e18, above=True) for key, value in numbers.items() if value is not None}
+    given = {
+        key: check_float(key, value, 0.0, 1e18, above=True) for key, value in numbers.items() if value is not None
+    }
     if not given:
         if name not in CARDS:
             raise ParameterError(

@@ -21,7 +21,7 @@ from radixrt.engine.engine import Engine
 from radixrt.limits import RunLimits
 from radixrt.planning.token_store import TokenStore
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.policy import RANKED, SchedulePolicy
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
@@ -120,13 +120,13 @@ class _NoModel:
     def transfer(self, transfers: deque[KVTransfer]) -> None:
         transfers.clear()
 
-    def launch(self, batch: ScheduleBatch) -> ScheduleBatch:
+    def launch(self, batch: Pass) -> Pass:
         return batch
 
     def collect(self, handle: object) -> PassResult:
-        assert isinstance(handle, ScheduleBatch)  # what `launch` returned
+        assert isinstance(handle, Pass)  # what `launch` returned
         tokens = np.zeros(int(handle.num_samples.sum()), dtype=np.int32)
-        return PassResult(tokens, np.ones(len(handle.requests), dtype=bool))
+        return PassResult(tokens, np.ones(handle.num_rows, dtype=bool))
 
     def check_device(self, error: Exception) -> None:
         """There is none."""

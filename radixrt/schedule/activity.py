@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import TypeVar
 
-from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.schedule.passes import Pass, PassResult
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -93,13 +93,13 @@ class ActivityMeter:
         finally:
             self._began += self._clock() - began  # as if the step had begun so much later
 
-    def count(self, batch: ScheduleBatch, result: PassResult) -> None:
+    def count(self, pass_: Pass, result: PassResult) -> None:
         """Count a pass whose result has come."""
         seconds = result.seconds or 0.0
         self._passes += 1
-        if batch.extended_tokens:
+        if pass_.extended_tokens:
             self._extend_passes += 1
-            self._extended_tokens += batch.extended_tokens
+            self._extended_tokens += pass_.extended_tokens
             self._prefill_seconds += seconds
         else:
             self._decode_seconds += seconds

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from radixrt.cache.pending_match import Prospect
+from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Namespace, Tokens
 from radixrt.output import FinishReason, Timings, TokenLogprob, Usage
@@ -90,7 +90,7 @@ class Request:
     recomputed_tokens: int = 0
     launched_before: int = 0  # the greatest `launched` of its earlier leases
     retractions: int = 0
-    prospect: Prospect | None = None  # what it would find in the cache, while it waits
+    pending_match: PendingMatch | None = None  # what it would find in the cache, while it waits
     overtaken: int = 0  # admissions of others while it was the oldest in the queue
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Request:
 
     @property
     def launched(self) -> int:
-        return 0 if self.lease is None else self.lease.allocated
+        return 0 if self.lease is None else self.lease.allocated_len
 
     @property
     def launched_ever(self) -> int:
@@ -234,7 +234,7 @@ class Request:
             self._tokens = grown
         self._tokens[self._num_known] = token_id
         self._num_known += 1
-        self.prospect = None
+        self.pending_match = None
 
     def run(self, lease: Lease, progress: Progress) -> None:
         """Run from now on: `progress` keeps its numbers and its tokens in the line of the lease's row."""
@@ -247,7 +247,7 @@ class Request:
             has_text_stop=self.text_stop is not None,
             wants_logprobs=self.params.logprobs is not None,
         )
-        self.lease, self._progress, self.prospect = lease, progress, None
+        self.lease, self._progress, self.pending_match = lease, progress, None
 
     def cease(self) -> None:
         """Run no more: the line is left to others."""
@@ -255,7 +255,7 @@ class Request:
         assert lease is not None  # it runs
         assert progress is not None
         self._total = self.total
-        if lease.allocated > lease.matched:
+        if lease.allocated_len > lease.matched:
             self.launched_before = self.launched_ever
         self._tokens = progress.end(lease.row)
         self._num_known = len(self._tokens)

@@ -17,15 +17,17 @@ from itertools import compress
 import numpy as np
 
 from memory_pool.slot_allocator import Slots
-from radixrt.cache.pending_match import Prospect
+from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason, TokenLogprob
-from radixrt.schedule.batch import Int32Array, Logprobs, PassResult, ScheduleBatch
+from radixrt.schedule.booking import Booking
 from radixrt.schedule.decodes import Decodes
+from radixrt.schedule.passes import Int32Array, Logprobs, Pass, PassResult
 from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, admission_order, is_overdue
 from radixrt.schedule.progress import Progress
 from radixrt.schedule.request import Request, RequestState
+from radixrt.schedule.sampling_table import SamplingTable, prepare_sampling
 
 LOADED_CHUNKS = 4  # a pass waits for no more than about this many chunks of tokens from the host
 PASSES_OF_ROOM = 4  # once requests must be retracted, make room for this many decode passes
@@ -91,7 +93,8 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.num_retractions = 0
         rows = cache.rows
-        self._progress = Progress(rows.max_requests, rows.max_context_len, cache.allocated)
+        self._progress = Progress(rows.max_requests, rows.max_context_len, cache.allocated_lens)
+        self._sampling = SamplingTable(rows.max_requests)
         self._estimate = OutputEstimate()
         self._arrivals = 0
         # Who decodes and who extends: found anew when a request comes or goes, has extended or has launched all.
@@ -156,15 +159,15 @@ class Scheduler:
 
     # -- one pass ------------------------------------------------------------------------------------------
 
-    def next_batch(self) -> ScheduleBatch | None:
+    def next_pass(self) -> Booking | None:
         """Plan a pass. None if nothing is left to do, or all of it waits for passes in flight.
 
         Raises:
             SchedulerError: requests wait, nothing is in flight, and still nothing can run.
         """
-        batch = self._plan()
+        booking = self._plan()
         alone = False
-        while batch is None and self.has_work and not self.cache.in_flight:
+        while booking is None and self.has_work and not self.cache.in_flight:
             # Running requests hold all memory, and none has what it needs for its next token: the latest yields.
             # Where nothing runs, planning anew succeeds unless slots were refused that should be there.
             if self.running:
@@ -175,11 +178,12 @@ class Scheduler:
                 )
             else:
                 alone = True
-            batch = self._plan()
-        return batch
+            booking = self._plan()
+        return booking
 
-    def process(self, batch: ScheduleBatch, result: PassResult) -> list[Request]:
+    def process(self, booking: Booking, result: PassResult) -> list[Request]:
         """Book what a pass computed; passes are processed in order. Returns the requests that ended."""
+        batch = booking.pass_
         progress, rows = self._progress, batch.req_pool_indices
         first_samples = np.cumsum(batch.num_samples, dtype=np.int32) - batch.num_samples
         # The tokens of requests that still run and decode are booked together; no row has changed hands by now.
@@ -195,14 +199,14 @@ class Scheduler:
         num_logprobs = np.where(progress.wants_logprobs[rows], batch.num_samples, 0)
         first_logprobs = np.cumsum(num_logprobs) - num_logprobs
         for i in np.flatnonzero(alone).tolist():
-            request = batch.requests[i]
+            request = booking.requests[i]
             if together[i]:
                 if self._ends_with(request, int(request.tokens()[-1]), result, int(first_logprobs[i])):
                     ended.append(request)
                 continue
             if request.finished:
                 continue
-            holds = request.lease is batch.leases[i]  # False: retracted since; its token is good all the same
+            holds = request.lease is booking.leases[i]  # False: retracted since; its token is good all the same
             if not result.finite[i]:
                 why = "the model computed values that are not finite"
                 if request.params.allowed_token_ids is not None or request.bad_words:
@@ -212,7 +216,7 @@ class Scheduler:
                 continue
             if holds and batch.prefix_lens[i] < request.extend_end:
                 progress.extended[rows[i]] = batch.seq_lens[i]
-                self.cache.commit(batch.leases[i], request.tokens(request.extend_end), request.computed)
+                self.cache.commit(booking.leases[i], request.tokens(request.extend_end), request.computed)
             if batch.num_scored[i]:
                 self._book_prompt_logprobs(request, batch, result, int(first_scored[i]), int(batch.num_scored[i]))
             if batch.num_samples[i]:
@@ -223,9 +227,9 @@ class Scheduler:
                 ended.append(request)
         return ended
 
-    def fail(self, batch: ScheduleBatch, cause: Exception) -> list[Request]:
+    def fail(self, booking: Booking, cause: Exception) -> list[Request]:
         """End the requests of a pass that raised. Returns them."""
-        ended = [r for r in batch.requests if not r.finished]
+        ended = [r for r in booking.requests if not r.finished]
         for request in ended:
             request.cause = cause
             self._end(request, FinishReason.ERROR, f"its pass failed: {type(cause).__name__}: {cause}")
@@ -248,11 +252,10 @@ class Scheduler:
 
     # -- planning ------------------------------------------------------------------------------------------
 
-    def _plan(self) -> ScheduleBatch | None:
+    def _plan(self) -> Booking | None:
         retractions = self.num_retractions
         decodes, slots = self._decode()
         pieces: list[_Piece] = []
-        admitted: list[_Piece] = []
         budget = self.chunked_prefill_size
         active = len(self._decodes) + len(self._extends)  # the other running requests only wait for a last token
         for request in self._extends:
@@ -263,12 +266,11 @@ class Scheduler:
         # Whoever has just yielded does not come back at once.
         may_admit = self.waiting and budget > 0 and active < self.max_running_requests
         if may_admit and self.num_retractions == retractions:
-            admitted = self._admissions(budget, active)
-            pieces += admitted
+            pieces += self._admissions(budget, active)
         if not pieces and not decodes:
             return None
         self._estimate.pass_scheduled()
-        return self._batch(decodes, slots, self._limit_samples(pieces, len(decodes)), admitted)
+        return self._booked(decodes, slots, self._limit_samples(pieces, len(decodes)))
 
     def _limit_samples(self, pieces: list[_Piece], num_decodes: int) -> list[_Piece]:
         """Leave to later passes the first tokens of answers for which this one has no rows of logits."""
@@ -353,16 +355,16 @@ class Scheduler:
                 break
             if request.let_go_at > self.cache.passes_ended:
                 continue  # just retracted: what it has in flight is still to come
-            prospect = self._prospect(request)
-            if prospect.is_awaited():
+            pending_match = self._pending_match(request)
+            if pending_match.has_leader():
                 # A follower: its leader is computing what it needs next. Room is kept for the rest of it, or
                 # leaders of other prefixes would take that, and evict this prefix before it comes.
-                promised += max(0, self._demand(request) - prospect.awaited())
+                promised += max(0, self._demand(request) - pending_match.leader_match_len())
                 continue
             tokens = request.tokens()
             # Whoever runs alone runs to its end: submit has checked that it fits.
             reserve = promised + self._demand(request) - len(tokens) if self.running else 0
-            lease = self.cache.acquire(request.namespace, tokens, prospect.match(), reserve)
+            lease = self.cache.acquire(request.namespace, tokens, pending_match.match(), reserve)
             if lease is None:
                 break
             loads -= lease.loaded
@@ -401,13 +403,15 @@ class Scheduler:
 
     def _match_length(self, request: Request) -> int:
         """Tokens of a waiting request that are in the cache."""
-        return self._prospect(request).length()
+        return self._pending_match(request).length()
 
-    def _prospect(self, request: Request) -> Prospect:
+    def _pending_match(self, request: Request) -> PendingMatch:
         """What a waiting request would find in the cache; its tokens and its limit are what they were."""
-        if request.prospect is None:
-            request.prospect = Prospect(self.cache, request.namespace, request.tokens(), request.match_limit)
-        return request.prospect
+        if request.pending_match is None:
+            request.pending_match = PendingMatch(
+                self.cache, request.namespace, request.tokens(), request.match_limit
+            )
+        return request.pending_match
 
     def _leave_queue(self, request: Request) -> None:
         at = bisect.bisect_left(self.waiting, request.arrival, key=lambda r: r.arrival)
@@ -415,10 +419,8 @@ class Scheduler:
             at += 1
         del self.waiting[at]
 
-    def _batch(
-        self, decodes: Decodes, slots: Slots, pieces: list[_Piece], admitted: list[_Piece]
-    ) -> ScheduleBatch:
-        """A pass of decodes, their slots, and pieces, among which are those of requests just admitted."""
+    def _booked(self, decodes: Decodes, slots: Slots, pieces: list[_Piece]) -> Booking:
+        """A pass of decodes with their slots, and of pieces."""
         progress, rows = self._progress, decodes.rows
         ends = progress.launched[rows]
         starts = ends - 1
@@ -428,9 +430,7 @@ class Scheduler:
         if not are_unknown.all():
             ids = np.where(are_unknown, ids, progress.tokens[rows, starts])
         if not pieces:
-            return ScheduleBatch(
-                requests=decodes.requests,
-                leases=decodes.leases,
+            pass_ = Pass(
                 num_extends=0,
                 req_pool_indices=rows,
                 prefix_lens=starts,
@@ -442,8 +442,9 @@ class Scheduler:
                 scored_targets=_NO_TOKENS,
                 num_scored=decodes.num_scored,
                 row_changes=self.cache.rows.take_changes(),
-                admitted=(),
+                sampling=prepare_sampling(self._sampling, decodes.requests, rows, ends, decodes.num_samples),
             )
+            return Booking(pass_, decodes.requests, decodes.leases)
         pieces.sort(key=lambda p: len(p.slots) == 1)  # stable: the longer extends come first, then the decodes
         longer = sum(len(p.slots) > 1 for p in pieces)
 
@@ -460,16 +461,19 @@ class Scheduler:
         firsts = np.cumsum(lengths) - lengths  # of each piece's tokens among all
         firsts[longer:] += len(decodes)
         self._count_launches(pieces)
-        return ScheduleBatch(
-            requests=(*requests[:longer], *decodes.requests, *requests[longer:]),
-            leases=(*leases[:longer], *decodes.leases, *leases[longer:]),
+        all_requests = (*requests[:longer], *decodes.requests, *requests[longer:])
+        all_leases = (*leases[:longer], *decodes.leases, *leases[longer:])
+        req_pool_indices = column((p.lease.row for p in pieces), rows)
+        seq_lens = column((p.end for p in pieces), ends)
+        num_samples = column((p.num_samples for p in pieces), decodes.num_samples)
+        pass_ = Pass(
             num_extends=longer,
-            req_pool_indices=column((p.lease.row for p in pieces), rows),
+            req_pool_indices=req_pool_indices,
             prefix_lens=column((p.start for p in pieces), starts),
-            seq_lens=column((p.end for p in pieces), ends),
+            seq_lens=seq_lens,
             input_ids=tokens([p.request.tokens(p.end)[p.start :] for p in pieces], ids),
             out_cache_loc=tokens([p.slots for p in pieces], slots),
-            num_samples=column((p.num_samples for p in pieces), decodes.num_samples),
+            num_samples=num_samples,
             scored=np.concatenate(
                 [
                     _NO_TOKENS,
@@ -489,10 +493,12 @@ class Scheduler:
                 ]
             ),
             num_scored=column(map(len, positions), decodes.num_scored),
+            num_top_scored=max((p.request.params.prompt_logprobs or 0 for p in pieces), default=0),
             row_changes=self.cache.rows.take_changes(),
-            admitted=tuple((p.lease.row, p.request) for p in admitted),
+            sampling=prepare_sampling(self._sampling, all_requests, req_pool_indices, seq_lens, num_samples),
             extended_tokens=sum(lengths),
         )
+        return Booking(pass_, all_requests, all_leases)
 
     def _count_launches(self, pieces: list[_Piece]) -> None:
         """Count what is launched again. A decode computes what was never launched before."""
@@ -510,6 +516,7 @@ class Scheduler:
     def _admit(self, request: Request, lease: Lease) -> None:
         request.state = RequestState.RUNNING
         request.run(lease, self._progress)
+        self._sampling.admit(lease.row, request)
         self.running.append(request)
         self._is_current = False
 
@@ -569,14 +576,14 @@ class Scheduler:
         return FinishReason.LENGTH if request.num_output >= request.max_new_tokens else None
 
     def _book_prompt_logprobs(
-        self, request: Request, batch: ScheduleBatch, result: PassResult, first: int, count: int
+        self, request: Request, batch: Pass, result: PassResult, first: int, count: int
     ) -> None:
         logprobs, num_top = result.prompt_logprobs, request.params.prompt_logprobs
         assert logprobs is not None  # the batch asked for them
         assert num_top is not None  # and so did the request
         for i in range(first, first + count):
             request.prompt_logprobs.append(_logprob(logprobs, i, int(batch.scored_targets[i]), num_top))
-        request.prospect = None  # more of it may come from the cache now
+        request.pending_match = None  # more of it may come from the cache now
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if request.state is RequestState.RUNNING:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import radixrt.batch.meter
 import radixrt.batch.run
 from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.journal.run_folder import has_run, run_path
+from radixrt.batch.options import BatchConfig, BatchOptions
 from radixrt.batch.tally import Tally
 from radixrt.errors import BatchFileError, JournalError, RadixrtError, SchedulerError
 from radixrt.files.disk import DISK
@@ -790,3 +792,7 @@ def test_killed_at_random_points(files: tuple[Path, Path], kills: int) -> None:
     assert start(kills).wait() == 0
     assert files[1].read_bytes() == whole.read_bytes()
     assert sorted(os.listdir(files[0].parent)) == ["in.jsonl", "out.jsonl", "whole"]
+
+
+def test_keywords_are_the_fields_of_the_configuration() -> None:
+    assert list(BatchOptions.__annotations__) == [field.name for field in fields(BatchConfig)]

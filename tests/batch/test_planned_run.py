@@ -11,7 +11,7 @@ import pytest
 
 import radixrt
 from radixrt.batch.job import Batch, run_batch
-from radixrt.batch.options import BatchOptions
+from radixrt.batch.options import BatchConfig
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ParameterError
 from radixrt.frontend.request_builder import builder_without_weights
@@ -195,7 +195,7 @@ def test_one_prompt_that_is_too_long_is_left_out_of_the_plan(files: tuple[Path, 
     short = [([5, 6, 7, 8, n], 2) for n in range(10, 20)]
     write(files[0], [*short[:4], ([9] * 150, 2), *short[4:]])
     builder = builder_without_weights(MODEL_PATH)  # which does not know of the pool, as in the command
-    with Batch(*files, BatchOptions()) as batch:
+    with Batch(*files, BatchConfig()) as batch:
         scanned = batch.scan(builder.tokenizer, lambda ids, params, line: builder.build(ids, params, index=line))
         assert not scanned.lines.problems
         with radixrt.Runtime(device="cpu", max_total_tokens=100) as runtime:

@@ -20,7 +20,7 @@ from radixrt.batch.journal.run_folder import run_path
 from radixrt.errors import DeviceLostError, ErrorRateError, ParameterError
 from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.passes import Pass
 from tests.support.fake_runtime import FakeRequest, FakeRuntime
 from tests.support.simulated_runtime import SIZES, SimulatedRuntime, expected_tokens
 
@@ -151,7 +151,7 @@ def test_one_of_several_answers_fails(tmp_path: Path) -> None:
     runtime = SimulatedRuntime()
     failed = [0]
 
-    def once(batch: ScheduleBatch) -> Exception | None:
+    def once(batch: Pass) -> Exception | None:
         if failed[0] or all(request.parent is None for request in batch.requests):
             return None
         failed[0] += 1
@@ -226,7 +226,7 @@ def test_a_record_that_cannot_be_made(files: tuple[Path, Path], monkeypatch: pyt
 def test_a_lost_device_costs_no_line_its_answer(files: tuple[Path, Path], where: str, at: int) -> None:
     runtime = SimulatedRuntime()
 
-    def lost(batch: ScheduleBatch) -> Exception | None:
+    def lost(batch: Pass) -> Exception | None:
         if len(runtime.passes) <= at:
             return None
         runtime.world.runner.is_lost = True

@@ -37,11 +37,10 @@ from radixrt.bench.kernels.tree import FLAT, tree_case, tree_shape
 from radixrt.cli import main
 from radixrt.errors import ParameterError
 from radixrt.execution.attention import planner as attention_planner
-from radixrt.execution.attention import shared_segments
-from radixrt.execution.attention.shared_segments import TreeCosts
+from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from triton_ops.implementation import GPU, compiling_for, gpu_of
-from triton_ops.linear.split_k_linear import PartialLinearConfig
 from triton_ops.norms.rms_norm import add_rms_norm
+from triton_ops.tuning import SplitKConfig
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
 CARD = Machine(
@@ -320,9 +319,9 @@ def test_sampling_cases(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.de
 @pytest.mark.parametrize("parts", [1, 3])
 def test_linear_cases(parts: int, monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> None:
     """With the kernels themselves, and where the product is not cut."""
-    config = PartialLinearConfig(16, 16, 2, 32) if parts > 1 else None
+    config = SplitKConfig(16, 16, 2, 32) if parts > 1 else None
     monkeypatch.setattr(linear, "DTYPE", torch.float16)
-    monkeypatch.setattr(layers.linear, "partial_linear_config", lambda *_: config)
+    monkeypatch.setattr(layers.linear, "split_k_config", lambda *_: config)
     added: list[int] = []
 
     def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -370,7 +369,7 @@ def test_elementwise_bytes() -> None:
     assert sizes["soft_cap"] == 2 * 3 * 100 * 2
     # q read and written, k read, written and stored, v read and stored; angles; position and slot.
     assert (
-        sizes["norm_rotary_store"] == sizes["rotary_store"] == 5 * (16 * 2 * (2 * 4 + 3 * 2 + 2 * 2) + 16 * 4 + 8)
+        sizes["qk_norm_rope_store"] == sizes["rotary_store"] == 5 * (16 * 2 * (2 * 4 + 3 * 2 + 2 * 2) + 16 * 4 + 8)
     )
 
 
@@ -425,10 +424,9 @@ CHEAP = TreeCosts(reread_bandwidth=4.2e12, operations=1e18, item=0.0, partial_cr
 @pytest.fixture
 def cheap_trees(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small trees are worth reading once, too, fill the few programs there are, and are cut to small pieces."""
-    monkeypatch.setattr(attention_planner, "SHARED_PROGRAMS_PER_SM", 8 / gpu_of(kernel_device).num_sms)
-    monkeypatch.setattr(attention_planner, "TreeCosts", lambda: CHEAP)
-    monkeypatch.setattr(shared_segments, "PIECE_TOKENS", 16)
-    monkeypatch.setattr(shared_segments, "MIN_PIECE", 16)
+    few = 8 / gpu_of(kernel_device).num_sms
+    tuning = PlanTuning(costs=CHEAP, shared_programs_per_sm=few, piece_tokens=16, min_piece=16)
+    monkeypatch.setattr(attention_planner, "plan_tuning", lambda gpu: tuning)
 
 
 @pytest.mark.usefixtures("cheap_trees")
@@ -517,9 +515,9 @@ def test_what_is_measured_is_what_the_engine_plans(
     asked: list[tuple[int, ...]] = []
 
     class Watched(attention_planner.AttentionPlanner):
-        def plan_padded(self, rows: Any, seq_lens: Any, **options: Any) -> Any:
+        def plan_padded_decodes(self, rows: Any, seq_lens: Any, *shapes: Any) -> Any:
             asked.append((len(rows), *set(seq_lens.tolist())))
-            return super().plan_padded(rows, seq_lens, **options)
+            return super().plan_padded_decodes(rows, seq_lens, *shapes)
 
     monkeypatch.setattr(tree_bench, "AttentionPlanner", Watched)
     shape = tree_shape(*levels, attention=replace(SMALL, num_heads=32, num_kv_heads=8, dtype=torch.float16))

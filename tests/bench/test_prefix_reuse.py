@@ -253,6 +253,6 @@ def test_the_script_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_documented_sizes_are_those_that_run() -> None:
-    text = (HOME / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    text = (HOME / "docs" / "workloads.md").read_text(encoding="utf-8")
     for name, sizes in size_table("cpu"):
         assert f"| {name} | {sizes} |" in text, name

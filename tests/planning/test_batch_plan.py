@@ -231,10 +231,10 @@ def test_what_others_that_wait_need_stays(monkeypatch: pytest.MonkeyPatch) -> No
     store = TokenStore.of([[1] * 20 + [2], [1] * 20 + [3]])
     order, new_tokens = np.arange(2), np.array([30, 3])
     retracted: list[int] = []
-    next_batch = Scheduler.next_batch
+    next_pass = Scheduler.next_pass
 
     def retracting(self: Scheduler) -> object:
-        batch = next_batch(self)
+        batch = next_pass(self)
         first = next((r for r in self.running if r.index == 0), None)
         if first is not None and first.num_output == 2 and not retracted:
             self.retract(first)
@@ -242,7 +242,7 @@ def test_what_others_that_wait_need_stays(monkeypatch: pytest.MonkeyPatch) -> No
             retracted.append(first.index)
         return batch
 
-    monkeypatch.setattr(Scheduler, "next_batch", retracting)
+    monkeypatch.setattr(Scheduler, "next_pass", retracting)
     run = rehearse(store, order, new_tokens, RunLimits(200), np.array([20, 0], dtype=np.int32))
     assert retracted == [0]
     # Its own prompt and its two tokens were published when it was retracted: one token at most is computed again.

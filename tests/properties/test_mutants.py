@@ -18,18 +18,23 @@ import pytest
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache.pending_match import Prospect
+from radixrt.cache import radix_tree
+from radixrt.cache.frontiers import Frontier, Frontiers
+from radixrt.cache.host_tier import HostTier
+from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.cache.radix_tree import Insertion, Match, Namespace, Node, RadixTree
+from radixrt.cache.radix_tree import Insertion, LeafQueue, Match, Namespace, Node, RadixTree
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.errors import SchedulerError
 from radixrt.execution.attention import shared_segments
-from radixrt.execution.attention.shared_segments import SharedSegments
-from radixrt.execution.graphs.decode_numbers import DecodeForm, DecodeNumbers, _Growing
+from radixrt.execution.attention.pass_plans import PassPlans
+from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
+from radixrt.execution.packed_pass import PackedPass
+from radixrt.execution.pass_builder import PassBuilder
 from radixrt.output import FinishReason
 from radixrt.schedule import scheduler as scheduling
-from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.progress import Progress
 from radixrt.schedule.request import Request, RequestState
@@ -96,7 +101,7 @@ def drop_the_remap(patch: pytest.MonkeyPatch) -> None:
 @mutant("5:", "7:", "6:", "2:", "4:")
 def free_while_pending(patch: pytest.MonkeyPatch) -> None:
     """Slots are let go at once, though a pass in flight reads them."""
-    patch.setattr(PrefixCache, "_retire", PrefixCache._settle)
+    patch.setattr(PrefixCache, "_defer_free", PrefixCache._free_pending)
 
 
 @mutant("6:", "7:")
@@ -105,7 +110,7 @@ def match_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
 
     def generous(self: RadixTree, namespace: Namespace, tokens: np.ndarray, limit: int | None = None) -> Match:
         found = match(self, namespace, tokens, limit)
-        if found.node is not None and found.inside < len(found.node.tokens) and found.length < len(tokens) - 1:
+        if found.inside < len(found.node.tokens) and found.length < len(tokens) - 1:
             return Match(found.node, found.inside + 1, found.length + 1)
         return found
 
@@ -139,13 +144,8 @@ def evict_locked_nodes(patch: pytest.MonkeyPatch) -> None:
     def always_enough(self: RadixTree) -> int:
         return self.device_tokens
 
-    def offer_any(self: RadixTree, node: Node) -> None:
-        if node.parent is not None and not node.device_children and not node.queued:
-            node.queued = True
-            scheduling.bisect.insort(self._heap, self._entry(node))
-
     patch.setattr(RadixTree, "evict", ruthless)
-    patch.setattr(RadixTree, "_offer", offer_any)
+    patch.setattr(radix_tree, "is_device_leaf", lambda node: node.parent is not None and not node.device_children)
     patch.setattr(RadixTree, "evictable_tokens", property(always_enough))
 
 
@@ -175,17 +175,14 @@ def release_followers_too_early(patch: pytest.MonkeyPatch) -> None:
 @mutant("followers wait", first=2)
 def look_for_leaders_at_the_match_alone(patch: pytest.MonkeyPatch) -> None:
     """A leader that stands before the match, where others published what comes between, is not seen."""
-    leader = PrefixCache.leader
+    leader = Frontiers.leader
 
-    def near(self: PrefixCache, match: Match, tokens: np.ndarray, limit: int) -> Lease | None:
-        everywhere = self._frontiers
-        nearest = match.node if match.node is None or match.at_boundary else match.node.parent
-        self._frontiers = {at: leases for at, leases in everywhere.items() if at[0] is nearest}
-        found = leader(self, match, tokens, limit)
-        self._frontiers = everywhere
-        return found
+    def near(self: Frontiers, match: Match, tokens: np.ndarray) -> Frontier | None:
+        found = leader(self, match, tokens)
+        nearest = match.node if match.at_boundary else match.node.parent
+        return found if found is not None and found.node is nearest else None
 
-    patch.setattr(PrefixCache, "leader", near)
+    patch.setattr(Frontiers, "leader", near)
 
 
 @mutant("6:")
@@ -238,16 +235,16 @@ def drop_what_nobody_needs_and_lose_its_slots(patch: pytest.MonkeyPatch) -> None
 @mutant("4:", "5:", "2:", "unlocking")
 def drop_what_others_hold(patch: pytest.MonkeyPatch) -> None:
     """What nobody after it needs goes, although a request beside it still reads it."""
-    settle = PrefixCache._settle
+    settle = PrefixCache._free_pending
 
     def ruthless(self: PrefixCache, pending: Any) -> None:
         lease = pending.lease
-        if lease is not None and lease.keep is not None:
+        if lease is not None and lease.reusable_len is not None:
             for step in self.tree.path(lease.node):
                 step.lock = 1
         settle(self, pending)
 
-    patch.setattr(PrefixCache, "_settle", ruthless)
+    patch.setattr(PrefixCache, "_free_pending", ruthless)
 
 
 @mutant("1:", "9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES, first=1)
@@ -297,9 +294,9 @@ def keep_a_freed_row_s_changes(patch: pytest.MonkeyPatch) -> None:
 
     def hoarding(self: ReqToTokenPool, row: int) -> None:
         changes, self._changes = self._changes, []
-        stretches, self._stretches = self._stretches, {}
+        stretches, self._runs = self._runs, {}
         free(self, row)
-        self._changes, self._stretches = changes, stretches
+        self._changes, self._runs = changes, stretches
 
     patch.setattr(ReqToTokenPool, "free", hoarding)
 
@@ -354,7 +351,7 @@ def insert_returns_no_duplicates(patch: pytest.MonkeyPatch) -> None:
     insert = RadixTree.insert
 
     def silent(self: RadixTree, node: Node, tokens: np.ndarray, slots: np.ndarray) -> Insertion:
-        return replace(insert(self, node, tokens, slots), canonical=np.zeros(0, np.int32))
+        return insert(self, node, tokens, slots)._replace(canonical=np.zeros(0, np.int32))
 
     patch.setattr(RadixTree, "insert", silent)
 
@@ -532,7 +529,7 @@ def tell_of_nobody_who_comes(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("6: what a request")
 def expect_what_was_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Prospect, "_stands", lambda self: True)
+    patch.setattr(PendingMatch, "_is_current", lambda self: True)
 
 
 @mutant("6: what a request")
@@ -553,8 +550,8 @@ def keep_the_edge_of_what_left_the_tree(patch: pytest.MonkeyPatch) -> None:
 @mutant("6: what a request", "10:", first=2)
 def wait_for_who_has_gone_on(patch: pytest.MonkeyPatch) -> None:
     """That a leader has come further is not noticed."""
-    is_awaited = Prospect.is_awaited
-    patch.setattr(Prospect, "is_awaited", lambda self: self._leader is not None or is_awaited(self))
+    has_leader = PendingMatch.has_leader
+    patch.setattr(PendingMatch, "has_leader", lambda self: self._leader is not None or has_leader(self))
 
 
 # -- two tiers ---------------------------------------------------------------------------------------------
@@ -636,7 +633,7 @@ def split_forgets_the_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "_split", careless)
 
 
-@mutant("4:", "16:", sizes=TIERED_SIZES)
+@mutant("4:", "5:", "16:", sizes=TIERED_SIZES)
 def split_miscounts_children_on_the_host(patch: pytest.MonkeyPatch) -> None:
     split = RadixTree._split
 
@@ -648,42 +645,23 @@ def split_miscounts_children_on_the_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "_split", careless)
 
 
-@mutant("1:", "2:", "3:", "4:", "16:", sizes=TIERED_SIZES)
+@mutant("1:", "2:", "3:", "4:", "5:", "16:", sizes=TIERED_SIZES)
 def drop_a_host_node_above_others(patch: pytest.MonkeyPatch) -> None:
     """The host forgets a node whose descendants it keeps."""
-    offer = RadixTree._offer_to_host
-
-    def any_node(self: RadixTree, node: Node) -> None:
-        children, node.host_children = node.host_children, 0
-        offer(self, node)
-        node.host_children = children
-
-    evict = RadixTree.evict_from_host
-
-    def ruthless(self: RadixTree, count: int) -> np.ndarray:
-        below = [(node, node.host_children) for root in self.roots.values() for node in _below(root)]
-        for node, _ in below:
-            node.host_children = 0
-        slots = evict(self, count)
-        for node, children in below:
-            node.host_children = max(0, children)
-        return slots
-
-    patch.setattr(RadixTree, "_offer_to_host", any_node)
-    patch.setattr(RadixTree, "evict_from_host", ruthless)
+    patch.setattr(radix_tree, "is_host_leaf", lambda node: node.host_slots is not None)
 
 
 @mutant("1:", "2:", "16:", sizes=TIERED_SIZES)
 def forget_what_the_host_could_keep_and_say_it_has_it(patch: pytest.MonkeyPatch) -> None:
     """A node leaves the device though the host has no copy, and stays in the tree."""
-    patch.setattr(PrefixCache, "_store", lambda *_: None)
+    patch.setattr(HostTier, "_store", lambda *_: None)
     patch.setattr(RadixTree, "_forget", lambda *_: None)
 
 
 @mutant("4:", "16:", "5:", "assert", sizes=TIERED_SIZES)
 def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
     """An unlocked node leaves the device though a child is there."""
-    take_off = RadixTree.take_off_device
+    take_off = RadixTree.detach_device
 
     def its_parent(self: RadixTree, node: Node) -> np.ndarray:
         above = node.parent
@@ -691,13 +669,13 @@ def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
             node = above
         return take_off(self, node)
 
-    patch.setattr(RadixTree, "take_off_device", its_parent)
+    patch.setattr(RadixTree, "detach_device", its_parent)
 
 
 @mutant("1:", "2:", "5:", "16:", "assert", sizes=TIERED_SIZES)
 def computed_slots_do_not_fill_what_the_host_has(patch: pytest.MonkeyPatch) -> None:
     """A request that computed what the host has: its slots are neither the tree's nor its own."""
-    patch.setattr(RadixTree, "put_on_device", lambda self, node, slots: None)
+    patch.setattr(RadixTree, "attach_device", lambda self, node, slots: None)
 
 
 @mutant("4:", "5:", "16:", "6:", "unlocking", sizes=TIERED_SIZES)
@@ -739,7 +717,7 @@ def keep_slots_that_nothing_is_loaded_into(patch: pytest.MonkeyPatch) -> None:
         self.slots.free = free
         return out
 
-    evict = PrefixCache._evict
+    evict = PrefixCache.evict
 
     def evicting(self: PrefixCache, count: int) -> None:
         hidden, self.slots.free = self.slots.free, SlotAllocator.free.__get__(self.slots)
@@ -747,25 +725,44 @@ def keep_slots_that_nothing_is_loaded_into(patch: pytest.MonkeyPatch) -> None:
         self.slots.free = hidden
 
     patch.setattr(PrefixCache, "_load", hoarding)
-    patch.setattr(PrefixCache, "_evict", evicting)
+    patch.setattr(PrefixCache, "evict", evicting)
 
 
 @mutant("5:", sizes=TIERED_SIZES)
 def drop_from_the_host_whatever_comes_first(patch: pytest.MonkeyPatch) -> None:
     """Its queue is in order of arrival."""
 
-    def offer(self: RadixTree, node: Node) -> None:
-        if node.host_slots is not None and not node.host_children and not node.host_queued:
-            node.host_queued = True
-            self._host_heap.append(self._entry(node))
+    class Line(LeafQueue):
+        def __init__(self) -> None:
+            self.line: list[Node] = []
 
-    patch.setattr(RadixTree, "_offer_to_host", offer)
+        def offer(self, node: Node) -> None:
+            if node not in self.line and radix_tree.is_host_leaf(node):
+                self.line.append(node)
+
+        def pop(self) -> Node | None:
+            while self.line:
+                node = self.line.pop(0)
+                if radix_tree.is_host_leaf(node):
+                    return node
+            return None
+
+        def nodes(self) -> list[Node]:
+            return self.line
+
+    build = RadixTree.__init__
+
+    def unordered(self: RadixTree) -> None:
+        build(self)
+        self.host_leaves = Line()
+
+    patch.setattr(RadixTree, "__init__", unordered)
 
 
 @mutant("6:", "7:", "9:", sizes=TIERED_SIZES)
 def flush_the_device_alone(patch: pytest.MonkeyPatch) -> None:
     def flush(self: PrefixCache) -> int:
-        self._evict(self.tree.evictable_tokens)
+        self.evict(self.tree.evictable_tokens)
         return 0
 
     patch.setattr(PrefixCache, "flush", flush)
@@ -801,8 +798,8 @@ def share_a_token_that_is_each_one_s_own(patch: pytest.MonkeyPatch) -> None:
     """Segments end a token late, and so tails begin a token late."""
     depth_first = shared_segments.depth_first
 
-    def generous(slots: np.ndarray, lines: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        order, common = depth_first(slots, lines, lens)
+    def generous(slots: np.ndarray, offsets: np.ndarray, lens: np.ndarray, max_stops: int) -> Any:
+        order, common = depth_first(slots, offsets, lens, max_stops)
         most = np.minimum(lens[order][:-1], lens[order][1:])
         return order, np.minimum(common + (common > 0), most)
 
@@ -828,42 +825,44 @@ def send_no_remap(patch: pytest.MonkeyPatch) -> None:
 @mutant("17: each position", "17: what is read", "17: a plan is made", world=PlannedWorld)
 def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
     """That other requests decode is not noticed."""
-    of = DecodeNumbers.of
+    build = PassBuilder.build
 
-    def unnoticed(self: DecodeNumbers, batch: ScheduleBatch, *arguments: Any) -> DecodeForm:
-        if self._rows is not None and len(self._rows) == len(batch.req_pool_indices):
-            self._rows = batch.req_pool_indices
-        return of(self, batch, *arguments)
+    def unnoticed(self: PassBuilder, pass_: Pass) -> PackedPass:
+        if self._rows is not None and len(self._rows) == pass_.num_rows:
+            self._rows = pass_.req_pool_indices
+        return build(self, pass_)
 
-    patch.setattr(DecodeNumbers, "of", unnoticed)
+    patch.setattr(PassBuilder, "build", unnoticed)
 
 
 @mutant("17: each position", "17: a plan is of", world=PlannedWorld)
 def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
-    def stunted(self: _Growing, seq_lens: np.ndarray) -> None:
-        self._seq_lens[: len(seq_lens)] = seq_lens
+    def stunted(self: PassPlans, seq_lens: np.ndarray) -> None:
+        for plan in self.decode.values():
+            plan.seq_lens[: len(seq_lens)] = seq_lens
 
-    patch.setattr(_Growing, "update", stunted)
+    patch.setattr(PassPlans, "grow", stunted)
 
 
 @mutant("17: a plan is made", world=PlannedWorld)
 def share_more_than_padded_plans_have_room_for(patch: pytest.MonkeyPatch) -> None:
     find = SharedSegments.find
+    wide = SharedCapacity(99, 99)
     patch.setattr(
-        SharedSegments, "find", lambda *arguments, **limits: find(*arguments, **dict.fromkeys(limits, 99))
+        SharedSegments, "find", lambda *arguments, **options: find(*arguments, **options | {"capacity": wide})
     )
 
 
 @mutant("17: a result is one item's", world=PlannedWorld)
 def take_nothing_in(patch: pytest.MonkeyPatch) -> None:
     """A row that has one narrow item writes its result, whatever shared items computed."""
-    arrays = AttentionPlan.host_arrays
+    of_items = AttentionPlan.of_items
 
-    def direct(*arguments: Any) -> dict[str, np.ndarray]:
-        plan = arrays(*arguments)
-        return plan | {"tail_partial_starts": np.zeros_like(plan["tail_partial_starts"])}
+    def direct(*arguments: Any) -> AttentionPlan[Any]:
+        plan = of_items(*arguments)
+        return replace(plan, tail_partial_starts=np.zeros_like(plan.tail_partial_starts))
 
-    patch.setattr(AttentionPlan, "host_arrays", direct)
+    patch.setattr(AttentionPlan, "of_items", staticmethod(direct))
 
 
 def walk_until_it_breaks(sizes: list[Sizes], seeds: Iterable[int], actions: int, kind: type[World] = World) -> str:

@@ -29,7 +29,7 @@ from radixrt.cache.radix_tree import Namespace
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.passes import Pass
 from radixrt.schedule.policy import OutputEstimate, SchedulePolicy
 from radixrt.schedule.request import Request, RequestState
 from radixrt.schedule.scheduler import Scheduler
@@ -472,12 +472,12 @@ def test_namespaces_share_nothing() -> None:
     assert all(r.finish_reason is FinishReason.LENGTH for r in again)
 
 
-def decoding(world: World) -> list[ScheduleBatch]:
+def decoding(world: World) -> list[Pass]:
     """The batches that are planned from now on, all requests of a world being about to decode."""
-    planned: list[ScheduleBatch] = []
+    planned: list[Pass] = []
     launch = world.runner.launch
 
-    def watched(batch: ScheduleBatch) -> SimulatedPass:
+    def watched(batch: Pass) -> SimulatedPass:
         planned.append(batch)
         return launch(batch)
 
@@ -695,7 +695,7 @@ def test_a_pass_is_launched_while_the_one_before_is_in_flight() -> None:
     waiting = []
     launch = world.runner.launch
 
-    def watched(batch: ScheduleBatch) -> object:
+    def watched(batch: Pass) -> object:
         waiting.append(len(world.runner.in_flight))
         return launch(batch)
 
@@ -749,7 +749,7 @@ def test_ctrl_c_in_a_step_comes_after_it() -> None:
     request = world.submit([1, 2, 3], 6)
     launch = world.runner.launch
 
-    def interrupted(batch: ScheduleBatch) -> object:
+    def interrupted(batch: Pass) -> object:
         signal.raise_signal(signal.SIGINT)
         return launch(batch)
 

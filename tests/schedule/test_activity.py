@@ -23,7 +23,7 @@ from radixrt.engine.engine import Engine
 from radixrt.execution import pass_timer
 from radixrt.execution.pass_timer import PassTimer
 from radixrt.sampling_params import SamplingParams as Params
-from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from tests.support.simulation import SimulatedPass, Sizes, Walk, World, random_sizes
@@ -48,7 +48,7 @@ class Recorder:
         world.runner.launch = self.launch  # type: ignore[method-assign]
         world.runner.collect = self.collect  # type: ignore[method-assign]
 
-    def launch(self, batch: ScheduleBatch) -> SimulatedPass:
+    def launch(self, batch: Pass) -> SimulatedPass:
         new = zip(batch.requests, batch.prefix_lens.tolist(), batch.seq_lens.tolist(), strict=True)
         self._extended[id(batch)] = sum(end - start for request, start, end in new if start < request.extend_end)
         return self._launch(batch)
@@ -144,12 +144,12 @@ class ClockedRunner:
     def transfer(self, transfers: deque[KVTransfer]) -> None:
         raise AssertionError("there is no host tier")
 
-    def launch(self, batch: ScheduleBatch) -> ScheduleBatch:
+    def launch(self, batch: Pass) -> Pass:
         self._clock.now += LAUNCHING
         return batch
 
     def collect(self, handle: object) -> PassResult:
-        assert isinstance(handle, ScheduleBatch)
+        assert isinstance(handle, Pass)
         self._clock.now += WAITING
         tokens, finite = np.zeros(int(handle.num_samples.sum()), np.int32), np.ones(len(handle.requests), bool)
         if not self._measured:
@@ -167,12 +167,12 @@ def test_seconds(monkeypatch: pytest.MonkeyPatch, measured: bool, lag: int) -> N
     scheduler = Scheduler(cache, max_running_requests=2, chunked_prefill_size=3)
     plan, process = scheduler._plan, scheduler.process
 
-    def slow_plan() -> ScheduleBatch | None:
+    def slow_plan() -> Pass | None:
         batch = plan()
         clock.now += PLANNING if batch is not None else 0.0
         return batch
 
-    def slow_process(batch: ScheduleBatch, result: PassResult) -> list[Request]:
+    def slow_process(batch: Pass, result: PassResult) -> list[Request]:
         clock.now += BOOKING
         return process(batch, result)
 

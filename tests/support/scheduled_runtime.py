@@ -18,7 +18,7 @@ from radixrt.limits import RunLimits
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, Usage
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
-from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.tokenizer import Tokenizer
@@ -119,11 +119,11 @@ class _NoModel:
     def transfer(self, transfers: deque[KVTransfer]) -> None:
         transfers.clear()
 
-    def launch(self, batch: ScheduleBatch) -> ScheduleBatch:
+    def launch(self, batch: Pass) -> Pass:
         return batch
 
     def collect(self, handle: object) -> PassResult:
-        assert isinstance(handle, ScheduleBatch)
+        assert isinstance(handle, Pass)
         tokens = np.full(int(handle.num_samples.sum()), TOKEN, dtype=np.int32)
         return PassResult(tokens, np.ones(len(handle.requests), dtype=bool))
 

@@ -11,7 +11,7 @@ from radixrt.engine.driver import Call, Driver
 from radixrt.errors import PromptError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request, TextStop
 from tests.support.scheduled_runtime import Watchable
 from tests.support.simulation import VOCAB, CheckedEngine, Sizes, World, continuation
@@ -19,7 +19,7 @@ from tests.support.simulation import VOCAB, CheckedEngine, Sizes, World, continu
 SIZES = Sizes(num_slots=600, num_rows=13, context_len=40, max_running=8, max_samples=16, chunk=64)
 CAPTION = "tokens "  # of an answer's text
 
-PassFault = Callable[[ScheduleBatch], Exception | None]
+PassFault = Callable[[Pass], Exception | None]
 
 
 class _SubmittingEngine(CheckedEngine):
@@ -114,7 +114,7 @@ class SimulatedRuntime(Watchable):
     def abort(self, request: Request) -> bool:
         return self.driver.abort(request.id)
 
-    def _watched_launch(self, batch: ScheduleBatch) -> object:
+    def _watched_launch(self, batch: Pass) -> object:
         self.passes.append([request.index for request in batch.requests])
         for _, request in batch.admitted:
             self.begun[request.index] = self.begun.get(request.index, 0) + 1

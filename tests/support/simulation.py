@@ -19,17 +19,16 @@ import numpy as np
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache import prefix_cache
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.cache.radix_tree import Match, Namespace, Node
-from radixrt.cache.snapshot import TreeSnapshot
+from radixrt.cache.radix_tree import NO_MATCH, Match, Namespace, Node
+from radixrt.cache.snapshot import TreeSnapshot, take_snapshot
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import LAG, Engine
 from radixrt.errors import DeviceLostError
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule import policy as policies
-from radixrt.schedule.batch import Logprobs, PassResult, ScheduleBatch
+from radixrt.schedule.passes import Logprobs, Pass, PassResult
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.progress import MOST_STOPS
 from radixrt.schedule.request import Request, RequestState
@@ -39,7 +38,7 @@ VOCAB = 5
 MASK = (1 << 64) - 1
 POISON = 0xDEADDEADDEADDEAD
 MAX_OVERTAKEN = 6
-STORED_AT_ONCE = 3
+MIN_STORE_TOKENS = 3
 
 
 class Violation(AssertionError):
@@ -121,7 +120,7 @@ def continuation(
 
 @dataclass
 class SimulatedPass:
-    batch: ScheduleBatch
+    batch: Pass
     snapshots: list[np.ndarray]  # the slots that each request's row names when the pass is launched
     lines: list[np.ndarray]  # of `req_to_token`, that name the slots of each request's positions
     transfers: int  # that had been started before it, and come before it
@@ -131,7 +130,7 @@ class SimulatedPass:
     error: Exception | None = None
 
 
-def own_lines(batch: ScheduleBatch) -> list[np.ndarray]:
+def own_lines(batch: Pass) -> list[np.ndarray]:
     """Each request reads all by its own row."""
     return [np.full(end, row) for row, end in zip(batch.req_pool_indices, batch.seq_lens, strict=True)]
 
@@ -169,7 +168,7 @@ class SimulatedRunner:
         self.weights = 0  # those that passes run with
         self.ends: dict[Lease, int] = {}  # positions launched, or found, of each lease that there was
         self.met: set[Lease] = set()  # those that were in a pass
-        self.last_batch: ScheduleBatch | None = None
+        self.last_batch: Pass | None = None
         self.is_lost = False  # after the next pass that fails
         self.lines_of = own_lines  # how a pass reads: `SimulatedPass.lines`
         self.violation: Violation | None = None  # kept for `World.check`: the engine takes it for a failed pass
@@ -215,7 +214,7 @@ class SimulatedRunner:
             make(transfer, kv, host_kv)
         return kv, host_kv
 
-    def count(self, batch: ScheduleBatch | None) -> None:
+    def count(self, batch: Pass | None) -> None:
         """A pass that is about to be launched, whether that succeeds or not."""
         if batch is None:
             return
@@ -240,7 +239,7 @@ class SimulatedRunner:
             sorted(batch.admitted, key=id_of) == sorted(new, key=id_of),
         )
 
-    def launch(self, batch: ScheduleBatch) -> SimulatedPass:
+    def launch(self, batch: Pass) -> SimulatedPass:
         extended = [
             int(end - start)
             for request, start, end in zip(batch.requests, batch.prefix_lens, batch.seq_lens, strict=True)
@@ -276,7 +275,7 @@ class SimulatedRunner:
         if self.is_lost:
             raise DeviceLostError("the simulated device works no more") from error
 
-    def _planned(self, batch: ScheduleBatch) -> list[np.ndarray]:
+    def _planned(self, batch: Pass) -> list[np.ndarray]:
         try:
             return self.lines_of(batch)
         except Violation as violation:
@@ -446,12 +445,16 @@ class World:
     def __post_init__(self) -> None:
         s = self.sizes
         policies.MAX_OVERTAKEN = MAX_OVERTAKEN
-        prefix_cache.STORED_AT_ONCE = STORED_AT_ONCE
         self.rows = ReqToTokenPool(s.num_rows, s.context_len)
         self.slots = SlotAllocator(s.num_slots)
         self.host_slots = SlotAllocator(s.host_slots) if s.host_slots else None
         self.cache = PrefixCache(
-            self.rows, self.slots, host_slots=self.host_slots, enabled=s.enabled, force_miss=s.force_miss
+            self.rows,
+            self.slots,
+            host_slots=self.host_slots,
+            min_store_tokens=MIN_STORE_TOKENS,
+            enabled=s.enabled,
+            force_miss=s.force_miss,
         )
         self.scheduler = Scheduler(
             self.cache,
@@ -518,22 +521,22 @@ class World:
                 self.events["load"] += lease.loaded > 0
             return lease
 
-        def watched_next_batch() -> ScheduleBatch | None:
-            batch = next_batch()
+        def watched_next_pass() -> Pass | None:
+            batch = next_pass()
             self.runner.count(batch)
             return batch
 
-        def watched_next_to_go(most: int) -> Node | None:
+        def watched_next_victim(max_tokens: int) -> Node | None:
             leaves = [
                 node
                 for node, _ in self._nodes()
                 if node.parent is not None and node.slots is not None and not node.lock
                 and all(child.slots is None for child in node.children.values())
             ]  # fmt: skip
-            node = next_to_go(most)
+            node = next_victim(max_tokens)
             expected = min(leaves, key=lambda leaf: leaf.last_access, default=None)
             require("5: what was used longest ago leaves the device", node is expected)
-            if node is not None:
+            if node is not None and self.host_slots is not None:
                 self.events["store" if node.host_slots is None else "eviction of what the host has"] += 1
             return node
 
@@ -546,9 +549,9 @@ class World:
             self.events["split"] += 1
             return split(node, at)
 
-        def watched_insert(node: Node, tokens: np.ndarray, slots: np.ndarray) -> object:
+        def watched_insert(node: Node, tokens: np.ndarray, slots: np.ndarray, *recency: int) -> object:
             on_host = self.cache.tree.host_only_tokens
-            out = insert(node, tokens, slots)
+            out = insert(node, tokens, slots, *recency)
             self.events["computed what the host has"] += self.cache.tree.host_only_tokens < on_host
             self.events["remap"] += bool(len(out.canonical))
             return out
@@ -566,11 +569,11 @@ class World:
             }
             expected = self._least_recent_on_host(count)
             out = evict_from_host(count)
-            dropped = {used[slot] for slot in out.tolist()}  # leaves above one another may be equally old
+            dropped = {used.get(slot) for slot in out.tolist()}  # leaves above one another may be equally old
             require("5: the host drops what was used longest ago", dropped == expected, (dropped, expected))
             return out
 
-        def watched_process(batch: ScheduleBatch, result: PassResult) -> list[Request]:
+        def watched_process(batch: Pass, result: PassResult) -> list[Request]:
             for request, lease, end, good in zip(
                 batch.requests, batch.leases, batch.seq_lens, result.finite, strict=True
             ):
@@ -578,19 +581,21 @@ class World:
                     self.computed[lease] = int(end)
             return process(batch, result)
 
-        def watched_cut_off(leaf: Node, keep: int) -> np.ndarray:
-            self.events["dropped in part" if keep else "dropped"] += 1
-            return cut_off(leaf, keep)
+        def watched_unlock(end: Node, reusable_len: int | None = None) -> np.ndarray:
+            splits = self.events["split"]
+            out = unlock(end, reusable_len)
+            self.events["dropped in part" if self.events["split"] > splits else "dropped"] += bool(len(out))
+            return out
 
-        cut_off = self.cache.tree._cut_off
-        self.cache.tree._cut_off = watched_cut_off
+        unlock = self.cache.tree.unlock
+        self.cache.tree.unlock = watched_unlock
         process = self.scheduler.process
         self.scheduler.process = watched_process
         evict_from_host = self.cache.tree.evict_from_host
         self.cache.tree.evict_from_host = watched_evict_from_host
-        next_batch, next_to_go = self.scheduler.next_batch, self.cache.tree.next_to_go
-        self.scheduler.next_batch = watched_next_batch
-        self.cache.tree.next_to_go = watched_next_to_go
+        next_pass, next_victim = self.scheduler.next_pass, self.cache.tree.next_victim
+        self.scheduler.next_pass = watched_next_pass
+        self.cache.tree.next_victim = watched_next_victim
         self.slots.free, self.slots.alloc = watched_free, watched_alloc
         self.cache.acquire = watched_acquire
         self.cache.tree.evict, self.cache.tree._split = watched_evict, watched_split
@@ -694,7 +699,7 @@ class World:
         for request in self.requests[-40:]:
             namespace = self.namespace(request.namespace.tenant)
             match = self.cache.match(namespace, request.tokens(), request.num_known - 1)
-            if match.on_device < match.length:
+            if match.on_device.length < match.length:
                 out.append(request)
         return out
 
@@ -728,7 +733,7 @@ class World:
         """Keep what is cached once all has run to its end, as a file would."""
 
         def save() -> None:
-            snapshot, slots = self.cache.snapshot(self.weights_version)
+            snapshot, slots = take_snapshot(self.cache.tree, self.weights_version)
             require("kept: a snapshot is a tree of prefixes", snapshot.fault(VOCAB) is None, snapshot.fault(VOCAB))
             kv = self.runner.kv[np.maximum(slots, 0)]
             kv[slots < 0] = self.runner.host_kv[-slots[slots < 0]]
@@ -753,7 +758,7 @@ class World:
             require("kept: slots by state add up", self.cache.stats().arriving == count)
             self.runner.kv[adoption.slots[adoption.slots > 0]] = kv[adoption.slots > 0]
             if fails:
-                self.cache.give_up(adoption)
+                self.cache.cancel_adoption(adoption)
                 require("kept: what is given up leaves no trace", self.slots.num_free == before)
                 require("kept: what is given up leaves no trace", self.cache.tree.device_tokens == held)
                 return
@@ -775,7 +780,7 @@ class World:
             paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
             namespace = self.namespace(snapshot.tenant_names[snapshot.tenants[i]])
             above = len(paths[i]) - len(own)
-            found += max(0, self.cache.tree.match(namespace, paths[i]).on_device - above)
+            found += max(0, self.cache.tree.match(namespace, paths[i]).on_device.length - above)
         require("kept: a prefix is found", found == snapshot.num_tokens - left_out, (found, left_out))
 
     def step(self) -> list[Request]:
@@ -863,8 +868,8 @@ class World:
                 crossing[id(node)] += 1
                 node = node.parent
         total = locked = host_only = 0
-        in_heap = Counter(id(entry[2]) for entry in tree._heap)
-        in_host_heap = Counter(id(entry[2]) for entry in tree._host_heap)
+        queued = Counter(map(id, tree.device_leaves.nodes()))
+        host_queued = Counter(map(id, tree.host_leaves.nodes()))
         kv, host_kv = self.runner.settled(self.cache.transfers.pending())
         for node, path in nodes:
             name = "3: nodes have a slot a token, siblings differ, parents agree"
@@ -880,11 +885,11 @@ class World:
             on_device, on_host = node.slots is not None, node.host_slots is not None
             is_leaf = all(child.slots is None for child in node.children.values())
             if node.parent is not None and on_device and is_leaf and not node.lock:
-                require("5: every unlocked leaf waits for eviction", in_heap[id(node)] == 1 and node.queued)
+                require("5: every unlocked leaf waits for eviction", queued[id(node)] == 1)
             if on_host and all(child.host_slots is None for child in node.children.values()):
                 name = "5: every leaf of the host waits for eviction"
-                require(name, in_host_heap[id(node)] == 1 and node.host_queued)
-            require("5: a node waits for eviction once", max(in_heap[id(node)], in_host_heap[id(node)]) <= 1)
+                require(name, host_queued[id(node)] == 1)
+            require("5: a node waits for eviction once", max(queued[id(node)], host_queued[id(node)]) <= 1)
             total += len(node.tokens) if on_device else 0
             host_only += 0 if on_device else len(node.tokens)
             locked += len(node.tokens) if crossing[id(node)] else 0
@@ -927,7 +932,7 @@ class World:
             int(s)
             for lease in self.cache.leases
             if not lease.released
-            for s in self.rows.req_to_token[lease.row, lease.committed : lease.allocated]
+            for s in self.rows.req_to_token[lease.row, lease.committed : lease.allocated_len]
         ]
         groups["pending"] = [int(s) for slots in self.cache.pending_slots() for s in slots]
         everything = [slot for group in groups.values() for slot in group]
@@ -943,7 +948,7 @@ class World:
         self._check_host_slots(nodes)
         free = set(groups["free"])
         for lease in self.cache.leases:
-            used = set(self.rows.req_to_token[lease.row, : lease.allocated].tolist())
+            used = set(self.rows.req_to_token[lease.row, : lease.allocated_len].tolist())
             require("5: no slot of a live row is free", not used & free, used & free)
         for flight in self.runner.in_flight:
             for slots in flight.snapshots:
@@ -974,7 +979,7 @@ class World:
         require("8: a running request holds a lease", all(le is not None and not le.released for le in held))
         live = [le for le in self.cache.leases if not le.released]
         require("8: every live lease is held by one request", set(held) == set(live) and len(held) == len(live))
-        pending = Counter(id(p.lease) for p in self.cache._pending if p.lease is not None)
+        pending = Counter(map(id, self.cache.pending_leases()))
         released = [le for le in self.cache.leases if le.released]
         require(
             "8: a released lease waits once",
@@ -987,7 +992,7 @@ class World:
             lease = request.lease
             require(
                 "8: progress is ordered",
-                lease.committed <= request.computed <= request.launched == lease.allocated <= request.total,
+                lease.committed <= request.computed <= request.launched == lease.allocated_len <= request.total,
                 request,
             )
             name = "8: progress is what passes have made"
@@ -1081,14 +1086,14 @@ class World:
         match = self.cache.match(request.namespace, tokens, request.match_limit)
         name = "6: a match is a prefix, in the same namespace, without the last token"
         require(name, match.length <= min(len(tokens) - 1, request.match_limit))
-        if request.prospect is not None:
+        if request.pending_match is not None:
             name = "6: what a request expects to find is what it would find"
-            expected = copy.copy(request.prospect)  # what it remembers stays as it is
+            expected = copy.copy(request.pending_match)  # what it remembers stays as it is
             require(name, expected.length() == match.length, (request.index, expected.length(), match.length))
             leader = self.cache.leader(match, tokens, request.match_limit)
-            require(name, expected.is_awaited() == (leader is not None), request.index)
+            require(name, expected.has_leader() == (leader is not None), request.index)
         name = "6: a match is a prefix, in the same namespace, without the last token"
-        if match.node is None:
+        if match.node is NO_MATCH.node:
             return
         require(name, match.node.namespace == request.namespace)
         path = list(self.cache.tree.path(match.node))[::-1]
@@ -1113,7 +1118,7 @@ class World:
         require(name, not self.cache.leases and not self.cache.in_flight and not self.cache.pending_slots())
         require(name, self.rows.num_free == self.sizes.num_rows)
         require(name, all(node.lock == 0 for node, _ in self._nodes()))
-        require(name, not self.cache._frontiers)
+        require(name, not len(self.cache.frontiers))
         self.cache.flush()
         require(name, self.slots.num_free == self.slots.capacity and not self.cache.tree.roots)
         require(name, self.host_slots is None or self.host_slots.num_free == self.host_slots.capacity)

@@ -26,7 +26,7 @@ from radixrt.batch.formats.plain_lines import check_token_ids
 from radixrt.batch.formats.record import Format, InputRecord, LineError, LineErrorType, ParameterReader, Reply
 from radixrt.batch.formats.strict_json import kind, short
 from radixrt.batch.tally import ERROR_RECORD, Tally
-from radixrt.checks import whole
+from radixrt.checks import check_int
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
@@ -160,7 +160,7 @@ def _parameters(url: str, given: dict[str, Any]) -> dict[str, Any]:
         logprobs, top = given.get("logprobs", False), given.get("top_logprobs")
         if not isinstance(logprobs, bool):
             raise ParameterError(f"logprobs is {_shown(logprobs)}; it must be true or false")
-        most = 0 if top is None else whole("top_logprobs", top, 0, MAX_LOGPROBS)
+        most = 0 if top is None else check_int("top_logprobs", top, 0, MAX_LOGPROBS)
         if most and not logprobs:
             raise ParameterError(f'top_logprobs is {most}; that needs "logprobs": true')
         if logprobs:

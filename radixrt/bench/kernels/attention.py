@@ -28,9 +28,11 @@ from radixrt.bench.kernels.attention_peers import (
 )
 from radixrt.bench.kernels.case import Call, Case, Contender
 from radixrt.bench.kernels.roofline import decode_work, extend_work
-from triton_ops.attention.decode import decode_attention, decode_item_len
-from triton_ops.attention.extend import extend_attention, plan_extends
-from triton_ops.attention.plan import AttentionPlan, ExtendPlan
+from radixrt.execution.attention.flat import KernelShape, decode_item_len, plan_extends
+from triton_ops.attention.arguments import Scoring
+from triton_ops.attention.decode import decode_attention
+from triton_ops.attention.extend import Extends, extend_attention
+from triton_ops.attention.plan import AttentionPlan
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import E4M3, quantise
 
@@ -41,30 +43,20 @@ def our_decode(inputs: AttentionInputs, kv_scale: Tensor | None = None) -> Call:
     """The plan is made once, as for a steady batch."""
     shape, device = inputs.shape, inputs.q.device
     seq_lens = [shape.length] * shape.batch
-    arrays = AttentionPlan.flat_arrays(
+    plan = AttentionPlan.flat(
         range(shape.batch),
         seq_lens,
         max_item_len=decode_item_len(gpu_of(device), shape.num_kv_heads, np.array(seq_lens, np.int32)),
     )
-    return planned_decode(inputs, AttentionPlan.build(arrays, device), kv_scale)
+    return planned_decode(inputs, plan.to(device), kv_scale)
 
 
 def planned_decode(inputs: AttentionInputs, plan: AttentionPlan, kv_scale: Tensor | None = None) -> Call:
     """Our decode attention by this plan; `kv_scale` is that of keys and of values."""
-    shape = inputs.shape
+    kv, scoring = inputs.kv(kv_scale), Scoring(inputs.shape.scale)
 
     def run() -> Tensor:
-        return decode_attention(
-            inputs.q,
-            inputs.k_buffer,
-            inputs.v_buffer,
-            inputs.req_to_token,
-            plan,
-            scale=shape.scale,
-            impl="triton",
-            k_scale=kv_scale,
-            v_scale=kv_scale,
-        )
+        return decode_attention(inputs.q, kv, plan, scoring, impl="triton")
 
     return Call(run, _result)
 
@@ -83,7 +75,7 @@ def _e4m3_scale(shape: AttentionShape, device: torch.device) -> Tensor:
 
 
 def our_decode_over_e4m3(inputs: AttentionInputs) -> Call:
-    """The same KV in e4m3, and queries in float16: as `norm_rotary_store` leaves them."""
+    """The same KV in e4m3, and queries in float16: as `qk_norm_rope_store` leaves them."""
     scale = _e4m3_scale(inputs.shape, inputs.q.device)
     quantised = replace(
         inputs,
@@ -97,34 +89,17 @@ def our_decode_over_e4m3(inputs: AttentionInputs) -> Call:
 def our_extend(inputs: AttentionInputs) -> Call:
     """The plan is made once, as for all layers of a pass."""
     shape, device = inputs.shape, inputs.q.device
-    arrays, tile_tokens = plan_extends(
+    plan = plan_extends(
+        KernelShape(gpu_of(device), shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype),
         inputs.prefix_lens.cpu().numpy(),
         inputs.extend_start_loc.cpu().numpy(),
         inputs.extend_seq_lens.cpu().numpy(),
-        gpu=gpu_of(device),
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=shape.dtype,
-    )
-    plan = ExtendPlan.build(arrays, device, tile_tokens=tile_tokens)
+    ).to(device)
+    extends = Extends(inputs.rows, inputs.prefix_lens, inputs.extend_start_loc, inputs.extend_seq_lens)
+    kv, scoring = inputs.kv(), Scoring(shape.scale)
 
     def run() -> Tensor:
-        return extend_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            inputs.k_buffer,
-            inputs.v_buffer,
-            inputs.req_to_token,
-            inputs.rows,
-            inputs.prefix_lens,
-            inputs.extend_start_loc,
-            inputs.extend_seq_lens,
-            plan,
-            scale=shape.scale,
-            impl="triton",
-        )
+        return extend_attention(inputs.q, inputs.k, inputs.v, kv, extends, plan, scoring, impl="triton")
 
     return Call(run, _result)
 

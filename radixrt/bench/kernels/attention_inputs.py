@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from radixrt.bench.kernels.case import Expected
+from triton_ops.kv.view import KVView
 
 CHECKED_ROWS = 128  # new tokens a request compared with the reference, including the first and the last
 
@@ -80,6 +81,10 @@ class AttentionInputs:
     extend_start_loc: Tensor
     extend_seq_lens: Tensor
     seq_lens: Tensor
+
+    def kv(self, scale: Tensor | None = None) -> KVView:
+        """The pool; `scale` is that of keys and of values."""
+        return KVView(self.k_buffer, self.v_buffer, self.req_to_token, scale, scale)
 
     def dense(self, buffer: Tensor) -> Tensor:
         """The requests' keys or values, gathered: `[batch, length, num_kv_heads, head_dim]`."""

@@ -17,7 +17,7 @@ from radixrt.bench.kernels.roofline import Work
 Inputs = TypeVar("Inputs")
 
 
-MAX_SLOWDOWN = 1.03
+MAX_SLOWER = 1.03
 """The multiple of the time of `Case.never_slower_than` that ours may take."""
 
 
@@ -77,7 +77,7 @@ class Case(Generic[Inputs]):
         inputs: makes n sets of inputs that share no memory that is read, the same each time.
         expected: the reference's results for a set of inputs.
         contenders: our kernel first.
-        never_slower_than: the contender that ours may exceed in time by MAX_SLOWDOWN at most, or None.
+        never_slower_than: the contender that ours may exceed in time by MAX_SLOWER at most, or None.
         sizes: the numbers of the shape, by name, for the axes of a plot; empty: in no plot.
     """
 

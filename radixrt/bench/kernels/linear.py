@@ -38,7 +38,7 @@ def _ours(inputs: LinearInputs) -> Call:
     placement = Placement(DTYPE, torch.device("meta"), "triton")
     projection = Linear(depth, num_columns, bias=False, placement=placement)
     projection.weight = nn.Parameter(inputs.weight, requires_grad=False)
-    return _call(lambda: projection(inputs.x, parts_allowed=True), inputs)
+    return _call(lambda: projection(inputs.x, split_k_ok=True), inputs)
 
 
 def _cublas(inputs: LinearInputs) -> Call:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from radixrt.bench.kernels.case import (
-    MAX_SLOWDOWN,
+    MAX_SLOWER,
     Call,
     Case,
     Contender,
@@ -105,7 +105,7 @@ class Result:
         for measurement in self.measurements:
             theirs = measurement.best_seconds
             if measurement.name == self.case.never_slower_than and theirs is not None and ours is not None:
-                return ours > MAX_SLOWDOWN * theirs
+                return ours > MAX_SLOWER * theirs
         return None
 
     def percent_of_bound(self, seconds: float) -> float:

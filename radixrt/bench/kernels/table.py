@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from radixrt.bench.kernels.case import MAX_SLOWDOWN
+from radixrt.bench.kernels.case import MAX_SLOWER
 from radixrt.bench.kernels.goals import published_times
 from radixrt.bench.kernels.measurement import Measurement, Result
 
@@ -23,7 +23,7 @@ _CAPTION = (
 _PLAN_CAPTION = (
     "bytes: % of the time that the distinct bytes alone allow. read: tokens that the plan's items read, over the "
     "distinct ones. plan: us of the host to make it. vs of flat: the speed-up, (!) where ours is more than "
-    f"{100 * (MAX_SLOWDOWN - 1):.0f} % slower."
+    f"{100 * (MAX_SLOWER - 1):.0f} % slower."
 )
 _HEADERS = ("eager", "graph", "rate", "%", "limit", "error", "goal", "met", "vs")
 _PLAN_HEADERS = ("eager", "graph", "%", "limit", "bytes", "read", "plan", "goal", "met", "vs")
@@ -59,7 +59,7 @@ class Report:
             self._console.print(f"{met} of {len(self._verdicts)} goals are met.")
         if self._slower:
             self._console.print(
-                f"Tree is more than {100 * (MAX_SLOWDOWN - 1):.0f} % slower than flat in {sum(self._slower)} of "
+                f"Tree is more than {100 * (MAX_SLOWER - 1):.0f} % slower than flat in {sum(self._slower)} of "
                 f"{len(self._slower)} cases."
             )
 

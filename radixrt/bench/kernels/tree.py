@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from layers.placement import Placement
 from radixrt.bench.kernels.attention import planned_decode
 from radixrt.bench.kernels.attention_inputs import (
     AttentionInputs,
@@ -26,6 +26,7 @@ from radixrt.bench.kernels.case import Call, Case, Contender, PlanFigures
 from radixrt.bench.kernels.roofline import Work, tree_work
 from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.models.config import AttentionKind
+from triton_ops.implementation import gpu_of
 
 PLANNINGS = 9  # of the same batch; their median is the time
 FLAT = "radixrt, flat"
@@ -115,20 +116,19 @@ def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool) -> Call
     """
     attention, device = shape.attention, inputs.q.device
     layer = _Layer(attention.num_heads, attention.num_kv_heads, attention.head_dim)
-    placement = Placement(attention.dtype, device, "triton")
-    planner = AttentionPlanner(layer, placement, inputs.req_to_token.numpy(force=True), tree=tree)
+    table = inputs.req_to_token.numpy(force=True)
+    planner = AttentionPlanner.of(layer, gpu_of(device), attention.dtype, table, tree=tree)
     rows, lens = inputs.rows.numpy(force=True), inputs.seq_lens.numpy(force=True)
     seconds = []
     for _ in range(PLANNINGS):
         began = time.perf_counter()
-        plans = planner.plan_padded(rows, lens)
+        plans = planner.plan_padded_decodes(rows, lens)
         seconds.append(time.perf_counter() - began)
-    arrays = {name: torch.from_numpy(array).to(device) for name, array in plans.arrays.items()}
-    plan = plans.decode(arrays)[None]
+    plan = plans.decode[None]
     read = int(plan.item_lens.sum()) + int(plan.shared_lens.sum())
-    shared_items = int(plan.shared_lens.count_nonzero())
+    shared_items = int(np.count_nonzero(plan.shared_lens))
     figures = PlanFigures(median(seconds), read / shape.distinct, shared_items)
-    return replace(planned_decode(inputs, plan), plan=figures)
+    return replace(planned_decode(inputs, plan.to(device)), plan=figures)
 
 
 def tree_case(shape: TreeShape) -> Case[AttentionInputs]:

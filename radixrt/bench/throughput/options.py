@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from radixrt.bench.catalogue import ABLATIONS, BASELINES, CONFIGS, LISTS, SCALES, SHAPES, check_speed, one_of
-from radixrt.checks import real, whole
+from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 
 
@@ -63,9 +63,9 @@ class Options:
                 one_of(name, value, known)
         if self.model is not None and self.configs:
             raise ParameterError("model and config are both given; give one")
-        whole("repeat", self.repeat, 1, 1000)
-        whole("seed", self.seed, 0, 2**32)
-        real("baseline_limit", self.baseline_limit, 0.0, 1e6, above=True)
+        check_int("repeat", self.repeat, 1, 1000)
+        check_int("seed", self.seed, 0, 2**32)
+        check_float("baseline_limit", self.baseline_limit, 0.0, 1e6, above=True)
         check_speed(self.bandwidth, self.flops)
         if self.trace is not None and not self.trace.is_dir():
             raise ParameterError(f"{self.trace} is no folder")

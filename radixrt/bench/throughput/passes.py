@@ -22,7 +22,7 @@ from radixrt.cache.radix_tree import Tokens
 from radixrt.errors import RadixrtError
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.passes import Pass
 from radixrt.workloads.lists import WorkloadPrompt
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class _Watch:
     """The last launched pass, and the seconds in the runner's `launch` and `collect` since `reset`."""
 
     def __init__(self) -> None:
-        self.batch: ScheduleBatch | None = None
+        self.batch: Pass | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -47,9 +47,9 @@ class _Watch:
     def decodes(self, requests: int) -> bool:
         """Whether the last pass was a decode step of that many requests."""
         batch = self.batch
-        return batch is not None and len(batch.requests) == requests and batch.num_extends == 0
+        return batch is not None and batch.num_rows == requests and batch.num_extends == 0
 
-    def launch(self, launch: Callable[[ScheduleBatch], T], batch: ScheduleBatch) -> T:
+    def launch(self, launch: Callable[[Pass], T], batch: Pass) -> T:
         self.batch = batch
         began = time.perf_counter()
         try:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-GUESSES = 3  # at what rows have in common, before bisection finds it
-MOST_STOPS = 32  # that rows are sorted by at once
-MOST_LEVELS = 32  # of nodes on a path; deeper trees are looked at more coarsely
+GUESSES = 3  # at how much rows have in common, before bisection finds it
+MAX_LEVELS = 32  # of nodes on a path; deeper trees are looked at more coarsely
 
 BoolArray = NDArray[np.bool_]
 Int32Array = NDArray[np.int32]
@@ -47,7 +46,7 @@ class SlotTree:
         """The nodes of a level."""
         return slice(self.levels[number], self.levels[number + 1])
 
-    def above(self, kept: BoolArray) -> Int64Array:
+    def nearest_kept_ancestor(self, kept: BoolArray) -> Int64Array:
         """The nearest of the `kept` nodes `[N]` above each, or -1."""
         found = self.parents.copy()
         for number in range(1, self.num_levels):
@@ -55,9 +54,9 @@ class SlotTree:
             found[self.level(number)] = np.where(kept[parents], parents, found[parents])
         return found
 
-    def begins(self, kept: BoolArray) -> Int64Array:
+    def starts(self, kept: BoolArray) -> Int64Array:
         """Where the nearest of the `kept` nodes above each ends, or 0, `[N]`."""
-        return np.append(self.stops, 0)[self.above(kept)]
+        return np.append(self.stops, 0)[self.nearest_kept_ancestor(kept)]
 
     def without_children(self, values: FloatArray) -> FloatArray:
         """What nodes have of `values` `[N]`, which are sums over their rows, when their children have theirs."""
@@ -67,7 +66,7 @@ class SlotTree:
     @classmethod
     def of(cls, order: Int64Array, common: Int64Array) -> SlotTree:
         """The tree of rows in depth-first order `[R]`, each of which has so many tokens in common with the next
-        `[R - 1]`. Where it had more than `MOST_LEVELS` levels, prefixes end a little earlier.
+        `[R - 1]`. Where it had more than `MAX_LEVELS` levels, prefixes end a little earlier.
 
         A border between two rows belongs to the node that ends there; runs of equal borders are one. The borders
         of a node are those between the nearest smaller ones on both sides, which are found for all at once.
@@ -102,7 +101,7 @@ class SlotTree:
         sizes = border[right] + 1 - firsts
 
         depths = _depths(parents)
-        if depths.max(initial=0) >= MOST_LEVELS:
+        if depths.max(initial=0) >= MAX_LEVELS:
             kept, stops, parents = _coarser(stops, parents)
             firsts, sizes, depths = firsts[kept], sizes[kept], _depths(parents)
         sort = (depths * len(order) + firsts).argsort()
@@ -137,42 +136,44 @@ def _coarser(stops: Int64Array, parents: Int64Array) -> tuple[Int64Array, Int64A
         number = np.full(len(nearest), -1)
         number[kept] = np.arange(len(kept))
         above = number[nearest[parents[kept]]]
-        if _depths(above).max(initial=0) < MOST_LEVELS:
+        if _depths(above).max(initial=0) < MAX_LEVELS:
             return kept, rounded[kept], above
         grain *= 2
 
 
-def depth_first(slots: Int32Array, lines: Int64Array, lens: Int64Array) -> tuple[Int64Array, Int64Array]:
+def depth_first(
+    slots: Int32Array, offsets: Int64Array, lens: Int64Array, max_stops: int
+) -> tuple[Int64Array, Int64Array]:
     """Rows in an order in which those with any prefix in common stand together `[R]`, and how many tokens each has
-    in common with the next `[R - 1]`. Row r is `slots[lines[r] : lines[r] + lens[r]]`, a token at least.
+    in common with the next `[R - 1]`. Row r is `slots[offsets[r] : offsets[r] + lens[r]]`, a token at least.
 
     Equal slots are equal prefixes. So rows sorted by the slots before and behind some stops are in such an order
     if all neighbours part at stops; where they part elsewhere are stops to come. If there are many, each group of
     rows is sorted by one of them instead.
     """
-    starts = slots.take(lines)
+    starts = slots.take(offsets)
     order = starts.argsort(kind="stable")
     starts = starts[order]
-    common = np.zeros(len(lines) - 1, np.int64)
+    common = np.zeros(len(offsets) - 1, np.int64)
     unknown = (starts[1:] == starts[:-1]).nonzero()[0]  # of common
     stops = np.zeros(1, np.int64)
     while len(unknown):
         before, behind = order[unknown], order[unknown + 1]
-        found = _common(slots, lines[before], lines[behind], np.minimum(lens[before], lens[behind]))
+        found = _common(slots, offsets[before], offsets[behind], np.minimum(lens[before], lens[behind]))
         common[unknown] = found
         more = np.concatenate([stops, found])
         more.sort()
         more = more[_runs(more)[0]]
         if len(more) == len(stops):
             break
-        if len(more) > MOST_STOPS:
-            return _by_paths(slots, lines, lens)
+        if len(more) > max_stops:
+            return _by_paths(slots, offsets, lens)
         stops = more
         columns = np.array((stops - 1, stops)).T.reshape(-1)[1:]
         if int(lens.min()) > columns[-1]:
-            keys = slots.take(lines[:, None] + columns, mode="clip")
+            keys = slots.take(offsets[:, None] + columns, mode="clip")
         else:
-            keys = slots.take(lines[:, None] + np.minimum(columns, lens[:, None] - 1))
+            keys = slots.take(offsets[:, None] + np.minimum(columns, lens[:, None] - 1))
             keys[columns >= lens[:, None]] = -1  # not there
         # As bytes: unlike np.lexsort it does not sort by each column in turn.
         order = keys.view(f"V{keys.itemsize * len(columns)}")[:, 0].argsort(kind="stable")
@@ -185,25 +186,25 @@ def depth_first(slots: Int32Array, lines: Int64Array, lens: Int64Array) -> tuple
     return order, common
 
 
-def _by_paths(slots: Int32Array, lines: Int64Array, lens: Int64Array) -> tuple[Int64Array, Int64Array]:
+def _by_paths(slots: Int32Array, offsets: Int64Array, lens: Int64Array) -> tuple[Int64Array, Int64Array]:
     """`depth_first` in few rounds, however many stops there are.
 
     One row of a group is a path, which the others leave: sorted by where, the last first, and by the slot for
     which they leave it, they are in order but for those that leave it for the same slot. These are groups in turn,
     as rows with the same first slot are to begin with.
     """
-    starts = slots.take(lines)
+    starts = slots.take(offsets)
     order = starts.argsort(kind="stable")
     first, size = _runs(starts[order])
-    out = np.zeros(len(lines) - 1, np.int64)
+    out = np.zeros(len(offsets) - 1, np.int64)
     while len(several := (size > 1).nonzero()[0]):
         first, size = first[several], size[several]
         group, nth = ranges(size)
         places = first[group] + nth
         rows, paths = order[places], order[first + size // 2][group]
-        line, length = lines[rows], lens[rows]
-        common = _common(slots, line, lines[paths], np.minimum(length, lens[paths]))
-        to = slots.take(line + np.minimum(common, length - 1))
+        offset, length = offsets[rows], lens[rows]
+        common = _common(slots, offset, offsets[paths], np.minimum(length, lens[paths]))
+        to = slots.take(offset + np.minimum(common, length - 1))
         to[common == length] = -1  # rows that end there
         sort = np.lexsort((to, -common, group))
         order[places] = rows[sort]

@@ -774,7 +774,7 @@ class Interrupt:
         return KeyboardInterrupt() if self._left == -1 else None
 
 
-BATCH_FOLDER = str(Path(journal_module.__file__).parent)
+BATCH_FOLDER = str(Path(journal_module.__file__).parents[1])
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from torch import Tensor
 from memory_pool.req_to_token_pool import RowChanges
 from radixrt import SamplingParams as Params
 from radixrt.execution.sampling import sampler
-from radixrt.execution.sampling.processors import NO_TOKEN, BadWords, LogitChanges
-from radixrt.execution.sampling.sampler import draw_logprobs, draw_plain, draw_special, plan_draws
-from radixrt.execution.sampling.table import Features, SamplingTable
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.execution.sampling.sampler import draw_logprobs, plan_draws, sample_plain, sample_processed
+from radixrt.schedule.logits_processors import BadWords, LogitsProcessors
+from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request
+from radixrt.schedule.sampling_table import Features, SamplingTable
 from triton_ops.sampling.logprobs import token_logprobs
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -45,8 +45,8 @@ def request(index: int, params: Params, prompt: Sequence[int] = (5, 6, 7), **mor
     return made
 
 
-def batch_of(requests: Sequence[Request], rows: Sequence[int], num_samples: Sequence[int]) -> ScheduleBatch:
-    return ScheduleBatch(
+def batch_of(requests: Sequence[Request], rows: Sequence[int], num_samples: Sequence[int]) -> Pass:
+    return Pass(
         requests=tuple(requests),
         leases=(),
         num_extends=0,
@@ -93,9 +93,9 @@ def draw(
     token_ids = torch.full((len(sampling),), -7, dtype=torch.int32)
     finite = torch.empty(len(sampling), dtype=torch.bool)
     before = logits.clone()
-    draw_plain(logits, arrays, plan.features, token_ids, finite)
+    sample_plain(logits, arrays, plan.features, token_ids, finite)
     if plan.special is not None:
-        draw_special(logits, arrays, plan.special, last_token, token_ids, finite)
+        sample_processed(logits, arrays, plan.special, last_token, token_ids, finite)
     logprobs = None if plan.num_top is None else draw_logprobs(logits, token_ids, arrays, plan.num_top)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())  # log-probabilities are the model's
     return Drawn(plan, token_ids.tolist(), finite.tolist(), logprobs)
@@ -288,14 +288,14 @@ def test_ends_are_held_back_no_longer_than_asked() -> None:
     table.admit(0, request(0, Params(min_new_tokens=4)))  # behind a prompt of three
     positions = np.arange(3, 10, dtype=np.int32)
     assert table.is_special(np.zeros(7, dtype=np.int32), positions).tolist() == [True] * 4 + [False] * 3
-    longer = LogitChanges.of(request(0, Params(min_new_tokens=4, presence_penalty=1)))
+    longer = LogitsProcessors.of(request(0, Params(min_new_tokens=4, presence_penalty=1)))
     assert longer is not None
     known = np.array([5, 6, 7], dtype=np.int32)
     assert [longer.bans(position, known, False).ids.tolist() for position in (6, 7)] == [[END], []]
-    assert LogitChanges.of(request(0, Params(min_new_tokens=0))) is None
+    assert LogitsProcessors.of(request(0, Params(min_new_tokens=0))) is None
     endless = request(0, Params(min_new_tokens=4))
     endless.stop_ids = frozenset()
-    assert LogitChanges.of(endless) is None
+    assert LogitsProcessors.of(endless) is None
 
 
 @pytest.mark.parametrize("last_is_unknown", [False, True])
