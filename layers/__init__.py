@@ -1,1 +1,1 @@
-"""Floor 2: what a model is built from, and what a forward pass is told about its batch."""
+"""Floor 2: the layers of models, and the metadata of a forward pass."""

@@ -24,7 +24,7 @@ class SiluAndMul(nn.Module):
 
 
 class GeluAndMul(nn.Module):
-    """`gelu(gate) * up` of the stacked projection gate | up; `approximate` is that of `gelu_and_mul`."""
+    """`gelu(gate) * up` of the stacked projection gate | up; `approximate` as in `gelu_and_mul`."""
 
     def __init__(self, approximate: Literal["none", "tanh"], impl: Impl = "auto") -> None:
         super().__init__()

@@ -11,18 +11,9 @@ from layers.placement import Placement
 
 
 class Embedding(nn.Module):
-    """A row of `weight [vocab_size, hidden_size]` a token, times `scale`, which is rounded to the weight's
-    dtype first.
-    """
+    """A row of `weight [vocab_size, hidden_size]` for each token, times `scale` in the weight's dtype."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        scale: float = 1.0,
-        placement: Placement,
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, placement: Placement) -> None:
         super().__init__()
         self.scale = torch.tensor(scale, dtype=placement.dtype, device="cpu").item()
         self.weight = placement.parameter(vocab_size, hidden_size)
@@ -33,5 +24,5 @@ class Embedding(nn.Module):
         return embedded if self.scale == 1.0 else embedded * self.scale
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint stores of this layer, called `name` there: (tensor name, where it goes)."""
+        """The layer's tensors in a checkpoint, where it is called `name`: (tensor name, destination)."""
         yield f"{name}.weight", self.weight

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from layers.placement import Placement
 from triton_ops.implementation import gpu_of, runs_triton
-from triton_ops.linear.split_k_linear import partial_linear, partial_linear_config
+from triton_ops.linear.split_k_linear import split_k_linear
+from triton_ops.tuning import split_k_config
 
 
 class Linear(nn.Module):
-    """`x W^T + b`. Its weights are uninitialised until someone fills what `checkpoint_tensors` yields."""
+    """`x W^T + b`. The weights are uninitialised until the tensors of `checkpoint_tensors` are filled."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
         super().__init__()
@@ -22,32 +23,30 @@ class Linear(nn.Module):
             self.bias = placement.parameter(out_features)
         self.impl = placement.impl
 
-    def forward(self, x: Tensor, *, parts_allowed: bool = False) -> Tensor:
+    def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
         """`x [..., in_features]` to `[..., out_features]`.
 
-        Who can do with parts of that, as `RMSNorm.add` can, sets `parts_allowed`: where they are computed faster,
-        on a GPU for small batches, they are what is returned (`partial_linear`), float32
-        `[P, num_tokens, out_features]`.
+        With `split_k_ok`, for callers that can add parts (`RMSNorm.add`), the result may be float32 parts
+        `[P, num_tokens, out_features]`, where `split_k_linear` is faster: on a GPU, for small batches.
         """
-        if parts_allowed and self.bias is None and runs_triton(self.impl, x.device):
-            config = partial_linear_config(gpu_of(x.device), len(x), *self.weight.shape, self.weight.dtype)
+        if split_k_ok and self.bias is None and runs_triton(self.impl, x.device):
+            config = split_k_config(gpu_of(x.device), len(x), *self.weight.shape, self.weight.dtype)
             if config is not None:
-                return partial_linear(x, self.weight, config, impl=self.impl)
+                return split_k_linear(x, self.weight, config, impl=self.impl)
         return nn.functional.linear(x, self.weight, self.bias)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint stores of this layer, called `name` there: (tensor name, where it goes)."""
+        """The layer's tensors in a checkpoint, where it is called `name`: (tensor name, destination)."""
         yield f"{name}.weight", self.weight
         if self.bias is not None:
             yield f"{name}.bias", self.bias
 
 
 class StackedLinear(Linear):
-    """Projections of the same input as one matrix: their outputs side by side.
+    """Projections of the same input as one matrix, their outputs side by side.
 
-    `parts` maps the last component of each part's name to its number of outputs, in the order of the stack.
-    A checkpoint stores the parts one by one, or all as one tensor, whose name's last component is
-    `packed_as`.
+    `parts` maps the last component of each part's name to its number of outputs, in the order of the stack. A
+    checkpoint stores the parts one by one, or as one tensor whose name ends in `packed_as`.
     """
 
     def __init__(
@@ -64,9 +63,7 @@ class StackedLinear(Linear):
         self.packed_as = packed_as
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """As `Linear.checkpoint_tensors`, a view for each tensor; `name` is what their names have in
-        common.
-        """
+        """As `Linear.checkpoint_tensors`, with a view for each part; `name` is the prefix of their names."""
         if self.packed_as is not None:
             yield from super().checkpoint_tensors(f"{name}.{self.packed_as}")
             return
@@ -100,9 +97,7 @@ class QKVLinear(StackedLinear):
         super().__init__(hidden_size, parts, packed_as=packed_as, bias=bias, placement=placement)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The output `[T, ...]` as views: q `[T, num_heads, head_dim]`, k and v
-        `[T, num_kv_heads, head_dim]`.
-        """
+        """The output `[T, ...]` as views: q `[T, num_heads, head_dim]`, k and v `[T, num_kv_heads, head_dim]`."""
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         k_end = self.num_heads + self.num_kv_heads
         return heads[:, : self.num_heads], heads[:, self.num_heads : k_end], heads[:, k_end:]

@@ -1,4 +1,4 @@
-"""The head: logits of the tokens that are asked for."""
+"""The output head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton_ops.attention.soft_cap import soft_cap
 
 
 class LogitsHead(nn.Module):
-    """Projects hidden states on the vocabulary, with a weight of its own or the embedding's (`tied_to`).
+    """Projects hidden states to the vocabulary, with a weight of its own or the embedding's (`tied_to`).
 
     With a `softcap` the logits become `softcap * tanh(logits / softcap)`.
     """
@@ -36,10 +36,9 @@ class LogitsHead(nn.Module):
     def forward(
         self, hidden_states: Tensor, logits_indices: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
-        """Logits, in the model's dtype, of the tokens that are asked for.
+        """Logits of the tokens `logits_indices`, int32 `[S]`, or of all T tokens if None.
 
-        `hidden_states` is `[T, hidden_size]`, `logits_indices` int32 `[S]` or None: all. Returns
-        `[S, vocab_size]`, which is `out` if that is given.
+        `hidden_states` is `[T, hidden_size]`. Returns `[S, vocab_size]` in the model's dtype: `out`, if given.
         """
         if logits_indices is not None:
             hidden_states = hidden_states.index_select(0, logits_indices)
@@ -49,6 +48,6 @@ class LogitsHead(nn.Module):
         return capped if out is None else out.copy_(capped)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint stores of this layer, called `name` there; nothing if it is tied."""
+        """The layer's tensors in a checkpoint, where it is called `name`; none if it is tied."""
         if not self.tied:
             yield f"{name}.weight", self.weight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
@@ -13,13 +12,12 @@ from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_softmax import topk_softmax
 
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
-STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
 class SparseMoE(nn.Module):
-    """Each token goes through the `top_k` of `num_experts` feed-forward layers that a router chooses.
+    """Each token passes through the `top_k` of `num_experts` feed-forward layers that a router chooses.
 
-    `renormalize` makes a token's weights sum to 1. `names` are those of an expert's gate, up and down
+    `renormalize` makes a token's weights sum to 1. `names` are the names of an expert's gate, up and down
     projections in a checkpoint.
     """
 
@@ -43,35 +41,17 @@ class SparseMoE(nn.Module):
         self.gate_up = placement.parameter(num_experts, 2 * intermediate_size, hidden_size)
         self.down = placement.parameter(num_experts, hidden_size, intermediate_size)
 
-    def forward(self, x: Tensor, *, parts_allowed: bool = False) -> Tensor:
-        """`x [num_tokens, hidden_size]` to the same shape; never parts, whether they are allowed or not."""
+    def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
+        """`x [num_tokens, hidden_size]` to the same shape; never parts, whatever `split_k_ok`."""
         weights, experts = topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
         return moe(x, weights, experts, self.gate_up, self.down, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint stores of this layer, called `name` there: (tensor name, where it goes), expert
-        by expert.
+        """The layer's tensors in a checkpoint, where it is called `name`, expert by expert: (tensor name,
+        destination).
         """
         yield from self.router.checkpoint_tensors(f"{name}.gate")
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             parts = (*gate_up.chunk(2), down)
             for part, tensor in zip(self.names, parts, strict=True):
                 yield f"{name}.experts.{expert}.{part}.weight", tensor
-
-
-def split_experts(name: str, tensor: Tensor, names: Sequence[str] = EXPERT_NAMES) -> Iterator[tuple[str, Tensor]]:
-    """A tensor of a checkpoint expert by expert, under the names of `SparseMoE.checkpoint_tensors`.
-
-    Experts may be stored stacked: `...experts.gate_up_proj` `[num_experts, 2 * intermediate_size, hidden_size]`
-    and `...experts.down_proj`. Any other tensor is yielded as it is.
-    """
-    match = STACKED.fullmatch(name)
-    if match is None or tensor.dim() != 3:
-        yield name, tensor
-        return
-    experts, stack = match.groups()
-    gate, up, down = names
-    for expert, weights in enumerate(tensor):
-        parts = {down: weights} if stack == "down_proj" else dict(zip((gate, up), weights.chunk(2), strict=True))
-        for part, weight in parts.items():
-            yield f"{experts}.{expert}.{part}.weight", weight

@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from layers.placement import Placement
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
 from triton_ops.norms.rms_norm_fp32_weight import (
-    add_wide_rms_norm,
-    norm_add_wide_rms_norm,
-    wide_rms_norm,
-    wide_rms_norm_add,
+    add_rms_norm_fp32_weight,
+    norm_add_rms_norm_fp32_weight,
+    rms_norm_fp32_weight,
+    rms_norm_fp32_weight_add,
 )
 
 
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension, with a weight and no bias.
 
-    `neutral` is the value of the weights that changes nothing. `offset` None: the result is rounded before the
-    weight multiplies it. `adds_parts`: whether `add` takes parts of x.
+    `neutral` is the weight that changes nothing. `offset` None: the result is rounded before the weight multiplies
+    it. `accepts_split_k`: whether `add` takes parts of x.
     """
 
-    adds_parts: ClassVar[bool] = True
+    accepts_split_k: ClassVar[bool] = True
     neutral = 1.0
     offset: float | None = None
 
@@ -39,18 +39,18 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, impl=self.impl)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`x + residual` normed, and the sum: the next residual. `x` may be parts, see `Linear.forward`."""
+        """`x + residual` normed, and the sum, the next residual. `x` may be parts: see `Linear.forward`."""
         return add_rms_norm(x, residual, self.weight, self.eps, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint stores of this layer, called `name` there: (tensor name, where it goes)."""
+        """The layer's tensors in a checkpoint, where it is called `name`: (tensor name, destination)."""
         yield f"{name}.weight", self.weight
 
 
-class WideRMSNorm(RMSNorm):
+class GemmaRMSNorm(RMSNorm):
     """The norm of OLMo 2 (`offset` 0) and Gemma (1): `x * (offset + weight)` is rounded once, at the end."""
 
-    adds_parts = False
+    accepts_split_k = False
     offset: float
 
     def __init__(self, size: int, eps: float, *, offset: float, placement: Placement) -> None:
@@ -60,17 +60,17 @@ class WideRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x [..., size]`, normed."""
-        return wide_rms_norm(x, self.weight, self.eps, offset=self.offset, impl=self.impl)
+        return rms_norm_fp32_weight(x, self.weight, self.eps, offset=self.offset, impl=self.impl)
 
-    def add(self, x: Tensor, residual: Tensor, *, before: WideRMSNorm | None = None) -> tuple[Tensor, Tensor]:
-        """`x + residual` normed, and the sum: the next residual. A norm `before`, of the same kind, is x's own:
-        `before(x) + residual`.
+    def add(self, x: Tensor, residual: Tensor, *, before: GemmaRMSNorm | None = None) -> tuple[Tensor, Tensor]:
+        """`x + residual` normed, and the sum, which is the next residual. With a norm `before`, of the same kind,
+        x is `before(x)`.
         """
         if before is None:
-            return add_wide_rms_norm(x, residual, self.weight, self.eps, offset=self.offset, impl=self.impl)
+            return add_rms_norm_fp32_weight(x, residual, self.weight, self.eps, offset=self.offset, impl=self.impl)
         weights = (before.weight, self.weight)
-        return norm_add_wide_rms_norm(x, residual, *weights, self.eps, offset=self.offset, impl=self.impl)
+        return norm_add_rms_norm_fp32_weight(x, residual, *weights, self.eps, offset=self.offset, impl=self.impl)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """`x` normed, plus `residual`."""
-        return wide_rms_norm_add(x, residual, self.weight, self.eps, offset=self.offset, impl=self.impl)
+        return rms_norm_fp32_weight_add(x, residual, self.weight, self.eps, offset=self.offset, impl=self.impl)

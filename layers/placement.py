@@ -1,4 +1,4 @@
-"""Where a layer lives and what computes it."""
+"""The dtype, device and implementation of a model's layers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,12 @@ from triton_ops.implementation import Impl
 
 @dataclass(frozen=True)
 class Placement:
-    """What every layer of a model is told when it is built.
-
-    Attributes:
-        dtype, device: of its weights.
-        impl: which implementation of the operations it runs.
-    """
+    """The dtype and device of a model's weights, and the implementation of its operations."""
 
     dtype: torch.dtype
     device: torch.device
     impl: Impl = "auto"
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """A weight that someone has to fill."""
+        """An uninitialised weight."""
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)

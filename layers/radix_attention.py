@@ -1,6 +1,4 @@
-"""RadixAttention: norms and rotates the new tokens' heads, stores their KV, and attends to it and to the prefixes
-in the pool.
-"""
+"""RadixAttention: norms and rotates the new tokens' heads, stores their KV, and attends to it and to prefixes."""
 
 from __future__ import annotations
 
@@ -12,15 +10,17 @@ from torch import Tensor, nn
 from layers.input_metadata import InputMetadata
 from layers.norm import RMSNorm
 from layers.rotary import RotaryEmbedding
+from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import extend_attention
 from triton_ops.implementation import Impl
-from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, norm_rotary_store
+from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
+from triton_ops.kv.view import KVView
 
 
 class KVCache(Protocol):
-    """The pool as attention sees it: a K and a V buffer a layer, `[num_slots, num_kv_heads, head_dim]`, and, where
-    they are of e4m3, their scales, float32 `[num_kv_heads]`.
+    """The pool as attention sees it: each layer's K and V `[num_slots, num_kv_heads, head_dim]` and, in e4m3,
+    their scales, float32 `[num_kv_heads]`.
     """
 
     def k_buffer(self, layer_id: int) -> Tensor: ...
@@ -33,11 +33,11 @@ class KVCache(Protocol):
 
 
 class RadixAttention(nn.Module):
-    """The attention of one layer, from the projection's output to the heads' outputs.
+    """The attention of one layer, from the projections' output to the heads' outputs.
 
     `q_norm` and `k_norm`, both or none, are norms of each head by itself; `rotary` is None where the layer has no
-    positions. `scale` is the factor on the scores, `softcap` and `sliding_window` are those of
-    `extend_attention`. A layer with a window stores all its KV nevertheless: a prefix can be reused at any length.
+    positions. `scale`, `softcap` and `sliding_window`: see `Scoring`. A layer with a window stores all its KV
+    nevertheless: a prefix can be reused at any length.
     """
 
     def __init__(
@@ -65,74 +65,39 @@ class RadixAttention(nn.Module):
         self.rotary = rotary
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self.scale = scale
-        self.softcap = softcap
-        self.sliding_window = sliding_window
+        self.scoring = Scoring(scale, softcap, sliding_window)
         self.impl = impl
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
         """Attention of a pass's T new tokens; writes their K and V to `metadata.out_cache_loc` first.
 
-        `q` is `[T, num_heads, head_dim]`, `k` and `v` are `[T, num_kv_heads, head_dim]`, views of
-        one packed projection or not; they are changed in place, as `norm_rotary_store` says. Returns
-        `[T, num_heads, head_dim]` in q's dtype.
+        `q` is `[T, num_heads, head_dim]`, `k` and `v` are `[T, num_kv_heads, head_dim]`, views of one packed
+        projection or not; `qk_norm_rope_store` changes them in place. Returns `[T, num_heads, head_dim]` in q's
+        dtype.
         """
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        k_buffer, v_buffer = kv_pool.k_buffer(self.layer_id), kv_pool.v_buffer(self.layer_id)
         norm = rotation = None
         if self.q_norm is not None and self.k_norm is not None:
             norm = HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
         if self.rotary is not None:
             rotation = Rotation(self.rotary.cos_sin_cache, metadata.positions)
-        k_scale, v_scale = kv_pool.k_scale(self.layer_id), kv_pool.v_scale(self.layer_id)
-        q, k, v = norm_rotary_store(
-            q,
-            k,
-            v,
-            k_buffer,
-            v_buffer,
-            metadata.out_cache_loc,
-            norm=norm,
-            rotation=rotation,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            impl=self.impl,
+        kv = KVView(
+            kv_pool.k_buffer(self.layer_id),
+            kv_pool.v_buffer(self.layer_id),
+            metadata.req_to_token,
+            kv_pool.k_scale(self.layer_id),
+            kv_pool.v_scale(self.layer_id),
         )
-        num_extends, num_extend_tokens = metadata.num_extends, metadata.num_extend_tokens
-        if num_extends:
-            extend_attention(
-                q[:num_extend_tokens],
-                k[:num_extend_tokens],
-                v[:num_extend_tokens],
-                k_buffer,
-                v_buffer,
-                metadata.req_to_token,
-                metadata.req_pool_indices[:num_extends],
-                metadata.prefix_lens[:num_extends],
-                metadata.extend_start_loc[:num_extends],
-                metadata.extend_seq_lens[:num_extends],
-                metadata.extend_plan(self.sliding_window),
-                scale=self.scale,
-                softcap=self.softcap,
-                sliding_window=self.sliding_window,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                out=out[:num_extend_tokens],
-                impl=self.impl,
-            )
-        if num_extend_tokens < q.shape[0]:
+        q, k, v = qk_norm_rope_store(
+            q, k, v, kv, metadata.out_cache_loc, norm=norm, rotation=rotation, impl=self.impl
+        )
+        end, window = metadata.num_extend_tokens, self.scoring.window
+        if metadata.num_extends:
+            plan = metadata.extend_plan(window)
+            new = q[:end], k[:end], v[:end]
+            extend_attention(*new, kv, metadata.extends, plan, self.scoring, out=out[:end], impl=self.impl)
+        if end < q.shape[0]:
             decode_attention(
-                q[num_extend_tokens:],
-                k_buffer,
-                v_buffer,
-                metadata.req_to_token,
-                metadata.decode_plan(self.sliding_window),
-                scale=self.scale,
-                softcap=self.softcap,
-                sliding_window=self.sliding_window,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                out=out[num_extend_tokens:],
-                impl=self.impl,
+                q[end:], kv, metadata.decode_plan(window), self.scoring, out=out[end:], impl=self.impl
             )
         return out

@@ -1,7 +1,7 @@
 """Rotary position embedding and the kinds of frequency scaling.
 
-All numbers are computed in float32 on the CPU, in transformers' order of operations: at a far position one last
-bit of a frequency shows.
+All numbers are computed in float32 on the CPU, in transformers' order of operations: at far positions the last bit
+of a frequency matters.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def _powers(theta: float, rotary_dim: int) -> Tensor:
 
 
 class RopeScaling(Protocol):
-    """A way to make a model's positions reach farther than it was trained for.
+    """A way to extend a model's positions beyond those of its training.
 
-    Frequencies depend on the context length at most, never on the length of a sequence: a key in the pool
-    means the same whenever it was computed.
+    Frequencies may depend on the context length, never on the length of a sequence: a key in the pool means the
+    same whenever it was computed.
     """
 
     def frequencies(self, theta: float, rotary_dim: int, context_length: int) -> Tensor:
@@ -57,9 +57,8 @@ class LinearScaling:
 class DynamicScaling:
     """Dynamic NTK: a greater theta for sequences longer than `original_max_position_embeddings`.
 
-    transformers chooses theta anew for the length of each sequence, which would turn cached keys stale. Here
-    it is chosen once, for the context length: none of it up to the original length, where transformers does
-    not scale either, and beyond it what transformers computes for a sequence that fills the context.
+    transformers chooses theta for the length of each sequence, which would make cached keys stale. Here it is
+    chosen once, as transformers chooses it for a sequence that fills the context.
     """
 
     factor: float
@@ -74,9 +73,7 @@ class DynamicScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, those between
-    blended.
-    """
+    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, others blended."""
 
     factor: float
     low_freq_factor: float
@@ -103,10 +100,9 @@ class Llama3Scaling:
 @dataclass(frozen=True)
 class YarnScaling:
     """YaRN (Peng et al., 2023): pairs that turn less than `beta_slow` times in the original length are
-    interpolated by `factor`, those that turn more than `beta_fast` times are kept, with a ramp between.
+    interpolated by `factor`, pairs that turn more than `beta_fast` times are kept, with a ramp between them.
 
-    With `truncate` the ramp's ends are whole pairs. `attention_factor` is the paper's temperature, as a factor
-    on cosines and sines.
+    With `truncate` the ramp's ends are whole pairs. `attention_factor`: the paper's temperature.
     """
 
     factor: float
@@ -135,10 +131,10 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (Ding et al., 2024): each pair's wavelength has a factor of its own.
+    """LongRoPE (Ding et al., 2024): a factor for each pair's wavelength.
 
-    `short_factors` are those of the original length, `long_factors` those beyond. transformers chooses by the
-    length of each sequence; here the context length decides, once.
+    `short_factors` are for contexts up to the original length, `long_factors` for longer ones. transformers
+    chooses by the length of each sequence.
     """
 
     short_factors: tuple[float, ...]
@@ -155,8 +151,8 @@ class LongRopeScaling:
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """Base of the geometric series of frequencies, how they are scaled (None: the default rope), and the
-    share of a head's elements, the first ones, that are rotated.
+    """The base of the frequencies, their scaling (None: the default rope), and the share of a head's first
+    elements that are rotated.
     """
 
     theta: float
@@ -165,7 +161,7 @@ class RopeParameters:
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the positions below `context_length`; one serves all layers of its kind.
+    """Cosines and sines of the positions below `context_length`, shared by all layers of a kind.
 
     `cos_sin_cache` is float32 `[context_length, rotary_dim]`: cosines, then sines.
     """

@@ -1,1 +1,1 @@
-"""Memory and free lists: rows of slots for requests, slots of KV for tokens. No idea of requests or trees."""
+"""Memory and free lists: rows of slots for requests, slots of KV for tokens. No requests or trees here."""

@@ -1,4 +1,4 @@
-"""Copies of KV between device and host that are decided and not yet made. Numpy only, as the free lists."""
+"""Copies of KV between device and host that are booked and not yet made. Numpy only, like the free lists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class KVTransfer:
 
     Attributes:
         to_host: True is a store, from the device to the host; False is a load, back to the device.
-        device_slots, host_slots: `[n]` int32, token by token; no target is named twice.
+        device_slots, host_slots: `[n]` int32, token by token; targets are distinct.
     """
 
     to_host: bool
@@ -37,10 +37,10 @@ class KVTransfer:
 
 
 class KVTransfers:
-    """Transfers in the order in which they must be made: one may read or reuse the slots of those before it.
+    """Transfers in the order in which they must be made: each may read or reuse slots of earlier ones.
 
-    All are made before the pass that is planned next. What has been taken and not made is given back: a transfer
-    made twice could copy what has been overwritten since.
+    All are made before the next pass. Transfers that were taken and not made are given back; none may be made
+    twice, as its source may have been overwritten since.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class KVTransfers:
         self._booked.append(KVTransfer(False, device_slots, host_slots))
 
     def take(self) -> deque[KVTransfer]:
-        """What has been booked since the last call, in as few transfers as keep the order."""
+        """The transfers booked since the last call, merged as far as their order allows."""
         booked, self._booked = self._booked, deque()
         out: deque[KVTransfer] = deque()
         while booked:
@@ -66,11 +66,11 @@ class KVTransfers:
         return out
 
     def give_back(self, transfers: deque[KVTransfer]) -> None:
-        """Put transfers that were taken and not made before all newer ones."""
+        """Put back transfers that were taken and not made, before all newer ones."""
         self._booked.extendleft(reversed(transfers))
 
     def pending(self) -> tuple[KVTransfer, ...]:
-        """What is booked, in order (for checks)."""
+        """The booked transfers, in order (for checks)."""
         return tuple(self._booked)
 
 

@@ -9,20 +9,17 @@ Slots = NDArray[np.int32]
 
 
 class SlotAllocator:
-    """Hands out slot numbers 1 .. num_slots - 1. Slot 0 is reserved: padding is written there, nothing reads it.
+    """Allocates slots 1 .. num_slots - 1. Slot 0 is reserved: padding is written there, and nothing reads it.
 
-    While nothing is in use it is as good as new, and gives ascending runs of slots: they lie side by side in the
-    pool, where they are read faster.
-
-    Raises:
-        ValueError: fewer than two slots.
+    Whenever nothing is in use, the order is that of the start again: ascending runs, which are read faster. Raises
+    ValueError for fewer than two slots.
     """
 
     def __init__(self, num_slots: int) -> None:
         if num_slots < 2:
             raise ValueError(f"num_slots is {num_slots}; slot 0 is reserved, so at least 2 are needed")
         self.num_slots = num_slots
-        # A stack: its top is the end of the live part, [0, _num_free).
+        # A stack, whose live part is [0, _num_free).
         self._stack = self._all_slots()
         self._num_free = num_slots - 1
         self._in_use = np.zeros(num_slots, dtype=bool)
@@ -30,7 +27,7 @@ class SlotAllocator:
 
     @property
     def capacity(self) -> int:
-        """Slots that can be in use at once."""
+        """The number of slots that can be in use at once."""
         return self.num_slots - 1
 
     @property
@@ -38,7 +35,7 @@ class SlotAllocator:
         return self._num_free
 
     def alloc(self, count: int) -> Slots | None:
-        """Return `count` slots `[count]` int32, or None, changing nothing, if fewer are free."""
+        """Return `count` slots `[count]` int32, or None, without a change, if fewer are free."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} slots")
         if count > self._num_free:
@@ -51,8 +48,7 @@ class SlotAllocator:
     def free(self, slots: Slots) -> None:
         """Take `slots` `[n]` int32 back.
 
-        Raises:
-            ValueError: a slot is out of range, reserved, free already, or named twice. Nothing is changed then.
+        Raises ValueError, without a change, where a slot is out of range, reserved, free already, or occurs twice.
         """
         n = len(slots)
         if n == 0:

@@ -1,4 +1,4 @@
-"""The KV of tokens: one allocation, seen as a K and a V buffer a layer, and the free list of its slots."""
+"""The KV of tokens: one allocation, viewed as a K and a V buffer of each layer, and the free list of its slots."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from triton_ops.kv.e4m3 import E4M3
 class TokenToKVPool:
     """KV memory for `num_slots` tokens in `num_layers` layers.
 
-    Every layer uses the same slot numbers. All layers form one KV group: one dtype, one shape. A pool of e4m3
-    (`torch.float8_e4m3fn`) has scales: a head's keys and values are what it holds times the head's scale.
+    All layers use the same slot numbers, one dtype and one shape. A pool of e4m3 (`torch.float8_e4m3fn`) has
+    scales: keys and values are the stored numbers times their head's scale.
     """
 
     def __init__(
@@ -26,18 +26,18 @@ class TokenToKVPool:
         device: torch.device,
     ) -> None:
         self.allocator = SlotAllocator(num_slots)
-        # Not zeros: nothing reads a slot before it is written, and a CPU hands out untouched pages for free.
+        # Not zeros: no slot is read before it is written, and untouched pages cost a CPU nothing.
         self._buffer = torch.empty((num_layers, 2, num_slots, num_kv_heads, head_dim), dtype=dtype, device=device)
         self._scales = torch.ones((num_layers, 2, num_kv_heads), device=device) if dtype == E4M3 else None
 
     @staticmethod
     def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes that one token's K and V take in all layers together."""
+        """Bytes of one token's K and V in all layers."""
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     @property
     def buffer(self) -> torch.Tensor:
-        """All of it, `[num_layers, 2, num_slots, num_kv_heads, head_dim]`: keys, then values."""
+        """All KV, `[num_layers, 2, num_slots, num_kv_heads, head_dim]`: keys, then values."""
         return self._buffer
 
     def k_buffer(self, layer_id: int) -> torch.Tensor:
@@ -49,11 +49,11 @@ class TokenToKVPool:
         return self._buffer[layer_id, 1]
 
     def k_scale(self, layer_id: int) -> torch.Tensor | None:
-        """The scales of a layer's keys, float32 `[num_kv_heads]`, a view; None where there are none."""
+        """The scales of a layer's keys, float32 `[num_kv_heads]`, a view; None without scales."""
         return None if self._scales is None else self._scales[layer_id, 0]
 
     def v_scale(self, layer_id: int) -> torch.Tensor | None:
-        """As `k_scale`, of the values."""
+        """The scales of a layer's values, likewise."""
         return None if self._scales is None else self._scales[layer_id, 1]
 
     @property
@@ -62,7 +62,7 @@ class TokenToKVPool:
         return self._scales
 
     def set_scales(self, scales: torch.Tensor) -> None:
-        """Take other scales, in place. What was stored before means something else then: nobody may read it."""
+        """Replace the scales in place. KV stored before must not be read any more."""
         if self._scales is None:
             raise ValueError("a pool that is not of e4m3 has no scales")
         if scales.shape != self._scales.shape or not bool((scales > 0).all()):
@@ -70,5 +70,5 @@ class TokenToKVPool:
         self._scales.copy_(scales)
 
     def fill(self, value: float) -> None:
-        """Overwrite every slot (tests fill the pool with NaN: whatever reads a slot it does not own shows)."""
+        """Overwrite every slot (tests fill the pool with NaN, so that reads of foreign slots show)."""
         self._buffer.fill_(value)

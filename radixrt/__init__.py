@@ -9,6 +9,8 @@
 The names below are imported on first use, so that `import radixrt` does not import torch.
 """
 
+# Tests: tests/test_origin.py
+
 from __future__ import annotations
 
 import importlib
@@ -21,7 +23,7 @@ from radixrt.version import __version__
 _HOMES = {
     "Runtime": "radixrt.runtime",
     "Activity": "radixrt.schedule.activity",
-    "BatchInterrupted": "radixrt.batch.interruption",
+    "BatchInterrupted": "radixrt.batch.job",
     "BatchReport": "radixrt.report.batch_report",
     "CacheStats": "radixrt.cache.prefix_cache",
     "RunLimits": "radixrt.limits",
@@ -109,7 +111,7 @@ def _check_origin() -> None:
 _check_origin()
 
 if TYPE_CHECKING:
-    from radixrt.batch.interruption import BatchInterrupted
+    from radixrt.batch.job import BatchInterrupted
     from radixrt.cache.prefix_cache import CacheStats
     from radixrt.conversation import Conversation
     from radixrt.errors import (

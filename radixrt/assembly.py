@@ -39,6 +39,7 @@ from radixrt.kept_cache.storage import CacheStorage
 from radixrt.limits import RunLimits
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model, reload_weights
+from radixrt.schedule.policy import SchedulerConfig
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.tokenizer import tokenizer_of
 from triton_ops.implementation import runs_triton
@@ -157,13 +158,10 @@ def assemble(config: RuntimeConfig) -> Parts:
         enabled=config.enable_prefix_cache,
         force_miss=config.force_miss,
     )
-    scheduler = Scheduler(
-        cache,
-        max_running_requests=limits.max_running_requests,
-        chunked_prefill_size=limits.chunked_prefill_size,
-        policy=config.policy,
-        max_samples_per_pass=limits.max_samples,
+    scheduler_config = SchedulerConfig(
+        limits.max_running_requests, limits.chunked_prefill_size, config.policy, limits.max_samples
     )
+    scheduler = Scheduler(cache, scheduler_config)
     runner = ModelRunner(
         decoder,
         rows,

@@ -1,4 +1,6 @@
-"""Checks of parameters: what is outside its bounds is refused by name, with its value and the bound."""
+"""Checks of parameters. Errors name the parameter, its value and the bound."""
+
+# Tests: tests/test_sampling_params.py
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from radixrt.errors import ParameterError, PromptError
 _MAX_TOKEN_ID = 2**31 - 1
 
 
-def whole(name: str, value: object, low: int, high: int) -> int:
+def check_int(name: str, value: object, low: int, high: int) -> int:
     """`value` as an int, low <= value <= high. Raises ParameterError."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise ParameterError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
     return int(value)
 
 
-def real(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
+def check_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     """`value` as a float, low <= value <= high, or low < value with `above`. Raises ParameterError."""
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from radixrt.checks import real, whole
+from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 from radixrt.limits import CPU_LIMITS, GPU_LIMITS, PassLimits
 from radixrt.schedule.policy import SchedulePolicy
@@ -115,12 +115,12 @@ class RuntimeConfig:
         if self.kv_dtype not in ("auto", "fp8"):
             raise ParameterError(f"kv_dtype is {self.kv_dtype!r}; it must be one of: auto, fp8")
         if self.memory_fraction is not None:
-            real("memory_fraction", self.memory_fraction, 0.0, 1.0, above=True)
+            check_float("memory_fraction", self.memory_fraction, 0.0, 1.0, above=True)
         if self.max_running_requests is not None:
-            whole("max_running_requests", self.max_running_requests, 1, 2**16)
+            check_int("max_running_requests", self.max_running_requests, 1, 2**16)
         if self.chunked_prefill_size is not None:
-            whole("chunked_prefill_size", self.chunked_prefill_size, 1, 2**20)
-        object.__setattr__(self, "seed", whole("seed", self.seed, 0, 2**63 - 1))
+            check_int("chunked_prefill_size", self.chunked_prefill_size, 1, 2**20)
+        object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
         if self.schedule_policy not in list(SchedulePolicy):
             known = ", ".join(SchedulePolicy)
             raise ParameterError(f"schedule_policy is {self.schedule_policy!r}; it must be one of: {known}")

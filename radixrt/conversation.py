@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from radixrt.checks import whole
+from radixrt.checks import check_int
 from radixrt.errors import TokenizerError
 from radixrt.frontend.request_builder import Params, read_params
 from radixrt.output import FinishReason, RequestOutput
@@ -133,7 +133,7 @@ class Conversation:
         Raises:
             ParameterError: n is not a whole number from 1 to MAX_FORKS.
         """
-        whole("n", n, 1, MAX_FORKS)
+        check_int("n", n, 1, MAX_FORKS)
         branches = []
         for _ in range(n):
             params = replace(self._params, seed=_branch_seed(self._params.seed or 0, self._forks))

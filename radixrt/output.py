@@ -1,9 +1,11 @@
-"""What a request gives back."""
+"""The results of requests."""
+
+# Tests: tests/test_runtime.py, tests/test_generation.py
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -29,9 +31,9 @@ class Usage:
         prompt_tokens: length of the prompt.
         cached_tokens: prompt tokens whose KV was found in the cache when the request was first admitted.
         computed_tokens: the other prompt tokens. A request that ended before it was admitted found none.
-        completion_tokens: generated tokens, the token that stopped it included; those of all n answers.
-        recomputed_tokens: tokens computed again, prompt or generated: after a retraction, or the last prompt token
-            for an answer whose first token had no room in the pass of the others. Counted apart.
+        completion_tokens: generated tokens of all n answers, the token that stopped each included.
+        recomputed_tokens: tokens computed again, counted apart: after a retraction, or the last prompt token for
+            an answer whose first token did not fit in the pass of the others.
     """
 
     prompt_tokens: int
@@ -98,18 +100,17 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One finished request. Its `text`, `token_ids`, `finish_reason`, `logprobs`, `error` are its first answer's.
+    """One finished request. `text`, `token_ids`, `finish_reason`, `logprobs` and `error` are its first answer's.
 
     Attributes:
         index: place of the prompt in its call.
-        id: what `Runtime.abort` takes: the caller's own, or the request's number in its Runtime.
+        id: for `Runtime.abort`: the caller's own, or the request's number in its Runtime.
         outputs: the n answers.
         usage: token counts.
         timings: seconds.
         prompt_ids: the prompt, an array of int32 or a tuple. Outputs are compared without it.
-        prompt_logprobs: of the prompt's tokens from prompt_logprobs_start on (from the second token at the
-            earliest: nothing comes before the first), if asked for.
-        cause: the exception that its pass raised, if one did.
+        prompt_logprobs: of the prompt's tokens from prompt_logprobs_start on, but the first token, if asked for.
+        cause: the exception that its pass raised, if any.
     """
 
     index: int
@@ -123,24 +124,24 @@ class RequestOutput:
 
     @classmethod
     def refused(cls, index: int, error: str, request_id: int | str = -1) -> RequestOutput:
-        """The output of a prompt that could not be run: it has no tokens and no time, and mostly no id."""
+        """Make the output of a prompt that could not be run: without tokens and times."""
         answer = CompletionOutput(0, "", (), FinishReason.ERROR, error=error)
         return cls(index, request_id, (answer,), Usage(0, 0, 0, 0), Timings(0.0, None, 0.0), ())
 
     @cached_property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """The prompt. Made when it is asked for: the integers of long prompts would hold up the passes."""
+        """The prompt, converted on first use: the integers of long prompts would delay the passes."""
         return tuple(map(int, self.prompt_ids))
 
     @property
     def failed(self) -> CompletionOutput | None:
-        """The first answer that has ended neither by a stop nor at its length; None if all have."""
+        """The first answer that ended neither by a stop nor at its length; None if there is none."""
         sound = (FinishReason.STOP, FinishReason.LENGTH)
         return next((answer for answer in self.outputs if answer.finish_reason not in sound), None)
 
     @property
     def failure(self) -> str | None:
-        """Why that answer is not whole; None if all are."""
+        """Why that answer is incomplete; None if there is none."""
         failed = self.failed
         if failed is None:
             return None
@@ -167,7 +168,7 @@ class RequestOutput:
         return self.outputs[0].error
 
     def to_dict(self) -> dict[str, Any]:
-        """The first answer in the shape that SGLang's Engine returns: text, output_ids, meta_info.
+        """Return the first answer in the shape of SGLang's Engine: text, output_ids, meta_info.
 
         With n answers call it on each of `split()`.
         """
@@ -194,20 +195,8 @@ class RequestOutput:
         return {"text": first.text, "output_ids": list(first.token_ids), "meta_info": meta}
 
     def split(self) -> list[RequestOutput]:
-        """A RequestOutput for each of the n answers; usage and timings stay those of all."""
-        return [
-            RequestOutput(
-                self.index,
-                self.id,
-                (answer,),
-                self.usage,
-                self.timings,
-                self.prompt_ids,
-                self.prompt_logprobs,
-                self.cause,
-            )
-            for answer in self.outputs
-        ]
+        """Return a RequestOutput for each of the n answers; usage and timings stay those of all."""
+        return [replace(self, outputs=(answer,)) for answer in self.outputs]
 
 
 @dataclass(frozen=True)
@@ -215,10 +204,10 @@ class StreamChunk:
     """A piece of a streamed answer.
 
     Attributes:
-        text: what is certain of the text and was not in a chunk before; may be empty.
-        token_ids: the tokens that have come since the chunk before.
-        output: the whole output, with the last chunk.
-        request_id: what `Runtime.abort` takes.
+        text: text that has become certain since the chunk before; may be empty.
+        token_ids: tokens since the chunk before.
+        output: the whole output, in the last chunk.
+        request_id: for `Runtime.abort`.
     """
 
     text: str
@@ -232,7 +221,7 @@ class ScoreOutput:
     """How likely a model finds a continuation.
 
     Attributes:
-        logprob: natural log-probability of the whole continuation: the sum of its tokens'.
+        logprob: natural log-probability of the whole continuation, the sum of its tokens'.
         is_greedy: whether each of its tokens is the most likely one.
         tokens: its tokens with their log-probabilities.
         usage: token counts of the context with the continuation.

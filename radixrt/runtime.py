@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -348,8 +349,7 @@ class Runtime:
         """
         self._driver.check_open()
         request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant)
-        request.keep = keep
-        return request
+        return replace(request, reusable_len=keep)
 
     def submit(self, *requests: Request, in_order: bool = False) -> None:
         """Queue requests that `prepare` has made, best all that are known; `step` advances them.
@@ -370,6 +370,10 @@ class Runtime:
         """
         own_id = request.id if isinstance(request, Request) else request
         return self._driver.abort(own_id if isinstance(own_id, str) else int(own_id))
+
+    def has_begun(self, request: Request) -> bool:
+        """Whether a pass has computed some of a submitted request; True if it has ended."""
+        return self._driver.has_begun(request.id)
 
     @property
     def has_work(self) -> bool:

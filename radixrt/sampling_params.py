@@ -1,4 +1,4 @@
-"""How one request's tokens are chosen and when it ends: a frozen, validated value."""
+"""SamplingParams: how a request's tokens are chosen and when it ends; frozen and validated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
-from radixrt.checks import real, whole
+from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -18,19 +18,19 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024
 MAX_LOGPROBS = 128
 
-_Check = Callable[[str, object], object]  # of a value, given its name: what it is to be; raises ParameterError
+_Check = Callable[[str, object], object]  # name and value -> the value to keep; raises ParameterError
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request.
 
-    The model's logits are changed by the repetition, presence and frequency penalties, then by `logit_bias`,
-    then tokens that are not allowed are left out; the rest is divided by `temperature` and filtered by `top_k`,
-    `top_p` and `min_p`, in this order, and one token is drawn. Every value out of bounds raises `ParameterError`.
+    Logits are changed by the repetition, presence and frequency penalties, then by `logit_bias`; tokens that are
+    not allowed are left out; the rest is divided by `temperature` and filtered by `top_k`, `top_p` and `min_p`, in
+    this order, and one token is drawn. A value out of bounds raises `ParameterError`.
 
     Attributes:
-        max_new_tokens: most tokens to generate, 0 to 2**31 - 1. The model's context may end a request earlier.
+        max_new_tokens: limit of generated tokens, 0 to 2**31 - 1. The context may end a request earlier.
             0 generates nothing: the prompt enters the cache, and is scored if `prompt_logprobs` is given.
         min_new_tokens: nothing ends the request before it has as many tokens.
         n: answers to draw, 1 to 4096. The prompt is computed once for all of them.
@@ -56,8 +56,8 @@ class SamplingParams:
         logprobs: log-probabilities of the tokens of the answer, with as many of the most likely alternatives, 0
             to 128; None: none. They are those of the model, before penalties, bias, temperature and filters.
         prompt_logprobs: the same for the tokens of the prompt.
-        prompt_logprobs_start: the first prompt token that gets one. What is scored has to be computed: only the
-            part before it can come from the cache.
+        prompt_logprobs_start: the first prompt token that gets one. Scored tokens are computed: only the tokens
+            before them can come from the cache.
     """
 
     max_new_tokens: int = 128
@@ -86,10 +86,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             value = getattr(self, name)
-            if value is not _DEFAULTS[name]:  # which are as they should be
+            if value is not _DEFAULTS[name]:
                 object.__setattr__(self, name, check(name, value))
         if self.min_new_tokens:
-            whole("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
+            check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         if self.n > 1 and self.max_new_tokens == 0:
             raise ParameterError(f"n is {self.n}, but max_new_tokens is 0: there is nothing to draw")
 
@@ -99,12 +99,12 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-def _whole(low: int, high: int) -> _Check:
-    return lambda name, value: whole(name, value, low, high)
+def _int(low: int, high: int) -> _Check:
+    return lambda name, value: check_int(name, value, low, high)
 
 
-def _real(low: float, high: float, *, above: bool = False) -> _Check:
-    return lambda name, value: real(name, value, low, high, above=above)
+def _float(low: float, high: float, *, above: bool = False) -> _Check:
+    return lambda name, value: check_float(name, value, low, high, above=above)
 
 
 def _or_none(check: _Check) -> _Check:
@@ -118,7 +118,7 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _top_k(name: str, value: object) -> int:
-    return max(0, whole(name, value, -1, 2**31 - 1))
+    return max(0, check_int(name, value, -1, 2**31 - 1))
 
 
 def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
@@ -132,20 +132,20 @@ def _allowed(name: str, value: object) -> tuple[int, ...]:
     return allowed
 
 
-def _listed(name: str, value: object, most: int, what: str) -> Sequence[object]:
+def _listed(name: str, value: object, max_count: int, what: str) -> Sequence[object]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise ParameterError(f"{name} is {value!r}; it must be a list of {what}")
-    if len(value) > most:
-        raise ParameterError(f"{name} has {len(value)} {what}; at most {most} are taken")
+    if len(value) > max_count:
+        raise ParameterError(f"{name} has {len(value)} {what}; at most {max_count} are taken")
     return value
 
 
-def _token_ids(name: str, value: object, most: int) -> tuple[int, ...]:
-    return tuple(whole(name, i, 0, MAX_TOKEN_ID) for i in _listed(name, value, most, "token ids"))
+def _token_ids(name: str, value: object, max_count: int) -> tuple[int, ...]:
+    return tuple(check_int(name, i, 0, MAX_TOKEN_ID) for i in _listed(name, value, max_count, "token ids"))
 
 
 def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
-    """A mapping, or what this made of one before, as sorted pairs."""
+    """Turn a mapping, or pairs that this made of one before, into sorted pairs."""
     pairs = value if isinstance(value, tuple) else value.items() if isinstance(value, Mapping) else None
     if pairs is None:
         raise ParameterError(f"{name} is {value!r}; it must map token ids to numbers")
@@ -158,7 +158,7 @@ def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
         token, bias = pair
         if isinstance(token, str) and token.isdecimal():  # the keys of JSON objects are strings
             token = int(token)
-        biases[whole(name, token, 0, MAX_TOKEN_ID)] = real(name, bias, -100.0, 100.0)
+        biases[check_int(name, token, 0, MAX_TOKEN_ID)] = check_float(name, bias, -100.0, 100.0)
     return tuple(sorted(biases.items()))
 
 
@@ -184,28 +184,28 @@ def _stop_strings(name: str, value: object) -> tuple[str, ...]:
     return tuple(str(string) for string in strings)
 
 
-# In the order in which they are looked at. A value may come out as another: in the form that the engine wants.
+# In the order of checking. A check may convert a value to the form that the engine wants.
 _CHECKS: Mapping[str, _Check] = MappingProxyType(
     {
-        "max_new_tokens": _whole(0, 2**31 - 1),
-        "min_new_tokens": _whole(0, 2**31 - 1),
-        "n": _whole(1, MAX_SAMPLES),
-        "temperature": _real(0.0, 100.0),
+        "max_new_tokens": _int(0, 2**31 - 1),
+        "min_new_tokens": _int(0, 2**31 - 1),
+        "n": _int(1, MAX_SAMPLES),
+        "temperature": _float(0.0, 100.0),
         "top_k": _top_k,
-        "top_p": _real(0.0, 1.0, above=True),
-        "min_p": _real(0.0, 1.0),
-        "repetition_penalty": _real(0.0, 10.0, above=True),
-        "presence_penalty": _real(-2.0, 2.0),
-        "frequency_penalty": _real(-2.0, 2.0),
-        "seed": _or_none(_whole(0, 2**63 - 1)),
+        "top_p": _float(0.0, 1.0, above=True),
+        "min_p": _float(0.0, 1.0),
+        "repetition_penalty": _float(0.0, 10.0, above=True),
+        "presence_penalty": _float(-2.0, 2.0),
+        "frequency_penalty": _float(-2.0, 2.0),
+        "seed": _or_none(_int(0, 2**63 - 1)),
         "stop_token_ids": _stop_token_ids,
         "allowed_token_ids": _or_none(_allowed),
         "logit_bias": _biases,
         "bad_words": _bad_words,
         "stop": _stop_strings,
-        "logprobs": _or_none(_whole(0, MAX_LOGPROBS)),
-        "prompt_logprobs": _or_none(_whole(0, MAX_LOGPROBS)),
-        "prompt_logprobs_start": _whole(0, 2**31 - 1),
+        "logprobs": _or_none(_int(0, MAX_LOGPROBS)),
+        "prompt_logprobs": _or_none(_int(0, MAX_LOGPROBS)),
+        "prompt_logprobs_start": _int(0, 2**31 - 1),
         "ignore_eos": _flag,
         "include_stop_str": _flag,
         "skip_special_tokens": _flag,

@@ -11,7 +11,6 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,9 +20,7 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
-from radixrt.cache import prefix_cache
-from radixrt.execution.attention import shared_segments
-from radixrt.schedule import policy
+from tests.support.interpreter import require_interpreter
 from triton_ops.implementation import triton
 
 if triton.__version__ and not torch.cuda.is_available():
@@ -62,26 +59,6 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
         return torch.device("cuda")
     require_interpreter()
     return torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def own_constants() -> Iterator[None]:
-    """What the simulation makes smaller is as it was in the next test."""
-    before = policy.MAX_OVERTAKEN, prefix_cache.STORED_AT_ONCE
-    pieces = shared_segments.PIECE_TOKENS, shared_segments.MIN_PIECE
-    yield
-    policy.MAX_OVERTAKEN, prefix_cache.STORED_AT_ONCE = before
-    shared_segments.PIECE_TOKENS, shared_segments.MIN_PIECE = pieces
-
-
-def require_interpreter() -> None:
-    """Skip a test of kernels on the CPU where they do not run there."""
-    if not triton.__version__:
-        pytest.skip("there is no Triton for this platform")
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled in this process, not interpreted: there is a GPU")
-    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.5.0":
-        pytest.skip(f"Triton {triton.__version__}'s interpreter does not know NumPy {np.__version__}")
 
 
 @pytest.hookimpl(tryfirst=True)

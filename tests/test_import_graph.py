@@ -1,7 +1,7 @@
 """The import graph of files and of rooms has no cycle, so each room stands above all that it imports.
 
-A room is a child of a package: a file, or a folder with all that is in it. `pytest -s` prints them, floor by floor.
-Imports inside functions and those for type checkers count like all others.
+A room is a child of a package: a file, or a folder with all that is in it. `pytest -s` prints them floor by floor.
+Imports inside functions and for type checkers count like all others.
 """
 
 from __future__ import annotations

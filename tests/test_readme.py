@@ -161,7 +161,7 @@ def test_batch_lines_give_the_records_that_the_readme_shows(tmp_path: Path) -> N
 
 
 def test_every_path_that_the_documents_name_exists() -> None:
-    documents = [HOME / "README.md", *sorted((HOME / "docs").glob("*.md"))]
+    documents = [HOME / "README.md", *sorted((HOME / "docs").rglob("*.md"))]
     for document in documents:
         for path in re.findall(
             r"`((?:docs|scripts|examples|tests|radixrt)/[\w/.]+)`", document.read_text("utf-8")

@@ -446,11 +446,11 @@ def test_a_failed_pass_raises_and_leaves_the_runtime_usable(folder: Path, monkey
         expected = runtime.generate([[5, 6, 7], [8, 9]], GREEDY)
         calls = []
 
-        def failing(*arguments: Any) -> Any:
+        def failing(*arguments: Any, **options: Any) -> Any:
             calls.append(1)
             if len(calls) == 3:
                 raise MemoryError("no memory left")
-            return type(runner.model).forward(runner.model, *arguments)
+            return type(runner.model).forward(runner.model, *arguments, **options)
 
         monkeypatch.setattr(runner.model, "forward", failing)
         with pytest.raises(PassError, match="its pass failed: MemoryError: no memory left") as error:
@@ -507,7 +507,7 @@ def test_no_pass_waits_for_the_device(folder: Path, monkeypatch: pytest.MonkeyPa
         SamplingParams(temperature=0, prompt_logprobs=2, max_new_tokens=8),
     ]
     runtime = small_runtime(folder, max_total_tokens=4000, chunked_prefill_size=16, cuda_graphs=False)
-    launch = ModelRunner._launch
+    launch = ModelRunner.launch
 
     def watched(self: ModelRunner, batch: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
@@ -519,7 +519,7 @@ def test_no_pass_waits_for_the_device(folder: Path, monkeypatch: pytest.MonkeyPa
     prompts = shared_prompts()[: len(params)]
     expected = [output.token_ids for output in runtime.generate(prompts, params)]  # kernels are compiled
     runtime.flush_cache()
-    monkeypatch.setattr(ModelRunner, "_launch", watched)
+    monkeypatch.setattr(ModelRunner, "launch", watched)
     assert [output.token_ids for output in runtime.generate(prompts, params)] == expected
 
 

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs, the torch reference or the Triton kernel, and on what GPU."""
+"""Which implementation of an operation runs, torch or the Triton kernel, and on which GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from typing import Literal
 
@@ -15,10 +16,10 @@ try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ModuleNotFoundError:  # Triton exists for Linux alone; the torch references run everywhere
+except ModuleNotFoundError:  # Triton exists for Linux alone; torch runs everywhere
 
     class triton:  # type: ignore[no-redef]
-        """Lets the kernels be defined, though not launched, where there is no Triton."""
+        """Lets kernels be defined, though not launched, where there is no Triton."""
 
         __version__ = ""
 
@@ -32,52 +33,74 @@ __all__ = [
     "GPU",
     "INTERPRETED",
     "Impl",
+    "Vendor",
     "cdiv",
     "compiling_for",
     "gdc_launch_dependents",
     "gdc_wait",
     "gpu_of",
     "next_power_of_2",
-    "overlaps_launches",
     "runs_triton",
     "tl",
     "triton",
 ]
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# For kernels: whether they run in Triton's interpreter, whose own ways some have to mind.
+# For kernels: whether they run in Triton's interpreter, which differs from a GPU here and there.
 INTERPRETED: tl.constexpr = _INTERPRETED if tl is None else tl.constexpr(_INTERPRETED)
 
 Impl = Literal["auto", "torch", "triton"]
 
 
+class Vendor(Enum):
+    """Who made a GPU."""
+
+    NVIDIA = "nvidia"
+    AMD = "amd"
+
+
+VENDOR = Vendor.AMD if torch.version.hip else Vendor.NVIDIA  # of all GPUs that this build of torch runs on
+
+
 @dataclass(frozen=True)
 class GPU:
-    """What a kernel's configuration depends on: compute capability (90 is 9.0), number of multiprocessors."""
+    """What a kernel's configuration depends on: compute capability (90 is 9.0), multiprocessors, vendor."""
 
     capability: int
     num_sms: int
+    vendor: Vendor = Vendor.NVIDIA
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether tensor cores are driven by Hopper's warpgroup instructions; no later architecture has them."""
+        return self.vendor is Vendor.NVIDIA and self.capability == 90
+
+    @property
+    def overlaps_launches(self) -> bool:
+        """Whether a kernel can start before the previous one ends, and wait for its results itself (NVIDIA's
+        programmatic dependent launch, since Hopper). Triton's interpreter does not implement it.
+        """
+        return not _INTERPRETED and self.vendor is Vendor.NVIDIA and self.capability >= 90
 
 
 INTERPRETER = GPU(capability=90, num_sms=4)  # as a Hopper, with little to share work among
 _compiling_for: GPU | None = None
 
 
-def overlaps_launches(device: torch.device) -> bool:
-    """Whether a kernel may start before the one in front of it has ended, to wait for its results itself: what
-    NVIDIA calls programmatic dependent launch, since Hopper. Triton's interpreter does not know it.
-    """
-    return not _INTERPRETED and gpu_of(device).capability >= 90
-
-
 def runs_triton(impl: Impl, device: torch.device) -> bool:
     """Whether an operation on `device` runs its kernel: "auto" does on a CUDA device where Triton is installed.
 
     Raises ValueError where `impl` is "triton" and the kernel cannot run: on a CPU it does only in Triton's
-    interpreter, with TRITON_INTERPRET=1 set before the kernel's module is imported.
+    interpreter, with TRITON_INTERPRET=1 set before the kernel's module is imported. Raises it, too, for any `impl`
+    other than "torch" on a GPU that no kernel is configured for.
     """
     if impl == "torch":
         return False
+    if VENDOR is not Vendor.NVIDIA and device.type == "cuda":
+        raise ValueError(
+            f'impl is "{impl}", but {device} is a GPU of {VENDOR.name}, for which no kernel is configured; '
+            'impl "torch" runs there'
+        )
     if impl == "auto":
         return device.type == "cuda" and bool(triton.__version__)
     if impl != "triton":
@@ -96,7 +119,7 @@ def gpu_of(device: torch.device) -> GPU:
     return _cuda_gpu(device) if device.type == "cuda" else INTERPRETER
 
 
-# Triton's own of the same names take microseconds on the host, as much as some launches.
+# Triton's functions of the same names take microseconds on the host, as much as some launches.
 
 
 def cdiv(a: int, b: int) -> int:
@@ -105,20 +128,20 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two at or above `n`, which is positive."""
+    """The smallest power of two that is at least `n`, which is positive."""
     return 1 << (n - 1).bit_length()
 
 
 @lru_cache
 def _cuda_gpu(device: torch.device) -> GPU:
     properties = torch.cuda.get_device_properties(device)
-    return GPU(properties.major * 10 + properties.minor, properties.multi_processor_count)
+    return GPU(properties.major * 10 + properties.minor, properties.multi_processor_count, VENDOR)
 
 
 @contextmanager
 def compiling_for(gpu: GPU) -> Iterator[None]:
-    """Within, kernels launch on CPU tensors too, configured for `gpu`: for tests that record the launches and
-    compile what was launched ahead of time.
+    """Within it, kernels launch on CPU tensors too, configured for `gpu`: for tests that record launches and
+    compile them ahead of time.
     """
     global _compiling_for
     before, _compiling_for = _compiling_for, gpu

@@ -1,4 +1,4 @@
-"""Tables with a line a request: writing some of their cells, and reading the token that was sampled last."""
+"""Tables with one row a request: writing cells, and reading the token that was sampled last."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
-
-BLOCK = 256
-NUM_WARPS = 4
+from triton_ops.tuning import ROW_TABLES
 
 
 def write_cells(
@@ -18,15 +16,21 @@ def write_cells(
 
     Args:
         table: int32 `[R, C]`, contiguous.
-        rows, columns, values: int32 `[n]`; columns None is column 0. A cell that is named twice gets one of its
+        rows, columns, values: int32 `[n]`; columns None: column 0. A cell that occurs twice gets one of its
             values.
     """
     if runs_triton(impl, table.device):
         if not table.is_contiguous():
             raise ValueError(f"table must be contiguous, but has strides {[*table.stride()]}")
         if len(rows):
-            _write_cells_kernel[(cdiv(len(rows), BLOCK),)](
-                table, rows, columns, values, len(rows), table.stride(0), BLOCK=BLOCK, num_warps=NUM_WARPS
+            _write_cells_kernel[(cdiv(len(rows), ROW_TABLES.size),)](
+                table,
+                rows,
+                columns,
+                values,
+                len(rows),
+                table.stride(0),
+                **ROW_TABLES.launch_arguments(),
             )
         return
     at = torch.zeros_like(rows) if columns is None else columns
@@ -34,12 +38,12 @@ def write_cells(
 
 
 def known_tokens(ids: Tensor, last_token: Tensor, *, impl: Impl = "auto") -> Tensor:
-    """Token ids, int32 `[n]`: `ids[i]`, or where that is negative, `-(row + 1)`, the row's of `last_token [R]`."""
+    """Token ids int32 `[n]`: `ids[i]` or, where that is `-(row + 1)`, `last_token[row]`."""
     if runs_triton(impl, ids.device):
         out = torch.empty_like(ids)
         if len(ids):
-            _known_tokens_kernel[(cdiv(len(ids), BLOCK),)](
-                ids, last_token, out, len(ids), BLOCK=BLOCK, num_warps=NUM_WARPS
+            _known_tokens_kernel[(cdiv(len(ids), ROW_TABLES.size),)](
+                ids, last_token, out, len(ids), **ROW_TABLES.launch_arguments()
             )
         return out
     return torch.where(ids >= 0, ids, last_token[(-ids - 1).clamp_min(0)])

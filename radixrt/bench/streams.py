@@ -16,7 +16,7 @@ from radixrt.engine.simulated import ConstantRunner, simulated_parts
 from radixrt.limits import RunLimits
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.batch import PassResult, ScheduleBatch
+from radixrt.schedule.passes import Pass, PassResult
 from radixrt.text.tokenizer import Tokenizer
 
 STREAMS = (1, 4, 16, 64, 256)
@@ -33,9 +33,9 @@ class SlowRunner(ConstantRunner):
     passes: int = 0
     all_there: threading.Event = field(default_factory=threading.Event)
 
-    def launch(self, batch: ScheduleBatch) -> ScheduleBatch:
+    def launch(self, pass_: Pass) -> Pass:
         self.all_there.wait()
-        return super().launch(batch)
+        return super().launch(pass_)
 
     def collect(self, handle: object) -> PassResult:
         self.passes += 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from radixrt.cache.prefix_cache import Frontier, Lease, PrefixCache
-from radixrt.cache.radix_tree import Match, Namespace, Tokens, common_prefix
+from radixrt.cache.frontiers import Frontier
+from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.cache.radix_tree import NO_MATCH, Match, Namespace, Tokens, common_prefix
 
 
-class Prospect:
-    """The match of some tokens that wait, looked up anew only where it may have changed.
+class PendingMatch:
+    """The match of some waiting tokens, looked up again only where it may have changed.
 
     The tree changes with every pass, but seldom where a given match ends: as long as the node there keeps its edge
     and gets no child for the token that comes next, the match is what it was.
@@ -19,80 +20,63 @@ class Prospect:
         limit: tokens that may come from the cache.
     """
 
-    __slots__ = (
-        "_awaited",
-        "_cache",
-        "_edge",
-        "_frontier",
-        "_leader",
-        "_limit",
-        "_match",
-        "_namespace",
-        "_next",
-        "_tokens",
-        "_version",
-    )
-
     def __init__(self, cache: PrefixCache, namespace: Namespace, tokens: Tokens, limit: int) -> None:
         self._cache = cache
         self._namespace = namespace
         self._tokens = tokens
         self._limit = limit
-        self._leader: Lease | None = None
-        self._awaited: int | None = None  # what `awaited` has found
-        self._frontier: Frontier | None = None  # of the leader, when it was last asked for
+        self._leader: Frontier | None = None
+        self._leader_match_len: int | None = None  # as `leader_match_len` has found it
         self._version = cache.tree.version
         self._look_up()
 
     def length(self) -> int:
         """Tokens that are in the cache now."""
         version = self._cache.tree.version
-        if version != self._version and not self._stands():
+        if version != self._version and not self._is_current():
             self._look_up()
         self._version = version
         return self._match.length
 
     def match(self) -> Match:
-        """What is in the cache now, until the tree next changes."""
-        if not self._stands():
+        """The match as it is now, until the tree next changes."""
+        if not self._is_current():
             self._look_up()
         return self._match
 
-    def is_awaited(self) -> bool:
+    def has_leader(self) -> bool:
         """Whether a live request is computing the token that follows the match."""
         self.length()  # forgets the leader where the match has changed
-        leader = self._leader
-        if leader is not None and leader.frontier is self._frontier:
-            return True  # it has not come further
-        # An edge may have been split where the match is as long as before.
-        leader = self._leader = self._cache.leader(self.match(), self._tokens, self._limit)
-        self._frontier = None if leader is None else leader.frontier
-        self._awaited = None
-        return leader is not None
+        if self._leader is not None and self._leader.is_open:
+            return True
+        # The leader may have come further; or an edge was split, and the match is as long as before.
+        self._leader = self._cache.leader(self.match(), self._tokens, self._limit)
+        self._leader_match_len = None
+        return self._leader is not None
 
-    def awaited(self) -> int:
-        """How many of the tokens will be in the cache once their leader, which there is, has come to its end."""
-        if self._awaited is None:
-            leader = self._leader
-            assert leader is not None  # it is awaited
-            length = min(len(leader.target), self._limit)
-            self._awaited = common_prefix(leader.target[:length], self._tokens[:length])
-        return self._awaited
+    def leader_match_len(self) -> int:
+        """How many of the tokens will be in the cache once their leader has computed all of its own."""
+        if self._leader_match_len is None:
+            assert self._leader is not None  # `has_leader` comes first
+            own = self._leader.tokens
+            length = min(len(own), self._limit)
+            self._leader_match_len = common_prefix(own[:length], self._tokens[:length])
+        return self._leader_match_len
 
     def _look_up(self) -> None:
         match = self._cache.match(self._namespace, self._tokens, self._limit)
         self._match = match
-        self._edge = 0 if match.node is None else len(match.node.tokens)
+        self._edge = len(match.node.tokens)
         # With a child for this token the match would go on; None: no child matters.
         goes_on = match.at_boundary and match.length < self._limit
         self._next = int(self._tokens[match.length]) if goes_on else None
-        self._leader = self._frontier = None
+        self._leader = None
 
-    def _stands(self) -> bool:
+    def _is_current(self) -> bool:
         """Whether the match is sure to be what it was."""
         node = self._match.node
-        if node is None or node.parent is None:
-            is_there = self._cache.tree.roots.get(self._namespace) is node
+        if node.parent is None:
+            is_there = self._cache.tree.roots.get(self._namespace, NO_MATCH.node) is node
         else:
             is_there = len(node.tokens) == self._edge  # an edge only ever gets shorter; without any it is gone
-        return is_there and (node is None or self._next not in node.children)
+        return is_there and self._next not in node.children

@@ -1,4 +1,4 @@
-"""The cached prefixes as arrays, and which of them a tree lacks."""
+"""The cached prefixes as arrays, and their adoption by another tree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from radixrt.cache.radix_tree import Namespace, Node, RadixTree, Slots, Tokens, on_device
+from radixrt.cache.radix_tree import Match, Namespace, Node, RadixTree, Slots, Tokens
 
 _EMPTY = np.zeros(0, dtype=np.int32)
 
@@ -19,10 +19,10 @@ class TreeSnapshot:
     Attributes:
         tokens: int32 `[T]`, node after node.
         lengths: int32 `[N]`, tokens of each node.
-        parents: int32 `[N]`, places among the nodes; -1 where a node begins a prefix.
-        tenants: int32 `[N]`, places in `tenant_names`.
+        parents: int32 `[N]`, indices of nodes; -1 where a node begins a prefix.
+        tenants: int32 `[N]`, indices into `tenant_names`.
         last_used: int64 `[N]`, greater is later.
-        tenant_names: of the tenants; None is whoever named none.
+        tenant_names: None stands for requests without a tenant.
     """
 
     tokens: Tokens
@@ -40,12 +40,12 @@ class TreeSnapshot:
         return len(self.tokens)
 
     def starts(self) -> NDArray[np.int64]:
-        """Where each node's tokens begin: int64 `[N]`."""
+        """Return where each node's tokens begin: int64 `[N]`."""
         ends = np.cumsum(self.lengths, dtype=np.int64)
         return np.asarray(ends - self.lengths)
 
     def fault(self, vocab_size: int) -> str | None:
-        """Why this is no tree of prefixes; None if it is one."""
+        """Say why this is no tree of prefixes; None if it is one."""
         places = np.arange(len(self))
         begins = self.parents < 0
         if (self.lengths < 1).any() or int(self.lengths.sum(dtype=np.int64)) != self.num_tokens:
@@ -60,7 +60,7 @@ class TreeSnapshot:
             return "a node's tenant is not its parent's"
         if self.num_tokens and (int(self.tokens.min()) < 0 or int(self.tokens.max()) >= vocab_size):
             return f"a token is not in 0 .. {vocab_size - 1}"
-        # What two siblings begin with differs; below a root siblings are those of one tenant.
+        # Siblings begin with different tokens; nodes below a root are siblings if they are of one tenant.
         above = np.where(begins, -1 - self.tenants, self.parents)
         firsts = self.tokens[self.starts()]
         if len(np.unique(np.stack([above, firsts]), axis=1).T) != len(self):
@@ -69,9 +69,9 @@ class TreeSnapshot:
 
 
 def take_snapshot(tree: RadixTree, weights_version: int) -> tuple[TreeSnapshot, Slots]:
-    """All prefixes of a version of the weights, with the slots `[T]` of their tokens.
+    """Return all prefixes of a weights version, except those of adapters, with the slots `[T]` of their tokens.
 
-    The slot s of the host stands as -s, for tokens that are not on the device. Those of adapters are left out.
+    A token that is not on the device has -s, for host slot s.
     """
     spaces = [s for s in tree.roots if s.weights_version == weights_version and s.adapter is None]
     nodes: list[Node] = []
@@ -104,14 +104,13 @@ def _places(node: Node) -> Slots:
 
 @dataclass(frozen=True)
 class Adoption:
-    """Which part of a snapshot a tree is to get: of each node the tokens `[known, known + taken)`.
+    """The part of a snapshot that a tree takes: of each node the tokens `[known, known + taken)`.
 
     Attributes:
-        known: int64 `[N]`, tokens that the tree has already on the device.
-        taken: int64 `[N]`, tokens behind these that it is to get. What lies below a node that is not whole then is
-            left out.
-        recency: int64 `[N]`, below 0, greater is later: all of it is older than what this process has used.
-        slots: int32 `[T]`, the slot that each taken token's KV is to be in, 0 for the others.
+        known: int64 `[N]`, tokens that the tree has on the device already.
+        taken: int64 `[N]`, tokens taken after these; none below a node that is not whole then.
+        recency: int64 `[N]`, below 0 (older than all that this process has used), greater is later.
+        slots: int32 `[T]`, the slot for each taken token's KV, 0 for the others.
     """
 
     snapshot: TreeSnapshot
@@ -122,32 +121,41 @@ class Adoption:
     slots: Slots
 
     @property
-    def left_out(self) -> int:
-        """Tokens that there is no room for."""
-        return self.snapshot.num_tokens - int(self.known.sum()) - int(self.taken.sum())
+    def num_taken(self) -> int:
+        return int(self.taken.sum())
 
-    def namespace(self, node: int) -> Namespace:
-        """Of a node of the snapshot."""
-        tenant = self.snapshot.tenant_names[self.snapshot.tenants[node]]
+    @property
+    def left_out(self) -> int:
+        """Tokens that find no free slot."""
+        return self.snapshot.num_tokens - int(self.known.sum()) - self.num_taken
+
+    def namespace(self, i: int) -> Namespace:
+        """The namespace of node `i` of the snapshot."""
+        tenant = self.snapshot.tenant_names[self.snapshot.tenants[i]]
         return Namespace(self.weights_version, tenant=tenant)
+
+    def assign(self, slots: Slots) -> None:
+        """Give the taken tokens their slots `[num_taken]`, node after node."""
+        begins = self.snapshot.starts() + self.known
+        places = np.arange(self.num_taken) + np.repeat(begins - (np.cumsum(self.taken) - self.taken), self.taken)
+        self.slots[places] = slots
 
 
 def plan_adoption(tree: RadixTree, snapshot: TreeSnapshot, weights_version: int, room: int) -> Adoption:
-    """What a tree lacks of a snapshot, at most `room` tokens, what was used last first; without slots yet."""
+    """Choose what a tree lacks of a snapshot, at most `room` tokens, most recently used first; no slots yet."""
     n = len(snapshot)
     known, taken = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
     recency = _recency(snapshot)
-    plan = Adoption(snapshot, weights_version, known, taken, recency, np.zeros(snapshot.num_tokens, np.int32))
-    # A place in the tree where a node ends, if the tree has all of the node.
-    ends: list[tuple[Node, int] | None] = [None] * n
+    adoption = Adoption(snapshot, weights_version, known, taken, recency, np.zeros(snapshot.num_tokens, np.int32))
+    ends: list[Match | None] = [None] * n  # where the tree has a node's last token, if it has the whole node
     for i, tokens in enumerate(_split(snapshot)):
         parent = int(snapshot.parents[i])
-        root = tree.roots.get(plan.namespace(i)) if parent < 0 else None
-        place = ends[parent] if parent >= 0 else None if root is None else (root, 0)
-        if place is not None:
-            node, inside, known[i] = on_device(*tree.follow(*place, tokens))
+        start = ends[parent] if parent >= 0 else tree.match(adoption.namespace(i), tokens, limit=0)
+        if start is not None:
+            found = tree.follow(start, tokens).on_device
+            known[i] = found.length - start.length
             if known[i] == len(tokens):
-                ends[i] = (node, inside)
+                ends[i] = found
     # A parent was used when its children were, so that sorted by use it comes before them.
     whole = np.zeros(n, dtype=bool)
     for i in np.lexsort((np.arange(n), -recency)):
@@ -157,13 +165,13 @@ def plan_adoption(tree: RadixTree, snapshot: TreeSnapshot, weights_version: int,
         taken[i] = min(room, int(snapshot.lengths[i]) - int(known[i]))
         room -= int(taken[i])
         whole[i] = known[i] + taken[i] == snapshot.lengths[i]
-    return plan
+    return adoption
 
 
-def adopt(tree: RadixTree, plan: Adoption) -> None:
-    """Put what was planned into the tree, which has not changed since. Its KV is in its slots."""
-    snapshot = plan.snapshot
-    grows = plan.taken > 0  # a node gets tokens, or one below it does
+def adopt(tree: RadixTree, adoption: Adoption) -> None:
+    """Put the taken tokens, whose KV is in their slots, into the tree, which has not changed since."""
+    snapshot = adoption.snapshot
+    grows = adoption.taken > 0  # a node gets tokens, or one below it does
     for i in range(len(snapshot) - 1, -1, -1):
         if grows[i] and snapshot.parents[i] >= 0:
             grows[snapshot.parents[i]] = True
@@ -173,23 +181,25 @@ def adopt(tree: RadixTree, plan: Adoption) -> None:
         if not grows[i]:
             continue
         parent = int(snapshot.parents[i])
-        above = ends[parent] if parent >= 0 else tree.root(plan.namespace(i))
-        node, inside, known = on_device(*tree.follow(above, len(above.tokens), tokens))
-        node = tree.cut(node, inside)
-        if plan.taken[i]:
-            end = known + int(plan.taken[i])
-            slots = plan.slots[starts[i] + known : starts[i] + end]
-            node = tree.graft(node, tokens[known:end], slots, int(plan.recency[i]))
+        above = ends[parent] if parent >= 0 else tree.root(adoption.namespace(i))
+        found = tree.follow(Match(above, len(above.tokens), 0), tokens).on_device
+        node = tree.cut(found.node, found.inside)
+        if adoption.taken[i]:
+            known, end = found.length, found.length + int(adoption.taken[i])
+            slots = adoption.slots[starts[i] + known : starts[i] + end]
+            insertion = tree.insert(node, tokens[known:end], slots, int(adoption.recency[i]))
+            assert not len(insertion.canonical)  # the device has none of these
+            node = insertion.node
         ends[i] = node
 
 
 def _split(snapshot: TreeSnapshot) -> list[Tokens]:
-    """The tokens of each node."""
+    """Return the tokens of each node."""
     return np.split(snapshot.tokens, snapshot.starts()[1:]) if len(snapshot) else []
 
 
 def _recency(snapshot: TreeSnapshot) -> NDArray[np.int64]:
-    """Ranks of `last_used` from -(number of ranks) to -1; a node's is no lower than its children's."""
+    """Rank `last_used` from -(number of ranks) to -1; a node ranks no lower than its children."""
     latest = snapshot.last_used.copy()
     for i in range(len(snapshot) - 1, -1, -1):
         parent = int(snapshot.parents[i])

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from radixrt.output import RequestOutput, StreamChunk
-from radixrt.schedule.request import Request
+from radixrt.schedule.answer import Answer
 from radixrt.text.builder import TextBuilder
 
 N = TypeVar("N", RequestOutput, StreamChunk)
@@ -16,11 +16,11 @@ class PendingCall(Generic[N]):
     """Requests that were submitted together, and a queue of news: one thread adds, one takes.
 
     Attributes:
-        requests: by id, those that have not ended.
+        requests: by id, the first answers of those that have not ended; None: no step has submitted it yet.
     """
 
     def __init__(self) -> None:
-        self.requests: dict[int | str, Request] = {}
+        self.requests: dict[int | str, Answer | None] = {}
         self._news: deque[N] = deque()
 
     @property
@@ -36,19 +36,19 @@ class PendingCall(Generic[N]):
         """The news since the last time."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
-    def end(self, request: Request, output: RequestOutput) -> None:
+    def end(self, first: Answer, output: RequestOutput) -> None:
         """Take a request off, with its output as news."""
-        self._tell(request, output)
-        del self.requests[request.id]
+        self._tell(first, output)
+        del self.requests[first.request.id]
 
-    def _tell(self, request: Request, output: RequestOutput) -> None:
+    def _tell(self, first: Answer, output: RequestOutput) -> None:
         raise NotImplementedError
 
 
 class OutputCall(PendingCall[RequestOutput]):
     """A call whose news are outputs."""
 
-    def _tell(self, request: Request, output: RequestOutput) -> None:
+    def _tell(self, first: Answer, output: RequestOutput) -> None:
         self._news.append(output)
 
 
@@ -62,8 +62,9 @@ class StreamCall(PendingCall[StreamChunk]):
 
     def catch_up(self) -> bool:
         """Look for tokens of the request that have come with a pass. Whether there are any."""
-        new = [request for request in tuple(self.requests.values()) if request.num_output > self._seen]
-        self._news += [self._chunk(request, None) for request in new]
+        answers = [answer for answer in tuple(self.requests.values()) if answer is not None]
+        new = [answer for answer in answers if answer.num_output > self._seen]
+        self._news += [self._chunk(answer, None) for answer in new]
         return bool(new)
 
     def take(self) -> list[StreamChunk]:
@@ -77,16 +78,16 @@ class StreamCall(PendingCall[StreamChunk]):
         token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
         return [StreamChunk(text, token_ids, chunks[-1].output, chunks[-1].request_id)]
 
-    def _tell(self, request: Request, output: RequestOutput) -> None:
-        self._news.append(self._chunk(request, output))
+    def _tell(self, first: Answer, output: RequestOutput) -> None:
+        self._news.append(self._chunk(first, output))
 
-    def _chunk(self, request: Request, output: RequestOutput | None) -> StreamChunk:
-        builder = request.text_stop
+    def _chunk(self, answer: Answer, output: RequestOutput | None) -> StreamChunk:
+        builder = answer.text_stop
         assert isinstance(builder, TextBuilder)  # it streams
-        ids, text = tuple(request.output_ids()[self._seen :].tolist()), ""
+        ids, text = tuple(answer.output_ids()[self._seen :].tolist()), ""
         self._seen += len(ids)
         try:
             text = builder.delta()
         except Exception as error:  # for its consumer: one request's text must not cost the others theirs
             self._error = error
-        return StreamChunk(text, ids, output, request.id)
+        return StreamChunk(text, ids, output, answer.request.id)

@@ -16,6 +16,7 @@ from radixrt.engine.signals import deferred
 from radixrt.engine.tasks import answer_soon
 from radixrt.errors import DeviceLostError, ParameterError, RadixrtError
 from radixrt.output import RequestOutput
+from radixrt.schedule.answer import Answer
 from radixrt.schedule.request import Request
 
 T = TypeVar("T")
@@ -36,13 +37,13 @@ class Driver:
 
     Args:
         engine: nobody else steps it.
-        output_of: turns a request whose answers have all ended into its output.
+        output_of: turns the first answer to a prompt, once all have ended, into the request's output.
 
     Attributes:
         device_lost: a step has lost the device; nothing may be asked of it any more.
     """
 
-    def __init__(self, engine: Engine, output_of: Callable[[Request], RequestOutput]) -> None:
+    def __init__(self, engine: Engine, output_of: Callable[[Answer], RequestOutput]) -> None:
         self._open: Engine | None = engine  # None once it is closed
         self._output_of = output_of
         self._mutex = threading.RLock()
@@ -57,6 +58,7 @@ class Driver:
         self._calls: dict[int | str, Call] = {}  # by the id of each request that has not ended
         self._streams: dict[StreamCall, None] = {}  # those of them that hear of every pass; in order
         self._inbox: deque[list[Request]] = deque()  # for the next step to submit
+        self._aborts: deque[int | str] = deque()  # ids of requests for the next step to end
         self.device_lost = False
 
     @property
@@ -95,6 +97,7 @@ class Driver:
                         f"request id {request.id!r} is that of another request that has not ended"
                     )
             self._register(requests, call)
+            call.requests |= dict.fromkeys(request.id for request in requests)
             if requests:
                 self._inbox.append(requests)
 
@@ -106,23 +109,33 @@ class Driver:
         """
         requests = list(requests)
         with self._turn(), deferred():
-            self.check_open().submit_all(requests, in_order=in_order)
+            if len({request.id for request in requests}) < len(requests):
+                raise ValueError("a request is submitted twice")
+            for request in requests:
+                if request.id in self._calls:
+                    raise ValueError(f"request {request.index} was submitted before")
+            answers = self.check_open().submit_all(requests, in_order=in_order)
             with self._mutex:
                 self._register(requests, call)
+                call.requests |= {answer.request.id: answer for answer in answers}
 
     def abort(self, request_id: int | str) -> bool:
         """End a request at the next step; from any thread. False if it has ended, or never was."""
-        call, engine = self._calls.get(request_id), self._open
-        request = None if call is None else call.requests.get(request_id)
-        if request is None or engine is None:
+        if request_id not in self._calls or self._open is None:
             return False
-        engine.abort(request)
+        self._aborts.append(request_id)
         return True
 
+    def has_begun(self, request_id: int | str) -> bool:
+        """Whether a pass has computed some of a submitted request; True if it has ended."""
+        call = self._calls.get(request_id)
+        if call is None or request_id not in call.requests:
+            return True
+        answer = call.requests[request_id]
+        return answer is not None and answer.log.launched_at is not None
+
     def _register(self, requests: Iterable[Request], call: Call) -> None:
-        for request in requests:
-            call.requests[request.id] = request
-            self._calls[request.id] = call
+        self._calls |= {request.id: call for request in requests}
         if isinstance(call, StreamCall):
             self._streams[call] = None
 
@@ -175,11 +188,9 @@ class Driver:
         It may not in the middle of something here, where the garbage collector ends a forgotten stream: steps to
         come see to that.
         """
-        engine = self._open
-        if engine is None:
+        if self._open is None:
             return False
-        for request in tuple(call.requests.values()):
-            engine.abort(request)
+        self._aborts += tuple(call.requests)
         return threading.get_ident() not in self._inside
 
     def _wait(self, done: Callable[[], bool], key: object) -> None:
@@ -356,37 +367,49 @@ class Driver:
 
     def _submit_inbox(self, engine: Engine) -> None:
         while self._inbox:
-            engine.submit_all(self._inbox.popleft())
+            for answer in engine.submit_all(self._inbox.popleft()):
+                self._calls[answer.request.id].requests[answer.request.id] = answer
+
+    def _abort(self, engine: Engine) -> None:
+        """Have the engine end the requests that are to be aborted, and keep those that it does not have yet."""
+        for request_id in [self._aborts.popleft() for _ in range(len(self._aborts))]:
+            call = self._calls.get(request_id)
+            if call is not None and (answer := call.requests.get(request_id)) is not None:
+                engine.abort(answer)
+            elif call is not None:
+                self._aborts.append(request_id)
 
     def _step(self, *, admit: bool = True) -> None:
         engine = self.check_open()
         with deferred():  # booking included: an output that is not delivered now never is
             if admit:
                 self._submit_inbox(engine)
+            self._abort(engine)
             try:
                 ended = engine.step()
             except DeviceLostError:
                 self.device_lost = True
                 raise
-            told = [call for request in ended if (call := self._end(request.family[0])) is not None]
+            told = [call for answer in ended if (call := self._end(answer.family[0])) is not None]
             told += [call for call in tuple(self._streams) if call.catch_up()]
             if told:
                 self._wake(told)
 
-    def _end(self, first: Request) -> Call | None:
+    def _end(self, first: Answer) -> Call | None:
         """Deliver the output of a request if its answers have all ended. Returns its call then."""
-        call = self._calls.get(first.id)
+        call = self._calls.get(first.request.id)
         if call is None or not all(answer.finished for answer in first.family):
             return None
         call.end(first, self._output(first))
-        del self._calls[first.id]
+        del self._calls[first.request.id]
         if isinstance(call, StreamCall):
             del self._streams[call]
         return call
 
-    def _output(self, first: Request) -> RequestOutput:
+    def _output(self, first: Answer) -> RequestOutput:
         try:
             return self._output_of(first)
         except Exception as error:  # one request's text must not cost the others theirs
-            _log.exception("no output can be made of request %s", first.id)
-            return RequestOutput.refused(first.index, f"no output can be made: {error}", first.id)
+            request = first.request
+            _log.exception("no output can be made of request %s", request.id)
+            return RequestOutput.refused(request.index, f"no output can be made: {error}", request.id)

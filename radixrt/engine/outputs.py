@@ -5,47 +5,49 @@ from __future__ import annotations
 from dataclasses import replace
 
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput
-from radixrt.schedule.request import Request
+from radixrt.schedule.answer import Answer
 from radixrt.text.builder import TextBuilder
 from radixrt.text.tokenizer import Tokenizer
 
 
-def request_output(first: Request, tokenizer: Tokenizer | None) -> RequestOutput:
+def request_output(first: Answer, tokenizer: Tokenizer | None) -> RequestOutput:
     """The output of a request whose answers have all ended; without a tokenizer it has no text."""
-    answers = [_answer(answer, tokenizer) for answer in first.family]
+    request = first.request
+    outputs = [_completion(answer, tokenizer) for answer in first.family]
     # Where it ended before its answers' first tokens were drawn, all have ended so.
-    answers += [replace(answers[0], index=index) for index in range(len(answers), first.params.n)]
+    outputs += [replace(outputs[0], index=index) for index in range(len(outputs), request.params.n)]
     return RequestOutput(
-        index=first.index,
-        id=first.id,
-        outputs=tuple(answers),
+        index=request.index,
+        id=request.id,
+        outputs=tuple(outputs),
         usage=first.usage(),
         timings=first.timings(),
-        prompt_ids=first.prompt_ids,
-        prompt_logprobs=None if first.params.prompt_logprobs is None else tuple(first.prompt_logprobs),
-        cause=next((answer.cause for answer in first.family if answer.cause is not None), None),
+        prompt_ids=request.prompt_ids,
+        prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(first.log.prompt_logprobs),
+        cause=next((answer.log.cause for answer in first.family if answer.log.cause is not None), None),
     )
 
 
-def _answer(request: Request, tokenizer: Tokenizer | None) -> CompletionOutput:
-    assert request.finish_reason is not None  # it has ended
-    reason, matched, stop = request.finish_reason, request.matched, request.text_stop
-    ids = tuple(request.output_ids().tolist())
+def _completion(answer: Answer, tokenizer: Tokenizer | None) -> CompletionOutput:
+    reason, matched, stop = answer.log.finish_reason, answer.log.matched, answer.text_stop
+    params = answer.request.params
+    assert reason is not None  # it has ended
+    ids = tuple(answer.output_ids().tolist())
     if isinstance(stop, TextBuilder):
         text = stop.finish()
     elif tokenizer is None:
         text = ""
     else:
         at_stop_token = reason is FinishReason.STOP and isinstance(matched, int)
-        text = tokenizer.decode(ids[:-1] if at_stop_token else ids, request.params.skip_special_tokens)
+        text = tokenizer.decode(ids[:-1] if at_stop_token else ids, params.skip_special_tokens)
     if reason is FinishReason.LENGTH and stop is not None and stop.matched:
         reason, matched = FinishReason.STOP, stop.matched  # completed by the last token's rest
     return CompletionOutput(
-        index=request.sample_index,
+        index=answer.sample_index,
         text=text,
         token_ids=ids,
         finish_reason=reason,
         matched=matched,
-        logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
-        error=request.error,
+        logprobs=None if params.logprobs is None else tuple(answer.log.logprobs),
+        error=answer.log.error,
     )

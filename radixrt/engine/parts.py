@@ -13,7 +13,7 @@ from radixrt.engine.engine import Engine
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.limits import RunLimits
 from radixrt.output import RequestOutput
-from radixrt.schedule.request import Request
+from radixrt.schedule.answer import Answer
 from radixrt.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Parts:
     Attributes:
         engine: scheduler, cache and runner.
         builder: makes the requests.
-        output_of: turns a request whose answers have all ended into its output.
+        output_of: turns the first answer to a prompt, once all have ended, into the request's output.
         start_up: seconds, as in Runtime.
     """
 
@@ -65,7 +65,7 @@ class Parts:
     engine: Engine
     builder: RequestBuilder
     model: ServedModel
-    output_of: Callable[[Request], RequestOutput]
+    output_of: Callable[[Answer], RequestOutput]
     start_up: Mapping[str, float] = field(default_factory=dict)
 
     @property

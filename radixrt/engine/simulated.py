@@ -21,8 +21,8 @@ from radixrt.engine.outputs import request_output
 from radixrt.engine.parts import Parts
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.limits import RunLimits
-from radixrt.schedule.batch import PassResult, Runner, ScheduleBatch
-from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.passes import Pass, PassResult, Runner
+from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.tokenizer import Tokenizer
 
@@ -36,13 +36,13 @@ class ConstantRunner:
     def transfer(self, transfers: deque[KVTransfer]) -> None:
         transfers.clear()
 
-    def launch(self, batch: ScheduleBatch) -> ScheduleBatch:
-        return batch
+    def launch(self, pass_: Pass) -> Pass:
+        return pass_
 
     def collect(self, handle: object) -> PassResult:
-        assert isinstance(handle, ScheduleBatch)  # what `launch` returned
+        assert isinstance(handle, Pass)  # what `launch` returned
         tokens = np.full(int(handle.num_samples.sum()), self.token, dtype=np.int32)
-        return PassResult(tokens, np.ones(len(handle.requests), dtype=bool))
+        return PassResult(tokens, handle.num_samples, np.ones(handle.num_rows, dtype=bool))
 
     def check_device(self, error: Exception) -> None:
         """There is none."""
@@ -81,13 +81,9 @@ def simulated_engine(
 ) -> Engine:
     """An engine whose passes are those of a run within these limits."""
     rows = ReqToTokenPool(limits.of_pass.num_rows, context_length)
-    scheduler = Scheduler(
-        PrefixCache(rows, SlotAllocator(limits.pool_tokens + 1)),
-        max_running_requests=limits.max_running_requests,
-        chunked_prefill_size=limits.chunked_prefill_size,
-        policy=policy,
-    )
-    return Engine(scheduler, runner)
+    cache = PrefixCache(rows, SlotAllocator(limits.pool_tokens + 1))
+    config = SchedulerConfig(limits.max_running_requests, limits.chunked_prefill_size, policy)
+    return Engine(Scheduler(cache, config), runner)
 
 
 def simulated_parts(

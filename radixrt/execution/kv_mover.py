@@ -11,7 +11,7 @@ from torch import Tensor
 from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.execution.staging import Staging
+from radixrt.execution.staging import Staging, packed
 from triton_ops.implementation import Impl
 from triton_ops.kv.kv_copy import kv_copy
 
@@ -55,13 +55,14 @@ class KVMover:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _run(self, transfers: deque[KVTransfer]) -> None:
-        arrays = self._staging.upload(
+        words, layout = packed(
             {
                 f"{tier}{i}": slots
                 for i, transfer in enumerate(transfers)
                 for tier, slots in (("device", transfer.device_slots), ("host", transfer.host_slots))
             }
         )
+        arrays = layout.tensors(self._staging.upload(words))
         for i in range(len(transfers)):
             device: tuple[Tensor, Tensor] = (self._device_kv, arrays[f"device{i}"])
             host: tuple[Tensor, Tensor] = (self._host_pool.buffer, arrays[f"host{i}"])

@@ -1,18 +1,17 @@
-"""The scales of an e4m3 pool, from what a model computes."""
+"""Calibrates the scales of an e4m3 pool from one pass."""
 
 from __future__ import annotations
-
-from contextlib import nullcontext
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from layers.input_metadata import InputMetadata
+from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.model_runner import ModelRunner
 from radixrt.models.decoder import Decoder
+from radixrt.schedule.passes import Features, Pass, SamplingInputs
 from triton_ops.kv.e4m3 import E4M3_MAX
 
 NUM_TOKENS = 256
@@ -25,7 +24,7 @@ MARGIN = 4.0
 def calibrated_scales(model: Decoder, device: torch.device) -> Tensor:
     """The scales float32 `[num_layers, 2, num_kv_heads]` of keys and values for an e4m3 pool, on `device`.
 
-    One pass computes the KV of NUM_TOKENS pseudo-random tokens, always the same, behind the model's first token. A
+    One pass computes the KV of NUM_TOKENS pseudo-random tokens, always the same, after the model's first token. A
     scale is the power of two at or above MARGIN times the greatest magnitude of its layer and head over the
     greatest number of e4m3; 1 where all are 0, or one is not finite.
     """
@@ -42,29 +41,35 @@ def calibrated_scales(model: Decoder, device: torch.device) -> Tensor:
         dtype=model.placement.dtype,
         device=device,
     )
-    slots = np.arange(1, num_tokens + 1, dtype=np.int32)
-    host = InputMetadata.host_arrays([0], [num_tokens], [0], slots)
-    plans = AttentionPlanner(config, model.placement).plan(host, 1)
-    arrays = {name: torch.tensor(array, device=device) for name, array in {**host, **plans.arrays}.items()}
-    metadata = InputMetadata.from_host_and_device(
-        host,
-        arrays,
-        logits_indices=arrays["req_pool_indices"],
-        req_to_token=arrays["out_cache_loc"].unsqueeze(0),
-        num_extends=1,
-        decode_plans=plans.decode(arrays),
-        extend_plans=plans.extend(arrays),
+    runner = ModelRunner(model, ReqToTokenPool(1, num_tokens), pool, device)
+    runner.collect(runner.launch(_pass_of(ids)))
+    greatest = torch.stack(
+        [
+            torch.stack([buffer[1:].abs().amax((0, 2)) for buffer in (pool.k_buffer(i), pool.v_buffer(i))])
+            for i in range(config.num_layers)
+        ]
     )
-    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with torch.inference_mode(), on_device:
-        model(torch.tensor(ids, device=device), metadata, pool)
-        greatest = torch.stack(
-            [
-                torch.stack([buffer[1:].abs().amax((0, 2)) for buffer in (pool.k_buffer(i), pool.v_buffer(i))])
-                for i in range(config.num_layers)
-            ]
-        )
     return torch.tensor(_powers_of_two(greatest.double().cpu().numpy() * MARGIN / E4M3_MAX), device=device)
+
+
+def _pass_of(ids: NDArray[np.int32]) -> Pass:
+    """A prompt alone, in slots 1, 2, ..., of which no token is sampled."""
+    none, zero = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    positions = np.arange(len(ids), dtype=np.int32)
+    return Pass(
+        num_extends=1,
+        req_pool_indices=zero,
+        prefix_lens=zero,
+        seq_lens=zero + np.int32(len(ids)),
+        input_ids=ids,
+        out_cache_loc=positions + 1,
+        num_samples=zero,
+        scored=none,
+        scored_targets=none,
+        num_scored=zero,
+        row_changes=RowChanges(np.zeros_like(positions), positions, positions + 1),
+        sampling=SamplingInputs(none, Features(), None, None, {}),
+    )
 
 
 def _powers_of_two(x: NDArray[np.float64]) -> NDArray[np.float32]:

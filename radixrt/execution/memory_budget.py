@@ -13,16 +13,18 @@ import torch
 
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.checks import real, whole
+from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
-from radixrt.execution.attention.planner import AttentionPlanner
-from radixrt.execution.graphs.decode_graphs import MOST_CAPTURED
+from radixrt.execution.attention.planner import planner_of
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.limits import PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.answer import Answer
+from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request
+from radixrt.schedule.request_log import RequestLog
+from radixrt.schedule.sampling_table import SamplingTable, prepare_sampling
 
 # Everything that a request can ask for and that takes memory a row of logits.
 _WANTS_ALL = SamplingParams(
@@ -36,7 +38,7 @@ _WANTS_ALL = SamplingParams(
 )
 
 
-def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
+def largest_pass(limits: PassLimits, context_length: int) -> Pass:
     """A pass at all limits at once, of tokens 0 whose KV goes to slot 0 and whose rows are 0, 1, ...
 
     Of its requests as many as it takes share the prompt tokens, whose log-probabilities are all wanted; the
@@ -51,12 +53,14 @@ def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
     num_scored[: len(chunks)] = chunks
     num_samples = np.ones(count, np.int32)
     num_samples[0] += limits.max_samples - count
-    requests = tuple(Request(i, np.zeros(1, np.int32), _WANTS_ALL, max_new_tokens=1, seed=0) for i in range(count))
+    request = Request(0, np.zeros(1, np.int32), _WANTS_ALL, max_new_tokens=1, seed=0)
+    answers = [Answer(request, arrival=0, log=RequestLog(submitted_at=0.0))] * count
     rows, nothing = np.arange(count, dtype=np.int32), np.zeros(0, np.int32)
     scored = np.arange(num_scored.sum(), dtype=np.int32)
-    return ScheduleBatch(
-        requests=requests,
-        leases=(),
+    table = SamplingTable(count)
+    for row, answer in enumerate(answers):
+        table.admit(row, answer)
+    return Pass(
         num_extends=int((new > 1).sum()),
         req_pool_indices=rows,
         prefix_lens=np.zeros(count, np.int32),
@@ -67,8 +71,9 @@ def largest_pass(limits: PassLimits, context_length: int) -> ScheduleBatch:
         scored=scored,
         scored_targets=np.zeros_like(scored),
         num_scored=num_scored,
+        num_top_scored=_WANTS_ALL.prompt_logprobs or 0,
         row_changes=RowChanges(nothing, nothing, nothing),
-        admitted=tuple(enumerate(requests)),
+        sampling=prepare_sampling(table, answers, rows, new, num_samples),
     )
 
 
@@ -83,7 +88,7 @@ def captured_sizes(limits: PassLimits, *, captures: bool) -> CapturedSizes:
     """The sizes for these limits; none unless it `captures`."""
     if not captures:
         return CapturedSizes(max_captured_batch=0, max_captured_tokens=0)
-    batch = min(limits.max_running_requests, MOST_CAPTURED)
+    batch = limits.max_running_requests
     return CapturedSizes(max_captured_batch=batch, max_captured_tokens=limits.chunked_prefill_size)
 
 
@@ -122,13 +127,13 @@ def measured_pass_memory(
     passes = before - free()
     torch.cuda.empty_cache()
     between = free()
-    runner.capture_graphs(most=1)
+    runner.capture_graphs(max_shapes=1)
     graphs = between - free()
     del runner, pool
     gc.collect()
     torch.cuda.empty_cache()
-    planner = AttentionPlanner(config, model.placement, kv_dtype=kv_dtype, tree=tree)
-    partials = planner.most_partial_bytes(limits.max_running_requests, limits.chunked_prefill_size)
+    planner = planner_of(config, model.placement, rows.req_to_token, kv_dtype, tree=tree)
+    partials = planner.max_partial_bytes(limits.max_running_requests, limits.chunked_prefill_size)
     return max(0, passes) + max(0, graphs) + partials
 
 
@@ -163,7 +168,7 @@ def pool_slots(
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     if max_total_tokens is not None:
-        return whole("max_total_tokens", max_total_tokens, 1, max(1, free // bytes_per_slot - 1)) + 1
+        return check_int("max_total_tokens", max_total_tokens, 1, max(1, free // bytes_per_slot - 1)) + 1
     fitting = int((free - promised) * memory_fraction) // bytes_per_slot
     if fitting < 2:
         needs = f", of which passes need {promised:,}" if promised else ""
@@ -185,7 +190,7 @@ def host_pool_slots(host_memory_gb: float | None, bytes_per_slot: int, *, promis
     if host_memory_gb is None:
         return 0
     free = max(0, psutil.virtual_memory().available - promised)
-    num_bytes = 1e9 * real("host_memory_gb", host_memory_gb, 0.0, free / 1e9)
+    num_bytes = 1e9 * check_float("host_memory_gb", host_memory_gb, 0.0, free / 1e9)
     slots = int(num_bytes) // bytes_per_slot
     if num_bytes and slots < 2:
         raise ParameterError(

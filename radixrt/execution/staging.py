@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,49 @@ _TORCH_DTYPES = {
 }
 
 
-class Staging:
-    """Sends a pass's arrays to one place on the device, packed in one copy.
+@dataclass(frozen=True)
+class Layout:
+    """Where 1-d arrays of int32, int64 and float32 lie among words. Their order and sizes decide.
 
-    The host side is a ring of two buffers (pinned, for CUDA), so that a pass can be packed while the copy of the
-    one before may not have been made yet; packing waits for the copy before that. The device side is one buffer:
-    passes run in order, and the arrays of a pass are valid until the next upload. It moves when it has to grow.
+    Attributes:
+        places: the words of each array, and its dtype.
+        num_words: where the last one ends.
+    """
+
+    places: Mapping[str, tuple[slice, np.dtype[Any]]]
+    num_words: int
+
+    @staticmethod
+    def of(arrays: Mapping[str, NDArray[Any]], start: int = 0) -> Layout:
+        """The layout of arrays whose words begin at `start` or after it."""
+        places, end = {}, start
+        for name, array in arrays.items():
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+            end = begin + array.nbytes // 4
+            places[name] = slice(begin, end), array.dtype
+        return Layout(places, end)
+
+    def pack(self, arrays: Mapping[str, NDArray[Any]], words: Int32Array) -> None:
+        """Copy the arrays to their words."""
+        for name, (place, _) in self.places.items():
+            words[place] = np.ascontiguousarray(arrays[name]).view(np.int32)
+
+    def parts(self, words: Int32Array) -> dict[str, NDArray[Any]]:
+        """Each array's part of the words."""
+        return {name: words[place].view(dtype) for name, (place, dtype) in self.places.items()}
+
+    def tensors(self, words: Tensor) -> dict[str, Tensor]:
+        """Each array's part of the words on the device."""
+        return {name: words[place].view(_TORCH_DTYPES[dtype]) for name, (place, dtype) in self.places.items()}
+
+
+class Staging:
+    """Sends packed words to one place on the device.
+
+    The host side is a ring of two buffers (pinned, for CUDA), so that words can be sent while the copy before may
+    not have been made yet; sending waits for the copy before that. The device side is one buffer: passes run in
+    order, and the words of a pass are valid until the next upload. It moves when it has to grow, unless it is
+    `fixed`: then words that are too many get a buffer beside it.
     """
 
     def __init__(self, device: torch.device, num_words: int = 1 << 16) -> None:
@@ -34,69 +72,55 @@ class Staging:
         self._copied: list[torch.cuda.Event] | None = None
         if device.type == "cuda":
             self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._fixed: Tensor | None = None
         self._reserve(num_words)
 
     def _reserve(self, num_words: int) -> None:
+        # What is in flight holds on to the buffers before.
         pinned = self._device.type == "cuda"
         self._host = [torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(2)]
         self._words = [buffer.numpy() for buffer in self._host]
         self._buffer = torch.empty(num_words, dtype=torch.int32, device=self._device)
 
-    def upload(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
-        """Return device views of 1-d int32, int64 and float32 `arrays`, by the same names."""
-        places, end = _places(arrays)
-        if end > len(self._buffer):
-            self._reserve(2 * end)  # what is in flight holds on to the old buffers
-        words = self._next_words()
-        for name, array in arrays.items():
-            words[places[name]] = np.ascontiguousarray(array).view(np.int32)
-        self._copy(end)
-        return {
-            name: self._buffer[place].view(_TORCH_DTYPES[arrays[name].dtype]) for name, place in places.items()
-        }
+    def fix(self, num_words: int) -> None:
+        """Keep the buffer where it is from now on: graphs that read up to `num_words` of it know its address."""
+        assert self._fixed is None
+        if num_words > len(self._buffer):
+            self._reserve(num_words)
+        self._fixed = self._buffer
 
-    def send(self, words: Int32Array) -> None:
-        """Copy arrays that are `packed`, no longer than what was uploaded before, to where an upload puts them."""
-        self._next_words()[: len(words)] = words
-        self._copy(len(words))
-
-    def _next_words(self) -> Int32Array:
-        """The buffer on the host whose turn it is."""
+    def upload(self, words: Int32Array, num_fixed: int = 0) -> Tensor:
+        """Return a device buffer that begins with a copy of int32 `words`. The first `num_fixed` of them are
+        also in the fixed buffer, if that is another one.
+        """
+        count = len(words)
+        if count > len(self._buffer):
+            self._reserve(2 * count)
         self._turn ^= 1
         if self._copied is not None:
             self._copied[self._turn].synchronize()
-        return self._words[self._turn]
-
-    def _copy(self, num_words: int) -> None:
-        self._buffer[:num_words].copy_(self._host[self._turn][:num_words], non_blocking=True)
+        self._words[self._turn][:count] = words
+        host, fixed = self._host[self._turn], self._fixed
+        target = self._buffer if fixed is None or count > len(fixed) else fixed
+        target[:count].copy_(host[:count], non_blocking=True)
+        if fixed is not None and num_fixed and target is not fixed:
+            fixed[:num_fixed].copy_(host[:num_fixed], non_blocking=True)
         if self._copied is not None:
             self._copied[self._turn].record()
+        return target
+
+
+def packed(arrays: Mapping[str, NDArray[Any]], layout: Layout | None = None) -> tuple[Int32Array, Layout]:
+    """Arrays as words, and where each one is: `layout`, if that is known."""
+    layout = layout or Layout.of(arrays)
+    words = np.zeros(layout.num_words, np.int32)
+    layout.pack(arrays, words)
+    return words, layout
 
 
 def padded(array: NDArray[np.int32], length: int, filler: ArrayLike = 0) -> NDArray[np.int32]:
-    """`array` `[n <= length]` int32 with fillers behind it."""
+    """`array` `[n <= length]` int32 with fillers after it."""
     filled = np.empty(length, np.int32)
     filled[: len(array)] = array
     filled[len(array) :] = filler
     return filled
-
-
-def packed(arrays: Mapping[str, NDArray[Any]]) -> tuple[Int32Array, dict[str, NDArray[Any]]]:
-    """Copies of arrays as an upload packs them: the words int32, and each array's part of these."""
-    places, end = _places(arrays)
-    words = np.zeros(end, np.int32)
-    parts: dict[str, NDArray[Any]] = {}
-    for name, array in arrays.items():
-        parts[name] = words[places[name]].view(array.dtype)
-        parts[name][:] = array
-    return words, parts
-
-
-def _places(arrays: Mapping[str, NDArray[Any]]) -> tuple[dict[str, slice], int]:
-    """The words of each array, and where the last one ends: their order and sizes decide."""
-    places, end = {}, 0
-    for name, array in arrays.items():
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        end = start + array.nbytes // 4
-        places[name] = slice(start, end)
-    return places, end

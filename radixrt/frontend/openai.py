@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
-from radixrt.checks import check_token_ids, kind, short, whole
+from radixrt.checks import check_int, check_token_ids, kind, short
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
@@ -109,7 +109,7 @@ def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
         logprobs, top = given.get("logprobs", False), given.get("top_logprobs")
         if not isinstance(logprobs, bool):
             raise ParameterError(f"logprobs is {as_json(logprobs)}; it must be true or false")
-        most = 0 if top is None else whole("top_logprobs", top, 0, MAX_LOGPROBS)
+        most = 0 if top is None else check_int("top_logprobs", top, 0, MAX_LOGPROBS)
         if most and not logprobs:
             raise ParameterError(f'top_logprobs is {most}; that needs "logprobs": true')
         if logprobs:

@@ -4,18 +4,20 @@
     header: JSON, padded with spaces to a multiple of 8 bytes; its `__metadata__` has radixrt_cache_version,
         identity and tenants, the latter two as JSON
     tensors, one after the other:
-        node_last_used  I64 [N]               a snapshot's arrays: see TreeSnapshot
+        node_last_used  I64 [N]               the arrays of a TreeSnapshot
         node_lengths    I32 [N]
         node_parents    I32 [N]
         node_tenants    I32 [N]
         tokens          I32 [T]
         kv              any [T, num_layers, 2, num_kv_heads, head_dim], a row a token
-        piece_sha256    U8  [P, 32]           of the pieces: the tensors before it, kv cut into runs of tokens
-        sha256          U8  [32]              of header, its length included, and piece_sha256
+        piece_sha256    U8  [P, 32]           of each piece: the tensors above, with kv cut into runs of tokens
+        sha256          U8  [32]              of the header with its length, and of piece_sha256
 
-So the whole file is known to be what was written once every piece has its hash. The identity is what the KV
-depends on. Nobody trusts what a file says: sizes follow from N, T and the KV's shape, and must be the file's.
+A file whose hashes are right is whole. The identity is what the KV depends on. Nothing in a file is trusted: its
+sizes follow from N, T and the KV's shape, and are checked.
 """
+
+# Tests: tests/kept_cache/test_kept_cache.py
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ VERSION = "1"
 PIECE_BYTES = 64 * 2**20  # of KV, unless a token alone has more; part of the format
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1}
 
-_MOST_HEADER_BYTES = 2**26
+_MAX_HEADER_BYTES = 2**26
 _DIGEST_BYTES = 32
 _HASHERS = min(8, os.cpu_count() or 1)
 _ARRAYS = {
@@ -63,7 +65,7 @@ Tensors = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class KVFormat:
-    """What a token's KV looks like: safetensors' name of a dtype, and (num_layers, 2, num_kv_heads, head_dim)."""
+    """The layout of a token's KV: safetensors' dtype name, and (num_layers, 2, num_kv_heads, head_dim)."""
 
     dtype: str
     shape: tuple[int, int, int, int]
@@ -74,12 +76,12 @@ class KVFormat:
 
     @property
     def piece_tokens(self) -> int:
-        """Tokens of a piece of KV; the last piece may have fewer."""
+        """Tokens in a piece of KV; the last piece may have fewer."""
         return max(1, PIECE_BYTES // max(1, self.token_bytes))
 
 
 def kv_pieces(num_tokens: int, kv: KVFormat) -> Iterator[tuple[int, int]]:
-    """The tokens [start, end) of each piece of KV."""
+    """Yield the tokens [start, end) of each piece of KV."""
     for start in range(0, num_tokens, kv.piece_tokens):
         yield start, min(start + kv.piece_tokens, num_tokens)
 
@@ -110,8 +112,7 @@ def _arrays(tree: TreeSnapshot) -> dict[str, NDArray[Any]]:
 class CacheFileWriter:
     """Writes a cache file: `write` for each of `kv_pieces`, in order, then `finish`.
 
-    Until then the file of that name stays as it was. Use it as a context manager: left without `finish`, it leaves
-    nothing behind.
+    Until then an older file of that name stays. Used as a context manager, it leaves nothing without `finish`.
 
     Raises:
         CacheFileError: the disk refuses, or another process is writing the same file.
@@ -128,7 +129,7 @@ class CacheFileWriter:
         }
         header = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
-        if len(header) > _MOST_HEADER_BYTES:
+        if len(header) > _MAX_HEADER_BYTES:
             raise CacheFileError(f"cannot write {path}: its {len(tree.tenant_names)} tenants have too long names")
         self._head = len(header).to_bytes(8, "little") + header
         self._digests: list[Future[bytes]] = []
@@ -155,7 +156,7 @@ class CacheFileWriter:
             self._file.__exit__(kind, error, trace)
 
     def write(self, piece: NDArray[np.uint8]) -> Future[bytes]:
-        """Append the next piece: its bytes in one dimension, not to be changed before the future is done."""
+        """Append the next piece, as flat bytes that do not change before the future is done."""
         with self._refusals():
             return self._append(piece)
 
@@ -182,13 +183,13 @@ class CacheFileWriter:
 
 
 class CacheFileReader:
-    """Reads a cache file: `read` for each of `kv_pieces`, in order. All but the KV is checked when it opens.
+    """Reads a cache file: `read` for each of `kv_pieces`, in order. All but the KV is checked on opening.
 
     Attributes:
-        tree, kv, identity: as they were given to the writer.
+        tree, kv, identity: as given to the writer.
 
     Raises:
-        CacheFileError: the file cannot be read, is none, or is not what was written.
+        CacheFileError: the file cannot be read, is no cache file, or has been altered.
     """
 
     def __init__(self, path: Path) -> None:
@@ -217,7 +218,7 @@ class CacheFileReader:
             self._file.close()
 
     def read(self, piece: NDArray[np.uint8]) -> Future[None]:
-        """Fill one dimension of bytes with the next piece; the future raises CacheFileError if it was altered."""
+        """Fill flat bytes with the next piece; the future raises CacheFileError if it was altered."""
         with self._refusals():
             self._fill(piece)
         expected, self._next = self._digests[self._next], self._next + 1
@@ -233,7 +234,7 @@ class CacheFileReader:
         size = os.fstat(self._file.fileno()).st_size
         prefix = self._bytes(min(8, size))
         header_bytes = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or not 0 < header_bytes <= min(_MOST_HEADER_BYTES, size - 8):
+        if len(prefix) < 8 or not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
             raise self._error("it is no safetensors file, or cut short in its header")
         header = self._bytes(header_bytes)
         try:
@@ -253,18 +254,19 @@ class CacheFileReader:
             expected = _layout(num_nodes, num_tokens, self.kv)
             if tensors != expected:
                 raise ValueError("the tensors")
-            self.identity = _json_object(metadata["identity"])
-            tenants = json.loads(metadata["tenants"])
-            if not isinstance(tenants, list) or not all(name is None or type(name) is str for name in tenants):
+            self.identity, tenants = json.loads(metadata["identity"]), json.loads(metadata["tenants"])
+            if not isinstance(self.identity, dict) or not isinstance(tenants, list):
+                raise ValueError("the metadata")
+            if not all(name is None or type(name) is str for name in tenants):
                 raise ValueError("the tenants")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._error("its header has been altered") from error
         whole = 8 + header_bytes + expected["sha256"]["data_offsets"][1]
         if size != whole:
-            what = "it is cut short" if size < whole else "something stands behind its end"
+            what = "it is cut short" if size < whole else "something follows its end"
             raise self._error(f"{what}: it has {size:,} bytes in place of {whole:,}")
 
-        # The hashes stand at the end: what they are of comes before them.
+        # The hashes are at the end of the file.
         begin = self._file.tell()
         self._file.seek(begin + expected["piece_sha256"]["data_offsets"][0])
         table = self._bytes(expected["sha256"]["data_offsets"][0] - expected["piece_sha256"]["data_offsets"][0])
@@ -315,7 +317,7 @@ class CacheFileReader:
 
 
 def differences(kept: Identity, own: Identity) -> list[str]:
-    """What a file's identity says otherwise than the model's, a phrase each."""
+    """Name each difference between a file's identity and the model's in a phrase."""
     return [
         f"{name} is {_word(kept, name)} in the file, {_word(own, name)} in the model"
         for name in dict.fromkeys([*own, *kept])
@@ -328,13 +330,6 @@ def _word(identity: Identity, name: str) -> str:
         return "not named"
     word = str(identity[name])
     return word if len(word) <= 60 else word[:57] + "..."
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
 
 
 def _sha256(data: NDArray[np.uint8]) -> bytes:

@@ -1,4 +1,6 @@
-"""A number that tells a model's weights from any others."""
+"""A hash of a model's weights."""
+
+# Tests: tests/kept_cache/test_kept_cache.py
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ import struct
 import torch
 from torch import Tensor, nn
 
-_PIECE = 2**22  # elements at a time: what bounds the memory
+_PIECE = 2**22  # elements at a time, to bound the memory
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd numbers without a pattern: the fractions of the golden ratio and of the square root of 3.
 _STEP, _TURN = 0x1E3779B97F4A7C15, 0x3B67AE8584CAA73B
 
 
 def weight_fingerprint(model: nn.Module) -> str:
-    """SHA-256, as hex digits, of each parameter's name, shape, dtype and checksum: the same on every device."""
+    """Return the SHA-256 in hex of each parameter's name, shape, dtype and checksum, equal on every device."""
     names, checksums = [], []
     for name, parameter in model.named_parameters():
         names.append(f"{name} {[*parameter.shape]} {parameter.dtype}")
@@ -28,9 +30,9 @@ def weight_fingerprint(model: nn.Module) -> str:
 
 
 def _checksum(x: Tensor) -> Tensor:
-    """The sum, modulo 2^64, of all elements' bits as integers, times odd numbers that are hashes of their places.
+    """Sum all elements' bits as integers, each times an odd hash of its place, modulo 2^64: an int64 scalar.
 
-    A change of one element always shows, others but by chance. An int64 scalar on x's device.
+    A change of one element always shows; other changes are missed by chance alone.
     """
     bits = x.contiguous().view(-1).view(_INTEGERS[x.dtype.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=x.device)

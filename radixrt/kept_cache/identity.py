@@ -1,4 +1,6 @@
-"""What KV depends on: two Runtimes whose identities are equal compute the same KV for the same tokens."""
+"""The identity of KV: Runtimes of equal identity compute the same KV for the same tokens."""
+
+# Tests: tests/kept_cache/test_kept_cache.py
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from layers.rotary import RopeParameters, geometric_frequencies
 from radixrt.kept_cache.cache_file import KVFormat
 from radixrt.models.config import ModelConfig
 
-# Safetensors' names.
+# As safetensors names them.
 DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
-# Of a config: what no key or value depends on, and what is told apart below.
+# Fields of a config on which no KV depends, or that are spelled out below.
 _NOT_OF_KV = frozenset(
     {
         *("dtype", "initializer_range", "bos_token_id", "eos_token_ids"),
@@ -27,13 +29,13 @@ _NOT_OF_KV = frozenset(
 def cache_identity(
     config: ModelConfig, fingerprint: str, dtype: torch.dtype, kv: KVFormat, scales: torch.Tensor | None
 ) -> dict[str, Any]:
-    """By the names that a message calls them: JSON values, equal where the KV is.
+    """Collect everything that KV depends on: JSON values by the names that messages call them.
 
     Args:
-        fingerprint: of the weights.
-        dtype: that the model computes in.
-        kv: what a token's KV looks like.
-        scales: those of the pool, or None.
+        fingerprint: `weight_fingerprint` of the model.
+        dtype: the model's.
+        kv: the layout of a token's KV.
+        scales: the pool's, or None.
     """
     own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _NOT_OF_KV}
     ropes = [kind.rope for kind in config.attention]
@@ -49,14 +51,14 @@ def cache_identity(
         "dtype of KV": kv.dtype,
         "weights": fingerprint,
     }
-    if scales is not None:  # another GPU may round what they are computed from
+    if scales is not None:  # another GPU may round them otherwise
         identity["scales of KV"] = hashlib.sha256(scales.cpu().numpy().astype("<f4").tobytes()).hexdigest()[:16]
-    read: dict[str, Any] = json.loads(json.dumps(identity))  # as it comes out of a file
+    read: dict[str, Any] = json.loads(json.dumps(identity))  # as read from a file
     return read
 
 
 def _each(values: list[Any]) -> Any:
-    """One value where all layers have the same, else a list."""
+    """Return one value if all layers agree, else the list."""
     return values[0] if all(value == values[0] for value in values) else values
 
 
@@ -67,7 +69,7 @@ def _scaling(rope: RopeParameters) -> dict[str, Any] | None:
 
 
 def _frequencies(rope: RopeParameters, config: ModelConfig) -> str:
-    """The beginning of their hash."""
+    """Return the beginning of the hash of a rope's frequencies."""
     rotary_dim = int(config.head_dim * rope.partial_rotary_factor)
     if rope.scaling is None:
         frequencies = geometric_frequencies(rope.theta, rotary_dim)

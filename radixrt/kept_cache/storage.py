@@ -1,4 +1,6 @@
-"""Keeping the cache in a file, and taking it from there: KV on its way between the pool and the disk."""
+"""Saves the cache to a file and loads it: KV on its way between the pools and the disk."""
+
+# Tests: tests/kept_cache/test_kept_cache.py
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import Slots
-from radixrt.cache.snapshot import Adoption
+from radixrt.cache.snapshot import Adoption, take_snapshot
 from radixrt.engine.signals import deferred
 from radixrt.errors import CacheFileError
 from radixrt.kept_cache.cache_file import (
@@ -36,12 +38,12 @@ from radixrt.kept_cache.identity import DTYPE_NAMES
 from triton_ops.implementation import Impl
 from triton_ops.kv.kv_copy import kv_copy
 
-NUM_BUFFERS = 4  # pieces under way: read or written, hashed, and copied
+NUM_BUFFERS = 4  # pieces that are read or written, hashed and copied at once
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What became of the tokens of a kept cache: put into the tree, there already, without a free slot."""
+    """How many tokens of a file were put into the tree, were there already, or found no free slot."""
 
     loaded: int
     known: int
@@ -49,16 +51,15 @@ class Loaded:
 
 
 def kv_format(kv_pool: TokenToKVPool) -> KVFormat:
-    """What a token's KV looks like."""
+    """The layout of a token's KV in a pool."""
     num_layers, two, _, num_kv_heads, head_dim = kv_pool.buffer.shape
     return KVFormat(DTYPE_NAMES[kv_pool.buffer.dtype], (num_layers, two, num_kv_heads, head_dim))
 
 
 class CacheStorage:
-    """Saves and loads what a cache holds, while no pass is in flight and no transfer is booked.
+    """Saves and loads a cache, while no pass is in flight and no transfer is booked.
 
-    Pieces of KV go through a few buffers on the host, pinned where the pool is on a GPU, so that the memory needed
-    does not depend on how many tokens there are.
+    Pieces of KV go through a few host buffers, pinned for a GPU, so the memory does not grow with the cache.
     """
 
     def __init__(
@@ -71,11 +72,11 @@ class CacheStorage:
         self.format = kv_format(kv_pool)
 
     def save(self, path: Path, weights_version: int, identity: Identity, *, progress: bool) -> int:
-        """Write all prefixes of a version of the weights to a file, in place of the one that may be there.
+        """Write all prefixes of a weights version to a file, over an older one. Returns how many tokens it holds.
 
-        Returns how many tokens it holds. Raises CacheFileError; the old file is as it was then.
+        After a CacheFileError the old file is as it was.
         """
-        tree, slots = self.cache.snapshot(weights_version)
+        tree, slots = take_snapshot(self.cache.tree, weights_version)
         with (
             self._on_device(),
             CacheFileWriter(path, tree, self.format, identity) as writer,
@@ -103,7 +104,7 @@ class CacheStorage:
     ) -> Loaded:
         """Put the prefixes of a file into the tree, under `weights_version`, as far as there are free slots.
 
-        Raises CacheFileError: the file is not whole, or is not of this identity. Nothing has changed then.
+        After a CacheFileError (the file is damaged, or of another identity) nothing has changed.
         """
         with self._on_device(), CacheFileReader(path) as reader:
             differing = differences(reader.identity, identity)
@@ -118,7 +119,7 @@ class CacheStorage:
             try:
                 with deferred():
                     adoption = arriving = self.cache.begin_adoption(reader.tree, weights_version)
-                # KV that nobody has checked goes to slots that nobody reads.
+                # Unchecked KV goes to slots that nothing reads.
                 self._read(reader, adoption.slots, progress)
                 with deferred():
                     self.cache.adopt(adoption)
@@ -126,11 +127,11 @@ class CacheStorage:
             finally:
                 if arriving is not None:
                     with deferred():
-                        self.cache.give_up(arriving)
+                        self.cache.cancel_adoption(arriving)
         return Loaded(int(adoption.taken.sum()), int(adoption.known.sum()), adoption.left_out)
 
     def _read(self, reader: CacheFileReader, slots: Slots, progress: bool) -> None:
-        """Check every piece of KV, and copy what has a slot there."""
+        """Check every piece of KV, and copy the tokens that have a slot into it."""
         num_tokens = reader.tree.num_tokens
         buffers = self._buffers(num_tokens)
         checked: deque[Future[None]] = deque()
@@ -156,9 +157,7 @@ class CacheStorage:
         return hashed
 
     def _gather(self, slots: Slots, buffer: _Buffer) -> None:
-        """Start to copy the KV of `slots` `[n]`, -s on the host, to the first n tokens of a buffer: the one place
-        that knows where the KV of a saved token is.
-        """
+        """Start to copy the KV of `slots` `[n]` (host slot s is -s) to the first n tokens of a buffer."""
         pool = self.kv_pool.buffer
         here, there = (np.flatnonzero(which).astype(np.int32) for which in (slots > 0, slots < 0))
         source, target = (torch.from_numpy(array).to(pool.device) for array in (slots[here], here))
@@ -169,7 +168,7 @@ class CacheStorage:
             kv_copy(self.host_pool.buffer, source, buffer.by_layer, target, impl="torch")
 
     def _scatter(self, buffer: _Buffer, slots: Slots) -> None:
-        """Start to copy tokens of a buffer to the `slots` `[n]` of the pool that are not 0."""
+        """Start to copy the first n tokens of a buffer to `slots` `[n]` of the pool, except where they are 0."""
         pool = self.kv_pool.buffer
         places = np.flatnonzero(slots).astype(np.int32)
         source, target = (torch.from_numpy(array).to(pool.device) for array in (places, slots[places]))
@@ -183,9 +182,9 @@ class CacheStorage:
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Copies and events go to the pool's device; before and after, nothing is queued there.
+        """Make the pool's device current, with nothing queued on it before and after.
 
-        No copy may outlive its buffer, whatever ends this: torch does not know that a kernel uses it.
+        No copy may outlive its buffer: torch does not know that a kernel uses it.
         """
         device = self.kv_pool.buffer.device
         if device.type != "cuda":
@@ -212,18 +211,18 @@ class _Buffer:
         self._on_gpu = pool.is_cuda
 
     def bytes(self, num_tokens: int) -> NDArray[np.uint8]:
-        """Of the first tokens, in one dimension: a view."""
+        """A flat view of the first tokens."""
         flat = self.memory[:num_tokens].view(-1).view(torch.uint8)
         return np.asarray(flat.numpy())
 
     def copied(self) -> None:
-        """A copy from or to it has been queued."""
+        """Note that a copy from or to it has been queued."""
         if self._on_gpu:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
 
     def wait(self) -> None:
-        """Until that copy has ended."""
+        """Wait until that copy has ended."""
         if self._done is not None:
             self._done.synchronize()
 

@@ -1,5 +1,7 @@
 """ModelConfig: what a model folder's config.json and generation_config.json say, checked once."""
 
+# Tests: tests/models/test_loader.py
+
 from __future__ import annotations
 
 import json
@@ -11,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from layers.rotary import RopeParameters
-from radixrt.checks import whole
+from radixrt.checks import check_int
 from radixrt.errors import ModelError
 from radixrt.models.rope import longest_context, read_rope
 
@@ -23,9 +25,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What tells the attention of one layer from that of another: its rope (None: no positions at all) and
-    its window in tokens (None: it sees everything).
-    """
+    """Per-layer attention settings: rope (None: no positions), window in tokens (None: unlimited)."""
 
     rope: RopeParameters | None
     window: int | None = None
@@ -33,14 +33,13 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder and the tokens that mean something to it.
+    """The shape of a decoder, and its special tokens.
 
-    `attention` has an entry for each layer. `dtype` is the one the checkpoint was saved in (float32 where it
-    does not say), `context_length` the longest sequence that positions exist for, at most
-    `max_context_length`, which is greater where the rope's scaling reaches farther than config.json's
-    max_position_embeddings. `eos_token_ids` are the tokens that end an answer, sorted.
+    `attention` has an entry a layer. `dtype` is the checkpoint's own (float32 if unnamed). `context_length` is the
+    longest sequence that positions exist for, `max_context_length` the longest that the rope's scaling allows.
+    `eos_token_ids`, sorted, end an answer.
 
-    A family with numbers of its own derives a class that adds them and overrides `read_family`.
+    A family with fields of its own derives a class that adds them and overrides `read_family`.
     """
 
     architecture: str
@@ -66,11 +65,10 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
-        """Read `config.json` and, where there is one, `generation_config.json`; no code of the folder is
-        run.
+        """Read `config.json` and `generation_config.json`, if there is one; no code of the folder is run.
 
-        Raises ModelError where a file cannot be read, or asks for what is not supported, which it names. The
-        architecture is not judged here: see the registry.
+        Raises ModelError if a file cannot be read, or names something unsupported. The architecture is not judged
+        here: see the registry.
         """
         architecture = read_architecture(folder)
         try:
@@ -90,13 +88,11 @@ class ModelConfig:
 
     @classmethod
     def read_family(cls, source: Any) -> dict[str, Any]:
-        """The fields that a derived class adds, from transformers' config object; ModelError names what is
-        not supported.
-        """
+        """Read the fields that a derived class adds from transformers' config object. Raises ModelError."""
         return {}
 
     def check(self) -> None:
-        """Raise ModelError if the numbers describe no model that can be built."""
+        """Raise ModelError if the fields describe no model that can be built."""
         if self.num_layers < 1:
             raise ModelError(f"num_hidden_layers is {self.num_layers}; a decoder has at least one")
         if self.num_heads % self.num_kv_heads:
@@ -113,15 +109,13 @@ class ModelConfig:
                 raise ModelError(f"sliding_window is {kind.window}; a token sees at least itself")
 
     def with_context_length(self, context_length: int) -> Self:
-        """The same model for sequences up to `context_length`; ParameterError where it is not 2 to
-        `max_context_length`.
-        """
-        whole("context_length", context_length, 2, self.max_context_length)
+        """Return the config for sequences up to `context_length`, 2 to `max_context_length`, or ParameterError."""
+        check_int("context_length", context_length, 2, self.max_context_length)
         return replace(self, context_length=context_length)
 
 
 def read_architecture(folder: Path) -> str:
-    """The architecture that `config.json` names, supported or not; ModelError if it names none."""
+    """Return the architecture that `config.json` names, supported or not. Raises ModelError if it names none."""
     architectures = read_json(folder / "config.json").get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise ModelError(f"{folder / 'config.json'} names no architecture: architectures is {architectures!r}")
@@ -129,7 +123,7 @@ def read_architecture(folder: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model folder; ModelError names the file where there is none."""
+    """Return the object in a JSON file of a model folder. Raises ModelError, which names the file."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -140,10 +134,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_common(source: Any) -> dict[str, Any]:
-    """The fields that all families have, but those of `from_folder`.
+    """Read the fields that all families have.
 
-    A name that the model's type does not know may stand in its config.json all the same (a Llama with a
-    sliding_window, say); transformers ignores it, and so does this.
+    A config.json may hold names that the model's type does not know (a Llama with a sliding_window, say);
+    transformers ignores them, and so does this.
     """
     known = vars(type(source)())
 
@@ -204,7 +198,7 @@ def _read_common(source: Any) -> dict[str, Any]:
 
 
 def _end_tokens(folder: Path, config_value: object) -> tuple[int, ...]:
-    """The end tokens of generation_config.json; config.json's where that file, or its entry, is missing."""
+    """Read the end tokens of generation_config.json, or config.json's where it has none."""
     file = folder / "generation_config.json"
     value = read_json(file).get("eos_token_id") if file.exists() else None
     if value is None:

@@ -1,11 +1,11 @@
-"""The decoder that all families share: pre-norm blocks of grouped-query attention and a gated feed-forward
-layer, rotary positions. That is Llama (Touvron et al. 2023, Llama team 2024), Mistral (Jiang et al. 2023: a
-window on the attention) and SmolLM3 (Hugging Face, 2025: layers without positions), which differ by their
-configs alone.
+"""The decoder that all families share: pre-norm blocks of grouped-query attention and a gated feed-forward layer.
 
-A family that differs in more derives a class from `Decoder` and overrides the methods that build what differs;
-docs/models.md says how.
+Llama (Touvron et al. 2023, Llama team 2024), Mistral (Jiang et al. 2023: windowed attention) and SmolLM3 (Hugging
+Face, 2025: layers without positions) differ by their configs alone. Any other family derives a class from
+`Decoder` and overrides the `build_...` methods of the parts that differ: see docs/models.md.
 """
+
+# Tests: tests/models/test_parity.py, tests/models/test_loader.py
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Attention(nn.Module):
     """Projections, norms of q and k, rotation and attention of one layer.
 
     Args:
-        config: of the model; `config.attention[layer_id]` tells this layer's window.
+        config: the model's; `config.attention[layer_id]` has this layer's window.
         layer_id: counts from 0.
         rotary: None where the layer has no positions.
         q_norm, k_norm: over a head, or over all heads where their size says so.
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache, *, parts_allowed: bool = False
+        self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache, *, split_k_ok: bool = False
     ) -> Tensor:
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
         q, k, v = self.qkv.split_heads(self.qkv(hidden))
@@ -113,7 +113,7 @@ class Attention(nn.Module):
             q = self.q_norm(q.flatten(1)).view(q.shape)
             k = self.k_norm(k.flatten(1)).view(k.shape)
         attended = self.attention(q, k, v, metadata, kv_pool).flatten(1)
-        out: Tensor = self.output(attended, parts_allowed=parts_allowed)
+        out: Tensor = self.output(attended, split_k_ok=split_k_ok)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -140,9 +140,9 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.activation](placement.impl)
         self.down = Linear(inner, hidden, bias=bias, placement=placement)
 
-    def forward(self, hidden: Tensor, *, parts_allowed: bool = False) -> Tensor:
+    def forward(self, hidden: Tensor, *, split_k_ok: bool = False) -> Tensor:
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
-        out: Tensor = self.down(self.activation(self.gate_up(hidden)), parts_allowed=parts_allowed)
+        out: Tensor = self.down(self.activation(self.gate_up(hidden)), split_k_ok=split_k_ok)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -151,11 +151,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer, of parts that are handed in: norm, attention, norm, feed-forward.
+    """One layer, built of the parts given: norm, attention, norm, feed-forward.
 
-    The residual travels beside the hidden states, so that each addition is fused with the next norm. A family
-    whose norms stand elsewhere derives a class with a `forward` of its own. `checkpoint_names` says what a
-    checkpoint calls each part.
+    The residual travels beside the hidden states, so that each addition is fused with the next norm. A family with
+    norms in other places derives a class with its own `forward`. `checkpoint_names` maps parts to stored names.
     """
 
     checkpoint_names: ClassVar[Mapping[str, str]] = MappingProxyType(
@@ -191,10 +190,10 @@ class Block(nn.Module):
             hidden, residual = self.attention_norm(hidden), hidden
         else:
             hidden, residual = self.attention_norm.add(hidden, residual)
-        hidden = self.attention(hidden, metadata, kv_pool, parts_allowed=self.feed_forward_norm.adds_parts)
+        hidden = self.attention(hidden, metadata, kv_pool, split_k_ok=self.feed_forward_norm.accepts_split_k)
         hidden, residual = self.feed_forward_norm.add(hidden, residual)
         # The norm that comes next, of the next layer or the decoder, is of the same kind.
-        return self.feed_forward(hidden, parts_allowed=self.feed_forward_norm.adds_parts), residual
+        return self.feed_forward(hidden, split_k_ok=self.feed_forward_norm.accepts_split_k), residual
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
         for part, stored in self.checkpoint_names.items():
@@ -202,10 +201,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model; its weights are uninitialised until someone fills what `checkpoint_tensors` yields.
+    """The whole model. Its weights are uninitialised: the loader fills the tensors of `checkpoint_tensors`.
 
-    The `build_...` methods are called once each, or once a layer, while the model is built: they are what a
-    family overrides. `config_class` reads the family's config, `block_class` is what a layer does with its parts.
+    A family overrides `build_...` methods, each called once, or once a layer. `config_class` reads the family's
+    config, `block_class` runs a layer.
     """
 
     config_class: ClassVar[type[ModelConfig]] = ModelConfig
@@ -253,15 +252,13 @@ class Decoder(nn.Module):
         return LogitsHead(config.vocab_size, config.hidden_size, tied_to=tied_to, placement=self.placement)
 
     def rotary(self, layer_id: int) -> RotaryEmbedding | None:
-        """The rotary embedding of a layer, one for all layers of the same rope; None where it has none."""
+        """Return the rotary embedding of a layer, shared by all layers of that rope; None if it has no rope."""
         rope = self.config.attention[layer_id].rope
         return None if rope is None else self._rotaries[rope]
 
     @cached_property
     def num_unlike_blocks(self) -> int:
-        """The fewest blocks, from the first on, whose kernels are those of all; at least two, for the first adds
-        no residual.
-        """
+        """How many leading blocks launch all kernels; at least two, for the first adds no residual."""
         kinds = [
             (self.config.attention[layer_id], type(block.feed_forward))
             for layer_id, block in enumerate(self.blocks)
@@ -273,8 +270,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Run a pass over `input_ids` int32 or int64 `[T]`, writing the tokens' KV into `kv_pool`.
 
-        Returns the hidden states after the last norm, `[T, hidden_size]` in the model's dtype; of the first
-        `num_blocks` blocks alone, which mean nothing, for whoever wants their kernels to be there.
+        Returns the hidden states after the last norm, `[T, hidden_size]` in the model's dtype. With `num_blocks`
+        only the first blocks run, to warm up their kernels: the result means nothing then.
         """
         hidden: Tensor = self.embedding(input_ids)
         residual: Tensor | None = None
@@ -283,23 +280,21 @@ class Decoder(nn.Module):
         return self.final_norm(hidden, residual)
 
     def final_norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
-        """The norm of the last layer's output."""
+        """Normalise the last layer's output."""
         normed: Tensor = self.norm(hidden) if residual is None else self.norm.add(hidden, residual)[0]
         return normed
 
     def compute_logits(
         self, hidden: Tensor, logits_indices: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
-        """Logits `[S, vocab_size]`, in the model's dtype, of rows `logits_indices` int32 `[S]` of `hidden`, or of
-        all; in `out` if it is given.
+        """Return logits `[S, vocab_size]` of rows `logits_indices` int32 `[S]` of `hidden`, or of all rows, in the
+        model's dtype; in `out` if it is given.
         """
         logits: Tensor = self.head(hidden, logits_indices, out=out)
         return logits
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor that a checkpoint of this model stores: its name and the (view of a) parameter it
-        fills.
-        """
+        """Yield each tensor that a checkpoint stores: its name, and the (view of a) parameter that it fills."""
         yield from self.embedding.checkpoint_tensors("model.embed_tokens")
         for layer_id, block in enumerate(self.blocks):
             assert isinstance(block, Block)
@@ -308,7 +303,8 @@ class Decoder(nn.Module):
         yield from self.head.checkpoint_tensors("lm_head")
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A tensor as a checkpoint stores it, under the names of `checkpoint_tensors`: itself, or its parts
-        where a family's checkpoints come in more than one layout.
+        """Yield a stored tensor under the names of `checkpoint_tensors`: itself, or its parts.
+
+        A family whose checkpoints come in more than one layout overrides this.
         """
         yield name, tensor

@@ -1,4 +1,6 @@
-"""The families of models there are, without importing any of them: names can be listed before torch is wanted."""
+"""The supported families of models. Nothing is imported here, so names are listed without torch."""
+
+# Tests: tests/models/test_adding.py, tests/models/test_loader.py
 
 from __future__ import annotations
 
@@ -9,13 +11,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Family:
-    """What one architecture stands for.
-
-    Attributes:
-        name: of the family.
-        module, decoder: where its class is, and what it is called.
-        checkpoints: names of some that have the architecture.
-    """
+    """An architecture's family: its name, the module and name of its class, some of its checkpoints."""
 
     name: str
     module: str
@@ -23,7 +19,7 @@ class Family:
     checkpoints: str
 
 
-# By the names in `architectures` of Hugging Face configs.
+# Keys are the names in `architectures` of Hugging Face configs.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "LlamaForCausalLM": Family(

@@ -1,5 +1,7 @@
 """Gemma 2 (Google DeepMind, 2024) and the text part of Gemma 3 (2025)."""
 
+# Tests: tests/models/test_parity.py, tests/models/test_loader.py
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from torch import Tensor
 from layers.embedding import Embedding
 from layers.input_metadata import InputMetadata
 from layers.logits import LogitsHead
-from layers.norm import WideRMSNorm
+from layers.norm import GemmaRMSNorm
 from layers.radix_attention import KVCache
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Block, Decoder
@@ -19,7 +21,7 @@ from radixrt.models.decoder import Attention, Block, Decoder
 
 @dataclass(frozen=True)
 class GemmaConfig(ModelConfig):
-    """`attention_scale` is the factor on the scores; the softcaps are None where there are none."""
+    """`attention_scale` is the factor on the scores; a softcap of None is off."""
 
     attention_scale: float
     attention_softcap: float | None
@@ -35,14 +37,14 @@ class GemmaConfig(ModelConfig):
 
 
 class GemmaBlock(Block):
-    """Norms before and behind attention and feed-forward: `x + norm(attention(norm(x)))`.
+    """Norms before and after attention and feed-forward: `x + norm(attention(norm(x)))`.
 
-    A norm behind is fused with the addition and the norm that follow. So the one behind the feed-forward layer is
-    left to the next layer, which knows it as its `entry_norm`, or to the decoder.
+    A norm after a part is fused with the addition and the norm that follow. The one after the feed-forward layer
+    is therefore left to the next layer, as its `entry_norm`, or to the decoder.
     """
 
-    attention_norm: WideRMSNorm
-    feed_forward_norm: WideRMSNorm
+    attention_norm: GemmaRMSNorm
+    feed_forward_norm: GemmaRMSNorm
 
     checkpoint_names = MappingProxyType(
         {
@@ -58,9 +60,9 @@ class GemmaBlock(Block):
     def __init__(
         self,
         *,
-        entry_norm: WideRMSNorm | None,
-        after_attention_norm: WideRMSNorm,
-        after_feed_forward_norm: WideRMSNorm,
+        entry_norm: GemmaRMSNorm | None,
+        after_attention_norm: GemmaRMSNorm,
+        after_feed_forward_norm: GemmaRMSNorm,
         **parts: Any,
     ) -> None:
         super().__init__(**parts)
@@ -85,14 +87,14 @@ class Gemma2(Decoder):
 
     config: GemmaConfig
     config_class = GemmaConfig
-    norm: WideRMSNorm
+    norm: GemmaRMSNorm
 
     def build_embedding(self) -> Embedding:
         size = self.config.hidden_size
         return Embedding(self.config.vocab_size, size, scale=size**0.5, placement=self.placement)
 
-    def build_norm(self, size: int) -> WideRMSNorm:
-        return WideRMSNorm(size, self.config.rms_norm_eps, offset=1.0, placement=self.placement)
+    def build_norm(self, size: int) -> GemmaRMSNorm:
+        return GemmaRMSNorm(size, self.config.rms_norm_eps, offset=1.0, placement=self.placement)
 
     def build_attention(self, layer_id: int) -> Attention:
         return Attention(
@@ -120,8 +122,8 @@ class Gemma2(Decoder):
         assert residual is not None
         return self.norm.add(hidden, residual, before=self._exit_norm())[0]
 
-    def _exit_norm(self) -> WideRMSNorm:
-        """The norm behind the last layer that there is so far."""
+    def _exit_norm(self) -> GemmaRMSNorm:
+        """The last norm of the last layer built so far."""
         last = self.blocks[-1]
         assert isinstance(last, GemmaBlock)
         return last.after_feed_forward_norm

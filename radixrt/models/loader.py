@@ -25,12 +25,12 @@ LoadFormat = Literal["auto", "dummy"]
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# What is fetched from the hub besides weights: configs and tokenizers.
+# Configs and tokenizers, fetched from the hub besides weights.
 TEXT_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
-_MAY_DIFFER = ("dtype", "initializer_range", "bos_token_id", "eos_token_ids")  # weights of the same shape may
+_MAY_DIFFER = ("dtype", "initializer_range", "bos_token_id", "eos_token_ids")  # in weights of the same shape
 STORED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# Random numbers of which dummy weights are made: a prime, so that rows of a matrix do not repeat.
+# Random numbers in dummy weights before they repeat: a prime, so that rows of a matrix differ.
 DUMMY_PERIOD = 4194301
 
 
@@ -44,15 +44,18 @@ def load_model(
     seed: int = 0,
     impl: Impl = "auto",
 ) -> tuple[Decoder, ModelConfig]:
-    """The model in `source`, a folder or a hub id in Hugging Face format, on `device`.
+    """Load the model in `source`, a folder or a hub id in Hugging Face format, onto `device`.
 
-    `dtype` is a torch dtype or its name; "auto" is the checkpoint's, float32 on a CPU. `context_length` is
-    the longest sequence that the model is to see; None: what its config says. `load_format` "auto" reads
-    safetensors, tensor by tensor straight into place; "dummy" needs a config only and fills the weights with
-    random numbers that depend on `seed`, not on the device. `impl` chooses among the implementations of the
-    operations.
+    Args:
+        dtype: a torch dtype or its name; "auto" is the checkpoint's, or float32 on a CPU.
+        context_length: the longest sequence that the model will see; None: as its config says.
+        load_format: "auto" reads safetensors, tensor by tensor, into place. "dummy" needs a config alone, and
+            fills the weights with random numbers that depend on `seed`, not on the device.
+        impl: which implementation of the operations.
 
-    Raises ModelError for whatever is wrong with the source, ParameterError for a context that it cannot have.
+    Raises:
+        ModelError: the source cannot be used.
+        ParameterError: the model cannot have this context length.
     """
     if load_format not in get_args(LoadFormat):
         raise ModelError(f"load_format {load_format!r} is unknown; these are: {', '.join(get_args(LoadFormat))}")
@@ -74,10 +77,10 @@ def load_model(
 def reload_weights(
     model: Decoder, config: ModelConfig, source: str | Path, *, before_change: Callable[[], object]
 ) -> None:
-    """Put the weights of `source`, another checkpoint of the same shape, into a model.
+    """Replace a model's weights by those of `source`, another checkpoint of the same shape.
 
-    Names and shapes of all tensors are checked first: where this raises ModelError, nothing has changed. Then
-    `before_change` is called, and the weights are replaced one after the other.
+    Names and shapes of all tensors are checked first: after a ModelError nothing has changed. `before_change` is
+    called before the first weight is replaced.
     """
     folder = model_folder(source)
     other = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
@@ -98,9 +101,9 @@ def reload_weights(
 
 
 def model_folder(source: str | Path, *, weights: bool = True) -> Path:
-    """The folder `source`, or the local copy of the hub's model of that name, fetched if need be.
+    """Return the folder `source`, or the local copy of the hub's model of that name, fetched if need be.
 
-    Without `weights` only configs and tokenizers are fetched. Raises ModelError if `source` is neither.
+    Without `weights` only configs and tokenizers are fetched. Raises ModelError.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -127,7 +130,7 @@ def _resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, each once."""
+    """List the safetensors files of a folder, each once."""
     index = folder / INDEX_FILE
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -152,7 +155,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _stored_tensors(files: Iterable[Path], model: Decoder) -> Iterator[tuple[Path, str, Tensor]]:
-    """Every tensor of the files, one at a time, under the names that `model` has for them."""
+    """Yield every tensor of the files under the name that `model` has for it."""
     for file in files:
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
@@ -197,9 +200,7 @@ def _fill_from_files(model: Decoder, config: ModelConfig, files: list[Path], *, 
 
 
 def _fill_randomly(model: Decoder, std: float, seed: int) -> None:
-    """Norms neutral, all else normal with mean 0 and `std`: consecutive stretches of one long cycle of
-    numbers.
-    """
+    """Make norms neutral, and fill all other weights from one long cycle of normal numbers, mean 0 and `std`."""
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.weight.fill_(module.neutral)

@@ -1,21 +1,25 @@
 """Mixtral (Mistral AI, 2024): Mistral whose feed-forward layers are mixtures of experts."""
 
+# Tests: tests/models/test_parity.py, tests/models/test_loader.py
+
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from layers.moe import SparseMoE, split_experts
+from layers.moe import SparseMoE
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Block, Decoder
 
-# Of an expert's gate, up and down projections.
+# Of an expert's gate, up and down projections, in a checkpoint.
 EXPERT_NAMES = ("w1", "w3", "w2")
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
@@ -65,5 +69,24 @@ class Mixtral(Decoder):
         )
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        # Where experts are stacked, they go by another name.
+        # Stacked experts have another name.
         return split_experts(name.replace(".mlp.", ".block_sparse_moe."), tensor, EXPERT_NAMES)
+
+
+def split_experts(name: str, tensor: Tensor, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor of a checkpoint expert by expert, under the names of `SparseMoE.checkpoint_tensors`.
+
+    Experts may be stored stacked: `...experts.gate_up_proj` `[num_experts, 2 * intermediate_size, hidden_size]`
+    and `...experts.down_proj`. Any other tensor is yielded as it is. `names` are those of an expert's gate, up and
+    down projections.
+    """
+    match = _STACKED.fullmatch(name)
+    if match is None or tensor.dim() != 3:
+        yield name, tensor
+        return
+    experts, stack = match.groups()
+    gate, up, down = names
+    for expert, weights in enumerate(tensor):
+        parts = {down: weights} if stack == "down_proj" else dict(zip((gate, up), weights.chunk(2), strict=True))
+        for part, weight in parts.items():
+            yield f"{experts}.{expert}.{part}.weight", weight

@@ -1,4 +1,6 @@
-"""OLMo 2 (Ai2, 2024): norms behind attention and feed-forward, not before them, and on all of q and k."""
+"""OLMo 2 (Ai2, 2024): norms after attention and feed-forward, not before them, and on all of q and k."""
+
+# Tests: tests/models/test_parity.py, tests/models/test_loader.py
 
 from __future__ import annotations
 
@@ -7,16 +9,16 @@ from types import MappingProxyType
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
-from layers.norm import WideRMSNorm
+from layers.norm import GemmaRMSNorm
 from layers.radix_attention import KVCache
 from radixrt.models.decoder import Attention, Block, Decoder
 
 
 class Olmo2Block(Block):
-    """`x + norm(attention(x))`, then the same with the feed-forward layer: nothing is left to be added."""
+    """`x + norm(attention(x))`, then `x + norm(feed_forward(x))`; no residual is left to add."""
 
-    attention_norm: WideRMSNorm
-    feed_forward_norm: WideRMSNorm
+    attention_norm: GemmaRMSNorm
+    feed_forward_norm: GemmaRMSNorm
 
     checkpoint_names = MappingProxyType(
         {
@@ -39,8 +41,8 @@ class Olmo2(Decoder):
 
     block_class = Olmo2Block
 
-    def build_norm(self, size: int) -> WideRMSNorm:
-        return WideRMSNorm(size, self.config.rms_norm_eps, offset=0.0, placement=self.placement)
+    def build_norm(self, size: int) -> GemmaRMSNorm:
+        return GemmaRMSNorm(size, self.config.rms_norm_eps, offset=0.0, placement=self.placement)
 
     def build_attention(self, layer_id: int) -> Attention:
         config = self.config

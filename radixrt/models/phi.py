@@ -1,12 +1,14 @@
 """Phi-3 and Phi-4 (Microsoft, 2024): Llama whose checkpoints store q, k and v as one matrix, and gate and up."""
 
+# Tests: tests/models/test_parity.py, tests/models/test_loader.py
+
 from __future__ import annotations
 
 from radixrt.models.decoder import Attention, Decoder, FeedForward
 
 
 class Phi3(Decoder):
-    """The packed matrices are our stacks: they are filled in place."""
+    """Llama whose packed matrices fill the stacked parameters in place."""
 
     def build_attention(self, layer_id: int) -> Attention:
         rotary = self.rotary(layer_id)

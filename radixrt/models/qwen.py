@@ -1,5 +1,7 @@
 """Qwen2 and 2.5 (Qwen team, 2024), Qwen3 and its mixtures of experts (Qwen team, 2025)."""
 
+# Tests: tests/models/test_parity.py, tests/models/test_loader.py
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from layers.moe import SparseMoE, split_experts
+from layers.moe import EXPERT_NAMES, SparseMoE
 from radixrt.models.decoder import Attention, Decoder, FeedForward
-from radixrt.models.mixtral import MixtureConfig
+from radixrt.models.mixtral import MixtureConfig, split_experts
 
 
 class Qwen2(Decoder):
@@ -43,7 +45,7 @@ class Qwen3(Decoder):
 
 @dataclass(frozen=True)
 class Qwen3MoeConfig(MixtureConfig):
-    """`dense_layers` are those without experts; `renormalize` whether a token's weights sum to 1."""
+    """`dense_layers` have no experts; with `renormalize` the weights of a token's experts sum to 1."""
 
     dense_layers: frozenset[int]
     renormalize: bool
@@ -60,7 +62,7 @@ class Qwen3MoeConfig(MixtureConfig):
 
 
 class Qwen3Moe(Qwen3):
-    """Qwen3 whose feed-forward layers are mixtures of experts, but for some that are dense."""
+    """Qwen3 whose feed-forward layers are mixtures of experts, except for `dense_layers`."""
 
     config: Qwen3MoeConfig
     config_class = Qwen3MoeConfig
@@ -79,4 +81,4 @@ class Qwen3Moe(Qwen3):
         )
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        return split_experts(name, tensor)
+        return split_experts(name, tensor, EXPERT_NAMES)

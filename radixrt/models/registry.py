@@ -1,5 +1,7 @@
 """The classes that build the architectures of `radixrt.models.families`."""
 
+# Tests: tests/models/test_adding.py, tests/models/test_loader.py
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -22,9 +24,7 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
 
 
 def find_architecture(name: str) -> type[Decoder]:
-    """The class that is built with `(config, placement)`; ModelError names those there are if
-    `name` is none.
-    """
+    """Return the class of an architecture, built with `(config, placement)`. Raises ModelError."""
     try:
         return ARCHITECTURES[name]
     except KeyError:

@@ -1,5 +1,7 @@
 """Kinds of rope: from the rope_parameters of a config.json to RopeParameters."""
 
+# Tests: tests/models/test_loader.py
+
 from __future__ import annotations
 
 import math
@@ -21,10 +23,10 @@ Parameters = Mapping[str, Any]
 
 
 def read_rope(parameters: Parameters, head_dim: int, trained_length: int) -> RopeParameters:
-    """One entry of transformers' `rope_parameters`, which it also makes of the older `rope_theta` and
-    `rope_scaling`. `trained_length` is the config's max_position_embeddings.
+    """Read an entry of transformers' `rope_parameters`, into which it also turns `rope_theta` and `rope_scaling`.
 
-    Raises ModelError where the kind is not supported, or its numbers make no sense.
+    `trained_length` is the config's max_position_embeddings. Raises ModelError if the kind is not supported or its
+    numbers make no sense.
     """
     kind = parameters["rope_type"]
     if kind not in SCALINGS:
@@ -45,9 +47,7 @@ def read_rope(parameters: Parameters, head_dim: int, trained_length: int) -> Rop
 
 
 def longest_context(rope: RopeParameters, trained_length: int) -> int:
-    """The longest sequence that a rope is meant for: more than max_position_embeddings where its factor
-    makes it reach farther.
-    """
+    """Return the longest sequence that a rope is meant for: max_position_embeddings, or more with scaling."""
     scaling = rope.scaling
     if isinstance(scaling, (LinearScaling, DynamicScaling)):
         return int(trained_length * scaling.factor)

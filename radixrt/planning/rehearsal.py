@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from radixrt.arrays import Int32Array, Int64Array
 from radixrt.engine.simulated import ConstantRunner, simulated_engine
 from radixrt.limits import RunLimits
-from radixrt.planning.prefix_order import Int32Array, Int64Array
 from radixrt.planning.token_store import TokenStore
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.policy import RANKED, SchedulePolicy
+from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request
 
 SUBMITTED_AT_ONCE = 2048  # requests, whenever fewer wait than the scheduler looks at
@@ -67,7 +67,7 @@ def rehearse(
     batches = _requests(store, order, new_tokens, keep)
     passes = most_running = 0
     while True:
-        if len(scheduler.waiting) < RANKED:
+        if len(scheduler.waiting) < scheduler.config.max_ranked:
             engine.submit_all(next(batches, ()))
         if not engine.has_work:
             break
@@ -90,7 +90,7 @@ def _requests(
                 params=params,
                 max_new_tokens=int(new_tokens[order[place]]),
                 seed=0,
-                keep=None if keep is None else int(keep[place]),
+                reusable_len=None if keep is None else int(keep[place]),
             )
             for place in places
         ]

@@ -1,5 +1,7 @@
 """The text of one request: its stream, its stop strings, its end."""
 
+# Tests: tests/text/test_stop.py
+
 from __future__ import annotations
 
 from radixrt.text.detokenizer import Detokenizer
@@ -10,17 +12,15 @@ from radixrt.text.tokenizer import Tokenizer
 class TextBuilder:
     """Makes the text of one request from its generated tokens.
 
-    `push` each token that belongs to the text; a token that ends the request by its id does not, it is not
-    pushed. `delta` may be asked for at any time. `finish` when the request has ended, for whatever reason. All
-    deltas together, one after `finish` included, are the text that `finish` returns. No delta shows a part of
-    a stop string that is then cut off.
+    `push` each token, except one that ends the request by its id; call `finish` when the request has ended. All
+    deltas, one after `finish` included, join to the text that `finish` returns. No delta shows part of a stop
+    string that is later cut off.
 
-    Without stop strings a token costs nothing before `delta` or `finish` asks for the text, and the text is
-    decoded in one go if `delta` never has.
+    Without stop strings tokens are decoded only when `delta` or `finish` asks for text.
 
     Args:
         stop: the text ends before the first of these to be complete (`StopStrings`).
-        include_stop_str: it ends after the stop instead.
+        include_stop_str: end after the stop instead.
         min_tokens: a stop that is complete before there are this many tokens is ordinary text.
         skip_special_tokens: leave special tokens out of the text.
     """
@@ -41,7 +41,7 @@ class TextBuilder:
         self._include_stop = include_stop_str
         self._min_tokens = min_tokens
         self._ids: list[int] = []
-        self._fed = 0  # ids that the detokenizer has had
+        self._fed = 0  # ids given to the detokenizer
         self._parts: list[str] = []  # of the text, safe to show
         self._taken = 0  # parts that delta has returned
         self._held = ""  # certain text after them that may be the beginning of a stop
@@ -51,17 +51,17 @@ class TextBuilder:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text, or None. Known for good after `finish`."""
+        """The stop string that ended the text, or None. Final after `finish`."""
         return self._matched
 
     @property
     def text(self) -> str:
-        """The text that is safe to show by now; after `finish`, all of it."""
+        """The text that is safe to show so far; after `finish`, all of it."""
         self._feed()
         return "".join(self._parts)
 
     def push(self, token_id: int) -> bool:
-        """Take the next generated token. Returns whether a stop string is complete; later tokens are ignored."""
+        """Take the next token. Returns whether a stop string is complete; later tokens are ignored."""
         if self._matched is None:
             self._ids.append(token_id)
             if self._stops.strings:
@@ -69,14 +69,14 @@ class TextBuilder:
         return self._matched is not None
 
     def delta(self) -> str:
-        """The text that has become safe to show since the last call."""
+        """Return the text that has become safe to show since the last call."""
         self._feed()
         new = "".join(self._parts[self._taken :])
         self._taken = len(self._parts)
         return new
 
     def finish(self) -> str:
-        """The final text. `matched` may be set only now, by text that was not certain before."""
+        """Return the final text. `matched` may be set only now, by text that was not certain before."""
         if not self._finished:
             if self._fed == 0:
                 self._held = self._tokenizer.decode(self._ids, self._skip)
@@ -91,12 +91,12 @@ class TextBuilder:
         return "".join(self._parts)
 
     def _feed(self) -> None:
-        """Hand the tokens that wait to the detokenizer; share its text out to `_parts` and `_held`."""
+        """Decode the tokens not yet fed, and divide their text between `_parts` and `_held`."""
         while self._fed < len(self._ids) and not self._finished and self._matched is None:
             self._held += self._detokenizer.push(self._ids[self._fed])
             self._fed += 1
             if self._stops.strings:
-                # A request that stops here ends here: what is only tentative is then its text.
+                # If a stop is complete here, tentative text is final.
                 text = self._held + self._detokenizer.tentative()
                 if self._fed < self._min_tokens:
                     self._ordinary = len(text)
@@ -110,7 +110,7 @@ class TextBuilder:
                     self._ordinary = max(0, self._ordinary - safe)
 
     def _search(self, text: str) -> None:
-        """End the text at the first stop in what follows `_parts`, if there is one."""
+        """End the text at the first stop in `text`, which follows `_parts`, if there is one."""
         found = self._stops.find(text, self._ordinary)
         if found is not None:
             start, end = found

@@ -1,4 +1,4 @@
-"""Chat messages: what they must be, and how a template writes them out."""
+"""Chat messages: checked, and rendered by a checkpoint's template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KEYS = ("role", "content")
 
 
 def is_chat(prompt: object) -> bool:
-    """Whether a prompt is one conversation: a list that begins with a mapping. Its messages may still be bad."""
+    """Whether a prompt is a conversation: a list that begins with a mapping. Its messages are not checked."""
     return (
         isinstance(prompt, Sequence)
         and not isinstance(prompt, (str, bytes))
@@ -22,10 +22,10 @@ def is_chat(prompt: object) -> bool:
 
 
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """A copy of `messages`, each a dict of a role and a content, both strings; the content may be empty.
+    """Copy `messages`, each a dict of a role and a content, both strings; the content may be empty.
 
     Raises:
-        TokenizerError: names the first message that is something else, and what is wrong with it.
+        TokenizerError: names the first bad message, and what is wrong with it.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise TokenizerError(f"a chat is a list of messages, not {type(messages).__name__}")
@@ -60,14 +60,10 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
 def render(
     template: Callable[[list[dict[str, str]], bool], str], messages: Sequence[Message], add_generation_prompt: bool
 ) -> str:
-    """The text that a template makes of messages.
-
-    Args:
-        template: runs a checkpoint's template in a sandbox, and raises what Jinja raises.
+    """Render messages with `template`, which runs in a sandbox and raises Jinja's exceptions.
 
     Raises:
-        TokenizerError: a message is bad, or the template refuses the chat, is broken, or tries to leave its
-            sandbox.
+        TokenizerError: a message is bad, or the template refuses the chat, fails, or tries to leave its sandbox.
     """
     from jinja2.exceptions import SecurityError, TemplateError
 

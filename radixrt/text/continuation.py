@@ -1,4 +1,6 @@
-"""Token ids that go on after others, which stay as they are."""
+"""Token ids that continue others, which stay unchanged."""
+
+# Tests: tests/test_conversation.py
 
 from __future__ import annotations
 
@@ -11,8 +13,7 @@ _LEADS = ("1", ".", "a")
 
 
 def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of `text` as it goes on after other tokens: without BOS, and without the blank that some
-    tokenizers put before a text.
+    """Encode `text` as a continuation of other tokens: without BOS or the blank that some tokenizers prepend.
 
     Raises:
         TokenizerError: `text` holds half of a surrogate pair.
@@ -21,7 +22,7 @@ def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     before = [] if tokenizer.anchor is None else [tokenizer.anchor]
     if tokenizer.decode(before + direct, False) == tokenizer.decode(before, False) + text:
         return direct
-    # Behind a character the text is no beginning; its tokens are those after that character's.
+    # After another character the text is no beginning: encode both, and drop that character's tokens.
     for lead in _LEADS:
         ids: list[int] = tokenizer.encode(lead + text, add_special_tokens=False).tolist()
         spelled, boundaries = _boundaries(tokenizer, ids)
@@ -31,11 +32,11 @@ def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def splice(tokenizer: Tokenizer, known: Sequence[int], full: Sequence[int]) -> list[int]:
-    """Token ids that spell the text of `full`, and begin with as many of `known` as spell its beginning.
+    """Return ids that spell the text of `full`, and begin with as many of `known` as possible.
 
-    One text can be cut into tokens in several ways. `full` is the tokenizer's way, `known` the way in which
-    the text first came about, whose KV may be cached. All of `known` is kept if `full` goes on where it ends,
-    and nothing of it if the two have no boundary between tokens in common.
+    A text can be cut into tokens in several ways. `full` is the tokenizer's way, `known` the way in which the text
+    was generated, whose KV may be cached. The result changes over from `known` to `full` at the last boundary
+    between tokens that both share.
     """
     if list(full[: len(known)]) == list(known):
         return list(full)
@@ -52,7 +53,7 @@ def splice(tokenizer: Tokenizer, known: Sequence[int], full: Sequence[int]) -> l
 
 
 def _boundaries(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, dict[int, int]]:
-    """The text of `ids`, and its positions between tokens: characters before each -> tokens before it."""
+    """Return the text of `ids`, and the boundaries between tokens: characters before -> tokens before."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     text = ""
     boundaries = {0: 0}

@@ -10,14 +10,14 @@ _MAX_WINDOW = 64  # tokens
 
 
 class Detokenizer:
-    """The text of a growing list of token ids, given out as it becomes certain.
+    """Decodes a growing list of token ids, and returns text as it becomes certain.
 
-    Everything that `push` has returned, and `finish` at the end, is `tokenizer.decode` of all ids. What
-    another token may still change is held back: the bytes of an unfinished character, and all of a run of
-    byte-fallback tokens, for one bad byte makes replacements of the whole run.
+    All results of `push` and the one of `finish` join to `tokenizer.decode` of all ids. Text that another token
+    may still change is held back: the bytes of an unfinished character, and a whole run of byte-fallback tokens,
+    which one bad byte turns into replacements.
 
-    A token costs the decoding of a few tokens, not of all before it. The tokens are in two parts: `_window`
-    are those whose text is not certain yet, `_context` some before them whose text has been returned.
+    A token costs the decoding of a few: the `_window` of tokens whose text is not certain yet, and a `_context` of
+    some before them.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -31,7 +31,7 @@ class Detokenizer:
         self._due = 1  # length at which the window is decoded next
 
     def push(self, token_id: int) -> str:
-        """Take the next token. Returns the text that has become certain with it, often "".
+        """Take the next token. Returns the text that has become certain, often "".
 
         Raises:
             TokenizerError: the id is negative.
@@ -41,29 +41,29 @@ class Detokenizer:
             self._in_bytes = True
             return ""
         if self._in_bytes and self._is_silent(token_id):
-            return ""  # decoding may leave it out and join the bytes around it
+            return ""  # decoding may drop it and join the bytes around it
         self._in_bytes = False
         if len(self._window) < self._due:
             return ""
         text = self._window_text()
-        # Of an unfinished character all bytes together show as one replacement.
+        # All bytes of an unfinished character together decode to one replacement.
         certain = text.removesuffix(_REPLACEMENT)
         new = certain[self._returned :]
         if text and certain == text:
             self._close(text)
         elif not text and self._is_silent(token_id):
             self._window.pop()
-        else:  # half a character, or a leading blank that spells nothing but makes the next one a blank
+        else:  # half a character, or a leading blank, which spells nothing by itself
             self._returned = max(self._returned, len(certain))
             size = len(self._window)
-            # Past the limit only each time it has doubled: nonsense without end costs no more than text.
+            # Beyond the limit only when the size has doubled, so endless nonsense costs no more than text.
             self._due = size + 1 if size < _MAX_WINDOW else 2 * size
         return new
 
     def tentative(self) -> str:
-        """What `finish` would return now, if that is whole characters; more tokens may change it.
+        """Return what `finish` would now, if it is whole characters; more tokens may change it.
 
-        "" where finding out would take long: after more than 64 tokens without certain text.
+        "" after more than 64 tokens without certain text, where decoding would take long.
         """
         if not self._window or len(self._window) > _MAX_WINDOW:
             return ""
@@ -71,21 +71,21 @@ class Detokenizer:
         return "" if text.endswith(_REPLACEMENT) else text[self._returned :]
 
     def finish(self) -> str:
-        """The rest of the text, after the last token."""
+        """Return the rest of the text, after the last token."""
         rest = self._window_text()[self._returned :]
         self._window.clear()
         return rest
 
     @property
     def at_boundary(self) -> bool:
-        """Whether all text of the tokens so far has been returned, so that the next token's begins here."""
+        """Whether all text so far has been returned, so that the next token's begins here."""
         return not self._window
 
     def _window_text(self) -> str:
         return self._decode(self._context + self._window)[len(self._context_text) :]
 
     def _close(self, text: str) -> None:
-        """The window's text is certain: it becomes context."""
+        """Turn the window, whose text is certain, into context."""
         self._context += self._window
         self._context_text += text
         anchor = self._tokenizer.anchor
@@ -97,7 +97,7 @@ class Detokenizer:
         self._due = 1
 
     def _is_silent(self, token_id: int) -> bool:
-        """Whether a token spells nothing even in the middle of a text, as a special token that is left out."""
+        """Whether a token spells nothing in the middle of a text, like a skipped special token."""
         anchor = self._tokenizer.anchor
         return anchor is not None and self._decode([anchor, token_id]) == self._decode([anchor])
 

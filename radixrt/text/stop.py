@@ -7,19 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Strings that end a text as soon as one of them is complete.
+    """Non-empty strings, the first of which to be complete ends a text.
 
-    The stop whose last character comes first in the text wins; of several that end there, the longest. So the
-    end does not depend on where one token's text ends and the next one's begins.
-
-    Attributes:
-        strings: none of them empty.
+    The stop that ends first in the text wins, the longest of several that end there, so the result does not depend
+    on the boundaries between tokens.
     """
 
     strings: tuple[str, ...]
 
     def find(self, text: str, after: int = 0) -> tuple[int, int] | None:
-        """Start and end of the stop that is complete first in `text`, of those that end beyond `after`."""
+        """Return start and end of the first stop in `text` that ends beyond `after`."""
         best: tuple[int, int] | None = None
         for string in self.strings:
             start = text.find(string, max(0, after + 1 - len(string)))
@@ -31,7 +28,7 @@ class StopStrings:
         return best
 
     def unsafe(self, text: str) -> int:
-        """How many of the last characters of `text` could be the beginning of a stop."""
+        """Count the last characters of `text` that could begin a stop."""
         longest = 0
         for string in self.strings:
             start = max(0, len(text) - len(string) + 1)

@@ -1,4 +1,4 @@
-"""What single tokens spell, for lists of log-probabilities."""
+"""The text and bytes of single tokens, for lists of log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from radixrt.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 
-# Byte-level vocabularies spell bytes as letters: those that are printable in Latin-1 as themselves, the others in
-# their order from U+0100 on (Radford et al. 2019, GPT-2).
+# Byte-level vocabularies spell bytes as letters: bytes printable in Latin-1 as themselves, the others from U+0100
+# on, in order (Radford et al. 2019, GPT-2).
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + place): byte for place, byte in enumerate(sorted(set(range(256)).difference(_PRINTABLE)))
@@ -21,8 +21,8 @@ class Spelled:
     """What one token spells in the middle of a text.
 
     Attributes:
-        text: with U+FFFD for what is no whole character.
-        bytes: its UTF-8, of a part of a character too; None where they cannot be known.
+        text: with U+FFFD for part of a character.
+        bytes: its UTF-8, also of part of a character; None if unknown.
     """
 
     text: str
@@ -30,10 +30,9 @@ class Spelled:
 
 
 class TokenSpelling:
-    """What the tokens of a tokenizer spell, special tokens included; each is looked up once.
+    """Spells the tokens of a tokenizer, special tokens included, and remembers them.
 
-    Args:
-        tokenizer: None if the model has none; its tokens are spelled `token_id:5`.
+    Without a tokenizer, tokens are spelled `token_id:5`.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -41,7 +40,7 @@ class TokenSpelling:
         self._known: dict[int, Spelled] = {}
 
     def of(self, token_id: int) -> Spelled:
-        """What a token spells."""
+        """Spell a token."""
         spelled = self._known.get(token_id)
         if spelled is None:
             spelled = self._known[token_id] = _spelled(self._tokenizer, token_id)
@@ -64,7 +63,7 @@ def _spelled(tokenizer: Tokenizer | None, token_id: int) -> Spelled:
 
 
 def _part(piece: str, text: str) -> bytes | None:
-    """The bytes of a token that is no whole characters, where its vocabulary spells bytes as letters."""
+    """Return the bytes of a token with part of a character, if its vocabulary spells bytes as letters."""
     if any(letter not in _LETTERS for letter in piece):
         return None
     spelled = bytes(_LETTERS[letter] for letter in piece)

@@ -28,10 +28,10 @@ class Tokenizer:
     """The tokenizer of one checkpoint; made by `load_tokenizer`.
 
     Attributes:
-        vocab_size: the ids it knows are below this. A model may have more rows, never fewer.
+        vocab_size: its ids are below this. A model may have more rows, never fewer.
         bos_token_id: the token that begins a text, or None.
         eos_token_id: the token that ends a text, or None.
-        byte_ids: tokens that stand for one byte each (byte fallback): only a whole run of them has a text.
+        byte_ids: byte-fallback tokens, of one byte each: only a whole run of them has a text.
     """
 
     vocab_size: int
@@ -44,12 +44,10 @@ class Tokenizer:
     _template: Callable[[list[dict[str, str]], bool], str] | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Token ids of `text`, int32 [num_tokens], with BOS where the checkpoint's tokenizer adds it.
+        """Encode `text` to int32 `[num_tokens]`, with BOS if the checkpoint's tokenizer adds it.
 
-        `add_special_tokens=False` leaves BOS out: for text that follows other tokens.
-
-        Special tokens written out in the text (such as `</s>`) become those tokens where the tokenizer is one
-        that transformers loads; a bare sentencepiece model takes them as plain text.
+        `add_special_tokens=False` leaves BOS out. Special tokens written out in the text (such as `</s>`) become
+        those tokens, except in a bare sentencepiece model, where they are plain text.
 
         Raises:
             TokenizerError: `text` holds half of a surrogate pair; the message names its position.
@@ -57,10 +55,10 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[TokenIds]:
-        """`encode` of each text, quicker than one by one: the tokenizer shares them out over its threads.
+        """Encode each text on the tokenizer's threads: faster than one by one.
 
         Raises:
-            TokenizerError: as `encode`; the message names the first such text's place in the list too.
+            TokenizerError: as `encode`; the message names the text's place in the list too.
         """
         for place, text in enumerate(texts):
             try:
@@ -81,22 +79,20 @@ class Tokenizer:
         return self._template is not None
 
     def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> TokenIds:
-        """Token ids of a conversation as the checkpoint's chat template writes it, int32 [num_tokens].
+        """Encode a conversation, as the checkpoint's chat template writes it, to int32 `[num_tokens]`.
 
-        The template alone decides about BOS, as in transformers' `apply_chat_template`: none is added to what
-        it writes. Special tokens written out in a content become those tokens.
-
-        Args and errors as of `chat_text`.
+        The template alone decides about BOS, as in transformers' `apply_chat_template`. Special tokens written out
+        in a content become those tokens. Arguments and errors are those of `chat_text`.
         """
         text = self.chat_text(messages, add_generation_prompt=add_generation_prompt)
         return self.encode(text, add_special_tokens=False)
 
     def chat_text(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The text that the checkpoint's chat template makes of a conversation.
+        """Render a conversation with the checkpoint's chat template.
 
         Args:
             messages: dicts of "role" and "content".
-            add_generation_prompt: end with what begins the assistant's answer.
+            add_generation_prompt: end with the beginning of the assistant's answer.
 
         Raises:
             TokenizerError: there is no template, a message is bad, or the template refuses the messages.
@@ -109,7 +105,7 @@ class Tokenizer:
         return render(self._template, messages, add_generation_prompt)
 
     def piece(self, token_id: int) -> str:
-        """A token as the vocabulary spells it, such as `▁the`, `Ġthe` or `<0xE3>`; "" for an id it lacks.
+        """Return a token as the vocabulary spells it, such as `▁the`, `Ġthe` or `<0xE3>`; "" for an unknown id.
 
         Raises:
             TokenizerError: the id is negative.
@@ -122,8 +118,7 @@ class Tokenizer:
     def anchor(self) -> int | None:
         """An ordinary token that spells a letter or digit; None if there is none.
 
-        Tokens decoded after it spell what they spell in the middle of a text: a text's first token may lose
-        its leading blank.
+        Tokens are decoded after it to keep their leading blank, which the first token of a text may lose.
         """
         for token_id in range(self.vocab_size):
             text = self._decode([token_id], True)
@@ -134,10 +129,9 @@ class Tokenizer:
     def decode(
         self, token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], skip_special_tokens: bool = True
     ) -> str:
-        """Text of `token_ids` as the tokens spell it: blanks before punctuation are not tidied away.
+        """Decode `token_ids` without tidying blanks before punctuation away.
 
-        Bytes that are not UTF-8 become U+FFFD. Ids from `vocab_size` on spell nothing: a model may have more
-        rows than its tokenizer.
+        Bytes that are not UTF-8 become U+FFFD. Ids from `vocab_size` on spell nothing.
 
         Raises:
             TokenizerError: an id is negative.
@@ -149,11 +143,7 @@ class Tokenizer:
 
 
 def tokenizer_of(source: str | Path) -> Tokenizer | None:
-    """The tokenizer of a model; None for a folder without any: its prompts are token ids.
-
-    Raises:
-        TokenizerError: as `load_tokenizer`.
-    """
+    """Load the tokenizer of a model, or return None for a folder without one. Raises as `load_tokenizer`."""
     folder = Path(source)
     if folder.is_dir() and not any(list(folder.glob(name)) for name in _FILES):
         return None
@@ -161,11 +151,10 @@ def tokenizer_of(source: str | Path) -> Tokenizer | None:
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
-    """Load the tokenizer of a folder or of a hub id.
+    """Load the tokenizer of a folder or of a hub id; no code from the folder is run.
 
     A folder with `tokenizer.model` and neither `tokenizer.json` nor `tokenizer_config.json` is read by
-    sentencepiece; BOS is added if that model defines one. Everything else is read by transformers. No code
-    from the folder is run.
+    sentencepiece, with BOS if that model defines one; everything else by transformers.
 
     Raises:
         TokenizerError: there is no such folder, or it holds no tokenizer that can be read.
@@ -190,7 +179,7 @@ def _load_transformers(source: str, local: bool) -> Tokenizer:
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
 
     def encode(texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        # verbose=False: the length is the Runtime's business, it refuses what is too long
+        # verbose=False: the Runtime refuses prompts that are too long
         ids: list[list[int]] = tokenizer(
             texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
         )["input_ids"]

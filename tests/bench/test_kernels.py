@@ -22,27 +22,25 @@ from torch import Tensor
 
 import layers.linear
 import radixrt
+from radixrt.bench.catalogue import GROUPS
 from radixrt.bench.kernels import elementwise, kv_copy, linear, run, sampling
 from radixrt.bench.kernels import tree as tree_bench
 from radixrt.bench.kernels.attention import decode_case, extend_case
 from radixrt.bench.kernels.attention_inputs import AttentionShape, attention_inputs
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected, PlanFigures, worst_error
 from radixrt.bench.kernels.goals import GOALS, GROUP_GOALS, PUBLISHED, Goal, goal_of
-from radixrt.bench.kernels.groups import GROUPS
-from radixrt.bench.kernels.measurement import Measurement, Result, measure
+from radixrt.bench.kernels.measurement import Measurement, Result, copies_beyond_l2, measure
 from radixrt.bench.kernels.roofline import Machine, Work, decode_work, extend_work
 from radixrt.bench.kernels.run import Options, choose_cases, describe, run_benchmark
 from radixrt.bench.kernels.table import Report
-from radixrt.bench.kernels.timing import copies_beyond_l2
 from radixrt.bench.kernels.tree import FLAT, tree_case, tree_shape
 from radixrt.cli import main
 from radixrt.errors import ParameterError
 from radixrt.execution.attention import planner as attention_planner
-from radixrt.execution.attention import shared_segments
-from radixrt.execution.attention.shared_segments import TreeCosts
+from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from triton_ops.implementation import GPU, compiling_for, gpu_of
-from triton_ops.linear.split_k_linear import PartialLinearConfig
 from triton_ops.norms.rms_norm import add_rms_norm
+from triton_ops.tuning import SplitKConfig
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
 CARD = Machine(
@@ -321,9 +319,9 @@ def test_sampling_cases(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.de
 @pytest.mark.parametrize("parts", [1, 3])
 def test_linear_cases(parts: int, monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> None:
     """With the kernels themselves, and where the product is not cut."""
-    config = PartialLinearConfig(16, 16, 2, 32) if parts > 1 else None
+    config = SplitKConfig(16, 16, 2, 32) if parts > 1 else None
     monkeypatch.setattr(linear, "DTYPE", torch.float16)
-    monkeypatch.setattr(layers.linear, "partial_linear_config", lambda *_: config)
+    monkeypatch.setattr(layers.linear, "split_k_config", lambda *_: config)
     added: list[int] = []
 
     def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -371,7 +369,7 @@ def test_elementwise_bytes() -> None:
     assert sizes["soft_cap"] == 2 * 3 * 100 * 2
     # q read and written, k read, written and stored, v read and stored; angles; position and slot.
     assert (
-        sizes["norm_rotary_store"] == sizes["rotary_store"] == 5 * (16 * 2 * (2 * 4 + 3 * 2 + 2 * 2) + 16 * 4 + 8)
+        sizes["qk_norm_rope_store"] == sizes["rotary_store"] == 5 * (16 * 2 * (2 * 4 + 3 * 2 + 2 * 2) + 16 * 4 + 8)
     )
 
 
@@ -426,10 +424,9 @@ CHEAP = TreeCosts(reread_bandwidth=4.2e12, operations=1e18, item=0.0, partial_cr
 @pytest.fixture
 def cheap_trees(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small trees are worth reading once, too, fill the few programs there are, and are cut to small pieces."""
-    monkeypatch.setattr(attention_planner, "SHARED_PROGRAMS_PER_SM", 8 / gpu_of(kernel_device).num_sms)
-    monkeypatch.setattr(attention_planner, "TreeCosts", lambda: CHEAP)
-    monkeypatch.setattr(shared_segments, "PIECE_TOKENS", 16)
-    monkeypatch.setattr(shared_segments, "MIN_PIECE", 16)
+    few = 8 / gpu_of(kernel_device).num_sms
+    tuning = PlanTuning(costs=CHEAP, shared_programs_per_sm=few, piece_tokens=16, min_piece=16)
+    monkeypatch.setattr(attention_planner, "plan_tuning", lambda gpu: tuning)
 
 
 @pytest.mark.usefixtures("cheap_trees")
@@ -517,27 +514,29 @@ def test_what_is_measured_is_what_the_engine_plans(
     """With the engine's own costs, for the card that the goals are of; kernels are left out."""
     asked: list[tuple[int, ...]] = []
 
-    class Watched(attention_planner.AttentionPlanner):
-        def plan_padded(self, rows: Any, seq_lens: Any, **options: Any) -> Any:
-            asked.append((len(rows), *set(seq_lens.tolist())))
-            return super().plan_padded(rows, seq_lens, **options)
+    planner = attention_planner.AttentionPlanner
+    plan = planner.plan_padded_decodes
 
-    monkeypatch.setattr(tree_bench, "AttentionPlanner", Watched)
+    def watched(self: Any, rows: Any, seq_lens: Any) -> Any:
+        asked.append((len(rows), *set(seq_lens.tolist())))
+        return plan(self, rows, seq_lens)
+
+    monkeypatch.setattr(planner, "plan_padded_decodes", watched)
     shape = tree_shape(*levels, attention=replace(SMALL, num_heads=32, num_kv_heads=8, dtype=torch.float16))
     (inputs,) = attention_inputs(shape.attention, CPU, 1, shape.tokens())
     with compiling_for(GPU(90, 132)):
-        plan = tree_bench.our_decode(inputs, shape, tree=True).plan
+        tree = tree_bench.our_decode(inputs, shape, tree=True).plan
         flat = tree_bench.our_decode(inputs, shape, tree=False).plan
-    assert plan is not None
+    assert tree is not None
     assert flat is not None
     assert set(asked) == {(shape.attention.batch, shape.attention.length)}
     if not shares:
-        assert replace(plan, seconds=0) == replace(flat, seconds=0) == PlanFigures(0, 1.0, 0)
+        assert replace(tree, seconds=0) == replace(flat, seconds=0) == PlanFigures(0, 1.0, 0)
         return
     assert flat.read_factor == pytest.approx(256 * 8320 / 40_960)
     # A tile of 128 is 32 requests times the heads of a group, so that eight read each segment.
-    assert plan.shared_items % 8 == 0
-    assert plan.read_factor == (8 * 8192 + 256 * 128) / shape.distinct
+    assert tree.shared_items % 8 == 0
+    assert tree.read_factor == (8 * 8192 + 256 * 128) / shape.distinct
 
 
 def tree_result(shape: str, tree: float, flat: float | None, machine: Machine = CARD) -> Result:
@@ -604,8 +603,7 @@ def test_figure_of_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from radixrt.bench.kernels.plot import plot
-    from radixrt.bench.kernels.tree_plot import is_tree_sweep
+    from radixrt.bench.kernels.plot import is_tree_sweep, plot
 
     results = json.loads(json.dumps(swept_trees()))
     drawn: list[Any] = []

@@ -18,11 +18,10 @@ from rich.console import Console
 
 import radixrt
 from radixrt.bench import prefix_reuse
+from radixrt.bench.catalogue import SCALES, SHAPES, WORKLOADS, size_table, write_shape
 from radixrt.bench.comparison import Comparison
 from radixrt.bench.prefix_reuse import Options, compare, print_comparisons, run_benchmark
 from radixrt.bench.run import Run
-from radixrt.bench.scales import SCALES, WORKLOADS, size_table
-from radixrt.bench.shapes import SHAPES, write_shape
 from radixrt.cli import main
 from radixrt.errors import RadixrtError
 from radixrt.models.config import ModelConfig
@@ -254,6 +253,6 @@ def test_the_script_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_documented_sizes_are_those_that_run() -> None:
-    text = (HOME / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    text = (HOME / "docs" / "workloads.md").read_text(encoding="utf-8")
     for name, sizes in size_table("cpu"):
         assert f"| {name} | {sizes} |" in text, name

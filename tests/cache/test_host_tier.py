@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import signal
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,68 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
-from memory_pool.host_kv_pool import HostKVPool, _page_lock
-from memory_pool.kv_transfers import KVTransfer, KVTransfers
-from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt import FinishReason, ParameterError, PassError, RequestOutput, Runtime, SamplingParams
 from radixrt.cache.radix_tree import Namespace
-from radixrt.cache.tree_view import view_tree
 from radixrt.execution import kv_mover
+from radixrt.execution.executor import Executor
 from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.model_runner import ModelRunner
-from radixrt.schedule.request import RequestState
-from radixrt.schedule.scheduler import LOADED_CHUNKS
+from radixrt.schedule.answer import AnswerState
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
-from tests.support.simulation import Sizes, World, histories
+from tests.support.world.model import histories
+from tests.support.world.world import Sizes, World
 
 HERE = Namespace()
 
 
 def ids(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
-
-
-# -- transfers ---------------------------------------------------------------------------------------------
-
-
-def shown(transfers: deque[KVTransfer]) -> list[tuple[bool, list[int], list[int]]]:
-    return [(t.to_host, t.device_slots.tolist(), t.host_slots.tolist()) for t in transfers]
-
-
-def test_neighbours_of_one_direction_are_one_transfer() -> None:
-    transfers = KVTransfers()
-    transfers.store(ids(5, 6), ids(1, 2))
-    transfers.store(ids(7), ids(3))
-    transfers.load(ids(2), ids(5))
-    transfers.load(ids(1), ids(9))
-    transfers.store(ids(8), ids(1))
-    assert shown(transfers.take()) == [
-        (True, [5, 6, 7], [1, 2, 3]),
-        (False, [5, 9], [2, 1]),
-        (True, [8], [1]),
-    ]
-    assert not transfers.take()
-
-
-def test_a_target_that_is_written_twice_gets_the_last() -> None:
-    transfers = KVTransfers()
-    transfers.store(ids(5), ids(1))
-    transfers.store(ids(6), ids(1))
-    assert shown(transfers.take()) == [(True, [5], [1]), (True, [6], [1])]
-
-
-def test_what_is_given_back_comes_first() -> None:
-    transfers = KVTransfers()
-    for slot in (1, 2):
-        transfers.store(ids(slot), ids(slot))
-        transfers.load(ids(slot), ids(slot + 4))
-    taken = transfers.take()
-    taken.popleft()  # made
-    transfers.store(ids(9), ids(9))
-    transfers.give_back(taken)
-    assert [t.sources.tolist() for t in transfers.take()] == [[1], [2], [2], [9]]
 
 
 # -- told examples in the simulation -----------------------------------------------------------------------
@@ -119,7 +72,7 @@ def test_only_what_the_host_alone_has_is_loaded() -> None:
     run(there, A, B, C)  # a part of A has left
     match = there.cache.match(HERE, ids(*A), 9)
     assert match.length == 9
-    on_device = match.on_device
+    on_device = match.on_device.length
     assert 0 < on_device < 9
     assert run(there, A) == [9]
     assert there.cache.stats().loaded_tokens == 9 - on_device
@@ -155,12 +108,12 @@ def test_a_host_node_is_split_where_a_match_ends() -> None:
 def test_computed_tokens_take_the_place_of_what_only_the_host_has() -> None:
     there = world()
     run(there, A, B, C)
-    assert there.cache.match(HERE, ids(*A), 9).on_device == 0
+    assert there.cache.match(HERE, ids(*A), 9).on_device.length == 0
     there.cache.force_miss = True
     run(there, A)
     there.cache.force_miss = False
     match = there.cache.match(HERE, ids(*A), 9)
-    assert (match.length, match.on_device) == (9, 9)
+    assert (match.length, match.on_device.length) == (9, 9)
     assert there.cache.stats().loaded_tokens == 0
     there.drain()
 
@@ -175,7 +128,7 @@ def test_a_request_that_ends_while_it_is_loaded() -> None:
     there.step()
     there.check()
     there.drain_requests()
-    assert there.cache.match(HERE, ids(*A), 9).on_device == 9
+    assert there.cache.match(HERE, ids(*A), 9).on_device.length == 9
     assert run(there, A) == [9]
     there.drain()
 
@@ -191,7 +144,7 @@ def test_a_launch_that_fails_with_transfers(started: int | None) -> None:
         there.runner.fail_transfer = started
     doomed = there.submit(A, 3)
     there.drain_requests()
-    assert doomed.finish_reason is FinishReason.ERROR
+    assert doomed.log.finish_reason is FinishReason.ERROR
     assert run(there, B, A, C) == [9, 9, 9]
     there.drain()
 
@@ -202,9 +155,10 @@ def test_a_pass_waits_for_a_bounded_number_of_tokens() -> None:
     first = [0] * 30
     run(there, first, [4] * 30)  # everything else has left
     requests = [there.submit(prompt, 1) for prompt in (A, B, C)]
-    assert LOADED_CHUNKS * 2 == 8
+    config = there.scheduler.config
+    assert config.max_loaded_chunks * config.chunked_prefill_size == 8
     there.step()  # nine are loaded for the first, and that is enough
-    assert [r.state is RequestState.WAITING for r in requests] == [False, True, True]
+    assert [r.state is AnswerState.WAITING for r in requests] == [False, True, True]
     there.drain()
     assert [r.usage().cached_tokens for r in requests] == [9, 9, 9]
 
@@ -236,8 +190,8 @@ def test_branches_and_answers_from_the_host() -> None:
     run(there, B, C, [4] * 12)
     there.fork(first, [[0], [1]], 3, n=2)
     there.drain()
-    assert all(r.finish_reason is FinishReason.LENGTH for r in there.requests)
-    assert there.cache.loaded_tokens > 0
+    assert all(r.log.finish_reason is FinishReason.LENGTH for r in there.answers)
+    assert there.cache.stats().loaded_tokens > 0
 
 
 def test_transfers_are_made_while_the_pass_before_is_computed() -> None:
@@ -247,7 +201,7 @@ def test_transfers_are_made_while_the_pass_before_is_computed() -> None:
     there.step()
     late = there.submit(A, 1)
     there.step()
-    assert late.state is RequestState.RUNNING
+    assert late.state is AnswerState.RUNNING
     assert there.runner.queue  # the pass before has not run
     while there.runner.transfers:
         there.runner.transfer_next()
@@ -258,145 +212,7 @@ def test_transfers_are_made_while_the_pass_before_is_computed() -> None:
     slots = there.cache.tree.slots_of(node)
     assert there.runner.kv[slots].tolist() == histories(HERE, A[: len(slots)])
     there.drain()
-    assert running.finish_reason is FinishReason.LENGTH
-
-
-def test_the_tree_shows_where_tokens_are() -> None:
-    there = world(num_slots=28)
-    run(there, A, B, C)
-    console = Console(file=io.StringIO(), width=100, record=True)
-    console.print(view_tree(there.cache.tree, lambda tokens: " ".join(map(str, tokens.tolist()))))
-    text = console.export_text()
-    assert "30 cached tokens (" in text
-    assert " on the host alone)" in text
-    assert "tokens, on the host: '1 " in text
-    run(there, A)
-    console.print(view_tree(there.cache.tree, str))
-    assert "on device and host" in console.export_text()
-
-
-# -- pools and the mover -----------------------------------------------------------------------------------
-
-SHAPE = (2, 2, 8)  # layers, heads, elements
-
-
-def pools(device: torch.device) -> tuple[TokenToKVPool, HostKVPool]:
-    pool = TokenToKVPool(12, *SHAPE, dtype=torch.float32, device=device)
-    host = HostKVPool(9, *SHAPE, dtype=torch.float32, device=device)
-    pool.buffer.copy_(torch.randn(pool.buffer.shape, device="cpu"))
-    host.buffer.copy_(torch.randn(host.buffer.shape, device="cpu"))
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # transfers wait for nothing
-    return pool, host
-
-
-def test_host_pool_is_seen_as_the_device_s(device: torch.device) -> None:
-    pool, host = pools(device)
-    assert host.buffer.shape == (2, 2, 9, 2, 8)
-    assert pool.buffer.shape == (2, 2, 12, 2, 8)
-    assert host.buffer.device.type == "cpu"
-    assert host.buffer[:, :, 3].data_ptr() == host.buffer.data_ptr() + 3 * TokenToKVPool.bytes_per_slot(
-        *SHAPE, torch.float32
-    )
-    assert torch.equal(pool.buffer[1, 0], pool.k_buffer(1))
-    assert torch.equal(pool.buffer[0, 1], pool.v_buffer(0))
-    assert host.buffer.is_pinned() == (device.type == "cuda")
-    assert host.allocator.capacity == 8
-
-
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_transfers_are_made_in_order(kernel_device: torch.device, impl: Any) -> None:
-    pool, host = pools(kernel_device)
-    kv, host_kv = pool.buffer.cpu().clone(), host.buffer.clone()
-    transfers = [
-        KVTransfer(True, ids(5, 2), ids(1, 8)),
-        KVTransfer(False, ids(5, 11), ids(3, 1)),  # over what has just been stored
-        KVTransfer(True, ids(5), ids(4)),
-    ]
-    for transfer in transfers:
-        if transfer.to_host:
-            host_kv[:, :, transfer.host_slots] = kv[:, :, transfer.device_slots]
-        else:
-            kv[:, :, transfer.device_slots] = host_kv[:, :, transfer.host_slots]
-    mover = KVMover(pool, host, kernel_device, impl)
-    left = deque(transfers)
-    mover.run(left)
-    assert not left
-    assert torch.equal(pool.buffer.cpu(), kv)  # on the passes' stream, which has waited
-    assert torch.equal(host.buffer, host_kv)
-
-
-def test_what_cannot_be_started_is_left(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, host = pools(device)
-    mover = KVMover(pool, host, device, "auto")
-    left = deque([KVTransfer(True, ids(slot), ids(slot)) for slot in (1, 2, 3)])
-    copy, calls = kv_mover.kv_copy, []
-
-    def failing(*arguments: Any, **options: Any) -> None:
-        calls.append(None)
-        if len(calls) == 2:
-            raise RuntimeError("no memory")
-        copy(*arguments, **options)
-
-    monkeypatch.setattr(kv_mover, "kv_copy", failing)
-    with pytest.raises(RuntimeError, match="no memory"):
-        mover.run(left)
-    assert [t.device_slots.tolist() for t in left] == [[2], [3]]
-    mover.run(left)
-    assert not left
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    assert torch.equal(host.buffer[:, :, 1:4], pool.buffer[:, :, 1:4].cpu())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_transfers_run_beside_what_the_gpu_computes(device: torch.device) -> None:
-    pool, host = pools(device)
-    mover = KVMover(pool, host, device, "auto")
-    mover.run(deque([KVTransfer(True, ids(1), ids(1)), KVTransfer(False, ids(2), ids(2))]))  # kernels are compiled
-    torch.cuda.synchronize()
-    expected, loaded = pool.buffer[:, :, 5].cpu(), host.buffer[:, :, 4].clone()
-    torch.cuda._sleep(2 * 10**9)  # about a second
-    busy = torch.cuda.Event()
-    busy.record()
-    mover.run(deque([KVTransfer(True, ids(5), ids(3)), KVTransfer(False, ids(6), ids(4))]))
-    assert mover._stream is not None
-    mover._stream.synchronize()
-    assert not busy.query()
-    assert torch.equal(host.buffer[:, :, 3], expected)
-    assert torch.equal(pool.buffer[:, :, 6].cpu(), loaded)
-    assert busy.query()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_what_is_launched_later_waits_for_transfers(device: torch.device) -> None:
-    pool, host = pools(device)
-    mover = KVMover(pool, host, device, "auto")
-    mover.run(deque([KVTransfer(False, ids(1), ids(1))]))
-    torch.cuda.synchronize()
-    assert mover._stream is not None
-    with torch.cuda.stream(mover._stream):
-        torch.cuda._sleep(10**9)
-    mover.run(deque([KVTransfer(False, ids(6), ids(4))]))
-    seen = pool.buffer[:, :, 6].clone()
-    assert torch.equal(seen.cpu(), host.buffer[:, :, 4])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_transfers_wait_for_a_pass_of_which_a_part_was_launched(device: torch.device) -> None:
-    pool, host = pools(device)
-    mover = KVMover(pool, host, device, "auto")
-    mover.run(deque([KVTransfer(False, ids(1), ids(1))]))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(10**9)
-    pool.buffer[:, :, 6] = 0  # what the failed pass still does
-    mover.wait_for_passes()
-    mover.run(deque([KVTransfer(False, ids(6), ids(4))]))
-    torch.cuda.synchronize()
-    assert torch.equal(pool.buffer[:, :, 6].cpu(), host.buffer[:, :, 4])
+    assert running.log.finish_reason is FinishReason.LENGTH
 
 
 # -- the Runtime -------------------------------------------------------------------------------------------
@@ -482,13 +298,13 @@ def test_a_pass_that_fails_does_not_spoil_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with runtime(folder, device, **HOST) as tiered:
-        launch, run = ModelRunner._launch, KVMover.run
-        for owner, name, original in ((ModelRunner, "_launch", launch), (KVMover, "run", run)):
+        score, run = Executor.score, KVMover.run  # scores are launched last
+        for owner, name, original in ((Executor, "score", score), (KVMover, "run", run)):
             assert tokens(tiered.generate(prompts[:6], GREEDY)) == cold[:6]  # the pool is full
 
             def once(*arguments: Any, owner: Any = owner, name: str = name, original: Any = original) -> Any:
                 monkeypatch.setattr(owner, name, original)
-                if owner is ModelRunner:
+                if owner is Executor:
                     original(*arguments)  # all of it is under way
                 raise RuntimeError("cut short")
 
@@ -569,7 +385,7 @@ def test_what_is_on_the_host_is_kept_in_files_too(
         assert tree.host_only_tokens > 0
         assert tiered.save_cache(tmp_path / "kept") == tree.total_tokens
         # What only the host has is on the device again as far as there is room, from the file.
-        tiered.parts.cache._evict(150)
+        tiered.parts.cache.evict(150)
         before = tree.device_tokens
         assert tiered.load_cache(tmp_path / "kept") == 200 - before
         assert tree.device_tokens == 200
@@ -586,14 +402,14 @@ def test_ctrl_c_does_not_cut_a_flush(
 ) -> None:
     with runtime(folder, device, **HOST) as tiered:
         tiered.generate(prompts, GREEDY)
-        take_back = tiered.parts.cache._take_back
+        free = tiered.parts.cache.slots.free
 
         def interrupted(slots: Any) -> None:
             signal.raise_signal(signal.SIGINT)
-            take_back(slots)
+            free(slots)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiered.parts.cache, "_take_back", interrupted)
+            patch.setattr(tiered.parts.cache.slots, "free", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 tiered.flush_cache()
         stats = tiered.cache_stats()
@@ -613,7 +429,7 @@ def test_ctrl_c_does_not_start_a_transfer_twice(
     """It comes between a transfer and the note that it has been made, when nothing runs and a cache is kept."""
     with runtime(folder, device, **HOST) as tiered:
         tiered.generate(prompts, GREEDY)
-        tiered.parts.cache._evict(150)
+        tiered.parts.cache.evict(150)
         copy, calls = kv_mover.kv_copy, []
 
         def interrupted(*arguments: Any, **options: Any) -> None:
@@ -629,12 +445,3 @@ def test_ctrl_c_does_not_start_a_transfer_twice(
         assert not tiered.parts.cache.transfers.take()
         assert not (tmp_path / "kept").exists()
         assert tokens(tiered.generate(prompts, GREEDY)) == cold
-
-
-@pytest.mark.gpu
-def test_memory_that_cannot_be_locked_is_nobody_elses_error() -> None:
-    device = torch.device("cuda")
-    pool = HostKVPool(64, 2, 2, 8, dtype=torch.float32, device=device)
-    with pytest.raises(RuntimeError, match="cannot be page-locked"):
-        _page_lock(pool.buffer, device)  # a second time
-    assert torch.arange(3, device=device).sum().item() == 3

@@ -23,7 +23,7 @@ from radixrt import SamplingParams as Params
 from radixrt.bench.streams import letters
 from radixrt.engine.parts import Parts
 from radixrt.engine.simulated import ConstantRunner, simulated_parts
-from radixrt.schedule.batch import PassResult
+from radixrt.schedule.passes import PassResult
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -197,10 +197,14 @@ def test_a_stream_may_be_forgotten_wherever_a_thread_is(
         forgotten.close()  # as the garbage collector may, at any time
         return 0
 
+    def submitted(*_: Any, **__: Any) -> list[Any]:
+        forgotten.close()
+        return []
+
     def act() -> None:
         with monkeypatch.context() as patch:
             if place == "submit":
-                patch.setattr(builtin.parts.engine, "submit_all", collected)
+                patch.setattr(builtin.parts.engine, "submit_all", submitted)
                 builtin.submit()
             else:
                 patch.setattr(builtin.parts.cache, "flush", collected)
@@ -236,9 +240,10 @@ def test_ctrl_c_while_requests_are_submitted(builtin: Runtime, monkeypatch: pyte
     engine, passes = builtin.parts.engine, builtin.parts.cache.passes_launched
     submit_all = engine.submit_all
 
-    def interrupted(requests: Any, **options: Any) -> None:
-        submit_all(requests, **options)
+    def interrupted(requests: Any, **options: Any) -> Any:
+        answers = submit_all(requests, **options)
         signal.raise_signal(signal.SIGINT)
+        return answers
 
     monkeypatch.setattr(engine, "submit_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -561,7 +566,7 @@ def test_one_request_s_text_costs_no_other_stream_its_own() -> None:
         good = runtime.stream([5], params)
         bad = runtime.stream([6], replace(params, max_new_tokens=50))
         next(good), next(bad)
-        stop = next(r for r in runtime.parts.scheduler.running if r.max_new_tokens == 50).text_stop
+        stop = next(r for r in runtime.parts.scheduler.running if r.request.max_new_tokens == 50).text_stop
         stop.delta = lambda: (_ for _ in ()).throw(ValueError("half a character"))  # type: ignore
         assert "".join(chunk.text for chunk in good) == "xxxx"
         with pytest.raises(ValueError, match="half a character"):

@@ -23,7 +23,7 @@ from radixrt.batch.journal.run_folder import run_path
 from radixrt.cli import main
 from radixrt.execution.model_runner import ModelRunner
 from tests.support import failing_device
-from tests.support.simulation import World
+from tests.support.world.world import World
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
 PARAMS = SamplingParams(temperature=0, max_new_tokens=4)
@@ -80,7 +80,7 @@ def test_closing_asks_nothing_of_a_lost_device(is_lost: bool) -> None:
     engine = runtime.parts.engine
     refs = [weakref.ref(engine), weakref.ref(engine.runner)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelRunner, "_launch", lambda runner, batch: (_ for _ in ()).throw(ZeroDivisionError))
+        patch.setattr(ModelRunner, "launch", lambda runner, batch: (_ for _ in ()).throw(ZeroDivisionError))
         if is_lost:
             patch.setattr(ModelRunner, "check_device", failing_device.say_lost)
         with pytest.raises(DeviceLostError if is_lost else PassError):
@@ -251,7 +251,7 @@ def test_passes_that_run_out_of_memory_cost_no_line_its_answer(
     tmp_path: Path, device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out.jsonl"
-    monkeypatch.setattr(ModelRunner, "_launch", failing_device.spoiled("memory", 30))
+    monkeypatch.setattr(ModelRunner, "launch", failing_device.spoiled("memory", 30))
     assert main(arguments(output, device)) == 0
     failed = [record for record in caplog.records if record.exc_info is not None]
     assert failed

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from layers.input_metadata import InputMetadata
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt import CacheFileError, ParameterError, RequestOutput, Runtime, SamplingParams
 from radixrt.builtin import MODEL_PATH
@@ -22,6 +21,7 @@ from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from tests.support import checkpoints
+from tests.support.input_metadata import input_metadata
 from triton_ops.implementation import GPU, compiling_for
 from triton_ops.kv.e4m3 import E4M3
 
@@ -68,7 +68,7 @@ def logits(model: Decoder, device: torch.device, *, fp8: bool) -> Tensor:
     parts = []
     with torch.inference_mode():
         for start, end in ((0, 20), (20, 50), *((n, n + 1) for n in range(50, NUM_TOKENS))):
-            metadata = InputMetadata.from_lengths(
+            metadata = input_metadata(
                 [0], [end], [start], slots[start:end], rows, num_extends=int(end - start > 1)
             )
             hidden = model(torch.tensor(ids[start:end], device=device), metadata, pool)

@@ -12,9 +12,9 @@ import torch
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt import ParameterError, Runtime
-from radixrt.execution import memory_budget, model_runner
+from radixrt.execution import executor, memory_budget
 from radixrt.execution.memory_budget import host_pool_slots, largest_pass, pool_slots, room_for_passes
-from radixrt.execution.model_runner import ModelRunner
+from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.sampling import sampler
 from radixrt.limits import PassLimits
 from radixrt.models.loader import load_model
@@ -43,7 +43,7 @@ def new_tokens(requests: int, chunk: int, context: int) -> int:
 def test_it_is_at_all_limits_and_not_beyond(requests: int, chunk: int, context: int) -> None:
     limits = PassLimits(requests, chunk)
     batch = largest_pass(limits, context)
-    assert len(batch.requests) == len(batch.admitted) == requests
+    assert batch.num_rows == requests
     assert batch.num_samples.sum() == limits.max_samples == 2 * requests
     assert batch.num_samples.min() >= 1
     new = batch.seq_lens - batch.prefix_lens
@@ -91,9 +91,9 @@ def test_it_runs_and_does_all_that_takes_memory(
     watch(sampler, "sample", ("top_ks", "top_ps", "min_ps"))
     watch(sampler, "apply_penalties")
     watch(sampler, "token_logprobs")
-    watch(model_runner, "token_logprobs")
-    monkeypatch.setattr(model_runner, "SCORED_AT_ONCE", 32)
-    runner = ModelRunner(model, ReqToTokenPool(requests + 1, context), pool, cpu)
+    watch(executor, "token_logprobs")
+    rows_of_pool = ReqToTokenPool(requests + 1, context)
+    runner = ModelRunner(model, rows_of_pool, pool, cpu, tuning=Tuning(max_scored_at_once=32))
     limits = PassLimits(requests, chunk)
     result = runner.collect(runner.launch(largest_pass(limits, context)))
     scored = new_tokens(requests, chunk, context)

@@ -214,7 +214,7 @@ def test_too_few_slots_take_what_was_used_last(
         assert tree.match(Namespace(), np.array(new, np.int32)).length == len(new)
         assert tree.match(Namespace(), np.array(old, np.int32)).length == 10
         # And the old one is the first to go.
-        runtime.parts.cache._evict(10)
+        runtime.parts.cache.evict(10)
         assert tree.match(Namespace(), np.array(old, np.int32)).length == 0
         assert tree.match(Namespace(), np.array(new, np.int32)).length == len(new)
 
@@ -224,7 +224,7 @@ def test_what_this_run_has_used_is_evicted_last(kept: Path, folder: Path) -> Non
         runtime.generate([9] * 20, GREEDY)
         own = runtime.cache_stats().evictable
         loaded = runtime.load_cache(kept)
-        runtime.parts.cache._evict(loaded)
+        runtime.parts.cache.evict(loaded)
         assert runtime.cache_stats().evictable == own
         assert runtime.parts.cache.tree.match(Namespace(), np.full(20, 9, np.int32)).length == 20
 
@@ -416,7 +416,7 @@ def test_any_truncation_is_found(small_file: Path, folder: Path) -> None:
                 runtime.load_cache(small_file)
         for more in (b"\0", whole):
             small_file.write_bytes(whole + more)
-            with pytest.raises(CacheFileError, match="something stands behind its end"):
+            with pytest.raises(CacheFileError, match="something follows its end"):
                 runtime.load_cache(small_file)
         assert runtime.cache_stats() == before
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from layers.radix_attention import RadixAttention
-from tests.support.attention_cases import dense_attention
+from tests.support.input_metadata import input_metadata
+from triton_ops.attention.arguments import Scoring
+from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.plan import AttentionPlan
 
 
@@ -42,14 +44,13 @@ def test_golden_example() -> None:
     seq_lens, prefix_lens, rows = [6, 10], [3, 4], [2, 0]
     req_to_token = scattered_rows(3, 12)
     out_cache_loc = torch.cat([req_to_token[2, 3:6], req_to_token[0, 4:10]])
-    metadata = InputMetadata.from_lengths(rows, seq_lens, prefix_lens, out_cache_loc.numpy(), req_to_token)
+    metadata = input_metadata(rows, seq_lens, prefix_lens, out_cache_loc.numpy(), req_to_token)
     expected = {
         "req_pool_indices": rows,
         "seq_lens": seq_lens,
         "prefix_lens": prefix_lens,
         "extend_seq_lens": [3, 6],
         "extend_start_loc": [0, 3],
-        "start_loc": [0, 6],
         "positions": [3, 4, 5, 4, 5, 6, 7, 8, 9],
         "out_cache_loc": out_cache_loc.tolist(),
         "logits_indices": [2, 8],
@@ -59,7 +60,6 @@ def test_golden_example() -> None:
         assert tensor.dtype == torch.int32, name
         assert tensor.tolist() == values, name
     assert metadata.out_cache_loc.shape == (9,)
-    assert (metadata.max_extend_len, metadata.total_num_tokens, metadata.max_seq_len) == (6, 16, 10)
     assert (metadata.num_extends, metadata.num_extend_tokens) == (2, 9)
 
     generator = torch.Generator().manual_seed(1)
@@ -77,7 +77,7 @@ def test_golden_example() -> None:
     for row, seq_len, extend_len in zip(rows, seq_lens, [3, 6], strict=True):
         slots = req_to_token[row, :seq_len].long()
         dense = dense_attention(
-            q[start : start + extend_len], pool.k_buffer(1)[slots], pool.v_buffer(1)[slots], 0.125
+            q[start : start + extend_len], pool.k_buffer(1)[slots], pool.v_buffer(1)[slots], Scoring(0.125)
         )[0]
         torch.testing.assert_close(out[start : start + extend_len].double(), dense, atol=1e-5, rtol=1e-5)
         start += extend_len
@@ -90,14 +90,14 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
     prefix_lens = [seq - (2 + b if b < num_extends else 1) for b, seq in enumerate(seq_lens)]
     req_to_token = scattered_rows(4, 10)
     out_cache_loc = np.concatenate([req_to_token[b, prefix_lens[b] : seq_lens[b]].numpy() for b in range(4)])
-    metadata = InputMetadata.from_lengths(
+    metadata = input_metadata(
         range(4), seq_lens, prefix_lens, out_cache_loc, req_to_token, num_extends=num_extends
     )
     num_new = [seq - prefix for seq, prefix in zip(seq_lens, prefix_lens, strict=True)]
     assert metadata.num_extend_tokens == sum(num_new[:num_extends])
-    assert metadata.max_extend_len == max(num_new[:num_extends], default=0)
+    assert metadata.extends.extend_seq_lens.tolist() == num_new[:num_extends]
     plan = metadata.decode_plan(sliding_window=None)
-    items = torch.stack([plan.item_query_starts, plan.item_rows, plan.item_lens], 1).tolist()
+    items = torch.stack([plan.item_query_starts, plan.item_req_pool_indices, plan.item_lens], 1).tolist()
     assert sorted(items) == [[b - num_extends, b, seq_lens[b]] for b in range(num_extends, 4)]
     assert metadata.decode_plan(sliding_window=7) is plan
 
@@ -113,21 +113,20 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
     assert out.shape == (sum(num_new), 4, 8)
     for b, (part, result) in enumerate(zip(q.split(num_new), out.split(num_new), strict=True)):
         slots = req_to_token[b, : seq_lens[b]].long()
-        dense = dense_attention(part, pool.k_buffer(0)[slots], pool.v_buffer(0)[slots], 0.3)[0]
+        dense = dense_attention(part, pool.k_buffer(0)[slots], pool.v_buffer(0)[slots], Scoring(0.3))[0]
         torch.testing.assert_close(result.double(), dense, atol=1e-5, rtol=1e-5)
 
 
 def test_empty_batch() -> None:
-    metadata = InputMetadata.from_lengths([], [], [], [], scattered_rows(1, 4))
+    metadata = input_metadata([], [], [], [], scattered_rows(1, 4))
     assert metadata.positions.shape == metadata.logits_indices.shape == (0,)
-    assert (metadata.max_extend_len, metadata.total_num_tokens, metadata.max_seq_len) == (0, 0, 0)
     empty = torch.empty(0, 2, 8)
     out = RadixAttention(0, 2, 2, 8, scale=1.0)(empty, empty, empty, metadata, TwoLayerPool(4, 2, 8))
     assert out.shape == (0, 2, 8)
 
 
 def test_a_request_of_no_new_token_takes_no_room() -> None:
-    metadata = InputMetadata.from_lengths([0, 1, 2], [4, 0, 3], [2, 0, 3], [5, 6], scattered_rows(3, 4))
+    metadata = input_metadata([0, 1, 2], [4, 0, 3], [2, 0, 3], [5, 6], scattered_rows(3, 4))
     assert metadata.extend_start_loc.tolist() == [0, 2, 2]
     assert metadata.positions.tolist() == [2, 3]
     assert metadata.logits_indices.tolist() == [1]
@@ -135,8 +134,8 @@ def test_a_request_of_no_new_token_takes_no_room() -> None:
 
 def test_given_logits_indices_and_plan_are_kept() -> None:
     table = scattered_rows(2, 4)
-    plan = AttentionPlan.build(AttentionPlan.flat_arrays([1], [4]), torch.get_default_device())
-    metadata = InputMetadata.from_lengths(
+    plan = AttentionPlan.flat([1], [4]).to(torch.get_default_device())
+    metadata = input_metadata(
         [0, 1], [4, 4], [0, 3], [1, 2, 3, 4, 5], table, num_extends=1, logits_indices=[4, 0, 4], plan=plan
     )
     assert metadata.decode_plan(None) is plan
@@ -155,7 +154,7 @@ def test_device_views_need_not_be_copies() -> None:
     )
     assert metadata.positions.data_ptr() == views["positions"].data_ptr()
     assert metadata.positions.tolist() == [3, 4, 5, 4, 5, 6, 7, 8, 9]
-    assert metadata.total_num_tokens == 16
+    assert metadata.num_extend_tokens == 9
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -180,9 +179,9 @@ def test_inconsistent_batches_are_refused(change: dict[str, Any], message: str) 
         "out_cache_loc": range(1, 10),
         "req_to_token": scattered_rows(2, 10),
     }
-    InputMetadata.from_lengths(**batch)
+    input_metadata(**batch)
     with pytest.raises(ValueError, match=message):
-        InputMetadata.from_lengths(**{**batch, **change})
+        input_metadata(**{**batch, **change})
 
 
 def test_radix_attention_refuses_heads_that_do_not_divide() -> None:

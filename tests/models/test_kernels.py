@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layers import linear, radix_attention
-from layers.input_metadata import InputMetadata
-from layers.norm import RMSNorm, WideRMSNorm
+from layers.norm import GemmaRMSNorm, RMSNorm
 from layers.placement import Placement
 from radixrt.models.decoder import Block, Decoder
 from radixrt.models.loader import load_model
 from tests.support import checkpoints
+from tests.support.input_metadata import input_metadata
 from triton_ops.kv.e4m3 import E4M3
-from triton_ops.linear.split_k_linear import PartialLinearConfig, partial_linear
+from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.norms import rms_norm
+from triton_ops.tuning import SplitKConfig
 
 
 class Pool:
@@ -58,7 +59,7 @@ def passes(model: Decoder, device: torch.device, *, e4m3: bool = False) -> Tenso
     logits = []
     with torch.inference_mode():
         for start, end in ((0, 4), (4, 6), (6, 7), (7, 8)):
-            metadata = InputMetadata.from_lengths(
+            metadata = input_metadata(
                 [0], [end], [start], slots[start:end], rows, num_extends=int(end - start > 1)
             )
             ids = torch.arange(start + 20, end + 20, dtype=torch.int32, device=device)
@@ -122,12 +123,12 @@ def test_outputs_in_parts_are_those_that_a_norm_adds_up(
     shapes: list[tuple[int, ...]] = []
 
     def recorded(*arguments: Any, **options: Any) -> Tensor:
-        parts = partial_linear(*arguments, **options)
+        parts = split_k_linear(*arguments, **options)
         shapes.append(tuple(parts.shape))
         return parts
 
-    monkeypatch.setattr(linear, "partial_linear", recorded)
-    monkeypatch.setattr(linear, "partial_linear_config", lambda *_: PartialLinearConfig(16, 16, 2, 32))
+    monkeypatch.setattr(linear, "split_k_linear", recorded)
+    monkeypatch.setattr(linear, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
     logits = passes(model, kernel_device)
     assert len(shapes) == in_parts * 4
     assert {shape[0] for shape in shapes} == ({2, 3} if in_parts else set())
@@ -136,13 +137,13 @@ def test_outputs_in_parts_are_those_that_a_norm_adds_up(
     assert off < 5e-3, off
 
 
-@pytest.mark.parametrize("norm", [RMSNorm, partial(WideRMSNorm, offset=0.0)])
+@pytest.mark.parametrize("norm", [RMSNorm, partial(GemmaRMSNorm, offset=0.0)])
 def test_a_block_allows_parts_where_its_norms_add_them(norm: Callable[..., RMSNorm]) -> None:
     allowed = []
 
     class Part(nn.Module):
-        def forward(self, hidden: Tensor, *_: object, parts_allowed: bool = False) -> Tensor:
-            allowed.append(parts_allowed)
+        def forward(self, hidden: Tensor, *_: object, split_k_ok: bool = False) -> Tensor:
+            allowed.append(split_k_ok)
             return hidden
 
     norms = [norm(8, 1e-5, placement=Placement(torch.float32, torch.device("cpu"))) for _ in range(2)]
@@ -154,14 +155,14 @@ def test_a_block_allows_parts_where_its_norms_add_them(norm: Callable[..., RMSNo
 
 
 def test_biased_and_referenced_outputs_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "partial_linear_config", lambda *_: PartialLinearConfig(16, 16, 2, 32))
+    monkeypatch.setattr(linear, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
     x = torch.ones(3, 64)
     for bias, impl in ((True, "triton"), (False, "torch"), (False, "auto")):
         placement = Placement(torch.float32, torch.device("cpu"), impl)
         projection = linear.Linear(64, 64, bias=bias, placement=placement)
         for parameter in projection.parameters():
             parameter.fill_(0.5)
-        assert torch.equal(projection(x, parts_allowed=True), torch.full((3, 64), 32.0 + 0.5 * bias))
+        assert torch.equal(projection(x, split_k_ok=True), torch.full((3, 64), 32.0 + 0.5 * bias))
 
 
 # --- launches ---
@@ -208,7 +209,7 @@ def test_launches_of_a_layer(family: str, launches: int, tmp_path: Path, monkeyp
     monkeypatch.setattr(kernel_type, "run", lambda kernel, *_, **__: launched.append(kernel))
     monkeypatch.setattr(radix_attention, "extend_attention", lambda q, *_, **__: torch.empty_like(q))
     rows = torch.arange(8, dtype=torch.int32).view(1, 8)
-    metadata = InputMetadata.from_lengths([0], [3], [0], [1, 2, 3], rows)
+    metadata = input_metadata([0], [3], [0], [1, 2, 3], rows)
     hidden, pool = torch.zeros(3, model.config.hidden_size), Pool(model, torch.device("cpu"))
     with torch.no_grad(), Computed() as computed:
         model.blocks[1](hidden, None if family == "olmo2" else hidden, metadata, pool)

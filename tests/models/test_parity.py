@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from layers.input_metadata import InputMetadata
 from radixrt.errors import ParameterError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from tests.support import checkpoints
+from tests.support.input_metadata import input_metadata
 from triton_ops.attention.plan import AttentionPlan
 from triton_ops.implementation import runs_triton
 
@@ -93,7 +93,7 @@ class Session:
         plan: AttentionPlan | None = None,
     ) -> list[Tensor]:
         """Logits of all new tokens of (row, tokens so far, how many of them have their KV in the pool)."""
-        metadata = InputMetadata.from_lengths(
+        metadata = input_metadata(
             [row for row, _, _ in requests],
             [len(ids) for _, ids, _ in requests],
             [prefix for _, _, prefix in requests],
@@ -198,7 +198,7 @@ def test_decodes_of_a_shared_plan(session: Session, reference: Callable[[list[in
     session.req_to_token[1, :40] = session.req_to_token[0, :40]
     session.run((1, b[:-1], 40))
     items = ([0, 0, 1], [0, 40, 40], [40, 6, 3], [0, 0, 1], [2, 1, 1])
-    plan = AttentionPlan.build(AttentionPlan.host_arrays(*items, [46, 43]), torch.get_default_device())
+    plan = AttentionPlan.of_items(*items, [46, 43]).to(torch.get_default_device())
     logits = session.run((0, a, 45), (1, b, 42), num_extends=0, plan=plan)
     for ours, ids in zip(logits, (a, b), strict=True):
         assert_close(ours, reference(ids)[-1:])

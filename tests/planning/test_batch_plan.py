@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixrt.bench.batch_plan import CASES, measure_speed, random_tree
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.limits import RunLimits
 from radixrt.planning import batch_plan, rehearsal
@@ -22,20 +22,23 @@ from radixrt.planning.cache_model import ModelledRun, model_run
 from radixrt.planning.rehearsal import Rehearsal, rehearse
 from radixrt.planning.token_store import TokenStore
 from radixrt.planning.work import QUICKEST, SLOWEST, expected_work
+from radixrt.schedule.answer import Answer
+from radixrt.schedule.policy import SchedulerConfig
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.workloads import token_statistics
 from radixrt.workloads.bound import DeviceSpeed, ModelShape, list_bound
-from radixrt.workloads.lists import Ask, docqa, fewshot, samples, system_prompt, unshared
+from radixrt.workloads.lists import WorkloadPrompt, docqa, fewshot, samples, system_prompt, unshared
+from scripts.bench_batch_plan import CASES, measure_speed, random_tree
 from tests.planning.test_prefix_order import prompt_lists
 
 BUDGETS = (2048, 8192, 16384)
 
-FULL: dict[str, Callable[[], list[Ask]]] = {
+FULL: dict[str, Callable[[], list[WorkloadPrompt]]] = {
     make.__name__: make for make in (unshared, fewshot, docqa, system_prompt, samples)
 }
 # The same in small, with budgets of an eighth: prefixes are as long as passes, or longer.
-SMALL: dict[str, Callable[[], list[Ask]]] = {
+SMALL: dict[str, Callable[[], list[WorkloadPrompt]]] = {
     "unshared": lambda: unshared(requests=60, prompt_len=(10, 100), new_tokens=(10, 100)),
     "fewshot": lambda: fewshot(subjects=15, questions=12, examples_len=(50, 180), question_len=(5, 15)),
     "docqa": lambda: docqa(documents=4, document_len=1000, questions=16, question_len=(5, 15), new_tokens=20),
@@ -46,15 +49,15 @@ SMALL: dict[str, Callable[[], list[Ask]]] = {
 }
 
 
-def chain(links: int, length: int) -> list[Ask]:
+def chain(links: int, length: int) -> list[WorkloadPrompt]:
     """Each prompt goes on where another one ends, as turns of a conversation do."""
     tokens = np.arange(links * length, dtype=np.int32)
-    return [Ask(tokens[: (i * 37 % links + 1) * length], 1 + i % 7) for i in range(links)]
+    return [WorkloadPrompt(tokens[: (i * 37 % links + 1) * length], 1 + i % 7) for i in range(links)]
 
 
-def plan_of(asks: Sequence[Ask]) -> tuple[BatchPlan, np.ndarray]:
-    new_tokens = np.array([ask.max_new_tokens for ask in asks], dtype=np.int64)
-    return plan_batch(TokenStore.of([ask.prompt_ids for ask in asks]), new_tokens), new_tokens
+def plan_of(prompts: Sequence[WorkloadPrompt]) -> tuple[BatchPlan, np.ndarray]:
+    new_tokens = np.array([prompt.max_new_tokens for prompt in prompts], dtype=np.int64)
+    return plan_batch(TokenStore.of([prompt.prompt_ids for prompt in prompts]), new_tokens), new_tokens
 
 
 def real_run(plan: BatchPlan, limits: RunLimits, *, planned: bool = True) -> Rehearsal:
@@ -108,9 +111,9 @@ def test_plans_without_torch() -> None:
 # -- hits with the real scheduler --------------------------------------------------------------------------
 
 
-def check_planned_hits(asks: list[Ask], budget: int) -> None:
+def check_planned_hits(prompts: list[WorkloadPrompt], budget: int) -> None:
     """With a pool of twice the longest request: 99 % of the best possible in the planned order."""
-    plan, _ = plan_of(asks)
+    plan, _ = plan_of(prompts)
     best = plan.statistics.best_hit_rate
     limits = RunLimits(2 * plan.longest_request, chunked_prefill_size=budget)
     planned, file_order = real_run(plan, limits), real_run(plan, limits, planned=False)
@@ -152,10 +155,10 @@ def test_file_order_hits_less() -> None:
 )
 def test_followers_wait_under_every_budget(name: str, budget: int) -> None:
     """With memory for all: nothing is computed twice but the last token of a prompt, however passes are cut."""
-    asks = SMALL[name]()
+    prompts = SMALL[name]()
     if budget < 16:
-        asks = sorted(asks, key=lambda ask: len(ask.prompt_ids))[:40]
-    plan, new_tokens = plan_of(asks)
+        prompts = sorted(prompts, key=lambda prompt: len(prompt.prompt_ids))[:40]
+    plan, new_tokens = plan_of(prompts)
     limits = RunLimits(int(plan.store.lengths.sum() + new_tokens.sum()), chunked_prefill_size=budget)
     for planned in (True, False):
         run = real_run(plan, limits, planned=planned)
@@ -186,13 +189,13 @@ def test_many_requests_are_never_objects_at_once(monkeypatch: pytest.MonkeyPatch
     waiting: list[int] = []
     submit_all = Scheduler.submit_all
 
-    def watched(self: Scheduler, requests: list[Request], **_: object) -> None:
-        submit_all(self, requests)
+    def watched(self: Scheduler, requests: list[Request], **_: object) -> list[Answer]:
+        answers = submit_all(self, requests)
         waiting.append(len(self.waiting))
+        return answers
 
     monkeypatch.setattr(Scheduler, "submit_all", watched)
-    monkeypatch.setattr(rehearsal, "RANKED", 10)
-    monkeypatch.setattr("radixrt.schedule.policy.RANKED", 10)
+    monkeypatch.setattr(rehearsal, "SchedulerConfig", partial(SchedulerConfig, max_ranked=10))
     limits = RunLimits(3000, max_running_requests=8, chunked_prefill_size=64)
     all_at_once = real_run(plan, limits)
     monkeypatch.setattr(rehearsal, "SUBMITTED_AT_ONCE", 50)
@@ -231,18 +234,18 @@ def test_what_others_that_wait_need_stays(monkeypatch: pytest.MonkeyPatch) -> No
     store = TokenStore.of([[1] * 20 + [2], [1] * 20 + [3]])
     order, new_tokens = np.arange(2), np.array([30, 3])
     retracted: list[int] = []
-    next_batch = Scheduler.next_batch
+    next_pass = Scheduler.next_pass
 
     def retracting(self: Scheduler) -> object:
-        batch = next_batch(self)
-        first = next((r for r in self.running if r.index == 0), None)
+        batch = next_pass(self)
+        first = next((one for one in self.running if one.request.index == 0), None)
         if first is not None and first.num_output == 2 and not retracted:
             self.retract(first)
             self.max_running_requests = 1  # it waits until the other one has ended
             retracted.append(first.index)
         return batch
 
-    monkeypatch.setattr(Scheduler, "next_batch", retracting)
+    monkeypatch.setattr(Scheduler, "next_pass", retracting)
     run = rehearse(store, order, new_tokens, RunLimits(200), np.array([20, 0], dtype=np.int32))
     assert retracted == [0]
     # Its own prompt and its two tokens were published when it was retracted: one token at most is computed again.
@@ -256,12 +259,12 @@ def test_what_others_that_wait_need_stays(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize("name", ["fewshot", "three levels", pytest.param("docqa", marks=pytest.mark.long)])
 def test_the_model_predicts_what_the_scheduler_does(name: str, planned: bool, part: int) -> None:
-    asks = {
+    prompts = {
         "fewshot": lambda: fewshot(subjects=200, questions=10, examples_len=(40, 140), question_len=(4, 12)),
         "three levels": lambda: random_tree(7, (12, 10, 20), ((20, 60), (10, 50), (1, 30)), (1, 40)),
         "docqa": lambda: docqa(documents=60, document_len=400, questions=40, question_len=(2, 6), new_tokens=32),
     }[name]()
-    plan, _ = plan_of(asks)
+    plan, _ = plan_of(prompts)
     limits = RunLimits(max(2 * plan.longest_request, plan.statistics.distinct_tokens // part))
     real, model = real_run(plan, limits, planned=planned), modelled_run(plan, limits, planned=planned)
     assert abs(model.hit_rate - real.hit_rate) < 0.01
@@ -315,16 +318,16 @@ MEASURED = {
 
 @pytest.mark.parametrize("name", FULL)
 def test_time_is_where_the_engine_was(name: str) -> None:
-    asks = FULL[name]()
-    plan, new_tokens = plan_of(asks)
+    prompts = FULL[name]()
+    plan, new_tokens = plan_of(prompts)
     model = modelled_run(plan, RunLimits(900_000))
     run = plan.run
     for shape, seconds in zip((QWEN3, LLAMA), MEASURED[name], strict=True):
         work = expected_work(model, plan.store.lengths[run.order], run.shared, new_tokens[run.order], shape, H200)
-        bound = list_bound(asks, shape, H200)
-        assert work.least_seconds == pytest.approx(bound, rel=0.1)
+        bound = list_bound(prompts, shape, H200)
+        assert work.min_seconds == pytest.approx(bound, rel=0.1)
         least, most = work.expected_seconds
-        assert (least, most) == (QUICKEST * work.least_seconds, SLOWEST * work.least_seconds)
+        assert (least, most) == (QUICKEST * work.min_seconds, SLOWEST * work.min_seconds)
         assert least <= seconds <= most
         assert work.computed_tokens == plan.statistics.distinct_tokens + wholly_cached(plan)
         assert work.generated_tokens == new_tokens.sum()
@@ -359,8 +362,8 @@ def test_fewer_requests_at_once_take_longer() -> None:
 
 def test_long_answers_first_leave_no_tail() -> None:
     """What runs alone at the end is short: fewer passes than with the long answer last."""
-    asks = [Ask(np.array([i, 1], dtype=np.int32), 500 if i == 70 else 20) for i in range(100)]
-    plan, _ = plan_of(asks)
+    prompts = [WorkloadPrompt(np.array([i, 1], dtype=np.int32), 500 if i == 70 else 20) for i in range(100)]
+    plan, _ = plan_of(prompts)
     limits = RunLimits(1000, max_running_requests=10)
     assert real_run(plan, limits).passes < 520 < 600 < real_run(plan, limits, planned=False).passes
 

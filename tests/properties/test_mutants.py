@@ -1,7 +1,7 @@
 """Seeded faults in the real code, each of which the simulation must find, by the invariant that it breaks.
 
 A fault is found when a random walk raises the violation that is named, or when the code itself refuses what the
-fault makes it do (a slot freed twice). Without a fault the same walks find nothing: see test_simulation.py.
+fault makes it do (a slot freed twice). Without a fault the same walks find nothing: see test_state_machine.py.
 """
 
 from __future__ import annotations
@@ -18,24 +18,35 @@ import pytest
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache.pending_match import Prospect
+from radixrt.cache import radix_tree
+from radixrt.cache.frontiers import Frontier, Frontiers
+from radixrt.cache.host_tier import HostTier
+from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.cache.radix_tree import Insertion, Match, Namespace, Node, RadixTree
+from radixrt.cache.radix_tree import Insertion, LeafQueue, Match, Namespace, Node, RadixTree
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.errors import SchedulerError
 from radixrt.execution.attention import shared_segments
-from radixrt.execution.attention.shared_segments import SharedSegments
-from radixrt.execution.graphs.decode_numbers import DecodeForm, DecodeNumbers, _Growing
+from radixrt.execution.attention.pass_plans import PassPlans
+from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
+from radixrt.execution.packed_pass import PackedPass
+from radixrt.execution.pass_builder import PassBuilder
 from radixrt.output import FinishReason
-from radixrt.schedule import scheduler as scheduling
-from radixrt.schedule.batch import PassResult, ScheduleBatch
-from radixrt.schedule.policy import SchedulePolicy
-from radixrt.schedule.progress import Progress
-from radixrt.schedule.request import Request, RequestState
+from radixrt.schedule.answer import Answer, AnswerState
+from radixrt.schedule.booking import Bookkeeper
+from radixrt.schedule.passes import Pass, PassResult
+from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
+from radixrt.schedule.request import Request
+from radixrt.schedule.request_table import Parked, RequestTable, TableRow
+from radixrt.schedule.roster import Roster
+from radixrt.schedule.sampling_table import SamplingTable
 from radixrt.schedule.scheduler import Scheduler
 from tests.support.planned_reads import PlannedWorld
-from tests.support.simulation import SimulatedPass, SimulatedRunner, Sizes, Violation, Walk, World
+from tests.support.world.invariants import Violation
+from tests.support.world.runner import SimulatedPass, SimulatedRunner
+from tests.support.world.walk import Walk
+from tests.support.world.world import Sizes, World
 from triton_ops.attention.plan import AttentionPlan, SharedItems
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -54,6 +65,9 @@ TIERED_SIZES = [
     replace(SIZES, num_slots=44, host_slots=150, chunk=16),
     replace(SIZES, num_slots=44, host_slots=24),
 ]
+
+
+DRAFT_SIZES = [replace(one, drafts=True, max_in_flight=0) for one in ALL_SIZES]
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,7 @@ def drop_the_remap(patch: pytest.MonkeyPatch) -> None:
 @mutant("5:", "7:", "6:", "2:", "4:")
 def free_while_pending(patch: pytest.MonkeyPatch) -> None:
     """Slots are let go at once, though a pass in flight reads them."""
-    patch.setattr(PrefixCache, "_retire", PrefixCache._settle)
+    patch.setattr(PrefixCache, "_defer_free", PrefixCache._free_pending)
 
 
 @mutant("6:", "7:")
@@ -105,7 +119,7 @@ def match_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
 
     def generous(self: RadixTree, namespace: Namespace, tokens: np.ndarray, limit: int | None = None) -> Match:
         found = match(self, namespace, tokens, limit)
-        if found.node is not None and found.inside < len(found.node.tokens) and found.length < len(tokens) - 1:
+        if found.inside < len(found.node.tokens) and found.length < len(tokens) - 1:
             return Match(found.node, found.inside + 1, found.length + 1)
         return found
 
@@ -139,13 +153,8 @@ def evict_locked_nodes(patch: pytest.MonkeyPatch) -> None:
     def always_enough(self: RadixTree) -> int:
         return self.device_tokens
 
-    def offer_any(self: RadixTree, node: Node) -> None:
-        if node.parent is not None and not node.device_children and not node.queued:
-            node.queued = True
-            scheduling.bisect.insort(self._heap, self._entry(node))
-
     patch.setattr(RadixTree, "evict", ruthless)
-    patch.setattr(RadixTree, "_offer", offer_any)
+    patch.setattr(radix_tree, "is_device_leaf", lambda node: node.parent is not None and not node.device_children)
     patch.setattr(RadixTree, "evictable_tokens", property(always_enough))
 
 
@@ -175,29 +184,26 @@ def release_followers_too_early(patch: pytest.MonkeyPatch) -> None:
 @mutant("followers wait", first=2)
 def look_for_leaders_at_the_match_alone(patch: pytest.MonkeyPatch) -> None:
     """A leader that stands before the match, where others published what comes between, is not seen."""
-    leader = PrefixCache.leader
+    leader = Frontiers.leader
 
-    def near(self: PrefixCache, match: Match, tokens: np.ndarray, limit: int) -> Lease | None:
-        everywhere = self._frontiers
-        nearest = match.node if match.node is None or match.at_boundary else match.node.parent
-        self._frontiers = {at: leases for at, leases in everywhere.items() if at[0] is nearest}
-        found = leader(self, match, tokens, limit)
-        self._frontiers = everywhere
-        return found
+    def near(self: Frontiers, match: Match, tokens: np.ndarray) -> Frontier | None:
+        found = leader(self, match, tokens)
+        nearest = match.node if match.at_boundary else match.node.parent
+        return found if found is not None and found.node is nearest else None
 
-    patch.setattr(PrefixCache, "leader", near)
+    patch.setattr(Frontiers, "leader", near)
 
 
 @mutant("6:")
 def commit_what_is_only_launched(patch: pytest.MonkeyPatch) -> None:
-    let_go, computed = Scheduler._let_go, Request.computed
+    release, computed_len = Roster.release, TableRow.computed_len
 
-    def hasty(self: Scheduler, request: Request, keep: int | None = None) -> None:
-        patch.setattr(Request, "computed", property(lambda self: min(self.launched, self.num_known)))
-        let_go(self, request, keep)
-        patch.setattr(Request, "computed", computed)
+    def hasty(self: Roster, answer: Answer, reusable_len: int | None = None) -> None:
+        patch.setattr(TableRow, "computed_len", property(lambda self: min(self.allocated_len, self.known_len)))
+        release(self, answer, reusable_len)
+        patch.setattr(TableRow, "computed_len", computed_len)
 
-    patch.setattr(Scheduler, "_let_go", hasty)
+    patch.setattr(Roster, "release", hasty)
 
 
 @mutant("6:", "7:", "12:")
@@ -238,16 +244,16 @@ def drop_what_nobody_needs_and_lose_its_slots(patch: pytest.MonkeyPatch) -> None
 @mutant("4:", "5:", "2:", "unlocking")
 def drop_what_others_hold(patch: pytest.MonkeyPatch) -> None:
     """What nobody after it needs goes, although a request beside it still reads it."""
-    settle = PrefixCache._settle
+    settle = PrefixCache._free_pending
 
     def ruthless(self: PrefixCache, pending: Any) -> None:
         lease = pending.lease
-        if lease is not None and lease.keep is not None:
+        if lease is not None and lease.reusable_len is not None:
             for step in self.tree.path(lease.node):
                 step.lock = 1
         settle(self, pending)
 
-    patch.setattr(PrefixCache, "_settle", ruthless)
+    patch.setattr(PrefixCache, "_free_pending", ruthless)
 
 
 @mutant("1:", "9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES, first=1)
@@ -281,14 +287,12 @@ def ignore_the_namespace(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("12:")
 def lose_a_retracted_request_s_last_token(patch: pytest.MonkeyPatch) -> None:
-    book = Scheduler._book_token
+    append = Answer.append
 
-    def lossy(self: Scheduler, request: Request, token_id: int) -> None:
-        if request.state is RequestState.WAITING:
-            token_id = (token_id + 1) % 5
-        book(self, request, token_id)
+    def lossy(self: Answer, token_id: int) -> None:
+        append(self, (token_id + 1) % 5 if self.state is AnswerState.WAITING else token_id)
 
-    patch.setattr(Scheduler, "_book_token", lossy)
+    patch.setattr(Answer, "append", lossy)
 
 
 @mutant("rows:", "7:", "5:", first=2)
@@ -297,9 +301,9 @@ def keep_a_freed_row_s_changes(patch: pytest.MonkeyPatch) -> None:
 
     def hoarding(self: ReqToTokenPool, row: int) -> None:
         changes, self._changes = self._changes, []
-        stretches, self._stretches = self._stretches, {}
+        stretches, self._runs = self._runs, {}
         free(self, row)
-        self._changes, self._stretches = changes, stretches
+        self._changes, self._runs = changes, stretches
 
     patch.setattr(ReqToTokenPool, "free", hoarding)
 
@@ -322,19 +326,18 @@ def lose_a_change(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("13:")
 def count_a_hit_again_after_a_retraction(patch: pytest.MonkeyPatch) -> None:
-    retract = Scheduler.retract
+    retract = Roster.retract
 
-    def inflating(self: Scheduler, request: Request) -> None:
-        retract(self, request)
-        request.cached_tokens = None
+    def inflating(self: Roster, answer: Answer) -> None:
+        retract(self, answer)
+        answer.log.cached_tokens = None
 
-    patch.setattr(Scheduler, "retract", inflating)
+    patch.setattr(Roster, "retract", inflating)
 
 
 @mutant("11:")
 def never_overdue(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduling, "is_overdue", lambda request: False)
-    patch.setattr("radixrt.schedule.policy.is_overdue", lambda request: False)
+    patch.setattr(SchedulerConfig, "is_overdue", lambda self, oldest: False)
 
 
 @mutant("3:", "6:", "4:", "5:", "unlocking")
@@ -354,7 +357,7 @@ def insert_returns_no_duplicates(patch: pytest.MonkeyPatch) -> None:
     insert = RadixTree.insert
 
     def silent(self: RadixTree, node: Node, tokens: np.ndarray, slots: np.ndarray) -> Insertion:
-        return replace(insert(self, node, tokens, slots), canonical=np.zeros(0, np.int32))
+        return insert(self, node, tokens, slots)._replace(canonical=np.zeros(0, np.int32))
 
     patch.setattr(RadixTree, "insert", silent)
 
@@ -380,162 +383,165 @@ def take_other_weights_while_requests_run(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("2:", "5:", "7:", "cannot allocate -", first=2)
 def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
-    admit = Scheduler._admit
+    admit = Roster.admit
 
-    def shared(self: Scheduler, request: Request, lease: Lease) -> None:
-        if request.parent is not None and request.parent.lease is not None:
-            lease.row = request.parent.lease.row
-        admit(self, request, lease)
+    def shared(self: Roster, answer: Answer, lease: Lease) -> None:
+        if answer.parent is not None and answer.parent.lease is not None:
+            lease.row = answer.parent.lease.row
+        admit(self, answer, lease)
 
-    patch.setattr(Scheduler, "_admit", shared)
+    patch.setattr(Roster, "admit", shared)
 
 
 @mutant("8:", first=5)
 def abort_one_answer_and_not_the_others(patch: pytest.MonkeyPatch) -> None:
-    def alone(self: Engine, request: Request) -> None:
-        self.scheduler.abort(request)
+    def alone(self: Engine, answer: Answer) -> None:
+        self.scheduler.abort(answer)
 
     patch.setattr(Engine, "abort", alone)
 
 
 @mutant("8:", first=7)
 def abort_an_answer_and_keep_what_it_holds(patch: pytest.MonkeyPatch) -> None:
-    end, let_go = Scheduler._end, Scheduler._let_go
+    finish, release = Bookkeeper.finish, Roster.release
 
-    def forgetful(self: Scheduler, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        keeps = reason is FinishReason.ABORT and request.parent is not None
-        patch.setattr(Scheduler, "_let_go", (lambda *_: None) if keeps else let_go)
-        end(self, request, reason, error)
-        patch.setattr(Scheduler, "_let_go", let_go)
+    def forgetful(self: Bookkeeper, answer: Answer, reason: FinishReason, error: str | None = None) -> None:
+        keeps = reason is FinishReason.ABORT and answer.parent is not None
+        patch.setattr(Roster, "release", (lambda *_: None) if keeps else release)
+        finish(self, answer, reason, error)
+        patch.setattr(Roster, "release", release)
 
-    patch.setattr(Scheduler, "_end", forgetful)
+    patch.setattr(Bookkeeper, "finish", forgetful)
 
 
 @mutant("10:")
 def sample_all_first_tokens_in_one_pass(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_limit_samples", lambda self, pieces, num_decodes: pieces)
+    patch.setattr(Scheduler, "_limit_samples", lambda self, chunks, num_decodes: chunks)
 
 
 @mutant("12:")
 def draw_all_answers_as_the_same_sample(patch: pytest.MonkeyPatch) -> None:
-    fork = Request.fork
-    patch.setattr(Request, "fork", lambda self, sample_index: fork(self, 1))
+    fork = Answer.fork
+    patch.setattr(Answer, "fork", lambda self, sample_index: fork(self, 1))
 
 
 @mutant("13:")
 def find_in_the_cache_what_is_to_be_scored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Request, "match_limit", property(lambda self: self.num_known - 1))
+    patch.setattr(Answer, "match_limit", property(lambda self: self.progress.known_len - 1))
 
 
-# -- the numbers of running requests ------------------------------------------------------------------------
+# -- the numbers of running answers ------------------------------------------------------------------------
+# -- the numbers of running answers ------------------------------------------------------------------------
 
 
 @mutant("12:")
 def overlook_what_is_special(patch: pytest.MonkeyPatch) -> None:
     """Requests with many stop tokens are booked like all others."""
-    begin = Progress.begin
+    begin = RequestTable.begin
 
-    def alike(self: Progress, row: int, tokens: np.ndarray, **numbers: Any) -> None:
-        begin(self, row, tokens, **numbers)
-        self.is_special[row] &= numbers["wants_logprobs"]
+    def alike(self: RequestTable, row: int, request: Request, tokens: np.ndarray) -> TableRow:
+        begun = begin(self, row, request, tokens)
+        self.is_special[row] &= self.wants_logprobs[row]
+        return begun
 
-    patch.setattr(Progress, "begin", alike)
+    patch.setattr(RequestTable, "begin", alike)
 
 
 @mutant("12:")
 def forget_the_stops_of_running_requests(patch: pytest.MonkeyPatch) -> None:
-    append = Progress.append
+    append = RequestTable.append
 
-    def deaf(self: Progress, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    def deaf(self: RequestTable, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         append(self, rows, token_ids)
-        return self.known[rows] >= self.limit[rows]
+        return self.known_lens[rows] >= self.max_lens[rows]
 
-    patch.setattr(Progress, "append", deaf)
+    patch.setattr(RequestTable, "append", deaf)
 
 
 @mutant("12:", "6:", "7:")
 def leave_tokens_in_a_row_that_others_get(patch: pytest.MonkeyPatch) -> None:
-    """What a request keeps when it ceases to run is still a view of its line."""
+    """What an answer takes along when it stops running is still a view of its row."""
+    end = TableRow.end
 
-    def view(self: Progress, row: int) -> np.ndarray:
-        self.runs[row] = False
-        return self.tokens[row, : self.known[row]]
+    def view(self: TableRow) -> Parked:
+        tokens = self.tokens()
+        return Parked(tokens, end(self).total_len)
 
-    patch.setattr(Progress, "end", view)
+    patch.setattr(TableRow, "end", view)
 
 
 @mutant("8:", "12:", "13:", "list index")
 def book_for_a_row_that_was_let_go(patch: pytest.MonkeyPatch) -> None:
-    """A retracted request's last token goes to the line that it had."""
-    end = Progress.end
+    """A retracted answer's last token goes to the row that it had."""
+    release = Roster.release
 
-    def careless(self: Progress, row: int) -> np.ndarray:
-        tokens = end(self, row)
-        self.runs[row] = True
-        return tokens
+    def careless(self: Roster, answer: Answer, reusable_len: int | None = None) -> None:
+        row = answer.lease.row
+        release(self, answer, reusable_len)
+        self.table.runs[row] = True
 
-    patch.setattr(Progress, "end", careless)
+    patch.setattr(Roster, "release", careless)
 
 
 @mutant("8:")
 def decode_whoever_decoded_before(patch: pytest.MonkeyPatch) -> None:
-    """That a request was let go is not noticed."""
-    let_go = Scheduler._let_go
+    """That an answer was released is not noticed."""
+    release = Roster.release
 
-    def unnoticed(self: Scheduler, request: Request, keep: int | None = None) -> None:
-        was_current = self._is_current
-        let_go(self, request, keep)
-        self._is_current = was_current
+    def unnoticed(self: Roster, answer: Answer, reusable_len: int | None = None) -> None:
+        changes = self.changes
+        release(self, answer, reusable_len)
+        self.changes = changes
 
-    patch.setattr(Scheduler, "_let_go", unnoticed)
+    patch.setattr(Roster, "release", unnoticed)
 
 
 @mutant("8: nothing")
 def decode_beyond_the_last_token(patch: pytest.MonkeyPatch) -> None:
-    """Who has launched all that it may is not noticed."""
-    look = Scheduler._look_who_decodes
+    """That an answer has launched its last token is not noticed."""
+    group = Scheduler._group
 
     def rarely(self: Scheduler) -> None:
-        self._decodes_last += bool(self._decodes)
-        look(self)
+        self._passes_left += bool(self._decodes)
+        group(self)
 
-    patch.setattr(Scheduler, "_look_who_decodes", rarely)
+    patch.setattr(Scheduler, "_group", rarely)
 
 
 @mutant("6:", "7:", "8:", "12:", "13:")
 def come_back_while_a_token_is_in_flight(patch: pytest.MonkeyPatch) -> None:
-    retract = Scheduler.retract
+    retract = Roster.retract
 
-    def at_once(self: Scheduler, request: Request) -> None:
-        retract(self, request)
-        request.let_go_at = 0
+    def at_once(self: Roster, answer: Answer) -> None:
+        retract(self, answer)
+        answer.resumable_after = 0
 
-    patch.setattr(Scheduler, "retract", at_once)
+    patch.setattr(Roster, "retract", at_once)
 
 
 @mutant("13:", "index")
 def count_log_probabilities_of_those_who_want_none(patch: pytest.MonkeyPatch) -> None:
-    begin = Progress.begin
+    begin = RequestTable.begin
 
-    def generous(self: Progress, row: int, tokens: np.ndarray, **numbers: Any) -> None:
-        begin(self, row, tokens, **numbers)
+    def generous(self: RequestTable, row: int, request: Request, tokens: np.ndarray) -> TableRow:
+        begun = begin(self, row, request, tokens)
         self.wants_logprobs[row] = True
+        return begun
 
-    patch.setattr(Progress, "begin", generous)
-
-
-@mutant("8: a pass tells")
-def tell_of_nobody_who_comes(patch: pytest.MonkeyPatch) -> None:
-    batch = Scheduler._batch
-    patch.setattr(Scheduler, "_batch", lambda *arguments: replace(batch(*arguments), admitted=()))
+    patch.setattr(RequestTable, "begin", generous)
 
 
-@mutant("6: what a request")
+@mutant("8: a token is drawn")
+def draw_with_the_parameters_of_who_had_the_row_before(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SamplingTable, "admit", lambda *_: None)
+
+
+@mutant("6: what an answer")
 def expect_what_was_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Prospect, "_stands", lambda self: True)
+    patch.setattr(PendingMatch, "_is_current", lambda self: True)
 
 
-@mutant("6: what a request")
+@mutant("6: what an answer")
 def keep_the_edge_of_what_left_the_tree(patch: pytest.MonkeyPatch) -> None:
     evict = RadixTree.evict
 
@@ -550,11 +556,26 @@ def keep_the_edge_of_what_left_the_tree(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "evict", silent)
 
 
-@mutant("6: what a request", "10:", first=2)
+@mutant("6: what an answer", "10:", first=2)
 def wait_for_who_has_gone_on(patch: pytest.MonkeyPatch) -> None:
     """That a leader has come further is not noticed."""
-    is_awaited = Prospect.is_awaited
-    patch.setattr(Prospect, "is_awaited", lambda self: self._leader is not None or is_awaited(self))
+    has_leader = PendingMatch.has_leader
+    patch.setattr(PendingMatch, "has_leader", lambda self: self._leader is not None or has_leader(self))
+
+
+@mutant("8:", sizes=DRAFT_SIZES)
+def keep_the_positions_of_wrong_drafts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "truncate", lambda *_: None)
+
+
+@mutant("7:", "8:", "12:", sizes=DRAFT_SIZES)
+def take_what_follows_a_wrong_draft(patch: pytest.MonkeyPatch) -> None:
+    collect = SimulatedRunner.collect
+
+    def credulous(self: SimulatedRunner, handle: SimulatedPass) -> PassResult:
+        return replace(collect(self, handle), accepted=handle.booking.pass_.num_samples)
+
+    patch.setattr(SimulatedRunner, "collect", credulous)
 
 
 # -- two tiers ---------------------------------------------------------------------------------------------
@@ -636,7 +657,7 @@ def split_forgets_the_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "_split", careless)
 
 
-@mutant("4:", "16:", sizes=TIERED_SIZES)
+@mutant("4:", "5:", "16:", sizes=TIERED_SIZES)
 def split_miscounts_children_on_the_host(patch: pytest.MonkeyPatch) -> None:
     split = RadixTree._split
 
@@ -648,42 +669,23 @@ def split_miscounts_children_on_the_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "_split", careless)
 
 
-@mutant("1:", "2:", "3:", "4:", "16:", sizes=TIERED_SIZES)
+@mutant("1:", "2:", "3:", "4:", "5:", "16:", sizes=TIERED_SIZES)
 def drop_a_host_node_above_others(patch: pytest.MonkeyPatch) -> None:
     """The host forgets a node whose descendants it keeps."""
-    offer = RadixTree._offer_to_host
-
-    def any_node(self: RadixTree, node: Node) -> None:
-        children, node.host_children = node.host_children, 0
-        offer(self, node)
-        node.host_children = children
-
-    evict = RadixTree.evict_from_host
-
-    def ruthless(self: RadixTree, count: int) -> np.ndarray:
-        below = [(node, node.host_children) for root in self.roots.values() for node in _below(root)]
-        for node, _ in below:
-            node.host_children = 0
-        slots = evict(self, count)
-        for node, children in below:
-            node.host_children = max(0, children)
-        return slots
-
-    patch.setattr(RadixTree, "_offer_to_host", any_node)
-    patch.setattr(RadixTree, "evict_from_host", ruthless)
+    patch.setattr(radix_tree, "is_host_leaf", lambda node: node.host_slots is not None)
 
 
 @mutant("1:", "2:", "16:", sizes=TIERED_SIZES)
 def forget_what_the_host_could_keep_and_say_it_has_it(patch: pytest.MonkeyPatch) -> None:
     """A node leaves the device though the host has no copy, and stays in the tree."""
-    patch.setattr(PrefixCache, "_store", lambda *_: None)
+    patch.setattr(HostTier, "_store", lambda *_: None)
     patch.setattr(RadixTree, "_forget", lambda *_: None)
 
 
 @mutant("4:", "16:", "5:", "assert", sizes=TIERED_SIZES)
 def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
     """An unlocked node leaves the device though a child is there."""
-    take_off = RadixTree.take_off_device
+    take_off = RadixTree.detach_device
 
     def its_parent(self: RadixTree, node: Node) -> np.ndarray:
         above = node.parent
@@ -691,13 +693,13 @@ def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
             node = above
         return take_off(self, node)
 
-    patch.setattr(RadixTree, "take_off_device", its_parent)
+    patch.setattr(RadixTree, "detach_device", its_parent)
 
 
 @mutant("1:", "2:", "5:", "16:", "assert", sizes=TIERED_SIZES)
 def computed_slots_do_not_fill_what_the_host_has(patch: pytest.MonkeyPatch) -> None:
     """A request that computed what the host has: its slots are neither the tree's nor its own."""
-    patch.setattr(RadixTree, "put_on_device", lambda self, node, slots: None)
+    patch.setattr(RadixTree, "attach_device", lambda self, node, slots: None)
 
 
 @mutant("4:", "5:", "16:", "6:", "unlocking", sizes=TIERED_SIZES)
@@ -739,7 +741,7 @@ def keep_slots_that_nothing_is_loaded_into(patch: pytest.MonkeyPatch) -> None:
         self.slots.free = free
         return out
 
-    evict = PrefixCache._evict
+    evict = PrefixCache.evict
 
     def evicting(self: PrefixCache, count: int) -> None:
         hidden, self.slots.free = self.slots.free, SlotAllocator.free.__get__(self.slots)
@@ -747,25 +749,44 @@ def keep_slots_that_nothing_is_loaded_into(patch: pytest.MonkeyPatch) -> None:
         self.slots.free = hidden
 
     patch.setattr(PrefixCache, "_load", hoarding)
-    patch.setattr(PrefixCache, "_evict", evicting)
+    patch.setattr(PrefixCache, "evict", evicting)
 
 
 @mutant("5:", sizes=TIERED_SIZES)
 def drop_from_the_host_whatever_comes_first(patch: pytest.MonkeyPatch) -> None:
     """Its queue is in order of arrival."""
 
-    def offer(self: RadixTree, node: Node) -> None:
-        if node.host_slots is not None and not node.host_children and not node.host_queued:
-            node.host_queued = True
-            self._host_heap.append(self._entry(node))
+    class Line(LeafQueue):
+        def __init__(self) -> None:
+            self.line: list[Node] = []
 
-    patch.setattr(RadixTree, "_offer_to_host", offer)
+        def offer(self, node: Node) -> None:
+            if node not in self.line and radix_tree.is_host_leaf(node):
+                self.line.append(node)
+
+        def pop(self) -> Node | None:
+            while self.line:
+                node = self.line.pop(0)
+                if radix_tree.is_host_leaf(node):
+                    return node
+            return None
+
+        def nodes(self) -> list[Node]:
+            return self.line
+
+    build = RadixTree.__init__
+
+    def unordered(self: RadixTree) -> None:
+        build(self)
+        self.host_leaves = Line()
+
+    patch.setattr(RadixTree, "__init__", unordered)
 
 
 @mutant("6:", "7:", "9:", sizes=TIERED_SIZES)
 def flush_the_device_alone(patch: pytest.MonkeyPatch) -> None:
     def flush(self: PrefixCache) -> int:
-        self._evict(self.tree.evictable_tokens)
+        self.evict(self.tree.evictable_tokens)
         return 0
 
     patch.setattr(PrefixCache, "flush", flush)
@@ -773,13 +794,13 @@ def flush_the_device_alone(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("13:", sizes=TIERED_SIZES)
 def count_as_computed_what_was_loaded(patch: pytest.MonkeyPatch) -> None:
-    admit = Scheduler._admit
+    admit = Roster.admit
 
-    def ignorant(self: Scheduler, request: Request, lease: Lease) -> None:
-        admit(self, request, lease)
+    def ignorant(self: Roster, answer: Answer, lease: Lease) -> None:
+        admit(self, answer, lease)
         lease.matched -= lease.loaded
 
-    patch.setattr(Scheduler, "_admit", ignorant)
+    patch.setattr(Roster, "admit", ignorant)
 
 
 # -- what plans read for several ---------------------------------------------------------------------------
@@ -801,8 +822,8 @@ def share_a_token_that_is_each_one_s_own(patch: pytest.MonkeyPatch) -> None:
     """Segments end a token late, and so tails begin a token late."""
     depth_first = shared_segments.depth_first
 
-    def generous(slots: np.ndarray, lines: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        order, common = depth_first(slots, lines, lens)
+    def generous(slots: np.ndarray, offsets: np.ndarray, lens: np.ndarray, max_stops: int) -> Any:
+        order, common = depth_first(slots, offsets, lens, max_stops)
         most = np.minimum(lens[order][:-1], lens[order][1:])
         return order, np.minimum(common + (common > 0), most)
 
@@ -828,42 +849,44 @@ def send_no_remap(patch: pytest.MonkeyPatch) -> None:
 @mutant("17: each position", "17: what is read", "17: a plan is made", world=PlannedWorld)
 def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
     """That other requests decode is not noticed."""
-    of = DecodeNumbers.of
+    build = PassBuilder.build
 
-    def unnoticed(self: DecodeNumbers, batch: ScheduleBatch, *arguments: Any) -> DecodeForm:
-        if self._rows is not None and len(self._rows) == len(batch.req_pool_indices):
-            self._rows = batch.req_pool_indices
-        return of(self, batch, *arguments)
+    def unnoticed(self: PassBuilder, pass_: Pass) -> PackedPass:
+        if self._rows is not None and len(self._rows) == pass_.num_rows:
+            self._rows = pass_.req_pool_indices
+        return build(self, pass_)
 
-    patch.setattr(DecodeNumbers, "of", unnoticed)
+    patch.setattr(PassBuilder, "build", unnoticed)
 
 
 @mutant("17: each position", "17: a plan is of", world=PlannedWorld)
 def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
-    def stunted(self: _Growing, seq_lens: np.ndarray) -> None:
-        self._seq_lens[: len(seq_lens)] = seq_lens
+    def stunted(self: PassPlans[Any], seq_lens: np.ndarray) -> None:
+        for plan in self.decode.values():
+            plan.seq_lens[: len(seq_lens)] = seq_lens
 
-    patch.setattr(_Growing, "update", stunted)
+    patch.setattr(PassPlans, "grow", stunted)
 
 
 @mutant("17: a plan is made", world=PlannedWorld)
 def share_more_than_padded_plans_have_room_for(patch: pytest.MonkeyPatch) -> None:
     find = SharedSegments.find
+    wide = SharedCapacity(99, 99)
     patch.setattr(
-        SharedSegments, "find", lambda *arguments, **limits: find(*arguments, **dict.fromkeys(limits, 99))
+        SharedSegments, "find", lambda *arguments, **options: find(*arguments, **options | {"capacity": wide})
     )
 
 
 @mutant("17: a result is one item's", world=PlannedWorld)
 def take_nothing_in(patch: pytest.MonkeyPatch) -> None:
     """A row that has one narrow item writes its result, whatever shared items computed."""
-    arrays = AttentionPlan.host_arrays
+    of_items = AttentionPlan.of_items
 
-    def direct(*arguments: Any) -> dict[str, np.ndarray]:
-        plan = arrays(*arguments)
-        return plan | {"tail_partial_starts": np.zeros_like(plan["tail_partial_starts"])}
+    def direct(*arguments: Any) -> AttentionPlan[Any]:
+        plan = of_items(*arguments)
+        return replace(plan, tail_partial_starts=np.zeros_like(plan.tail_partial_starts))
 
-    patch.setattr(AttentionPlan, "host_arrays", direct)
+    patch.setattr(AttentionPlan, "of_items", staticmethod(direct))
 
 
 def walk_until_it_breaks(sizes: list[Sizes], seeds: Iterable[int], actions: int, kind: type[World] = World) -> str:

@@ -1,54 +1,21 @@
-"""Batches for attention tests, and their attention computed densely in float64."""
+"""Batches for attention tests."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from triton_ops.attention.extend import plan_extends
-from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array, SharedItems
+from radixrt.execution.attention.flat import KernelShape
+from triton_ops.attention.extend import Extends
+from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array, SharedItems, SharingPlan
 from triton_ops.attention.shared import shared_rows
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import E4M3, quantise
-
-
-def dense_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Query i of `q [T, Hq, D]` over all but the last T - 1 - i of `keys [L, Hk, D]`, in float64; of these over
-    the last `sliding_window`. Returns the result `[T, Hq, D]` and the log-sum-exps `[T, Hq]`.
-    """
-    num_tokens, num_heads, _ = q.shape
-    length, num_kv_heads, _ = keys.shape
-    group = num_heads // num_kv_heads
-    out = torch.empty(q.shape, dtype=torch.float64)
-    lse = torch.empty(q.shape[:2], dtype=torch.float64)
-    for token in range(num_tokens):
-        end = length - num_tokens + 1 + token
-        visible = slice(0 if sliding_window is None else max(0, end - sliding_window), end)
-        for head in range(num_heads):
-            kv_head = head // group
-            scores = keys[visible, kv_head].double() @ q[token, head].double() * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            if alibi_slopes is not None:
-                scores += alibi_slopes[head].double() * (torch.arange(visible.start, end) - (end - 1))
-            logits = scores if sinks is None else torch.cat([scores, sinks[head : head + 1].double()])
-            weights = torch.softmax(logits, 0)[: len(scores)]
-            out[token, head] = weights @ values[visible, kv_head].double()
-            lse[token, head] = torch.logsumexp(logits, 0)
-    return out, lse
+from triton_ops.kv.view import KVView
 
 
 @dataclass
@@ -71,19 +38,26 @@ class Case:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
+    @property
+    def kv(self) -> KVView:
+        """The pool."""
+        return KVView(self.k_buffer, self.v_buffer, self.req_to_token, self.k_scale, self.v_scale)
+
+    def extends(self, prefix_lens: list[int]) -> Extends:
+        """Each request as an extend of what comes after its prefix."""
+        prefix = torch.tensor(prefix_lens, dtype=torch.int32, device=self.rows.device)
+        lens = self.seq_lens - prefix
+        return Extends(self.rows, prefix, (lens.cumsum(0) - lens).int(), lens)
+
     def flat_plan(self, max_item_len: int | None = None, sliding_window: int | None = None) -> AttentionPlan:
         """The plan in which each request is a decode."""
         rows, seq_lens = self.rows.cpu().numpy(), self.seq_lens.cpu().numpy()
-        arrays = AttentionPlan.flat_arrays(
-            rows, seq_lens, max_item_len=max_item_len, sliding_window=sliding_window
-        )
-        return AttentionPlan.build(arrays, self.rows.device)
+        plan = AttentionPlan.flat(rows, seq_lens, max_item_len=max_item_len, sliding_window=sliding_window)
+        return plan.to(self.rows.device)
 
     def plan(self, *columns: list[int]) -> AttentionPlan:
         """The plan of these items: rows, starts, lengths, first query rows, numbers of query rows."""
-        return AttentionPlan.build(
-            AttentionPlan.host_arrays(*columns, self.seq_lens.cpu().numpy()), self.rows.device
-        )
+        return AttentionPlan.of_items(*columns, self.seq_lens.cpu().numpy()).to(self.rows.device)
 
 
 def make_case(
@@ -193,7 +167,7 @@ def shared_items(
     group: int,
     piece: int,
     seed: int = 0,
-) -> tuple[Int32Array, SharedItems]:
+) -> tuple[Int32Array, SharedItems, SharingPlan]:
     """Where tails begin, and the items in which each node but the leaves is shared, of at most `piece` tokens and
     of the query rows that fill a tile of the kernel. A leaf that several requests have is shared, too, as far as
     their `lens` allow, which reach to the leaves at least. Request b has `counts[b]` query rows. Lists of rows are
@@ -234,7 +208,7 @@ def shared_items(
     )
 
 
-def tree_arrays(
+def tree_plan(
     case: Case,
     edges: Edges,
     leaves: list[int],
@@ -244,27 +218,46 @@ def tree_arrays(
     max_item_len: int | None = None,
     padding: int = 0,
     seed: int = 0,
-) -> dict[str, Int32Array]:
-    """The arrays of the plan of decodes with these `shared_items` of all but their last tokens, and with `padding`
+) -> AttentionPlan[Int32Array]:
+    """The host plan of decodes with these `shared_items` of all but their last tokens, and with `padding`
     items of nothing.
     """
     rows, seq_lens = case.rows.numpy(force=True), case.seq_lens.numpy(force=True)
     tail_starts, shared = shared_items(
         case, edges, leaves, seq_lens - 1, np.ones_like(rows), group=group, piece=piece, seed=seed
     )
-    arrays = AttentionPlan.tree_arrays(rows, seq_lens, tail_starts, shared, max_item_len=max_item_len)
-    return with_empty_items(arrays, padding)
+    plan = AttentionPlan.tree(rows, seq_lens, tail_starts, shared, max_item_len=max_item_len)
+    return replace(plan, **empty_shared_items(plan, padding))
 
 
-def with_empty_items(arrays: dict[str, Int32Array], count: int) -> dict[str, Int32Array]:
-    """A plan's with so many shared items of nothing."""
-    sizes = [name for name in arrays if name.startswith("shared_") and name != "shared_queries"]
-    return arrays | {name: np.pad(arrays[name], (0, count)) for name in sizes}
+def empty_shared_items(plan: SharingPlan[Int32Array], count: int) -> dict[str, Any]:
+    """The fields of shared items, with `count` items of nothing after them."""
+    names = [name for name in vars(plan) if name.startswith("shared_") and name != "shared_queries"]
+    return {name: np.pad(getattr(plan, name), (0, count)) for name in names}
 
 
 def shared_plan(case: Case, *tree: Any, **options: Any) -> AttentionPlan:
-    """The plan of `tree_arrays`."""
-    return AttentionPlan.build(tree_arrays(case, *tree, **options), case.rows.device)
+    """The plan of `tree_plan`, on the device."""
+    return tree_plan(case, *tree, **options).to(case.rows.device)
+
+
+def extend_plan(case: Case, prefix_lens: Int32Array, group: int, **options: Any) -> ExtendPlan[Int32Array]:
+    """The host plan of requests that each extend what is after their prefix."""
+    counts = case.seq_lens.numpy(force=True) - prefix_lens
+    num_kv_heads, head_dim = case.k_buffer.shape[1:]
+    gpu = gpu_of(case.rows.device)
+    return KernelShape(gpu, group * num_kv_heads, num_kv_heads, head_dim, case.dtype).plan_extends(
+        prefix_lens,
+        np.cumsum(counts, dtype=np.int32) - counts,
+        counts,
+        **options,
+    )
+
+
+def flat_extends(case: Case, prefix_lens: list[int], group: int, sliding_window: int | None) -> ExtendPlan:
+    """The plan of extends without sharing, which cuts long prefixes."""
+    prefix = np.array(prefix_lens, np.int32)
+    return extend_plan(case, prefix, group, sliding_window=sliding_window).to(case.rows.device)
 
 
 def shared_extends(
@@ -283,18 +276,5 @@ def shared_extends(
     prefix = np.array(prefix_lens, np.int32)
     counts = case.seq_lens.numpy(force=True) - prefix
     tail_starts, shared = shared_items(case, edges, leaves, prefix, counts, group=group, piece=piece, seed=seed)
-    num_kv_heads, head_dim = case.k_buffer.shape[1:]
-    arrays, tile_tokens = plan_extends(
-        prefix,
-        np.cumsum(counts, dtype=np.int32) - counts,
-        counts,
-        gpu=gpu_of(case.rows.device),
-        num_heads=group * num_kv_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=case.dtype,
-        tail_starts=tail_starts,
-        shared=shared,
-        cut=cut,
-    )
-    return ExtendPlan.build(with_empty_items(arrays, padding), case.rows.device, tile_tokens=tile_tokens)
+    plan = extend_plan(case, prefix, group, tail_starts=tail_starts, shared=shared, cut=cut)
+    return replace(plan, **empty_shared_items(plan, padding)).to(case.rows.device)

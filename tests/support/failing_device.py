@@ -16,7 +16,7 @@ import torch
 from radixrt.cli import main
 from radixrt.errors import DeviceLostError
 from radixrt.execution.model_runner import ModelRunner
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.passes import Pass
 
 _PIECE = 2**30  # bytes
 
@@ -46,24 +46,26 @@ def take_all_memory(runner: ModelRunner) -> None:
         taken.append(torch.empty(_PIECE, dtype=torch.uint8, device=runner.device))
 
 
-def spoiled(kind: str, number: int) -> Callable[[ModelRunner, ScheduleBatch], Any]:
-    """What to put in place of `ModelRunner._launch`. Passes that measure memory have no leases, and are spared."""
-    launch = ModelRunner._launch
+def spoiled(kind: str, number: int) -> Callable[[ModelRunner, Pass], Any]:
+    """What to put in place of `ModelRunner.launch`. Passes that measure memory write to no slot but 0, and are
+    spared.
+    """
+    launch = ModelRunner.launch
     passes = 0
 
-    def launched(runner: ModelRunner, batch: ScheduleBatch) -> Any:
+    def launched(runner: ModelRunner, pass_: Pass) -> Any:
         nonlocal passes
-        if batch.leases:
+        if pass_.out_cache_loc.any():
             if kind == "lost" and passes == number:
                 break_device(runner)
-            if kind == "memory" and len(batch.requests) > number:
+            if kind == "memory" and pass_.num_rows > number:
                 take_all_memory(runner)
             passes += 1
-        return launch(runner, batch)
+        return launch(runner, pass_)
 
     return launched
 
 
 if __name__ == "__main__":
-    ModelRunner._launch = spoiled(sys.argv[1], int(sys.argv[2]))  # type: ignore[method-assign, assignment]
+    ModelRunner.launch = spoiled(sys.argv[1], int(sys.argv[2]))  # type: ignore[method-assign, assignment]
     sys.exit(main(sys.argv[3:]))

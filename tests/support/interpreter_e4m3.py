@@ -1,6 +1,6 @@
 """Conversions to and from e4m3 for Triton's interpreter, whose own round up without a carry and read NaN as 480.
 
-To import this puts torch's in their place. A GPU's are compared with torch's in test_kernels_elementwise.
+To import this puts torch's in their place. A GPU's are compared with torch's in test_qk_norm_rope_store.
 """
 
 from __future__ import annotations

@@ -14,36 +14,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triton_ops.activations.elementwise import MAX_BYTES
+from radixrt.execution.attention.flat import KernelShape
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
 from triton_ops.activations.silu_and_mul import silu_and_mul
-from triton_ops.attention.decode import decode_attention, decode_item_len
-from triton_ops.attention.extend import extend_attention, plan_extends
-from triton_ops.attention.plan import AttentionPlan, ExtendPlan, SharedItems
+from triton_ops.attention.arguments import Scoring
+from triton_ops.attention.decode import decode_attention
+from triton_ops.attention.extend import Extends, extend_attention
+from triton_ops.attention.plan import AttentionPlan, SharedItems
 from triton_ops.attention.shared import shared_rows
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.implementation import GPU, gpu_of
 from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.kv.kv_copy import kv_copy
-from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, norm_rotary_store
-from triton_ops.linear.split_k_linear import partial_linear, partial_linear_config
+from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
+from triton_ops.kv.view import KVView
+from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
 from triton_ops.norms.rms_norm_fp32_weight import (
-    add_wide_rms_norm,
-    norm_add_wide_rms_norm,
-    wide_rms_norm,
-    wide_rms_norm_add,
+    add_rms_norm_fp32_weight,
+    norm_add_rms_norm_fp32_weight,
+    rms_norm_fp32_weight,
+    rms_norm_fp32_weight_add,
 )
 from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.penalties import apply_penalties
 from triton_ops.sampling.sample import finite_rows, greedy, sample
+from triton_ops.tuning import MAX_ROW_BYTES, split_k_config
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -105,35 +108,32 @@ class AttentionShape:
     def min_capability(self) -> int:
         return FIRST_CAPABILITY if self.e4m3 else 80
 
-    def pool(self) -> dict[str, Tensor]:
-        """`k_buffer`, `v_buffer` and `req_to_token`, with 8 KV heads."""
+    def kv(self) -> KVView:
+        """A pool of 8 KV heads."""
         dtype = E4M3 if self.e4m3 else self.dtype
         num_slots = self.batch * (self.prefix + self.extend) + 1
         shape = (num_slots, 8, self.head_dim)
-        return {
-            "k_buffer": torch.empty(shape, dtype=dtype),
-            "v_buffer": torch.empty(shape, dtype=dtype),
-            "req_to_token": torch.arange(1, num_slots, dtype=torch.int32).view(self.batch, -1),
-        }
+        req_to_token = torch.arange(1, num_slots, dtype=torch.int32).view(self.batch, -1)
+        scales = (torch.empty(8), torch.empty(8)) if self.e4m3 else ()
+        return KVView(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype), req_to_token, *scales)
 
-    def keywords(self) -> dict[str, Any]:
-        """The options by their names, and what every call has."""
+    def scoring(self) -> Scoring:
+        """With the options by their names."""
         num_heads = 8 * self.group
-        values = {
+        values: dict[str, Any] = {
             "softcap": 30.0,
-            "sliding_window": 1000,
+            "window": 1000,
             "sinks": torch.empty(num_heads),
             "alibi_slopes": torch.empty(num_heads),
         }
-        scales = {"k_scale": torch.empty(8), "v_scale": torch.empty(8)} if self.e4m3 else {}
-        return {"scale": 0.1, "impl": "triton", **scales, **{name: values[name] for name in self.options}}
+        return Scoring(0.1, **{name: values[name] for name in self.options})
 
 
 def _shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionShape, bool]]:
     """What one kernel is compiled for, and whether it is one of the few."""
     for shape, few in _plain_shapes(batch, prefix, extend):
         yield shape, few
-        # As models have them: norm_rotary_store leaves float16 over e4m3 in place of bfloat16.
+        # As models have them: qk_norm_rope_store leaves float16 over e4m3 in place of bfloat16.
         if shape.dtype == torch.bfloat16:
             yield replace(shape, e4m3=True, dtype=torch.float16), few
         elif shape.dtype == torch.float32:
@@ -145,13 +145,13 @@ def _plain_shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[Attent
     for head_dim in HEAD_DIMS:
         for dtype in SHORT_NAMES:
             yield shape(dtype, head_dim), dtype == torch.bfloat16 and head_dim in (80, 128, 256)
-        softcap, window, sinks, alibi = (("softcap",), ("sliding_window",), ("sinks",), ("alibi_slopes",))
+        softcap, window, sinks, alibi = (("softcap",), ("window",), ("sinks",), ("alibi_slopes",))
         for options in (softcap, softcap + window, sinks + window, alibi):
             yield shape(head_dim=head_dim, options=options), False
     for group in (1, 2, 7, 8, 16):
         yield shape(group=group), False
     yield shape(group=2, options=("softcap",)), False  # Gemma 2 27B, its layers without a window
-    yield shape(head_dim=128, options=("softcap", "sliding_window", "sinks", "alibi_slopes")), True
+    yield shape(head_dim=128, options=("softcap", "window", "sinks", "alibi_slopes")), True
 
 
 def _extend_cases() -> Iterator[KernelCase]:
@@ -165,24 +165,19 @@ def _extend_cases() -> Iterator[KernelCase]:
             )
 
 
-def _extend(shape: AttentionShape, plan: ExtendPlan | None = None) -> None:
-    """q, k and v are views of one packed projection, as a model has them."""
-    num_tokens = shape.batch * shape.extend
+def _extend(shape: AttentionShape, shares: bool = False) -> None:
+    """q, k and v are views of one packed projection, as a model has them. `shares`: all have the same prefix."""
+    counts = np.full(shape.batch, shape.extend, np.int32)
+    prefix, num_tokens = np.full_like(counts, shape.prefix), shape.batch * shape.extend
+    starts = np.arange(shape.batch, dtype=np.int32) * shape.extend
+    shared = {"tail_starts": prefix, "shared": _all_share(shape, num_tokens)} if shares else {}
+    window = shape.scoring().window
+    plan = _kernel_shape(shape).plan_extends(prefix, starts, counts, sliding_window=window, **shared)
     packed = torch.empty(num_tokens, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)
     q, k, v = packed.split([8 * shape.group, 8, 8], dim=1)
-    requests = torch.arange(shape.batch, dtype=torch.int32)
-    extend_attention(
-        q,
-        k,
-        v,
-        **shape.pool(),
-        req_pool_indices=requests,
-        prefix_lens=torch.full_like(requests, shape.prefix),
-        extend_start_loc=requests * shape.extend,
-        extend_seq_lens=torch.full_like(requests, shape.extend),
-        plan=plan,
-        **shape.keywords(),
-    )
+    rows = np.arange(shape.batch, dtype=np.int32)
+    extends = Extends(*map(torch.from_numpy, (rows, prefix, starts, counts)))
+    extend_attention(q, k, v, shape.kv(), extends, plan.to(q.device), shape.scoring(), impl="triton")
 
 
 def _decode_cases() -> Iterator[KernelCase]:
@@ -196,14 +191,18 @@ def _decode_cases() -> Iterator[KernelCase]:
 
 def _decode(shape: AttentionShape) -> None:
     q = torch.empty(shape.batch, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)[:, : 8 * shape.group]
-    seq_lens, keywords = [shape.prefix + shape.extend] * shape.batch, shape.keywords()
-    arrays = AttentionPlan.flat_arrays(
+    seq_lens, scoring = [shape.prefix + shape.extend] * shape.batch, shape.scoring()
+    plan = AttentionPlan.flat(
         range(shape.batch),
         seq_lens,
-        max_item_len=decode_item_len(gpu_of(q.device), 8, np.array(seq_lens, np.int32)),
-        sliding_window=keywords.get("sliding_window"),
+        max_item_len=_kernel_shape(shape).decode_item_len(np.array(seq_lens, np.int32)),
+        sliding_window=scoring.window,
     )
-    decode_attention(q, **shape.pool(), plan=AttentionPlan.build(arrays, q.device), **keywords)
+    decode_attention(q, shape.kv(), plan.to(q.device), scoring, impl="triton")
+
+
+def _kernel_shape(shape: AttentionShape) -> KernelShape:
+    return KernelShape(gpu_of(torch.get_default_device()), 8 * shape.group, 8, shape.head_dim, shape.dtype)
 
 
 def _tree_cases() -> Iterator[KernelCase]:
@@ -211,7 +210,7 @@ def _tree_cases() -> Iterator[KernelCase]:
     seen: set[AttentionShape] = set()
     for windowed, few in _shapes(64, 1024, 128):
         # There are no shared items in layers with windows.
-        options = tuple(name for name in windowed.options if name != "sliding_window")
+        options = tuple(name for name in windowed.options if name != "window")
         shape = replace(windowed, options=options)
         if shape not in seen:
             seen.add(shape)
@@ -219,7 +218,7 @@ def _tree_cases() -> Iterator[KernelCase]:
             yield KernelCase(decode_attention, f"tree {shape}", partial(_tree, shape), few, wgmma, least)
             if few:  # the same kernel, told of tokens in place of decodes
                 extends = replace(shape, extend=16)
-                call = partial(_shared_extend, extends)
+                call = partial(_extend, extends, shares=True)
                 yield KernelCase(extend_attention, f"tree {extends}", call, False, wgmma, least)
 
 
@@ -227,8 +226,8 @@ def _tree(shape: AttentionShape) -> None:
     q = torch.empty(shape.batch, 8 * shape.group, shape.head_dim, dtype=shape.dtype)
     rows = np.arange(shape.batch, dtype=np.int32)
     tails = np.full_like(rows, shape.prefix)
-    arrays = AttentionPlan.tree_arrays(rows, tails + shape.extend, tails, _all_share(shape, shape.batch))
-    decode_attention(q, **shape.pool(), plan=AttentionPlan.build(arrays, q.device), **shape.keywords())
+    plan = AttentionPlan.tree(rows, tails + shape.extend, tails, _all_share(shape, shape.batch))
+    decode_attention(q, shape.kv(), plan.to(q.device), shape.scoring(), impl="triton")
 
 
 def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:
@@ -240,32 +239,13 @@ def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:
     return SharedItems(0 * first, 0 * first, np.full_like(first, shape.prefix), first, lens, rows)
 
 
-def _shared_extend(shape: AttentionShape) -> None:
-    counts = np.full(shape.batch, shape.extend, np.int32)
-    prefix = np.full_like(counts, shape.prefix)
-    arrays, tile_tokens = plan_extends(
-        prefix,
-        np.cumsum(counts, dtype=np.int32) - counts,
-        counts,
-        gpu=gpu_of(torch.get_default_device()),
-        num_heads=8 * shape.group,
-        num_kv_heads=8,
-        head_dim=shape.head_dim,
-        dtype=shape.dtype,
-        tail_starts=prefix,
-        shared=_all_share(shape, int(counts.sum())),
-    )
-    plan = ExtendPlan.build(arrays, torch.get_default_device(), tile_tokens=tile_tokens)
-    _extend(shape, plan)
-
-
 # --- elementwise ---
 
 
 def _elementwise_cases() -> Iterator[KernelCase]:
     for dtype in SHORT_NAMES:
         # Hidden sizes of models: powers of two and not; one that is no multiple of 16; the largest that may be.
-        largest = MAX_BYTES // dtype.itemsize
+        largest = MAX_ROW_BYTES // dtype.itemsize
         sizes = {128, 2048, 4096, 5120, 7168, 100, 16384, min(18432, largest), largest}
         for size in [4096] if dtype == torch.float16 else sorted(sizes):
             for num_tokens in (64, 4096):
@@ -306,10 +286,10 @@ def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterato
 
     yield case(rms_norm, weighted, eps=1e-5)
     yield case(add_rms_norm, added, eps=1e-5)
-    yield case(wide_rms_norm, weighted, eps=1e-5, offset=1.0)
-    yield case(add_wide_rms_norm, added, eps=1e-5, offset=0.0)
-    yield case(norm_add_wide_rms_norm, normed_and_added, eps=1e-5, offset=1.0)
-    yield case(wide_rms_norm_add, added, eps=1e-5, offset=0.0)
+    yield case(rms_norm_fp32_weight, weighted, eps=1e-5, offset=1.0)
+    yield case(add_rms_norm_fp32_weight, added, eps=1e-5, offset=0.0)
+    yield case(norm_add_rms_norm_fp32_weight, normed_and_added, eps=1e-5, offset=1.0)
+    yield case(rms_norm_fp32_weight_add, added, eps=1e-5, offset=0.0)
     yield case(layer_norm, weighted, bias=None, eps=1e-5)
     yield case(layer_norm, biased, eps=1e-5)
     yield case(add_layer_norm, added_biased, eps=1e-5)
@@ -347,8 +327,8 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
         q, k, v = packed.split([4 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
         pool = torch.empty(2, num_tokens + 1, num_kv_heads, head_dim, dtype=E4M3 if e4m3 else dtype)
         scale = torch.empty(num_kv_heads) if e4m3 else None
-        steps = {"norm": norm, "rotation": rotation, "k_scale": scale, "v_scale": scale}
-        norm_rotary_store(q, k, v, *pool, positions, **steps, impl="triton")
+        kv = KVView(*pool, positions[None], scale, scale)
+        qk_norm_rope_store(q, k, v, kv, positions, norm=norm, rotation=rotation, impl="triton")
 
     # The other dtypes take the same ways.
     names = product(norms, rotations) if dtype == torch.bfloat16 else [("norm", f"rotary {head_dim}")]
@@ -363,7 +343,7 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
         few = usual and dtype == torch.bfloat16 and (head_dim < 256 or norm_words == "norm")
         for e4m3 in (False, True):
             yield KernelCase(
-                norm_rotary_store,
+                qk_norm_rope_store,
                 f"{name}{', e4m3' * e4m3}",
                 partial(call, norms[norm_words], rotations[rotation_words], e4m3),
                 few,
@@ -378,14 +358,14 @@ def _linear_cases() -> Iterator[KernelCase]:
     """Every configuration, and the norm that adds up its parts; shapes of Qwen3 0.6B and 1.7B, Llama 3.1 8B."""
     for num_columns, depth in ((1024, 2048), (1024, 3072), (2048, 6144), (4096, 4096), (4096, 14_336)):
         for num_rows, dtype in product((16, 32, 64, 128, 256), (torch.bfloat16, torch.float16)):
-            config = partial_linear_config(GPU(90, 132), num_rows, num_columns, depth, dtype)
+            config = split_k_config(GPU(90, 132), num_rows, num_columns, depth, dtype)
             if config is None:
                 continue
             name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}"
             few = dtype == torch.bfloat16 and (num_columns, depth) in ((1024, 2048), (4096, 14_336))
             x, weight = torch.empty(num_rows, depth, dtype=dtype), torch.empty(num_columns, depth, dtype=dtype)
-            call = partial(partial_linear, x, weight, config, impl="triton")
-            yield KernelCase(partial_linear, name, call, few, wgmma=True, min_capability=90)
+            call = partial(split_k_linear, x, weight, config, impl="triton")
+            yield KernelCase(split_k_linear, name, call, few, wgmma=True, min_capability=90)
             parts = torch.empty(-(-depth // config.part_depth), num_rows, num_columns)
             residual, norm_weight = (
                 torch.empty(num_rows, num_columns, dtype=dtype),

@@ -8,77 +8,73 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import torch
 
-from layers.input_metadata import InputMetadata
-from radixrt.execution.attention import shared_segments
-from radixrt.execution.attention.planner import PlanKind
-from radixrt.execution.attention.shared_segments import SharedSegments, TreeCosts
-from radixrt.execution.graphs.decode_numbers import DecodeNumbers
-from radixrt.execution.graphs.extend_graphs import ExtendGraphs, PassShape
-from radixrt.execution.sampling.table import Features
-from radixrt.schedule.batch import ScheduleBatch
-from tests.execution.attention.test_planner import planner
-from tests.support.simulation import World, require
-from triton_ops.attention.plan import Int32Array
+from radixrt.execution.attention.flat import KernelShape
+from radixrt.execution.attention.pass_plans import PassPlans
+from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.attention.shared_segments import SharedSegments
+from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
+from radixrt.execution.graphs.ladder import PassShape
+from radixrt.execution.pass_builder import PassBuilder
+from radixrt.schedule.passes import Pass
+from tests.support.world.invariants import require
+from tests.support.world.world import World
+from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array, SharingPlan
 from triton_ops.implementation import GPU
 
 FREE = TreeCosts(operations=np.inf, item=0.0, partial_crossings=0.0, launches=0.0)
+TUNING = PlanTuning(costs=FREE, piece_tokens=1, min_piece=1, short_extend=16)
 TINY = GPU(capability=90, num_sms=1)  # padded plans have four shared items
 ROWS_AT_ONCE = 2
 PADDED_TO = 3  # decodes, and tokens of extends: sizes of padded passes are multiples of it
 
 MOVES = ("split", "remap", "eviction", "store", "eviction of what the host has")  # while a plan is in use
 
-TILE_TOKENS = "tile_tokens"
-
 Arrays = Mapping[str, Int32Array]
 Reads = list[tuple[int, int, int, int]]  # of a row: line, first position, end, number of the partial result or -1
+
+
+def tiny_planner(table: Int32Array, tuning: PlanTuning = TUNING, num_programs: int = 1) -> AttentionPlanner:
+    """With two programs segments are cut, unless they are of a token; with one, each is an item."""
+    shape = KernelShape(TINY, num_heads=8, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    tuning = replace(tuning, shared_programs_per_sm=num_programs)
+    sharing = SharedSegments(replace(shape, num_kv_heads=1), 2, ROWS_AT_ONCE, tuning)
+    return AttentionPlanner(shape, (None,), table, tuning, sharing)
 
 
 class PlannedReads:
     """Plans of a world's passes."""
 
-    def __init__(self, world: World) -> None:
-        shared_segments.PIECE_TOKENS = shared_segments.MIN_PIECE = 1
+    def __init__(self, world: World, tuning: PlanTuning = TUNING) -> None:
         self.events = world.events
         self._table = world.rows.req_to_token
-        self._planner = planner(TINY, None, req_to_token=self._table, tree=True)
-        # With two programs segments are cut, unless they are of a token; with one, each is an item.
-        self._planner._shared = SharedSegments(
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=16,
-            kv_bytes=2,
-            num_programs=1 + world.sizes.chunk % 2,
-            rows_at_once=ROWS_AT_ONCE,
-            costs=FREE,
-        )
-        self._numbers = DecodeNumbers(self._planner, world.rows.max_requests)
-        self._graphs = object.__new__(ExtendGraphs)  # of which nothing is asked but to pad passes
-        self._graphs._planner, self._graphs._padding_row = self._planner, world.rows.max_requests
-        self._sizes: set[int] = set()
+        self._planner = tiny_planner(self._table, tuning, 1 + world.sizes.chunk % 2)
+        self._padding_row = world.rows.max_requests
+        self._builders: dict[PassShape | None, PassBuilder] = {}
         self._passes = 0
         self._made: tuple[Int32Array, Counter[str]] | None = None  # rows of the plan in use, and events till then
 
-    def lines(self, batch: ScheduleBatch) -> list[Int32Array]:
+    def lines(self, batch: Pass) -> list[Int32Array]:
         """For each request of a pass the lines of `req_to_token` by which its positions are read, `[seq_len]`.
 
         Raises Violation where a position is not read once, by a line that names another slot than the row, or a
         result is not merged.
         """
         out: list[Int32Array] = []
-        arrays = self._arrays(batch)
+        host, plans = self._planned(batch)
         if batch.num_extends:
-            out = self._extends(batch, arrays)
+            out = self._extends(batch, plans.extend[None], host)
         rows, seq_lens = batch.req_pool_indices[batch.num_extends :], batch.seq_lens[batch.num_extends :]
         if not len(rows):
             return out
-        decodes = of_plan(arrays, "decode")
-        expected = np.append(seq_lens, np.zeros(len(decodes["seq_lens"]) - len(rows), np.int32))
-        require("17: a plan is of the contexts as they are", np.array_equal(decodes["seq_lens"], expected))
+        decodes = plans.decode[None]
+        expected = np.append(seq_lens, np.zeros(len(decodes.seq_lens) - len(rows), np.int32))
+        require("17: a plan is of the contexts as they are", np.array_equal(decodes.seq_lens, expected))
         reads = reads_of(decodes)
         whose = [*rows.tolist(), *[None] * (len(expected) - len(rows))]
         lines = [self._lines(*read) for read in zip(reads, expected.tolist(), whose, strict=True)]
@@ -98,12 +94,11 @@ class PlannedReads:
             require(name, np.array_equal(slots, self._table[row, :end]), own)
         return lines
 
-    def _extends(self, batch: ScheduleBatch, arrays: Arrays) -> list[Int32Array]:
+    def _extends(self, batch: Pass, extends: ExtendPlan[Int32Array], host: Arrays) -> list[Int32Array]:
         """The lines of the extends, as their last tokens read; the others are looked at, too."""
-        extends, out = of_plan(arrays, "extend"), []
-        reads = reads_of_extends(extends, arrays)
-        self.events["shared read by extends"] += bool(extends["shared_query_lens"].any())
-        starts = arrays["extend_start_loc"].tolist()
+        reads, out = reads_of_extends(extends, host), []
+        self.events["shared read by extends"] += bool(extends.shared_query_lens.any())
+        starts = host["extend_start_loc"].tolist()
         for i in range(batch.num_extends):
             row, first = int(batch.req_pool_indices[i]), int(batch.prefix_lens[i])
             for n in range(int(batch.seq_lens[i]) - first):
@@ -113,36 +108,34 @@ class PlannedReads:
             require("17: padding reads nothing", not any(start < stop for _, start, stop, _ in own), own)
         return out
 
-    def _arrays(self, batch: ScheduleBatch) -> Arrays:
-        """The plans' arrays, and of passes with extends, all that they are told. Every other one is padded, as
-        captured ones are.
-        """
-        count = len(batch.requests) - batch.num_extends
+    def _planned(self, batch: Pass) -> tuple[Arrays, PassPlans[Int32Array]]:
+        """The host arrays of a pass, and the plans. All decodes are padded, and every other pass with extends."""
+        shape: PassShape | None = None
         if not batch.num_extends:
-            size = -(-count // PADDED_TO) * PADDED_TO
-            if size not in self._sizes:
-                self._sizes.add(size)
-                for kind in self._numbers.kinds(size):
-                    self._numbers.idle(size, kind)
-            return self._numbers.of(batch, size, Features(), {}).arrays
-        self._passes += 1
-        if self._passes % 2:
-            host = InputMetadata.host_arrays(
-                batch.req_pool_indices, batch.seq_lens, batch.prefix_lens, batch.out_cache_loc
-            )
-            plans = self._planner.plan(host, batch.num_extends)
-            return {**host, **plans.arrays, TILE_TOKENS: np.array([plans.tile_tokens])}
-        shape = PassShape(
-            num_tokens=(len(batch.input_ids) - count) // PADDED_TO * PADDED_TO + PADDED_TO,
-            num_rows=len(batch.requests) // PADDED_TO * PADDED_TO + PADDED_TO,  # each may sample
-            num_extends=batch.num_extends + 2,
-        )
-        padded = self._graphs._padded(batch, shape, PlanKind.CUT)
-        assert padded is not None
-        return {**padded.host, **padded.plans.arrays, TILE_TOKENS: np.array([padded.plans.tile_tokens])}
+            shape = PassShape(0, -(-batch.num_rows // PADDED_TO) * PADDED_TO, 0)
+        else:
+            self._passes += 1
+            if self._passes % 2 == 0:
+                num_tokens = len(batch.input_ids) - (batch.num_rows - batch.num_extends)
+                shape = PassShape(
+                    num_tokens=num_tokens // PADDED_TO * PADDED_TO + PADDED_TO,
+                    num_rows=batch.num_rows // PADDED_TO * PADDED_TO + PADDED_TO,  # each may sample
+                    num_extends=batch.num_extends + 2,
+                )
+        packed = self._builder(shape).build(batch)
+        return packed.host_arrays(), packed.plans
 
-    def _count(self, batch: ScheduleBatch, arrays: Arrays, reads: Sequence[Reads]) -> None:
-        if not arrays["shared_query_lens"].any():
+    def _builder(self, shape: PassShape | None) -> PassBuilder:
+        """What pads passes to a shape, if they fit it."""
+        if shape not in self._builders:
+            shapes = [] if shape is None else [shape]
+            builder = self._builders[shape] = PassBuilder(self._planner, shapes, self._padding_row)
+            for _ in builder.idle_passes():
+                pass
+        return self._builders[shape]
+
+    def _count(self, batch: Pass, decodes: AttentionPlan[Int32Array], reads: Sequence[Reads]) -> None:
+        if not decodes.shared_query_lens.any():
             return
         self.events["shared read"] += 1
         self.events["shared read of several segments"] += any(len(own) > 2 for own in reads)
@@ -156,53 +149,48 @@ class PlannedReads:
             self.events[f"{what} under a plan"] += self.events[what] > self._made[1][what]
 
 
-def of_plan(arrays: Arrays, of: str) -> dict[str, Int32Array]:
-    """The arrays of the decodes' plan, or the extends', by field name."""
-    prefix = f"{of} None "
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-
-
-def reads_of(arrays: Arrays) -> list[Reads]:
+def reads_of(plan: AttentionPlan[Int32Array]) -> list[Reads]:
     """What each row of a plan of decodes reads. Raises Violation unless its result is one item's, or merged from
     all.
     """
-    reads: list[Reads] = [[] for _ in arrays["seq_lens"]]
-    for line, start, length, first, count, partial in _items(arrays, "item", "rows"):
+    reads: list[Reads] = [[] for _ in plan.seq_lens]
+    for line, start, length, first, count, partial in _items(plan, "item"):
         for j in range(count):
             reads[first + j].append((line, start, start + length, -1 if partial < 0 else partial + j))
-    _add_shared(arrays, reads)
+    _add_shared(plan, reads)
     return reads
 
 
-def reads_of_extends(arrays: Arrays, host: Arrays) -> list[Reads]:
-    """The same of a plan of extends, whose rows are tokens: they read nothing behind their own positions."""
+def reads_of_extends(plan: ExtendPlan[Int32Array], host: Arrays) -> list[Reads]:
+    """The same of a plan of extends, whose rows are tokens: they read nothing after their own positions."""
     names = ("extend_start_loc", "extend_seq_lens", "prefix_lens", "req_pool_indices")
     requests = list(zip(*(host[name].tolist() for name in names), strict=True))
-    tile_tokens = int(host[TILE_TOKENS][0])
     reads: list[Reads] = [[] for _ in range(sum(new for _, new, _, _ in requests))]
     names = ("item_requests", "item_query_starts", "item_starts", "item_lens", "item_partials")
     last = 0
-    for request, query_start, start, length, partial in zip(*(arrays[n].tolist() for n in names), strict=True):
+    for request, query_start, start, length, partial in zip(
+        *(getattr(plan, n).tolist() for n in names), strict=True
+    ):
         first, new, prefix, line = requests[request]
         last = max(last, first + new)
-        for j in range(min(tile_tokens, new - query_start)):
+        for j in range(min(plan.tile_tokens, new - query_start)):
             own = prefix + query_start + j + 1
             stop = max(start, min(start + length, own))
             reads[first + query_start + j].append((line, start, stop, -1 if partial < 0 else partial + j))
     reads = reads[:last]
-    _add_shared(arrays, reads)
+    _add_shared(plan, reads)
     return reads
 
 
-def _add_shared(arrays: Arrays, reads: list[Reads]) -> None:
+def _add_shared(plan: SharingPlan[Int32Array], reads: list[Reads]) -> None:
     """Adds what shared items read. Raises Violation unless each result is one item's, or merged from all."""
-    queries = arrays["shared_queries"].tolist()
-    for line, start, length, first, count, partial in _items(arrays, "shared", "lines"):
+    queries = plan.shared_queries.tolist()
+    for line, start, length, first, count, partial in _items(plan, "shared"):
         require("17: shared items without rows read nothing", count > 0 or length == 0)
         require("17: shared items have no more rows than a tile", count <= ROWS_AT_ONCE, count)
         for j, query in enumerate(queries[first : first + count]):
             reads[query].append((line, start, start + length, partial + j))
-    merged, taken_in = (lists_of(arrays, f"{name}_partial_starts", len(reads)) for name in ("row", "tail"))
+    merged, taken_in = (lists_of(plan, f"{name}_partial_starts", len(reads)) for name in ("row", "tail"))
     for i, own in enumerate(reads):
         partials = sorted(partial for *_, partial in own)
         direct = partials == [-1, *taken_in[i]] and not merged[i]
@@ -210,23 +198,22 @@ def _add_shared(arrays: Arrays, reads: list[Reads]) -> None:
         require(name, direct or (bool(partials) and partials == merged[i] and not taken_in[i]), (i, own))
     written = [partial for own in reads for *_, partial in own if partial >= 0]
     require("17: a partial result is written once", len(set(written)) == len(written), written)
-    require(
-        "17: partial results have room", max(written, default=-1) < max(1, len(arrays["row_partials"])), written
-    )
+    require("17: partial results have room", max(written, default=-1) < max(1, len(plan.row_partials)), written)
 
 
-def lists_of(arrays: Arrays, name: str, num_rows: int) -> list[list[int]]:
+def lists_of(plan: SharingPlan[Int32Array], name: str, num_rows: int) -> list[list[int]]:
     """The partial results of each row that begin at `name`, sorted."""
-    if not len(arrays.get(name, ())):
+    starts = getattr(plan, name, None)
+    if starts is None or not len(starts):
         return [[]] * num_rows
-    partials, starts = arrays["row_partials"].tolist(), arrays[name].tolist()
-    return [sorted(partials[start:end]) for start, end in pairwise(starts)]
+    partials = plan.row_partials.tolist()
+    return [sorted(partials[start:end]) for start, end in pairwise(starts.tolist())]
 
 
-def _items(arrays: Arrays, group: str, lines: str) -> Iterator[tuple[int, ...]]:
+def _items(plan: SharingPlan[Int32Array], group: str) -> Iterator[tuple[int, ...]]:
     """Line, first position, tokens, first query, queries and first partial result of each item of a group."""
-    names = (lines, "starts", "lens", "query_starts", "query_lens", "partials")
-    return zip(*(arrays[f"{group}_{name}"].tolist() for name in names), strict=True)
+    names = ("req_pool_indices", "starts", "lens", "query_starts", "query_lens", "partials")
+    return zip(*(getattr(plan, f"{group}_{name}").tolist() for name in names), strict=True)
 
 
 class PlannedWorld(World):

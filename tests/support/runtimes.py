@@ -16,16 +16,20 @@ from radixrt.limits import RunLimits
 from radixrt.output import RequestOutput
 from radixrt.runtime import Runtime
 from radixrt.schedule.activity import Activity
-from radixrt.schedule.batch import ScheduleBatch
+from radixrt.schedule.answer import Answer
+from radixrt.schedule.booking import Booking
+from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request, TextStop
 from radixrt.schedule.scheduler import Scheduler
-from tests.support.simulation import VOCAB, CheckedEngine, SimulatedRunner, Sizes, World, continuation
+from tests.support.world.model import VOCAB, continuation
+from tests.support.world.runner import SimulatedRunner
+from tests.support.world.world import CheckedEngine, Sizes, World
 
 SIZES = Sizes(num_slots=600, num_rows=13, context_len=40, max_running=8, max_samples=16, chunk=64)
 CAPTION = "tokens "  # of an answer's text
 TOKEN = 7  # that a scheduled Runtime always samples
 
-PassFault = Callable[[ScheduleBatch], Exception | None]
+PassFault = Callable[[Booking], Exception | None]
 
 
 def scheduled_runtime(
@@ -39,12 +43,14 @@ def scheduled_runtime(
 
 
 def simulated_runtime(sizes: Sizes = SIZES) -> SimulatedRuntime:
-    """A Runtime around the simulation's model. Prompts are token ids below `simulation.VOCAB`."""
+    """A Runtime around the simulation's model. Prompts are token ids below `VOCAB`."""
     world, hooks = World(sizes), Hooks()
     hooks.watch(world.runner)
     scheduler, model = world.scheduler, NoWeights(VOCAB)
     limits = RunLimits(
-        scheduler.cache.slots.capacity, scheduler.max_running_requests, scheduler.chunked_prefill_size
+        scheduler.cache.slots.capacity,
+        scheduler.config.max_running_requests,
+        scheduler.config.chunked_prefill_size,
     )
     builder = _Builder(model.config, None, context_length=sizes.context_len, seed=0, refusal=scheduler.refusal)
     builder.hooks = hooks
@@ -68,8 +74,8 @@ class Hooks:
     """
 
     def __init__(self) -> None:
-        self.launch_fault: PassFault = lambda batch: None
-        self.run_fault: PassFault = lambda batch: None
+        self.launch_fault: PassFault = lambda booking: None
+        self.run_fault: PassFault = lambda booking: None
         self.text_fault: Callable[[int], Exception | None] = lambda index: None
         self.make_text_stop: Callable[[int], TextStop | None] = lambda index: None
         self.on_step: Callable[[], None] = lambda: None
@@ -81,14 +87,17 @@ class Hooks:
         launch, collect = runner.launch, runner.collect
         faults: dict[int, Exception] = {}  # of passes in flight
 
-        def watched_launch(batch: ScheduleBatch) -> Any:
-            self.passes.append([request.index for request in batch.requests])
-            for _, request in batch.admitted:
-                self.begun[request.index] = self.begun.get(request.index, 0) + 1
-            if (error := self.launch_fault(batch)) is not None:
+        def watched_launch(pass_: Pass) -> Any:
+            booking = runner.booking
+            assert booking is not None
+            self.passes.append([answer.request.index for answer in booking.answers])
+            for answer in runner.newcomers:
+                index = answer.request.index
+                self.begun[index] = self.begun.get(index, 0) + 1
+            if (error := self.launch_fault(booking)) is not None:
                 raise error
-            handle = launch(batch)
-            if (error := self.run_fault(batch)) is not None:
+            handle = launch(pass_)
+            if (error := self.run_fault(booking)) is not None:
                 faults[id(handle)] = error
             return handle
 
@@ -100,8 +109,8 @@ class Hooks:
 
         runner.launch, runner.collect = watched_launch, watched_collect  # type: ignore[method-assign]
 
-    def output_of(self, first: Request) -> RequestOutput:
-        if (error := self.text_fault(first.index)) is not None:
+    def output_of(self, first: Answer) -> RequestOutput:
+        if (error := self.text_fault(first.request.index)) is not None:
             raise error
         output = request_output(first, None)
         answers = [replace(one, text=f"{CAPTION}{list(one.token_ids)}") for one in output.outputs]
@@ -151,14 +160,14 @@ class _SubmittingEngine(CheckedEngine):
     def is_lost(self) -> bool:
         return self.world.engine.is_lost
 
-    def step(self) -> list[Request]:
+    def step(self) -> list[Answer]:
         return self.world.step()  # without a check of everything: `World.check_drained` comes at the end
 
-    def submit_all(self, requests: Sequence[Request], *, in_order: bool = False) -> None:
-        self.world.submit_all(requests, in_order=in_order)
+    def submit_all(self, requests: Sequence[Request], *, in_order: bool = False) -> list[Answer]:
+        return self.world.submit_all(requests, in_order=in_order)
 
-    def abort(self, request: Request) -> None:
-        self.world.abort(request)
+    def abort(self, answer: Answer) -> None:
+        self.world.abort(answer)
 
 
 def expected_tokens(runtime: SimulatedRuntime, prompt: Sequence[int], count: int) -> list[int]:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_ops.row_tables import BLOCK, known_tokens, write_cells
+from triton_ops.row_tables import known_tokens, write_cells
+from triton_ops.tuning import ROW_TABLES
 
-SIZES = (0, 1, 3, BLOCK, BLOCK + 1, 3 * BLOCK - 5)
+SIZES = (0, 1, 3, ROW_TABLES.size, ROW_TABLES.size + 1, 3 * ROW_TABLES.size - 5)
 
 
 def int32(values: Any, device: torch.device) -> Tensor:

@@ -1,4 +1,7 @@
-"""The activation called `gelu_fast`: GELU (Hendrycks and Gimpel, 2016) by tanh, sqrt(2 / pi) cut to ten digits."""
+"""The activation `gelu_fast`: GELU (Hendrycks and Gimpel, 2016) by tanh, with sqrt(2 / pi) to ten digits.
+
+No model here uses it yet.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from triton_ops.implementation import Impl, runs_triton, tl, triton
 def gelu_fast(x: Tensor, *, impl: Impl = "auto") -> Tensor:
     """`x / 2 * (1 + tanh(0.7978845608 * x * (1 + 0.044715 * x^2)))`, in x's shape and dtype.
 
-    Computed in float32, rounded once.
+    It is computed in float32 and rounded once.
     """
     if runs_triton(impl, x.device):
         return launch_each(_gelu_fast_kernel, x)

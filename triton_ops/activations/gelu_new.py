@@ -1,4 +1,7 @@
-"""The activation of GPT-2's feed-forward layers: GELU (Hendrycks and Gimpel, 2016) by tanh."""
+"""The activation of GPT-2's feed-forward layers: GELU (Hendrycks and Gimpel, 2016) by tanh.
+
+No model here uses it yet.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from triton_ops.implementation import Impl, runs_triton, tl, triton
 def gelu_new(x: Tensor, *, impl: Impl = "auto") -> Tensor:
     """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`, in x's shape and dtype.
 
-    Computed in float32, rounded once.
+    It is computed in float32 and rounded once.
     """
     if runs_triton(impl, x.device):
         return launch_each(_gelu_new_kernel, x)

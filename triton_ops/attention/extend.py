@@ -1,227 +1,213 @@
-"""Causal attention of new tokens over a cached prefix in the pool and over one another."""
+"""Causal attention of new tokens to a cached prefix in the pool and to one another."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from triton_ops.attention.inputs import check_attention_inputs, check_window
-from triton_ops.attention.merge import merge_partials, merge_rows
-from triton_ops.attention.plan import NOTHING_SHARED, ExtendPlan, Int32Array, SharedItems
+from triton_ops.attention.arguments import (
+    Scoring,
+    check_arguments,
+    check_window,
+    kernel_arguments,
+    result_arguments,
+)
+from triton_ops.attention.dense import dense_attention
+from triton_ops.attention.merge import Partials, merge_partials, merge_rows
+from triton_ops.attention.plan import ExtendPlan
 from triton_ops.attention.shared import shared_attention
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.attention.softmax import attend_tile, write_rows
-from triton_ops.implementation import GPU, Impl, gpu_of, next_power_of_2, runs_triton, tl, triton
-from triton_ops.kv.e4m3 import E4M3, slots_of
+from triton_ops.implementation import GPU, Impl, gpu_of, runs_triton, tl, triton
+from triton_ops.kv.e4m3 import E4M3
+from triton_ops.kv.view import KVView
+from triton_ops.tuning import SHORT_ROWS, extend_config
+
+
+@dataclass(frozen=True)
+class Extends:
+    """The extends of a pass: int32 `[num_extends]` each, on its device.
+
+    Request b has `prefix_lens[b]` tokens in the pool, in row `req_pool_indices[b]` of `req_to_token`, and the new
+    tokens `extend_start_loc[b] : extend_start_loc[b] + extend_seq_lens[b]`, possibly none. Each new token belongs
+    to one request.
+    """
+
+    req_pool_indices: Tensor
+    prefix_lens: Tensor
+    extend_start_loc: Tensor
+    extend_seq_lens: Tensor
+
+    def tolist(self) -> list[list[int]]:
+        """The four numbers of each request. On a GPU this waits for the device."""
+        fields = [self.req_pool_indices, self.prefix_lens, self.extend_start_loc, self.extend_seq_lens]
+        requests: list[list[int]] = torch.stack(fields, 1).tolist()
+        return requests
 
 
 def extend_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    req_to_token: Tensor,
-    req_pool_indices: Tensor,
-    prefix_lens: Tensor,
-    extend_start_loc: Tensor,
-    extend_seq_lens: Tensor,
-    plan: ExtendPlan | None = None,
+    kv: KVView,
+    extends: Extends,
+    plan: ExtendPlan | None,
+    scoring: Scoring,
     *,
-    scale: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Token i of a request attends to the request's cached prefix and to its new tokens 0..i.
+    """Token i of a request attends to its cached prefix and to its new tokens 0..i: see `extend_reference`.
 
     Args:
-        q: `[num_tokens, num_heads, head_dim]`, any float dtype (over e4m3 not bfloat16, see `norm_rotary_store`),
-            any strides but for the last, which is 1.
-        k, v: `[num_tokens, num_kv_heads, head_dim]`, the new tokens' own, contiguous by request.
-            `num_heads` is a multiple of `num_kv_heads`.
-        k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]`, any float dtype, e4m3 included; read at the
-            prefixes' slots only, the others may hold anything.
-        req_to_token: int32 `[max_requests, max_context_len]`, position to slot.
-        req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens: int32 `[num_extends]`. Request b
-            has tokens `extend_start_loc[b] : extend_start_loc[b] + extend_seq_lens[b]`; 0 of them is
-            allowed. Every token is one request's.
-        plan: how the work is shared out, what `plan_extends` makes of the same lengths and window, on the device;
-            None: the kernel makes one here, which waits for the device to read the lengths, and the reference
-            needs none.
-        scale: factor on the scores, positive.
-        softcap: the scaled scores become `softcap * tanh(score / softcap)`; None: they stay.
-        sliding_window: a token at position p sees the positions from `p - sliding_window + 1` to p, so 1 is
-            itself alone; None: all from 0, as it must be where the plan has shared items.
-        k_scale, v_scale: float32 `[num_kv_heads]`, or None, as in `decode_attention`: they hold for k and v, too.
-        sinks, alibi_slopes: float32 `[num_heads]`, as in `decode_attention`.
-        out: `[num_tokens, num_heads, head_dim]`, any float dtype, contiguous: where the result goes; None: a new
-            tensor in q's dtype.
+        q: `[num_tokens, num_heads, head_dim]`, as in `decode_attention`.
+        k, v: `[num_tokens, num_kv_heads, head_dim]`, those of the new tokens, contiguous by request; the scales of
+            `kv` apply to them, too.
+        kv: the pool; only the prefixes are read.
+        plan: the work items, for the same lengths and window. Without one the kernel makes a plan that cuts no
+            prefix, waiting for the device to read the lengths; torch needs none.
+        out: `[num_tokens, num_heads, head_dim]`, any float dtype, contiguous; None: a new tensor in q's dtype.
         lse: float32 `[num_tokens, num_heads]`, contiguous, or None: as in `decode_attention`.
 
     Returns:
-        `out`. The reference computes in float32; the kernel multiplies in q's dtype and adds in float32.
+        `out`.
 
-    Raises ValueError where the kernel cannot read its arguments, or the plan is not for them, or with a window and
-    shared items.
+    Raises ValueError where the kernel cannot read its arguments or the plan is not for them, and for a window and
+    a plan with shared items.
 
-    The reference waits for the device, to read the lengths, or the items of a plan. The kernel is FlashAttention-2
-    (Dao, 2023) with the heads of a group side by side in a tile of queries; a long prefix that few tiles read is
-    shared out and merged as in FlashDecoding (Dao et al., 2023). Shared items have a kernel of their own
-    (`shared_attention`).
+    In torch everything is computed in float32, after waiting for the device to read the lengths. The kernel is
+    FlashAttention-2 (Dao, 2023) with the heads of a group side by side in a tile of queries; a long prefix that
+    few tiles read is cut, and merged as in FlashDecoding (Dao et al., 2023). Shared items have a kernel of their
+    own (`shared_attention`).
     """
-    check_window(sliding_window, plan)
+    check_window(scoring, plan)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if runs_triton(impl, q.device):
-        if plan is None:
-            arrays, tile_tokens = plan_extends(
-                prefix_lens.cpu().numpy(),
-                extend_start_loc.cpu().numpy(),
-                extend_seq_lens.cpu().numpy(),
-                gpu=gpu_of(q.device),
-                num_heads=q.shape[1],
-                num_kv_heads=k.shape[1],
-                head_dim=q.shape[2],
-                dtype=q.dtype,
-                sliding_window=sliding_window,
-            )
-            plan = ExtendPlan.build(arrays, q.device, tile_tokens=tile_tokens)
-        return _launch(
-            q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, prefix_lens, extend_start_loc,
-            extend_seq_lens, plan, scale, softcap, sliding_window, k_scale, v_scale, sinks, alibi_slopes, out, lse,
-        )  # fmt: skip
-    if plan is not None:
-        return _attend_by_plan(
-            q, k, v, k_buffer, v_buffer, req_to_token, req_pool_indices, prefix_lens, extend_start_loc,
-            extend_seq_lens, plan, scale, softcap, sliding_window, k_scale, v_scale, sinks, alibi_slopes, out, lse,
-        )  # fmt: skip
-    requests = torch.stack([req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens], 1).tolist()
-    for row, prefix_len, start, extend_len in requests:
+        plan = _uncut_plan(q, k, extends, scoring) if plan is None else plan
+        return _launch(q, k, v, kv, extends, plan, scoring, out, lse)
+    if plan is None:
+        return _extend_fast_cpu(q, k, v, kv, extends, scoring, out, lse)
+    return _extend_by_item(q, k, v, kv, extends, plan, scoring, out, lse)
+
+
+def extend_reference(
+    q: Tensor, k: Tensor, v: Tensor, kv: KVView, extends: Extends, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """What extend attention means, in float64: the new tokens of each request attend to its prefix and, causally,
+    to one another. Returns the result and the log-sum-exps.
+    """
+    out, lse = q.double(), q.new_empty(q.shape[:2], dtype=torch.float64)
+    for row, prefix_len, start, extend_len in extends.tolist():
+        new = slice(start, start + extend_len)
+        keys, values = _keys_and_values(k, v, kv, row, slice(prefix_len), new)
+        out[new], lse[new] = dense_attention(q[new], keys, values, scoring)
+    return out, lse
+
+
+def _keys_and_values(
+    k: Tensor, v: Tensor, kv: KVView, row: int, cached: slice, new: slice
+) -> tuple[Tensor, Tensor]:
+    """Those of cached positions of a request, then of new tokens: float32 `[L, num_kv_heads, head_dim]` both."""
+    keys, values = kv.gather(kv.req_to_token[row, cached])
+    new_keys, new_values = k[new].float(), v[new].float()
+    if kv.k_scale is not None:
+        new_keys = new_keys * kv.k_scale.unsqueeze(1)
+    if kv.v_scale is not None:
+        new_values = new_values * kv.v_scale.unsqueeze(1)
+    return torch.cat([keys, new_keys]), torch.cat([values, new_values])
+
+
+# --- in torch, fast on a CPU ---
+
+
+def _extend_fast_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: KVView,
+    extends: Extends,
+    scoring: Scoring,
+    out: Tensor,
+    lse: Tensor | None,
+) -> Tensor:
+    """Request by request, with torch's own attention where it can express the scoring."""
+    window = scoring.window
+    only_window = all(x is None for x in (scoring.softcap, scoring.sinks, scoring.alibi_slopes, lse))
+    for row, prefix_len, start, extend_len in extends.tolist():
         if extend_len == 0:
             continue
         new = slice(start, start + extend_len)
-        keys, values = k[new], v[new]
-        if k_scale is not None:
-            keys = keys.float() * k_scale.unsqueeze(1)
-        if v_scale is not None:
-            values = values.float() * v_scale.unsqueeze(1)
-        mask = bias = None
-        # What the first new token no longer sees, none of them does.
-        first = 0 if sliding_window is None else max(0, prefix_len - sliding_window + 1)
+        # No later token sees a position that the first new token does not see.
+        first = 0 if window is None else max(0, prefix_len - window + 1)
         num_cached = prefix_len - first
-        if num_cached:
-            slots = req_to_token[row, first:prefix_len]
-            keys = torch.cat([slots_of(k_buffer, slots, k_scale), keys.float()])
-            values = torch.cat([slots_of(v_buffer, slots, v_scale), values.float()])
-        plain = softcap is None and sinks is None and alibi_slopes is None and lse is None
-        if num_cached or not plain or (sliding_window is not None and sliding_window < extend_len):
+        keys, values = _keys_and_values(k, v, kv, row, slice(first, prefix_len), new)
+        mask = None
+        if num_cached or not only_window or (window is not None and window < extend_len):
             mask = torch.ones(extend_len, num_cached + extend_len, dtype=torch.bool, device=q.device)
             mask = mask.tril_(num_cached)
-            if sliding_window is not None:
-                mask = mask.triu_(num_cached - sliding_window + 1)
-        if plain:
-            out[new] = _attend(q[new], keys, values, mask, scale)
+            if window is not None:
+                mask = mask.triu_(num_cached - window + 1)
+        if only_window:
+            out[new] = _attend(q[new], keys, values, mask, scoring.scale)
             continue
         assert mask is not None
-        if alibi_slopes is not None:
-            tokens = torch.arange(num_cached + extend_len, device=q.device)
-            bias = alibi_slopes[:, None, None] * (tokens - tokens[num_cached:, None])
-        out[new], new_lse = _attend_with_all(q[new], keys, values, mask, scale, softcap, sinks, bias)
+        tokens = torch.arange(num_cached + extend_len, device=q.device)
+        distances = tokens - tokens[num_cached:, None]
+        out[new], new_lse = _attend_with_all(q[new], keys, values, mask, distances, scoring, scoring.sinks)
         if lse is not None:
             lse[new] = new_lse
     return out
 
 
-def _attend_by_plan(
+def _extend_by_item(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    req_to_token: Tensor,
-    req_pool_indices: Tensor,
-    prefix_lens: Tensor,
-    extend_start_loc: Tensor,
-    extend_seq_lens: Tensor,
+    kv: KVView,
+    extends: Extends,
     plan: ExtendPlan,
-    scale: float,
-    softcap: float | None,
-    sliding_window: int | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
+    scoring: Scoring,
     out: Tensor,
     lse: Tensor | None,
 ) -> Tensor:
-    """The reference that reads item by item."""
-    keys_of = partial(_keys_of, k, k_buffer, req_to_token, k_scale)
-    values_of = partial(_keys_of, v, v_buffer, req_to_token, v_scale)
+    """Item by item, as the kernel reads them."""
     rows, parts, lses = [], [], []
 
-    def attend(row: Tensor, positions: Tensor, start: int, keys: Tensor, values: Tensor) -> None:
+    def attend(row: Tensor, positions: Tensor, line: int, start: int, cached: slice, new: slice) -> None:
+        keys, values = _keys_and_values(k, v, kv, line, cached, new)
         distances = torch.arange(start, start + len(keys), device=q.device) - positions[:, None]
         mask = distances <= 0
-        if sliding_window is not None:
-            mask &= distances > -sliding_window
-        bias = None if alibi_slopes is None else alibi_slopes[:, None, None] * distances
-        part, part_lse = _attend_with_all(q[row], keys, values, mask, scale, softcap, None, bias)
+        if scoring.window is not None:
+            mask &= distances > -scoring.window
+        part, part_lse = _attend_with_all(q[row], keys, values, mask, distances, scoring, None)
         rows.append(row)
         parts.append(part)
         lses.append(part_lse)
 
-    requests = torch.stack([req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens], 1).tolist()
+    requests = extends.tolist()
     items = torch.stack([plan.item_requests, plan.item_query_starts, plan.item_starts, plan.item_lens], 1)
     for request, query_start, start, length in items[plan.item_lens > 0].tolist():
         line, prefix_len, loc, extend_len = requests[request]
         tokens = torch.arange(query_start, min(query_start + plan.tile_tokens, extend_len), device=q.device)
         new = slice(loc + max(start - prefix_len, 0), loc + max(start + length - prefix_len, 0))
         cached = slice(start, min(start + length, prefix_len))
-        attend(loc + tokens, prefix_len + tokens, start, keys_of(line, cached, new), values_of(line, cached, new))
-    segments = torch.stack([plan.shared_lines, plan.shared_starts, plan.shared_lens], 1).tolist()
+        attend(loc + tokens, prefix_len + tokens, line, start, cached, new)
+    segments = torch.stack([plan.shared_req_pool_indices, plan.shared_starts, plan.shared_lens], 1).tolist()
     lists = torch.stack([plan.shared_query_starts, plan.shared_query_lens], 1).tolist()
     for (line, start, length), (first, count) in zip(segments, lists, strict=True):
         row = plan.shared_queries[first : first + count].long()
-        cached, new = slice(start, start + length), slice(0)
-        positions = plan.seq_lens[row] - 1
-        attend(row, positions, start, keys_of(line, cached, new), values_of(line, cached, new))
-    return merge_rows(rows, parts, lses, sinks, out, lse)
-
-
-def _keys_of(
-    new_tokens: Tensor,
-    buffer: Tensor,
-    req_to_token: Tensor,
-    factor: Tensor | None,
-    line: int,
-    cached: slice,
-    new: slice,
-) -> Tensor:
-    """Keys, or values, of positions of a prefix, and behind them of new tokens: float32
-    `[L, num_kv_heads, head_dim]`.
-    """
-    own = new_tokens[new].float()
-    if factor is not None:
-        own = own * factor.unsqueeze(1)
-    return torch.cat([slots_of(buffer, req_to_token[line, cached], factor), own])
+        attend(row, plan.seq_lens[row] - 1, line, start, slice(start, start + length), slice(0))
+    return merge_rows(rows, parts, lses, scoring.sinks, out, lse)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """`q [T, num_heads, head_dim]` over `keys` and `values` `[L, num_kv_heads, head_dim]` where
-    `mask [T, L]` is true (None: causal, T = L), in float32.
+    """`q [T, num_heads, head_dim]` over `keys` and `values` `[L, num_kv_heads, head_dim]` where `mask [T, L]` is
+    true (None: causal, T = L), in float32.
     """
     q, keys, values = (x.transpose(0, 1).float() for x in (q, keys, values))
     attended = scaled_dot_product_attention(
@@ -235,26 +221,25 @@ def _attend_with_all(
     keys: Tensor,
     values: Tensor,
     mask: Tensor,
-    scale: float,
-    softcap: float | None,
+    distances: Tensor,
+    scoring: Scoring,
     sinks: Tensor | None,
-    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`_attend` with everything that torch's attention does not know: also returns the log-sum-exps
-    `[T, num_heads]`. `bias` is `[num_heads, T, L]`.
+    """`_attend` with everything that torch's attention does not have: also returns the log-sum-exps
+    `[T, num_heads]`. `distances` `[T, L]` are those of the keys from the queries.
     """
     q, keys, values = (x.transpose(0, 1).float() for x in (q, keys, values))
     group = q.shape[0] // keys.shape[0]
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    scores = q @ keys.transpose(1, 2) * scale
-    if softcap is not None:
-        scores = soft_cap(scores, softcap, impl="torch")
-    if bias is not None:
-        scores += bias
+    scores = q @ keys.transpose(1, 2) * scoring.scale
+    if scoring.softcap is not None:
+        scores = soft_cap(scores, scoring.softcap, impl="torch")
+    if scoring.alibi_slopes is not None:
+        scores += scoring.alibi_slopes[:, None, None] * distances
     lse = scores.masked_fill_(~mask, -torch.inf).logsumexp(-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks[:, None])
-    # Of what sees nothing, 0 stands for it: -inf less -inf would be NaN.
+    # Finite even where a row sees nothing, as -inf less -inf would be NaN.
     finite = lse.clamp(min=torch.finfo(torch.float32).min)
     return ((scores - finite.unsqueeze(-1)).exp_() @ values).transpose(0, 1), lse.T
 
@@ -262,224 +247,77 @@ def _attend_with_all(
 # --- the kernel ---
 
 
-@dataclass(frozen=True)
-class ExtendConfig:
-    """A tile has `block_m` rows (tokens times the heads of a group) and reads `block_n` keys a step; `num_warps`
-    and `num_stages` are Triton's. With 128 registers a thread two programs of 8 warps run side by side, with 168
-    three of 4. With a limit `max_registers`, ptxas makes use of them; left to itself it may spill a little to
-    save some.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-
-
-def extend_config(
-    gpu: GPU, head_dim: int, dtype: torch.dtype, *, short: bool, alibi: bool = False, e4m3: bool = False
-) -> ExtendConfig:
-    """The kernel's configuration; `short` tiles have at most `SHORT_ROWS` rows, others that or more. With `alibi`
-    they are of the same size as without.
-
-    Hopper's were measured on an H200 (docs/benchmarks.md), but for those of float32 and `alibi`. The others are
-    what compiles without spills.
-    """
-    if dtype == torch.float32:
-        tile = 32 if head_dim <= 64 else 16
-        return ExtendConfig(tile, tile, 8, 1, max_registers=128)
-    if e4m3 and gpu.capability == 90:
-        if head_dim > 128:
-            return ExtendConfig(64 if short else 128, 32 if short else 16, 8, 1 if head_dim == 256 else 2)
-        return ExtendConfig(64, 32, 4, 3, 168) if short else ExtendConfig(128, 32, 8, 2, 128)
-    if gpu.capability != 90:
-        if head_dim <= 64:
-            return ExtendConfig(64 if short else 128, 64, 8, 2, max_registers=255)
-        return ExtendConfig(64, 64 if head_dim <= 128 else 32, 8, 2)
-    if head_dim > 128:
-        return ExtendConfig(64, 32, 8, 2) if short else ExtendConfig(128, 16 if head_dim < 256 else 32, 8, 2)
-    if short:
-        return ExtendConfig(64, 32, 4, 3, max_registers=168)
-    if head_dim <= 64:
-        return ExtendConfig(128, 64, 4, 3)
-    # Heads that are padded need registers for their masks, as distances do.
-    return ExtendConfig(128, 32, 8, 3, max_registers=128 if head_dim == 128 and not alibi else None)
-
-
-def _block_m(config: ExtendConfig, group: int) -> int:
-    """Rows of a tile: at least one token's."""
-    return max(config.block_m, next_power_of_2(group))
-
-
 def extend_tile_tokens(gpu: GPU, head_dim: int, group: int, dtype: torch.dtype, *, short: bool) -> int:
-    """The most tokens of a tile: `group` heads of each read a KV head."""
-    return _block_m(extend_config(gpu, head_dim, dtype, short=short), group) // group
+    """The tokens of a tile, of which `group` heads each read a KV head. `short`: as in `extend_config`."""
+    return extend_config(gpu, head_dim, dtype, short=short).block_rows(group) // group
 
 
-SHORT_ROWS = 64  # extends with no more rows than this take short tiles
-PROGRAMS_PER_SM = 2  # that many of the kernel's run side by side
-MIN_ITEM_LEN = 512  # shorter pieces of a prefix are not worth a partial result
-
-
-def plan_extends(
-    prefix_lens: Int32Array,
-    extend_start_loc: Int32Array,
-    extend_seq_lens: Int32Array,
-    *,
-    gpu: GPU,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    sliding_window: int | None = None,
-    tail_starts: Int32Array | None = None,
-    shared: SharedItems = NOTHING_SHARED,
-    short: bool | None = None,
-    cut: bool = True,
-) -> tuple[dict[str, Int32Array], int]:
-    """`ExtendPlan.host_arrays` for these requests and `tile_tokens`, as the configuration for `gpu` wants them.
-
-    The KV that a tile reads is cut, if it may be, where it is more than a fair share for each of the programs that
-    run side by side, unless the pieces would be too short to be worth a partial result. `short`: whether tiles
-    are; None: as the requests are.
-    """
-    group = num_heads // num_kv_heads
-    if short is None:
-        short = int(extend_seq_lens.max(initial=0)) * group <= SHORT_ROWS
-    tile_tokens = extend_tile_tokens(gpu, head_dim, group, dtype, short=short)
-    num_tiles = -(-extend_seq_lens.astype(np.int64) // tile_tokens)
-    # What a tile in the middle of the new tokens reads is the mean of its request's.
-    mean = prefix_lens + (extend_seq_lens + tile_tokens) // 2
-    if tail_starts is not None:
-        mean = mean - tail_starts
-    if sliding_window is not None:
-        mean = mean.clip(max=sliding_window + tile_tokens)
-    fair = int((num_tiles * mean).sum()) * num_kv_heads // programs_of(gpu)
-    max_item_len = -(-max(fair, MIN_ITEM_LEN) // 64) * 64
-    arrays = ExtendPlan.host_arrays(
-        prefix_lens,
-        extend_start_loc,
-        extend_seq_lens,
+def _uncut_plan(q: Tensor, k: Tensor, extends: Extends, scoring: Scoring) -> ExtendPlan:
+    lens, group = extends.extend_seq_lens.cpu().numpy(), q.shape[1] // k.shape[1]
+    short = int(lens.max(initial=0)) * group <= SHORT_ROWS
+    tile_tokens = extend_tile_tokens(gpu_of(q.device), q.shape[2], group, q.dtype, short=short)
+    return ExtendPlan.of_extends(
+        extends.prefix_lens.cpu().numpy(),
+        extends.extend_start_loc.cpu().numpy(),
+        lens,
         tile_tokens=tile_tokens,
-        max_item_len=max_item_len if cut else None,
-        sliding_window=sliding_window,
-        tail_starts=tail_starts,
-        shared=shared,
-    )
-    return arrays, tile_tokens
-
-
-def most_extra_extend_items(gpu: GPU, num_kv_heads: int) -> int:
-    """The most items more than tiles that `plan_extends` makes by cutting: about twice the fair shares."""
-    return 2 * -(-programs_of(gpu) // num_kv_heads)
-
-
-def programs_of(gpu: GPU) -> int:
-    """Programs of the kernel that run side by side."""
-    return PROGRAMS_PER_SM * gpu.num_sms
+        sliding_window=scoring.window,
+    ).to(q.device)
 
 
 def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    req_to_token: Tensor,
-    req_pool_indices: Tensor,
-    prefix_lens: Tensor,
-    extend_start_loc: Tensor,
-    extend_seq_lens: Tensor,
+    kv: KVView,
+    extends: Extends,
     plan: ExtendPlan,
-    scale: float,
-    softcap: float | None,
-    sliding_window: int | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
+    scoring: Scoring,
     out: Tensor,
     lse: Tensor | None,
 ) -> Tensor:
-    _, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    group = num_heads // num_kv_heads
-    check_attention_inputs(q, k_buffer, v_buffer, req_to_token, k_scale, v_scale, sinks, alibi_slopes, out, lse)
-    gpu, short, e4m3 = gpu_of(q.device), plan.tile_tokens * group <= SHORT_ROWS, k_buffer.dtype == E4M3
-    config = extend_config(gpu, head_dim, q.dtype, short=short, alibi=alibi_slopes is not None, e4m3=e4m3)
+    group = q.shape[1] // num_kv_heads
+    check_arguments(q, kv, scoring, out, lse)
+    short = plan.tile_tokens * group <= SHORT_ROWS
+    alibi, e4m3 = scoring.alibi_slopes is not None, kv.k.dtype == E4M3
+    config = extend_config(gpu_of(q.device), q.shape[2], q.dtype, short=short, alibi=alibi, e4m3=e4m3)
     if k.stride() != v.stride() or k.stride(2) != 1:
-        # A norm over all heads leaves k beside the projection that v is part of. The kernel has registers for one
-        # offset a token.
+        # A norm over all heads leaves k outside the projection that v is part of, and the kernel has registers for
+        # only one offset a token.
         k, v = k.contiguous(), v.contiguous()
-    tile_tokens = _block_m(config, group) // group
-    if plan.tile_tokens != tile_tokens:
+    block_m = config.block_rows(group)
+    if plan.tile_tokens != block_m // group:
         raise ValueError(
-            f"the plan's tiles have {plan.tile_tokens} tokens, the kernel's {tile_tokens}: it was made for "
+            f"the plan's tiles have {plan.tile_tokens} tokens, the kernel's {block_m // group}: it was made for "
             "another GPU, dtype or shape"
         )
     num_items = plan.item_requests.shape[0]
     if num_items == 0:
         return out
-    num_partials = plan.row_partials.shape[0]
-    partial_out = torch.empty((num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty((num_partials, num_heads), dtype=torch.float32, device=q.device)
-    if plan.shared_lines.shape[0]:
-        shared_attention(
-            q, k_buffer, v_buffer, req_to_token, plan,
-            scale, softcap, k_scale, v_scale, alibi_slopes, partial_out, partial_lse,
-        )  # fmt: skip
+    partials = Partials.of(plan, q)
+    if plan.shared_req_pool_indices.shape[0]:
+        shared_attention(q, kv, plan, scoring, partials)
     _extend_kernel[(num_items * num_kv_heads,)](
-        q,
-        k,
-        v,
-        k_buffer,
-        v_buffer,
-        req_to_token,
-        req_pool_indices,
-        prefix_lens,
-        extend_start_loc,
-        extend_seq_lens,
-        plan.item_requests,
-        plan.item_query_starts,
-        plan.item_starts,
-        plan.item_lens,
-        plan.item_partials,
-        k_scale,
-        v_scale,
-        sinks,
-        alibi_slopes,
-        out,
-        lse,
-        partial_out,
-        partial_lse,
-        scale if softcap is not None else scale * math.log2(math.e),
-        1.0 if softcap is None else softcap,
-        0 if sliding_window is None else sliding_window,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        k_buffer.stride(0),
-        k_buffer.stride(1),
-        req_to_token.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_D=max(16, next_power_of_2(head_dim)),
-        BLOCK_M=_block_m(config, group),
-        BLOCK_N=config.block_n,
-        NUM_STAGES=config.num_stages,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_WINDOW=sliding_window is not None,
-        HAS_SINKS=sinks is not None,
-        HAS_ALIBI=alibi_slopes is not None,
-        HAS_LSE=lse is not None,
-        num_warps=config.num_warps,
-        maxnreg=config.max_registers,
+        k=k,
+        v=v,
+        kv_row_stride=k.stride(0),
+        kv_head_stride=k.stride(1),
+        req_pool_indices=extends.req_pool_indices,
+        prefix_lens=extends.prefix_lens,
+        extend_start_loc=extends.extend_start_loc,
+        extend_seq_lens=extends.extend_seq_lens,
+        item_requests=plan.item_requests,
+        item_query_starts=plan.item_query_starts,
+        item_starts=plan.item_starts,
+        item_lens=plan.item_lens,
+        item_partials=plan.item_partials,
+        **kernel_arguments(q, kv, scoring, partials, config),
+        **result_arguments(scoring, out, lse),
+        BLOCK_M=block_m,
     )
-    if num_partials:
-        merge_partials(partial_out, partial_lse, plan.row_partial_starts, plan.row_partials, sinks, out, lse)
+    if partials.out.shape[0]:
+        merge_partials(partials, plan, scoring.sinks, out, lse)
     return out
 
 
@@ -489,7 +327,7 @@ def _extend_kernel(
     req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens,
     item_requests, item_query_starts, item_starts, item_lens, item_partials,
     k_scale, v_scale, sinks, alibi_slopes, out, lse, partial_out, partial_lse, scale, softcap, window,
-    q_row_stride, q_head_stride, kv_row_stride, kv_head_stride, slot_stride, slot_head_stride, line_stride,
+    q_row_stride, q_head_stride, kv_row_stride, kv_head_stride, slot_stride, slot_head_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr,
@@ -504,7 +342,7 @@ def _extend_kernel(
     prefix_len = tl.load(prefix_lens + request)
     extend_len = tl.load(extend_seq_lens + request)
     first_row = tl.load(extend_start_loc + request)
-    slots = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * line_stride
+    slots = req_to_token + tl.load(req_pool_indices + request).to(tl.int64) * table_stride
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -527,8 +365,8 @@ def _extend_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
 
-    # The cached prefix, through the pool: whole tiles, then what is left, masked. A window masks every tile. So
-    # does float32, whose products leave no registers for other loops of them.
+    # The cached prefix, through the pool: whole tiles, then the masked rest. With a window every tile is masked,
+    # and with float32, whose products leave no registers for a second loop.
     MASK_ALL: tl.constexpr = HAS_WINDOW or q.dtype.element_ty == tl.float32
     k_head = k_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
     v_head = v_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
@@ -538,7 +376,7 @@ def _extend_kernel(
     peeled = start + tl.maximum(cached_end - start, 0) // BLOCK_N * BLOCK_N
     if MASK_ALL:
         peeled = start
-    # The next tile's slots are carried along: loads that depend on loads would wait for them.
+    # The next tile's slots are carried along, so that loads do not wait for other loads.
     slot = tl.load(slots + start + n, mask=start + n < cached_end, other=0)
     for first in tl.range(start, peeled, BLOCK_N, num_stages=NUM_STAGES):
         offset = slot.to(tl.int64)[:, None] * slot_stride
@@ -554,7 +392,7 @@ def _extend_kernel(
         offset = slot.to(tl.int64)[:, None] * slot_stride
         if MASK_ALL:
             slot = tl.load(slots + first + BLOCK_N + n, mask=first + BLOCK_N + n < cached_end, other=0)
-        # What is not the request's may be NaN, and 0 * NaN is NaN: neither K nor V is read there.
+        # Other requests' slots may hold NaN, and 0 * NaN is NaN: neither K nor V is read there.
         keys = tl.load(k_head + offset, mask=live[:, None] & in_head, other=0.0)
         values = tl.load(v_head + offset, mask=live[:, None] & in_head, other=0.0)
         visible = in_tile[:, None] & live[None, :]
@@ -565,12 +403,12 @@ def _extend_kernel(
             scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
 
-    # The new tokens, contiguous: those that all rows see, then the diagonal.
+    # The new tokens, contiguous: first those that all rows see, then the diagonal.
     k_new = k + first_row.to(tl.int64) * kv_row_stride + kv_head * kv_head_stride + d[None, :]
     v_new = v + first_row.to(tl.int64) * kv_row_stride + kv_head * kv_head_stride + d[None, :]
     new_start = tl.maximum(start - prefix_len, 0)
     new_end = tl.minimum(end - prefix_len, extend_len)
-    # Rows see up to their own token, the first row the fewest: up to and with token query_start.
+    # Each row sees the tokens up to its own; the first row sees the fewest, up to token query_start.
     seen_by_all = tl.minimum(query_start + 1, new_end)
     peeled = new_start + tl.maximum(seen_by_all - new_start, 0) // BLOCK_N * BLOCK_N
     if MASK_ALL:
@@ -598,8 +436,8 @@ def _extend_kernel(
         )  # fmt: skip
 
     if GROUP % 4 != 0:
-        # Where these rows go takes more to compute. It is done anew, from what the compiler cannot know to be the
-        # same: kept through the loops, the results would spill.
+        # The destination of these rows is costly to compute. It is computed again, from volatile loads: kept
+        # through the loops, it would spill.
         request = tl.load(item_requests + item, volatile=True)
         query_start = tl.load(item_query_starts + item, volatile=True)
         first_partial = tl.load(item_partials + item, volatile=True)

@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from triton_ops.attention.plan import SharingPlan
 from triton_ops.attention.softmax import LOG2_E, finish_rows
 from triton_ops.implementation import next_power_of_2, tl, triton
+from triton_ops.tuning import MERGE_PARTIALS, MERGE_WARPS
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Partial results on the device.
+
+    Attributes:
+        out: float32 `[P, num_heads, head_dim]`, each normalised by itself.
+        lse: float32 `[P, num_heads]`, log-sum-exps in base 2; -inf of a part that saw nothing.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def of(cls, plan: SharingPlan, q: Tensor) -> Partials:
+        """Memory for the partial results of a plan, uninitialised."""
+        shape = (plan.row_partials.shape[0], *q.shape[1:])
+        return cls(
+            torch.empty(shape, dtype=torch.float32, device=q.device),
+            torch.empty(shape[:2], dtype=torch.float32, device=q.device),
+        )
 
 
 def merge_rows(
@@ -19,10 +44,10 @@ def merge_rows(
     out: Tensor,
     lse: Tensor | None,
 ) -> Tensor:
-    """Write the merged rows to `out` and `lse`, as `merge_partials` does, for the references. Returns `out`.
+    """Merge partial results in torch, as `merge_partials` does. Returns `out`.
 
     Args:
-        rows: int64 `[n]` each, the rows that partial results are of; `num_rows` stands for none.
+        rows: int64 `[n]` each, the row of each partial result; `num_rows` is none.
         parts, part_lses: float32 `[n, num_heads, head_dim]` and `[n, num_heads]` each, in natural logarithms.
 
     A row without partial results becomes zero.
@@ -38,7 +63,7 @@ def merge_rows(
         return out.zero_()
     row, part, part_lse = torch.cat(list(rows)), torch.cat(list(parts)), torch.cat(list(part_lses))
 
-    # A row's greatest lse is that of nothing at all where its window hides every item: 0 stands for it.
+    # Finite even where a window hides all of a row's items, as -inf less -inf would be NaN.
     max_lse = torch.full((num_rows + 1, num_heads), -torch.inf, device=out.device)
     max_lse.scatter_reduce_(0, row.unsqueeze(1).expand_as(part_lse), part_lse, "amax")
     finite = max_lse.clamp(min=torch.finfo(torch.float32).min)
@@ -52,40 +77,32 @@ def merge_rows(
 
 
 def merge_partials(
-    partial_out: Tensor,
-    partial_lse: Tensor,
-    row_partial_starts: Tensor,
-    row_partials: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
+    partials: Partials, plan: SharingPlan, sinks: Tensor | None, out: Tensor, lse: Tensor | None
 ) -> None:
     """Write the merged rows to `out` and `lse`; a row without partial results is left as it is. Runs on a GPU.
 
     Args:
-        partial_out: float32 `[P, num_heads, head_dim]`, each normalised by itself.
-        partial_lse: float32 `[P, num_heads]`, log-sum-exps in base 2; -inf of a part that saw nothing.
-        row_partial_starts, row_partials: int32, as in `AttentionPlan`: which parts each row merges.
-        sinks: float32 `[num_heads]`, natural logits that join each row's softmax without a value, or None.
+        plan: says which partial results each row merges.
+        sinks: as in `Scoring`.
         out: `[num_rows, num_heads, head_dim]`, any float dtype, contiguous.
         lse: float32 `[num_rows, num_heads]`, contiguous, or None; natural logarithms.
     """
     num_rows, num_heads, head_dim = out.shape
     _merge_kernel[(num_rows, num_heads)](
-        partial_out,
-        partial_lse,
-        row_partial_starts,
-        row_partials,
+        partials.out,
+        partials.lse,
+        plan.row_partial_starts,
+        plan.row_partials,
         sinks,
         out,
         lse,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim),
-        BLOCK_P=16,
+        BLOCK_P=MERGE_PARTIALS,
         HAS_SINKS=sinks is not None,
         HAS_LSE=lse is not None,
-        num_warps=2,
+        num_warps=MERGE_WARPS,
     )
 
 
@@ -129,16 +146,16 @@ def _merge_kernel(
 
 
 @triton.jit
-def take_in(
+def merge_partials_into(
     acc, row_max, row_sum, m, kv_head, partials, count, partial_out, partial_lse,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results `partials[:count]` of a query row into the softmax of its heads of a group: row m
-    of the tile is head m of them (what is beyond the group stays); `acc [BLOCK_M, BLOCK_D]`.
+    """Merge the partial results `partials[:count]` of a query row into the softmax of the group's heads: row m of
+    `acc [BLOCK_M, BLOCK_D]` is head m of the group; further rows stay as they are.
 
-    Partial results of several items and heads are read at a time, and added by one product, with weights that are
-    zero where the heads differ. PRECISION is that of the product (`tl.dot`).
+    Partial results of several items and heads are read at a time and added by one product of this PRECISION, with
+    weights that are zero where the heads differ.
     """
     BLOCK_K: tl.constexpr = 16  # the fewest that tl.dot takes
     d = tl.arange(0, BLOCK_D)[None, :]

@@ -1,60 +1,48 @@
-"""AttentionPlan and ExtendPlan: which segments of KV the query rows of a pass read, and how what is read merges.
+"""AttentionPlan and ExtendPlan: which segments of KV the query rows of a pass read, and how the results merge.
 
-Plans are built on the host, in numpy, and copied to the device as int32 arrays: `host_arrays` makes the arrays,
-`from_arrays` the plan of the same arrays on the device, `build` is both for who has no copy of many to pack.
+Plans are built on the host, in numpy (`AttentionPlan[Int32Array]`), and copied to the device (`AttentionPlan`, of
+tensors): `arrays` lists what to copy, `with_arrays` is the plan of the copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    Array = TypeVar("Array", default=Tensor)
+    Other = TypeVar("Other", default=Tensor)
+else:
+    from typing import TypeVar
+
+    Array, Other = TypeVar("Array"), TypeVar("Other")
+
 EMPTY_ROWS = 8  # that one program fills with zeros: more would take it longer than others read
-LENGTH_CLASSES = 8  # of items that may stand beside one another for the KV that they share
+LENGTH_CLASSES = 8  # of items that may be neighbours for the KV that they share
 
 Int32Array = NDArray[np.int32]
-PlanType = TypeVar("PlanType", bound="_Plan")
-
-
-@dataclass(frozen=True)
-class _Plan:
-    @classmethod
-    def from_arrays(
-        cls: type[PlanType], arrays: Mapping[str, Tensor], prefix: str = "", **numbers: int
-    ) -> PlanType:
-        """The plan of `host_arrays` that lie on the device, each under its name behind `prefix`, and of the fields
-        that are `numbers`.
-        """
-        names = [field.name for field in fields(cls) if field.name not in numbers]
-        return cls(**{name: arrays[prefix + name] for name in names}, **numbers)
-
-    @classmethod
-    def build(
-        cls: type[PlanType], arrays: Mapping[str, Int32Array], device: torch.device, **numbers: int
-    ) -> PlanType:
-        """`from_arrays` of arrays that are copied to `device` one by one: handy, not fast."""
-        copies = {name: torch.tensor(array, device=device) for name, array in arrays.items()}
-        return cls.from_arrays(copies, "", **numbers)
 
 
 @dataclass(frozen=True)
 class SharedItems:
     """Segments of KV that several query rows read, in numpy, int32. Of S items with Q rows in all:
 
-    - `lines` [S]: the line of `req_to_token` that names the segment's slots (any member's),
+    - `req_pool_indices` [S]: the line of `req_to_token` that names the segment's slots (any member's),
     - `starts`, `lens` [S]: KV positions and tokens,
     - `query_starts`, `query_lens` [S]: item i is read by the query rows
       `queries[query_starts[i] : query_starts[i] + query_lens[i]]`,
     - `queries` [Q]: query rows, in any order.
     """
 
-    lines: Int32Array
+    req_pool_indices: Int32Array
     starts: Int32Array
     lens: Int32Array
     query_starts: Int32Array
@@ -67,38 +55,45 @@ NOTHING_SHARED = SharedItems(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True)
-class SharingPlan(_Plan):
-    """What all plans have: segments of KV that several query rows read, and how what is read merges.
+class SharingPlan(Generic[Array]):
+    """Segments of KV that several query rows read, and how results merge: common to all plans.
 
-    Besides, a plan has items of its own, of KV that a request reads by itself. The result of a query row is the
-    merge, by log-sum-exp, of the partial results of all items that cover it; the order of the items means nothing.
+    A plan has items of its own, too, of KV that a request reads by itself. The result of a query row is the merge,
+    by log-sum-exp, of the partial results of all items that cover it, in any order.
 
-    All fields are int32 tensors on the device of the pass. Of S shared items with Q rows in all, R query rows, P
-    partial results:
+    All fields are int32, tensors on the device of the pass or numpy arrays. Of S shared items with Q rows in all,
+    R query rows, P partial results:
 
-    - `shared_lines`, `shared_starts`, `shared_lens`, `shared_query_starts`, `shared_query_lens` [S] and
+    - `shared_req_pool_indices`, `shared_starts`, `shared_lens`, `shared_query_starts`, `shared_query_lens` [S] and
       `shared_queries` [Q]: as in `SharedItems`; an item without rows costs next to nothing,
-    - `shared_partials` [S]: the number of its first row's partial result, the others' follow: what shared items
-      compute is always partial,
+    - `shared_partials` [S]: the number of its first row's partial result, the others' follow,
     - `row_partial_starts` [R + 1] or, where nothing merges so, [0]; `row_partials` [P]: row r is merged from the
       partial results `row_partials[row_partial_starts[r] : row_partial_starts[r + 1]]`,
     - `seq_lens` [R]: the tokens up to each row's own position, with it.
     """
 
-    shared_lines: Tensor
-    shared_starts: Tensor
-    shared_lens: Tensor
-    shared_query_starts: Tensor
-    shared_query_lens: Tensor
-    shared_queries: Tensor
-    shared_partials: Tensor
-    row_partial_starts: Tensor
-    row_partials: Tensor
-    seq_lens: Tensor
+    shared_req_pool_indices: Array
+    shared_starts: Array
+    shared_lens: Array
+    shared_query_starts: Array
+    shared_query_lens: Array
+    shared_queries: Array
+    shared_partials: Array
+    row_partial_starts: Array
+    row_partials: Array
+    seq_lens: Array
+
+    def arrays(self) -> tuple[Array, ...]:
+        """All arrays, in the order of the fields."""
+        return tuple(value for value in vars(self).values() if not isinstance(value, int))
+
+    def _with_arrays(self, arrays: Iterator[Any]) -> dict[str, Any]:
+        """All fields by name, with these arrays in place of `arrays()`."""
+        return {name: value if isinstance(value, int) else next(arrays) for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
-class AttentionPlan(SharingPlan):
+class AttentionPlan(SharingPlan[Array]):
     """The work items of a pass's decode attention.
 
     A query row is a decode request of the pass, in batch order (row 0 is the first decode). There are two groups
@@ -107,42 +102,49 @@ class AttentionPlan(SharingPlan):
 
     The fields of `SharingPlan`, and of N narrow items, int32 too:
 
-    - `item_rows` [N]: the line of `req_to_token` that names the segment's slots (any request that has it),
+    - `item_req_pool_indices` [N]: a row of `req_to_token` that names the segment's slots,
     - `item_starts` [N]: the first KV position of the segment,
     - `item_lens` [N]: its number of tokens (0: the item adds nothing),
     - `item_query_starts`, `item_query_lens` [N]: the query rows that read it,
     - `item_partials` [N]: the number of its first row's partial result, the others' follow; -1 where no other
-      narrow item covers its rows, and no shared one either or it has one row: what it computes is their result,
-      with what the shared items computed taken in:
-    - `tail_partial_starts` [R + 1] or, where there is nothing to take in, [0]: the item of row r takes in the
-      partial results `row_partials[tail_partial_starts[r] : tail_partial_starts[r + 1]]`.
+      narrow item covers its rows, and no shared one either or it has one row: it writes their results,
+    - `tail_partial_starts` [R + 1] or, where nothing is taken in, [0]: such an item of row r takes in the partial
+      results `row_partials[tail_partial_starts[r] : tail_partial_starts[r + 1]]` of shared items.
     """
 
-    item_rows: Tensor
-    item_starts: Tensor
-    item_lens: Tensor
-    item_query_starts: Tensor
-    item_query_lens: Tensor
-    item_partials: Tensor
-    tail_partial_starts: Tensor
+    item_req_pool_indices: Array
+    item_starts: Array
+    item_lens: Array
+    item_query_starts: Array
+    item_query_lens: Array
+    item_partials: Array
+    tail_partial_starts: Array
+
+    def with_arrays(self, arrays: Iterator[Other]) -> AttentionPlan[Other]:
+        """This plan with the next of these in place of its own `arrays()`."""
+        return AttentionPlan(**self._with_arrays(arrays))
+
+    def to(self, device: torch.device) -> AttentionPlan:
+        """A copy of a host plan, array by array: handy, not fast."""
+        return self.with_arrays(torch.tensor(array, device=device) for array in self.arrays())
 
     @staticmethod
-    def host_arrays(
-        item_rows: ArrayLike,
-        item_starts: ArrayLike,
-        item_lens: ArrayLike,
-        item_query_starts: ArrayLike,
-        item_query_lens: ArrayLike,
+    def of_items(
+        req_pool_indices: ArrayLike,
+        starts: ArrayLike,
+        lens: ArrayLike,
+        query_starts: ArrayLike,
+        query_lens: ArrayLike,
         seq_lens: ArrayLike,
         shared: SharedItems = NOTHING_SHARED,
-    ) -> dict[str, Int32Array]:
-        """All arrays of the plan of these narrow items and the shared ones, by field name. Rows that no item
-        covers get empty narrow ones, of up to EMPTY_ROWS in a run each.
+    ) -> AttentionPlan[Int32Array]:
+        """The host plan of these narrow items and the shared ones. Rows that no item covers get empty narrow ones,
+        of up to EMPTY_ROWS in a run each.
 
         Raises ValueError where the items' arrays differ in length, or an item's rows are not of the batch.
         """
         seq = np.asarray(seq_lens, np.int32)
-        items = np.array([item_rows, item_starts, item_lens, item_query_starts, item_query_lens], np.int32)
+        items = np.array([req_pool_indices, starts, lens, query_starts, query_lens], np.int32)
         first, count = items[3], items[4]
         if items.size and (first.min() < 0 or count.min() < 0 or (first + count).max() > seq.size):
             raise ValueError(f"an item's query rows must be among the {seq.size} of the batch")
@@ -155,29 +157,27 @@ class AttentionPlan(SharingPlan):
             empty = np.zeros((5, begins.size), np.int32)
             empty[3], empty[4] = bare[begins], np.diff(begins, append=bare.size)
             items = np.concatenate([items, empty], 1)
-        names = ("item_rows", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
-        return {
-            **dict(zip(names, items, strict=True)),
-            **_merging(items[3], items[4], shared, covered, with_tails=True),
-            "seq_lens": seq,
-        }
+        names = ("item_req_pool_indices", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
+        columns: dict[str, Any] = dict(zip(names, items, strict=True))
+        return AttentionPlan(
+            **columns, **_merging(items[3], items[4], shared, covered, with_tails=True), seq_lens=seq
+        )
 
-    @classmethod
-    def flat_arrays(
-        cls,
+    @staticmethod
+    def flat(
         req_pool_indices: ArrayLike,
         seq_lens: ArrayLike,
         *,
         max_item_len: int | None = None,
         sliding_window: int | None = None,
         req_to_token: Int32Array | None = None,
-    ) -> dict[str, Int32Array]:
-        """`host_arrays` of the plan without sharing: each request's own context, the longest items first.
+    ) -> AttentionPlan[Int32Array]:
+        """The host plan without sharing: each request's own context, the longest items first.
 
-        Contexts longer than `max_item_len` are cut into items of about the same length (None: one item a
-        request); with `sliding_window` they begin where the window does. A `seq_len` of 0 marks a padded row.
-        With the host's `req_to_token`, items of about the same length that begin at the same slot, and so read the
-        same KV, stand together: the L2 cache has it for all but the first.
+        Contexts longer than `max_item_len` are cut into items of about the same length (None: one item a request);
+        with `sliding_window` they begin where the window does. A `seq_len` of 0 marks a padded row. With the
+        host's `req_to_token`, items of about the same length that begin at the same slot are neighbours: the L2
+        cache has their KV for all but the first.
         """
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
         begin = np.zeros_like(seq) if sliding_window is None else _clipped(seq, sliding_window)
@@ -189,37 +189,34 @@ class AttentionPlan(SharingPlan):
             first = req_to_token[rows[query], np.minimum(start, req_to_token.shape[1] - 1)]
             key = (alike.astype(np.int64) << 32) + first
             _, begins, group = np.unique(key[order], return_index=True, return_inverse=True)
-            order = order[np.argsort(begins[group], kind="stable")]  # each group where its longest item stands
+            order = order[np.argsort(begins[group], kind="stable")]  # each group where its longest item is
         query = query[order]
-        return cls.host_arrays(rows[query], start[order], length[order], query, np.ones_like(query), seq)
+        return AttentionPlan.of_items(rows[query], start[order], length[order], query, np.ones_like(query), seq)
 
-    @classmethod
-    def tree_arrays(
-        cls,
+    @staticmethod
+    def tree(
         req_pool_indices: ArrayLike,
         seq_lens: ArrayLike,
         tail_starts: ArrayLike,
         shared: SharedItems,
         *,
         max_item_len: int | None = None,
-    ) -> dict[str, Int32Array]:
-        """`host_arrays` of the plan in which each request reads its own positions from `tail_starts` `[R]` on by
-        itself, and what is before them in the `shared` items that have its row.
+    ) -> AttentionPlan[Int32Array]:
+        """The host plan in which each request reads its positions from `tail_starts` `[R]` on by itself, and those
+        before in the `shared` items that have its rows: the caller sees to it that they hold each of them once.
 
-        Tails longer than `max_item_len` are cut as in `flat_arrays`, the longest items first. A `seq_len` of 0
-        marks a padded row. That the shared items hold each position before a row's tail once is the caller's
-        care.
+        Tails are cut as contexts in `flat`, the longest items first. A `seq_len` of 0 marks a padded row.
         """
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
         query, start, length = _cut(np.asarray(tail_starts, np.int32), seq, max_item_len)
         order = np.argsort(-length, kind="stable")
         order = order[: np.count_nonzero(length)]
-        query = query[order]
-        return cls.host_arrays(rows[query], start[order], length[order], query, np.ones_like(query), seq, shared)
+        query, start, length = query[order], start[order], length[order]
+        return AttentionPlan.of_items(rows[query], start, length, query, np.ones_like(query), seq, shared)
 
 
 @dataclass(frozen=True)
-class ExtendPlan(SharingPlan):
+class ExtendPlan(SharingPlan[Array]):
     """The work items of a pass's extend attention.
 
     An item is a tile of at most `tile_tokens` (a number that the host knows) successive new tokens of one request,
@@ -233,14 +230,22 @@ class ExtendPlan(SharingPlan):
     """
 
     tile_tokens: int
-    item_requests: Tensor
-    item_query_starts: Tensor
-    item_starts: Tensor
-    item_lens: Tensor
-    item_partials: Tensor
+    item_requests: Array
+    item_query_starts: Array
+    item_starts: Array
+    item_lens: Array
+    item_partials: Array
+
+    def with_arrays(self, arrays: Iterator[Other]) -> ExtendPlan[Other]:
+        """This plan with the next of these in place of its own `arrays()`."""
+        return ExtendPlan(**self._with_arrays(arrays))
+
+    def to(self, device: torch.device) -> ExtendPlan:
+        """A copy of a host plan, array by array: handy, not fast."""
+        return self.with_arrays(torch.tensor(array, device=device) for array in self.arrays())
 
     @staticmethod
-    def host_arrays(
+    def of_extends(
         prefix_lens: ArrayLike,
         extend_start_loc: ArrayLike,
         extend_seq_lens: ArrayLike,
@@ -250,13 +255,12 @@ class ExtendPlan(SharingPlan):
         sliding_window: int | None = None,
         tail_starts: ArrayLike | None = None,
         shared: SharedItems = NOTHING_SHARED,
-    ) -> dict[str, Int32Array]:
-        """All arrays by field name, the items that read most first.
+    ) -> ExtendPlan[Int32Array]:
+        """The host plan, the items that read most first.
 
         KV longer than `max_item_len` is cut into items of about the same length (None: one item a tile); with
-        `sliding_window` it begins where the window of the tile's first token does. With `tail_starts` `[B]`, at
-        most the `prefix_lens`, each request reads its positions from there on by itself, and what is before them
-        in the `shared` items that have its rows: that they hold each such position once is the caller's care.
+        `sliding_window` it begins where the window of the tile's first token does. `tail_starts` `[B]`, at most
+        the `prefix_lens`, and `shared` are as in `AttentionPlan.tree`.
 
         Raises ValueError where the rows of a shared item are not of the pass.
         """
@@ -275,22 +279,21 @@ class ExtendPlan(SharingPlan):
         tile, start, length = tile[order], start[order], length[order]
 
         first_row, count = (loc[request] + first)[tile], tokens[tile]
-        merging = _merging(
-            first_row, count, shared, _covered(first_row, count, shared, num_rows), with_tails=False
-        )
+        covered = _covered(first_row, count, shared, num_rows)
         seq_lens = _NONE
-        if shared.lines.size:
+        if shared.req_pool_indices.size:
             of, row = _pairs(loc, extend)
             seq_lens = np.zeros(num_rows, np.int32)
             seq_lens[row] = row + (prefix - loc + 1)[of]
-        return {
-            "item_requests": request[tile],
-            "item_query_starts": first[tile],
-            "item_starts": start,
-            "item_lens": length,
-            **merging,
-            "seq_lens": seq_lens,
-        }
+        return ExtendPlan(
+            tile_tokens=tile_tokens,
+            item_requests=request[tile],
+            item_query_starts=first[tile],
+            item_starts=start,
+            item_lens=length,
+            **_merging(first_row, count, shared, covered, with_tails=False),
+            seq_lens=seq_lens,
+        )
 
 
 def _covered(first: Int32Array, count: Int32Array, shared: SharedItems, num_rows: int) -> NDArray[np.int64]:
@@ -300,7 +303,7 @@ def _covered(first: Int32Array, count: Int32Array, shared: SharedItems, num_rows
     """
     begins, ends = (np.bincount(rows, minlength=num_rows + 1) for rows in (first, first + count))
     covered: NDArray[np.int64] = np.cumsum(begins - ends)[:num_rows]
-    if shared.lines.size:
+    if shared.req_pool_indices.size:
         rows = _rows_of(shared)
         if rows.size and not 0 <= rows.min() <= rows.max() < num_rows:
             raise ValueError(f"a shared item's query rows must be among the {num_rows} of the batch")
@@ -309,7 +312,7 @@ def _covered(first: Int32Array, count: Int32Array, shared: SharedItems, num_rows
 
 
 def _rows_of(shared: SharedItems) -> Int32Array:
-    """The query rows of each item, one item behind the other."""
+    """Those of all items."""
     return shared.queries[_pairs(shared.query_starts, shared.query_lens)[1]]
 
 
@@ -321,13 +324,11 @@ def _merging(
     *,
     with_tails: bool,
 ) -> dict[str, Int32Array]:
-    """The fields that say where items write their results, and how these merge: `item_partials` of items that have
-    `count` query rows from `first` on, and all that a `SharingPlan` has but for `seq_lens`.
+    """The fields that say how results merge: `item_partials` of items with `count` query rows from `first` on, and
+    those of a `SharingPlan` but `seq_lens`. `with_tails`: an item of one row that no other item covers, but for
+    shared ones, takes in what these computed; there is `tail_partial_starts`, too.
 
-    `with_tails`: an item of one row that no other item covers, but for shared ones, takes in what these computed;
-    there is `tail_partial_starts`, too.
-
-    Partial results are numbered in the order of the items, those of the shared ones behind the others.
+    Partial results are numbered in the order of the items, those of the shared ones after the others.
     """
     num_rows = covered.size
     several = np.append(0, np.cumsum(covered > 1))  # rows, of those before each, that merge
@@ -343,7 +344,7 @@ def _merging(
     partials = np.cumsum(partial_counts, dtype=np.int32) - partial_counts
     rows = np.concatenate([_pairs(first, partial_counts)[1], shared_rows])
     num_own = rows.size - shared_rows.size
-    rows += num_rows * taken[rows]  # lists of rows that are taken in come behind the others
+    rows += num_rows * taken[rows]  # lists of rows that are taken in come after the others
     starts = np.zeros(2 * num_rows + 1, np.int32)
     np.cumsum(np.bincount(rows, minlength=2 * num_rows), out=starts[1:])
     merging = {

@@ -9,7 +9,7 @@ from triton_ops.implementation import Impl, runs_triton, tl, triton
 
 
 def soft_cap(x: Tensor, cap: float, *, impl: Impl = "auto") -> Tensor:
-    """`cap * tanh(x / cap)`, in x's dtype: about x near 0, within -cap and cap however large x is."""
+    """`cap * tanh(x / cap)`, in x's dtype: about x near 0, never beyond -cap and cap."""
     if runs_triton(impl, x.device):
         return launch_each(_soft_cap_kernel, x, CAP=float(cap))
     return (x / cap).tanh_().mul_(cap)
@@ -20,7 +20,7 @@ def _soft_cap_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.con
     row, col = row_and_columns(SIZE, BLOCK)
     mask = col < SIZE
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
-    # Each step is rounded, as the reference does and transformers with it.
+    # Each step is rounded, as in the reference and in transformers.
     scaled = (x.to(tl.float32) / CAP).to(x.dtype)
     # tanh; exp may overflow to infinity, which gives 1.
     bent = (1.0 - 2.0 / (tl.exp(2.0 * scaled.to(tl.float32)) + 1.0)).to(x.dtype)

@@ -1,5 +1,5 @@
-"""What the attention kernels share: scores of a tile, and the running softmax over tiles (Milakov and
-Gimelshein, 2018), in base 2.
+"""The attention kernels' common steps: scores of a tile, and the running softmax over tiles, in base 2 (Milakov
+and Gimelshein, 2018).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ LOG2_E: tl.constexpr = 1.4426950408889634 if tl is None else tl.constexpr(1.4426
 
 @triton.jit
 def load_heads(pointers, in_head, WHOLE: tl.constexpr):
-    """What `pointers [BLOCK_N, BLOCK_D]` point to, zero behind a head's end; WHOLE: there is nothing behind it."""
+    """Load `pointers [BLOCK_N, BLOCK_D]`, with zeros beyond a head's end. WHOLE: heads fill their blocks."""
     return tl.load(pointers) if WHOLE else tl.load(pointers, mask=in_head, other=0.0)
 
 
@@ -22,11 +22,12 @@ def attend_tile(
     scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     ALL_SEE: tl.constexpr = False,
 ):  # fmt: skip
-    """Take the keys `k [BLOCK_N, BLOCK_D]` and their values into the softmax of the rows `q [BLOCK_M, BLOCK_D]`.
+    """Add the keys `k [BLOCK_N, BLOCK_D]` and their values to the softmax of the rows `q [BLOCK_M, BLOCK_D]`.
 
-    `acc [BLOCK_M, BLOCK_D]` holds the weighted sum of values, `row_max` the greatest score so far, in base 2, and
-    `row_sum` the sum of exponentials less it. `scale` includes log2(e) unless there is a softcap. Where MASKED,
-    only `visible [BLOCK_M, BLOCK_N]` scores count; ALL_SEE says that each row sees some key of the first tile.
+    `acc [BLOCK_M, BLOCK_D]` holds the weighted sum of values, `row_max` the greatest score so far in base 2, and
+    `row_sum` the sum of the exponentials of scores less `row_max`. `scale` includes log2(e) unless there is a
+    softcap. If MASKED, only `visible [BLOCK_M, BLOCK_N]` scores count. ALL_SEE: each row sees a key of the first
+    tile.
     """
     v = v.to(q.dtype)  # before the products: between them it would take more registers
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
@@ -45,9 +46,9 @@ def attend_pairs(
     scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     ALL_SEE: tl.constexpr = False,
 ):  # fmt: skip
-    """`attend_tile` where k and v are pairs of e4m3 elements of a head, int16 `[BLOCK_N, BLOCK_D // 2]` (see
-    `from_pairs`): q and `acc`, `[BLOCK_M, BLOCK_D // 2]`, are those of the even elements, `q_odd` and `acc_odd` of
-    the odd ones. q is float16.
+    """`attend_tile` for k and v that are pairs of e4m3 elements of a head, int16 `[BLOCK_N, BLOCK_D // 2]` (see
+    `from_pairs`). q (float16) and `acc`, `[BLOCK_M, BLOCK_D // 2]`, hold the even elements, `q_odd` and `acc_odd`
+    the odd ones.
     """
     k, k_odd = from_pairs(k)
     scores = tl.dot(q, tl.trans(k))
@@ -67,8 +68,10 @@ def attend_pairs(
 def attend_first_tile(
     q, k, v, seen, counted, scale, softcap, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """`acc`, `row_max` and `row_sum` of `attend_tile`, without ALiBi, with the keys that are `counted` `[BLOCK_N]`
-    taken in, but with the greatest score of all that are `seen` `[BLOCK_N]`: what is seen only comes later.
+    """`acc`, `row_max` and `row_sum` of `attend_tile` after a first tile, without ALiBi.
+
+    The sums have the keys that are `counted` `[BLOCK_N]`, `row_max` is that of all that are `seen` `[BLOCK_N]`:
+    keys that are only seen are counted with later tiles.
     """
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     scores = _capped(scores, scale, softcap) if HAS_SOFTCAP else scores * scale
@@ -78,15 +81,13 @@ def attend_first_tile(
 
 
 @triton.jit
-def attend_tile_above(
+def attend_tile_fixed_max(
     q, k, v, acc, base, row_sum, scale, softcap, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """`attend_tile`, without ALiBi, of a tile that all rows see, without looking for greater scores: exponentials
-    are less `base`, the greatest score of tiles before, whatever the tile holds. That spares the search, and `acc`
-    the factor.
+    """`attend_tile`, without ALiBi, of a tile that all rows see, with `base`, the greatest score of earlier tiles,
+    as the fixed maximum: no search for greater scores, and no factor on `acc`.
 
-    Right as long as no score is so far above `base` that its exponential leaves the numbers' range: `overflows`
-    tells afterwards.
+    Correct unless a score is so far above `base` that its exponential overflows; `overflows` tells afterwards.
     """
     v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
@@ -101,8 +102,8 @@ def attend_tile_above(
 
 @triton.jit
 def overflows(row_sum, DTYPE: tl.constexpr):
-    """Whether a weight of `attend_tile_above` may have been too great for `DTYPE`, in which it is multiplied, or
-    what it was multiplied with for float32.
+    """Whether a weight of `attend_tile_fixed_max` may have been too great for `DTYPE`, in which it is multiplied,
+    or its product too great for float32.
     """
     most: tl.constexpr = 2.0**15 if tl.float16 == DTYPE else 2.0**96
     return tl.max((row_sum > most).to(tl.int32), 0) > 0
@@ -110,7 +111,7 @@ def overflows(row_sum, DTYPE: tl.constexpr):
 
 @triton.jit
 def _capped(scores, scale, softcap):
-    """Scores with a softcap, in base 2: tanh without overflow, for its exponential may be infinite."""
+    """Scores with a softcap, in base 2. This form of tanh is correct even if its exponential is infinite."""
     return softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap) * LOG2_E) + 1.0)) * LOG2_E
 
 
@@ -120,7 +121,7 @@ def _weigh(
     scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     ALL_SEE: tl.constexpr,
 ):  # fmt: skip
-    """The exponentials of a tile's scores, the factor on what was summed before, and both sums' new state."""
+    """The exponentials of a tile's scores, the factor on earlier sums, and the new `row_max` and `row_sum`."""
     if HAS_SOFTCAP:
         scores = _capped(scores, scale, softcap)
     elif HAS_ALIBI:
@@ -135,7 +136,7 @@ def _weigh(
     if not (HAS_SOFTCAP or HAS_ALIBI):
         greatest *= scale
     greatest = tl.maximum(row_max, greatest)
-    # A row that has seen nothing yet subtracts 0: -inf less -inf would be NaN.
+    # A row that has seen nothing yet subtracts 0, as -inf less -inf would be NaN.
     base = tl.where(greatest == float("-inf"), 0.0, greatest) if MASKED and not ALL_SEE else greatest
     if HAS_SOFTCAP or HAS_ALIBI:
         weights = tl.exp2(scores - base[:, None])
@@ -148,8 +149,8 @@ def _weigh(
 
 @triton.jit
 def finish_rows(acc, row_max, row_sum, sinks, HAS_SINKS: tl.constexpr):
-    """The softmax's result and its log-sum-exp in base 2, with the `sinks` (natural logits, a row each) as one
-    more key without a value: 0 and -inf where there was nothing.
+    """The softmax's result and its log-sum-exp in base 2, with `sinks` (a natural logit for each row) as one more
+    key without a value; 0 and -inf for a row that saw nothing.
     """
     if HAS_SINKS:
         sink = sinks * LOG2_E
@@ -171,8 +172,8 @@ def write_rows(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's rows where they belong: to `row` of the result if the item is alone with them, else to
-    `partial` of the partial results, to which the merge adds the sinks.
+    """Write a tile's rows: to `row` of the result if no other item covers them (`is_alone`), else to `partial` of
+    the partial results, to which the merge adds the sinks.
     """
     d = tl.arange(0, BLOCK_D)[None, :]
     mask = in_tile[:, None] & (d < HEAD_DIM)

@@ -1,7 +1,7 @@
-"""e4m3, the float of 8 bits in which a quantised pool keeps keys and values.
+"""e4m3, the 8-bit float of a quantised pool.
 
 It has 4 bits of exponent and 3 of mantissa, numbers up to 448, NaN, and no infinity (Micikevicius et al., 2022). A
-head's values are stored divided by the head's scale, a power of two: the result and the way back are exact.
+head's values are stored divided by the head's scale, a power of two, so that both ways are exact.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from triton_ops.implementation import INTERPRETED, tl, triton
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 FLOAT16_MAX = 65504.0
-FIRST_CAPABILITY = (
-    89  # GPUs from compute capability 8.9 on convert to and from e4m3; Triton compiles for these alone
-)
+# GPUs from compute capability 8.9 on convert to and from e4m3; Triton compiles for these alone.
+FIRST_CAPABILITY = 89
 
 
 def check_scales(k_scale: Tensor | None, v_scale: Tensor | None, num_kv_heads: int) -> None:
@@ -29,24 +28,23 @@ def check_scales(k_scale: Tensor | None, v_scale: Tensor | None, num_kv_heads: i
 
 
 def quantise(x: Tensor, scale: Tensor) -> Tensor:
-    """`x [..., num_kv_heads, head_dim]` over `scale [num_kv_heads]`, in e4m3.
+    """`x [..., num_kv_heads, head_dim]` divided by `scale [num_kv_heads]`, in e4m3.
 
-    Rounds to nearest even. What is greater than the scale times 448 becomes that; infinities and NaN become NaN,
-    so that they are still found.
+    It rounds to nearest even and saturates at 448. Infinities and NaN become NaN, so that they are still found.
     """
     scaled = (x.float() / scale.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX)
     return scaled.masked_fill_(~x.isfinite(), torch.nan).to(E4M3)
 
 
 def in_float16(x: Tensor) -> Tensor:
-    """x in float16, which holds all of e4m3 and the mantissa of bfloat16. Beyond its range it saturates, but for
-    infinities and NaN, which stay.
+    """x in float16, which holds all of e4m3 and the mantissa of bfloat16. Finite numbers saturate; infinities and
+    NaN stay.
     """
     return torch.where(x.isfinite(), x.float().clamp(-FLOAT16_MAX, FLOAT16_MAX), x).half()
 
 
 def slots_of(buffer: Tensor, slots: Tensor, scale: Tensor | None) -> Tensor:
-    """What the slots int32 or int64 `[n]` of a buffer `[num_slots, num_kv_heads, head_dim]` hold, in float32,
+    """The contents of slots int32 or int64 `[n]` of a buffer `[num_slots, num_kv_heads, head_dim]`, in float32,
     times `scale [num_kv_heads]`, if there is one.
     """
     gathered = buffer.view(_movable(buffer.dtype)).index_select(0, slots).view(buffer.dtype).float()
@@ -84,17 +82,17 @@ def to_float16(x):
 
 @triton.jit
 def from_pairs(x):
-    """The lower and the upper bytes of a tile of int16, as e4m3, in float16: of a head's elements, read two at a
-    time, the even and the odd ones.
+    """The lower and the upper bytes of a tile of int16, as e4m3, in float16: the even and the odd elements of
+    heads.
 
-    This is how tl.dot gets them without loads of single bytes: its fragments hold two rows of a tile side by side,
-    and a multiprocessor transposes elements of 16 bits while it loads them, not of 8.
+    So tl.dot gets them without loads of single bytes: its fragments hold two rows of a tile side by side, and a
+    multiprocessor transposes elements of 16 bits while it loads them, not of 8.
     """
     if INTERPRETED:
         even = (x & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         odd = (x >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        # Two elements in a register: their lower bytes side by side, then the upper ones, each converted at once.
+        # Two elements in a register: the two lower bytes are converted at once, then the two upper ones.
         even, odd = tl.inline_asm_elementwise(
             """{
             .reg .b32 bytes;

@@ -1,4 +1,4 @@
-"""Moving the KV of a list of slots between pools, host memory and buffers, all layers at once."""
+"""Copies of the KV of a list of slots between pools, host memory and buffers, all layers at once."""
 
 from __future__ import annotations
 
@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from triton_ops.implementation import Impl, cdiv, gpu_of, runs_triton, tl, triton
+from triton_ops.tuning import COPY_WARPS, MAX_COPY_UNITS, copy_config
 
-# What one program has under way, and how many programs there are. Over a link the two together cover its latency;
-# more programs than that would only take multiprocessors from a pass that runs beside the copy.
-LINK_TILE_BYTES = 32768
-FROM_HOST_PROGRAMS, TO_HOST_PROGRAMS = 8, 4
-TILE_BYTES = 16384  # where no link limits the copy
-PROGRAMS_PER_SM = 2
-NUM_WARPS = 8
-MAX_UNITS = 1024  # of a tile: each is an address, where rows are of odd sizes
 _ACCESS = 16  # bytes of a thread at once, at most
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,16 +26,16 @@ def kv_copy(
     """Copy slot `source_slots[i]` of `source` to slot `target_slots[i]` of `target`, in every layer, bit by bit.
 
     Args:
-        source, target: `[num_layers, 2, num_slots, num_kv_heads, head_dim]` as a pool has it, of any one dtype,
-            alike but for num_slots. A slot's heads and their elements lie one after the other; other strides are
-            free: memory that has a token's KV together, `[num_slots, num_layers, 2, num_kv_heads, head_dim]`, is
-            seen through `permute(1, 2, 0, 3, 4)`. They may be one tensor. Each is on a GPU, or in pinned host
-            memory while the other is on a GPU; or both are on the CPU.
-        source_slots, target_slots: int32 `[n]`, on the GPU if there is one among the tensors. Target slots are
-            distinct, and no source slots where both tensors are one. None, for one of them: 0 .. n - 1.
+        source, target: `[num_layers, 2, num_slots, num_kv_heads, head_dim]` like a pool, in one dtype; only
+            num_slots may differ. A slot's heads and their elements lie one after the other; other strides are
+            free: for memory with a token's KV together, `[num_slots, num_layers, 2, num_kv_heads, head_dim]`, pass
+            `permute(1, 2, 0, 3, 4)`. Both may be the same tensor. Both are on the CPU, or at least one is on a GPU
+            and the other there or in pinned host memory.
+        source_slots, target_slots: int32 `[n]`, on the GPU if a tensor is. Target slots are distinct, and are no
+            source slots if both tensors are the same. One of them may be None: 0 .. n - 1.
 
-    It runs on the GPU's current stream; nothing waits for it. Raises ValueError where the kernel cannot read the
-    tensors; slots out of range are the caller's mistake.
+    The copy runs on the GPU's current stream; nothing waits for it. Raises ValueError where the kernel cannot read
+    the tensors. Slots are not checked.
     """
     device = next((x.device for x in (source, target) if x.device.type == "cuda"), source.device)
     count = _check(source, source_slots, target, target_slots, device)
@@ -111,13 +104,13 @@ def _check(
 
 
 def _row_strides(x: Tensor) -> tuple[int, int, int]:
-    """Of layer, K or V, and slot, in elements; 0 where there is one only, whose stride says nothing."""
+    """The strides of layer, K or V, and slot, in elements; 0 for a dimension of size 1."""
     layer, kv, slot = (x.stride(i) if x.shape[i] > 1 else 0 for i in range(3))
     return layer, kv, slot
 
 
 def _multiples(x: Tensor) -> list[int]:
-    """In bytes, the numbers that have to be multiples of an access's size: where rows begin, and their length."""
+    """Numbers of bytes that must be multiples of an access's size: where rows begin, and their length."""
     sizes = (x.storage_offset(), x.shape[3] * x.shape[4], *_row_strides(x))
     return [x.data_ptr(), *(x.dtype.itemsize * int(size) for size in sizes)]
 
@@ -140,21 +133,17 @@ def _launch(
     vector = max(1, word_bytes // 8)  # words of an access
     # Rows fall into chunks of a power of two, so that no thread idles.
     words = source.shape[3]
-    crosses_link = source.device != target.device
-    tile = (LINK_TILE_BYTES if crosses_link else TILE_BYTES) // source.dtype.itemsize
+    config = copy_config(gpu_of(device), from_host=source.device != device, to_host=target.device != device)
+    tile = config.tile_bytes // source.dtype.itemsize
     chunk = min(words & -words, tile)
-    tile_units = min(tile // chunk, MAX_UNITS)
+    tile_units = min(tile // chunk, MAX_COPY_UNITS)
     units = 2 * source.shape[0] * words // chunk
     num_tiles = cdiv(count * units, tile_units)
     if count * units + tile_units >= 2**31:
         raise ValueError(f"{count} slots of {units} pieces exceed the kernel's limit of 2**31")
-    if crosses_link:
-        programs = FROM_HOST_PROGRAMS if target.device == device else TO_HOST_PROGRAMS
-    else:
-        programs = PROGRAMS_PER_SM * gpu_of(device).num_sms
-    # The driver takes the device from its context, and host memory has none.
+    # The driver takes the device from its context; a pointer to host memory names none.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        _kv_copy_kernel[(min(programs, num_tiles),)](
+        _kv_copy_kernel[(min(config.programs, num_tiles),)](
             source,
             source_slots,
             target,
@@ -168,11 +157,11 @@ def _launch(
             CHUNK=chunk,
             TILE_UNITS=tile_units,
             VECTOR=vector,
-            num_warps=NUM_WARPS,
+            num_warps=COPY_WARPS,
         )
 
 
-# Whatever the number of slots and wherever they are, it is one variant for two tensors.
+# One variant for two tensors, whatever the number of slots and wherever they are.
 @triton.jit(
     do_not_specialize=[
         "num_units",
@@ -207,7 +196,7 @@ def _kv_copy_kernel(
 ):
     """A unit is a chunk of a row; a slot has UNITS of them, layer after layer.
 
-    Strides are in accesses of VECTOR words, which lets the compiler know that each begins at a multiple of them.
+    Strides count accesses of VECTOR words, so that the compiler knows that each access is aligned.
     """
     word = tl.arange(0, CHUNK)[None, :]
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):

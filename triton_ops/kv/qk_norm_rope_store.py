@@ -1,6 +1,4 @@
-"""What happens to queries, keys and values before attention, in one launch: norm and rotation of the query and key
-heads, and writing keys and values into the pool.
-"""
+"""The steps before attention in one launch: norm and rotation of query and key heads, and the KV store."""
 
 from __future__ import annotations
 
@@ -13,21 +11,19 @@ from triton_ops.activations.elementwise import check_vector
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
 from triton_ops.kv.e4m3 import E4M3, check_scales, in_float16, quantise, to_e4m3, to_float16
 from triton_ops.kv.kv_store import kv_store
-from triton_ops.kv.rotary import apply_rotary
+from triton_ops.kv.rope import apply_rotary
+from triton_ops.kv.view import KVView
 from triton_ops.norms.rms_norm import rms_norm, weighted
-from triton_ops.norms.rms_norm_fp32_weight import wide_rms_norm
-
-# Elements of a program. Both halves of a head take a 16-byte access a thread.
-TILE = 2048
-NUM_WARPS = 4
+from triton_ops.norms.rms_norm_fp32_weight import rms_norm_fp32_weight
+from triton_ops.tuning import QK_NORM_ROPE
 
 
 @dataclass(frozen=True)
 class HeadNorm:
     """The norm of each query head and each key head by itself.
 
-    `q_weight` and `k_weight` are `[head_dim]` in the heads' dtype. `offset` None is `rms_norm`, else that of
-    `wide_rms_norm`.
+    `q_weight` and `k_weight` are `[head_dim]` in the heads' dtype. `offset` is that of `rms_norm_fp32_weight`;
+    None: the norm is `rms_norm`.
     """
 
     q_weight: Tensor
@@ -45,56 +41,52 @@ class Rotation:
     interleaved: bool = False
 
 
-def norm_rotary_store(
+def qk_norm_rope_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
+    kv: KVView,
     out_cache_loc: Tensor,
     *,
     norm: HeadNorm | None = None,
     rotation: Rotation | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm q and k head by head, rotate them, and write k and v into the pool: `kv_store`. All in place.
+    """Norm q and k head by head, rotate them, and write k and v into the pool (`kv_store`). All in place.
 
-    A pool of e4m3 gets k and v divided by their heads' scales, as `quantise` says. Then k and v become the numbers
+    A pool of e4m3 receives k and v divided by their heads' scales (`quantise`). Then k and v become the numbers
     that the pool holds, not multiplied by the scales: new tokens attend to what later ones will.
 
     Over such a pool attention multiplies in float16, to which a GPU converts e4m3 in a third of the instructions
-    that bfloat16 takes. So there bfloat16 q, k and v become float16, in the same memory: `in_float16`.
+    that bfloat16 takes. So there bfloat16 q, k and v become float16 (`in_float16`) in the same memory.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`, float16, bfloat16 or float32: becomes what attention reads.
-        k, v: `[num_tokens, num_kv_heads, head_dim]` in q's dtype; likewise. All three may be views of one
-            packed projection: a token's heads, and a head's elements, lie one after the other.
-        k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]` in the pool's dtype, likewise.
-        out_cache_loc: int32 `[num_tokens]`, the slots; distinct but for slot 0, which padding writes to.
+        k, v: `[num_tokens, num_kv_heads, head_dim]` in q's dtype; likewise. All three may be views of one packed
+            projection: a token's heads, and a head's elements, lie one after the other.
+        kv: the pool, whose heads lie likewise; a pool of e4m3 has scales, no other has.
+        out_cache_loc: int32 `[num_tokens]`, the slots; distinct except for slot 0, which padding writes to.
         norm: None: there is none.
         rotation: None: the layer has no positions.
-        k_scale, v_scale: float32 `[num_kv_heads]`, positive, of a pool of e4m3; None with any other.
 
-    Returns q, k and v as attention reads them: the tensors that were given, or views of them as float16.
+    Returns q, k and v as attention reads them: the given tensors, or views of them as float16.
 
-    Each step rounds to q's dtype, as the operations do that this one is made of. Raises ValueError where the
+    Each step rounds to q's dtype, as the operations do that this one consists of. Raises ValueError where the
     kernel cannot read the tensors, or a scale is missing or meaningless.
     """
-    check_scales(k_scale, v_scale, k.shape[1])
-    for name, scale, buffer in (("k", k_scale, k_buffer), ("v", v_scale, v_buffer)):
+    check_scales(kv.k_scale, kv.v_scale, k.shape[1])
+    for name, scale, buffer in (("k", kv.k_scale, kv.k), ("v", kv.v_scale, kv.v)):
         if (scale is None) == (buffer.dtype == E4M3):
-            raise ValueError(f"{name}_scale is {scale}, but {name}_buffer holds {buffer.dtype}")
+            raise ValueError(f"{name}_scale is {scale}, but the pool's {name} holds {buffer.dtype}")
     if runs_triton(impl, q.device):
-        return _launch(q, k, v, k_buffer, v_buffer, out_cache_loc, norm, rotation, k_scale, v_scale)
+        return _launch(q, k, v, kv, out_cache_loc, norm, rotation)
     new_q, new_k = q, k
     if norm is not None and norm.offset is None:
         new_q = rms_norm(q, norm.q_weight, norm.eps, impl="torch")
         new_k = rms_norm(k, norm.k_weight, norm.eps, impl="torch")
     elif norm is not None and norm.offset is not None:
-        new_q = wide_rms_norm(q, norm.q_weight, norm.eps, offset=norm.offset, impl="torch")
-        new_k = wide_rms_norm(k, norm.k_weight, norm.eps, offset=norm.offset, impl="torch")
+        new_q = rms_norm_fp32_weight(q, norm.q_weight, norm.eps, offset=norm.offset, impl="torch")
+        new_k = rms_norm_fp32_weight(k, norm.k_weight, norm.eps, offset=norm.offset, impl="torch")
     if rotation is not None:
         new_q, new_k = apply_rotary(
             new_q, new_k, rotation.cos_sin_cache, rotation.positions, interleaved=rotation.interleaved
@@ -102,11 +94,11 @@ def norm_rotary_store(
     if new_q is not q:
         q.copy_(new_q)
         k.copy_(new_k)
-    if k_scale is not None and v_scale is not None:
-        k.copy_(quantise(k, k_scale))
-        v.copy_(quantise(v, v_scale))
-    kv_store(k, v, k_buffer, v_buffer, out_cache_loc)
-    if k_scale is None or q.dtype != torch.bfloat16:
+    if kv.k_scale is not None and kv.v_scale is not None:
+        k.copy_(quantise(k, kv.k_scale))
+        v.copy_(quantise(v, kv.v_scale))
+    kv_store(k, v, kv.k, kv.v, out_cache_loc)
+    if kv.k_scale is None or q.dtype != torch.bfloat16:
         return q, k, v
     return _become_float16(q), _become_float16(k), _become_float16(v)
 
@@ -119,17 +111,14 @@ def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
+    kv: KVView,
     out_cache_loc: Tensor,
     norm: HeadNorm | None,
     rotation: Rotation | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    for name, heads in (("q", q), ("k", k), ("v", v), ("k_buffer", k_buffer), ("v_buffer", v_buffer)):
+    for name, heads in (("q", q), ("k", k), ("v", v), ("the pool's k", kv.k), ("the pool's v", kv.v)):
         side_by_side = heads.shape[1] == 1 or heads.stride(1) == head_dim
         if heads.shape[2] != head_dim or heads.stride(2) != 1 or not side_by_side:
             raise ValueError(
@@ -140,8 +129,8 @@ def _launch(
         raise ValueError(
             f"q, k and v disagree: {[*q.shape]} {q.dtype}, {[*k.shape]} {k.dtype}, {[*v.shape]} {v.dtype}"
         )
-    if k_buffer.shape[1] != num_kv_heads or v_buffer.shape[1] != num_kv_heads:
-        raise ValueError(f"the pool has {k_buffer.shape[1]} and {v_buffer.shape[1]} heads, k has {num_kv_heads}")
+    if kv.k.shape[1] != num_kv_heads or kv.v.shape[1] != num_kv_heads:
+        raise ValueError(f"the pool has {kv.k.shape[1]} and {kv.v.shape[1]} heads, k has {num_kv_heads}")
     if num_tokens * num_heads >= 2**31:
         raise ValueError(f"{num_tokens} tokens of {num_heads} heads exceed the kernel's limit")
     if norm is not None:
@@ -155,38 +144,38 @@ def _launch(
                 f"cos_sin_cache must be contiguous with an even number of at most {head_dim} columns, but has "
                 f"{rotary_dim}"
             )
-    dtype = torch.float16 if k_scale is not None and q.dtype == torch.bfloat16 else q.dtype
+    dtype = torch.float16 if kv.k_scale is not None and q.dtype == torch.bfloat16 else q.dtype
     read = q.view(dtype), k.view(dtype), v.view(dtype)
     if num_tokens == 0:
         return read
     half = next_power_of_2(rotary_dim // 2) if rotary_dim else 0
     rest = next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0
-    rows = max(1, TILE // next_power_of_2(head_dim))
+    rows = max(1, QK_NORM_ROPE.size // next_power_of_2(head_dim))
     kv_programs = cdiv(num_tokens * num_kv_heads, rows)
-    # Without norm, rotation and another dtype q stays as it is.
+    # Without norm, rotation and a change of dtype, q stays as it is.
     unchanged = norm is None and rotation is None and dtype == q.dtype
     q_programs = 0 if unchanged else cdiv(num_tokens * num_heads, rows)
-    _norm_rotary_store_kernel[(q_programs + 2 * kv_programs,)](
+    _qk_norm_rope_store_kernel[(q_programs + 2 * kv_programs,)](
         q,
         k,
         v,
-        k_buffer,
-        v_buffer,
+        kv.k,
+        kv.v,
         out_cache_loc,
         None if norm is None else norm.q_weight,
         None if norm is None else norm.k_weight,
         None if rotation is None else rotation.cos_sin_cache,
         None if rotation is None else rotation.positions,
-        k_scale,
-        v_scale,
+        kv.k_scale,
+        kv.v_scale,
         num_tokens,
         q_programs,
         kv_programs,
         q.stride(0),
         k.stride(0),
         v.stride(0),
-        k_buffer.stride(0),
-        v_buffer.stride(0),
+        kv.k.stride(0),
+        kv.v.stride(0),
         0.0 if norm is None else norm.eps,
         OFFSET=None if norm is None else norm.offset,
         INTERLEAVED=rotation is not None and rotation.interleaved,
@@ -199,17 +188,17 @@ def _launch(
         WHOLE=next_power_of_2(head_dim),
         ROWS=rows,
         TO_FLOAT16=dtype != q.dtype,
-        num_warps=NUM_WARPS,
+        num_warps=QK_NORM_ROPE.num_warps,
     )
     return read
 
 
-# What differs from pass to pass must not ask for another variant.
+# Numbers that differ from pass to pass must not require another variant.
 @triton.jit(
     do_not_specialize=["num_tokens", "q_programs", "kv_programs"],
     do_not_specialize_on_alignment=["slot_ptr", "position_ptr"],
 )
-def _norm_rotary_store_kernel(
+def _qk_norm_rope_store_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -243,7 +232,7 @@ def _norm_rotary_store_kernel(
     ROWS: tl.constexpr,
     TO_FLOAT16: tl.constexpr,
 ):
-    """A program has ROWS heads of q, of k or of v, in the order of tokens."""
+    """A program computes ROWS heads of q, of k or of v, in the order of tokens."""
     program = tl.program_id(0)
     if program < q_programs:
         row = program * ROWS + tl.arange(0, ROWS)
@@ -319,10 +308,10 @@ def _norm_and_rotate(
     REST: tl.constexpr,
     TO_FLOAT16: tl.constexpr,
 ):
-    """Of the heads that begin at `heads [ROWS, 1]`; the result goes there and, unless it is None, to `pool_heads`,
-    over `pool_scale [ROWS, 1]` if there is one.
+    """Norm and rotate the heads that begin at `heads [ROWS, 1]`. The result goes there and, divided by
+    `pool_scale` `[ROWS, 1]` if there is one, to `pool_heads` unless that is None.
 
-    A head is held as the first and the second elements of its pairs, and what is not rotated.
+    A head is held in up to three parts: the first elements of its pairs, the second ones, and the unrotated rest.
     """
     live = is_live[:, None]
     dtype: tl.constexpr = heads.dtype.element_ty
@@ -345,13 +334,13 @@ def _norm_and_rotate(
         if weight_ptr is not None:
             square += tl.sum(first * first + second * second, axis=1, keep_dims=True)
     if REST > 0:
-        behind = ROTARY_DIM + tl.arange(0, REST)[None, :]
-        is_behind = live & (behind < HEAD_DIM)
-        rest = tl.load(heads + behind, mask=is_behind, other=0.0)
+        unrotated = ROTARY_DIM + tl.arange(0, REST)[None, :]
+        is_unrotated = live & (unrotated < HEAD_DIM)
+        rest = tl.load(heads + unrotated, mask=is_unrotated, other=0.0)
         if weight_ptr is not None:
             square += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), axis=1, keep_dims=True)
     if weight_ptr is not None:
-        # A pointer for each head: loaded in the heads' layout, so that nothing moves between threads.
+        # A pointer for each head: weights are loaded in the heads' layout, and nothing moves between threads.
         weights = weight_ptr + tl.zeros_like(token)[:, None]
         scale = tl.rsqrt(square / HEAD_DIM + eps)
         if ROTARY_DIM > 0:
@@ -363,11 +352,11 @@ def _norm_and_rotate(
             first = weighted(first * scale, first_weight, dtype, OFFSET).to(tl.float32)
             second = weighted(second * scale, second_weight, dtype, OFFSET).to(tl.float32)
         if REST > 0:
-            rest_weight = tl.load(weights + behind, mask=is_behind, other=0.0)
+            rest_weight = tl.load(weights + unrotated, mask=is_unrotated, other=0.0)
             rest = weighted(rest.to(tl.float32) * scale, rest_weight, dtype, OFFSET)
     if REST > 0:
-        pool_rest = None if pool_heads is None else pool_heads + behind
-        _store(rest, heads + behind, pool_rest, pool_scale, is_behind, weight_ptr is not None, TO_FLOAT16)
+        pool_rest = None if pool_heads is None else pool_heads + unrotated
+        _store(rest, heads + unrotated, pool_rest, pool_scale, is_unrotated, weight_ptr is not None, TO_FLOAT16)
     if ROTARY_DIM > 0:
         turned = (first * cos - second * sin).to(dtype)
         turned_second = (second * cos + first * sin).to(dtype)
@@ -385,8 +374,8 @@ def _norm_and_rotate(
 
 @triton.jit
 def _store(x, heads, pool_heads, pool_scale, mask, CHANGED: tl.constexpr, TO_FLOAT16: tl.constexpr):
-    """Write x to `pool_heads`, over `pool_scale`, if there are any, and what stands for x from then on back to
-    `heads`, where it is not there yet: CHANGED says whether x itself is not.
+    """Write x to `pool_heads`, divided by `pool_scale`, unless they are None, and back to `heads` what attention
+    reads in place of x, unless it is there already: CHANGED says that x itself is not.
     """
     if pool_scale is not None:
         x = to_e4m3(x, pool_scale)

@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 from triton_ops.activations.elementwise import row_and_columns
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
+from triton_ops.tuning import ELEMENTWISE, expert_config, expert_rows
 
 
 def moe(
@@ -26,11 +27,27 @@ def moe(
     Returns:
         `[num_tokens, hidden_size]` in x's dtype, summed in float32.
 
-    Experts without tokens cost nothing. On a GPU the reference waits for the device, to read how many tokens each
-    has; the kernels do not.
+    Experts without tokens cost nothing. On a GPU the torch form waits for the device, to read how many tokens each
+    expert has; the kernels do not.
     """
     if runs_triton(impl, x.device):
         return _launch(x, weights, experts, gate_up, down)
+    return _moe_fast_cpu(x, weights, experts, gate_up, down)
+
+
+def moe_reference(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """What `moe` means, in float64: token by token, and for each the sum over its experts."""
+    x, gate_up, down = x.double(), gate_up.double(), down.double()
+    out = torch.zeros_like(x)
+    for token, (row, chosen) in enumerate(zip(weights.tolist(), experts.tolist(), strict=True)):
+        for weight, expert in zip(row, chosen, strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            out[token] += weight * (down[expert] @ (gate / (1 + torch.exp(-gate)) * up))
+    return out
+
+
+def _moe_fast_cpu(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Expert by expert, the rows of each together."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     top_k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)  # token and choice, by expert
@@ -39,10 +56,8 @@ def moe(
         if chosen.shape[0] == 0:
             continue
         tokens = chosen // top_k
-        computed = linear(
-            silu_and_mul(linear(x[tokens], gate_up[expert]), impl="torch"),
-            down[expert],
-        )
+        activated = silu_and_mul(linear(x[tokens], gate_up[expert]), impl="torch")
+        computed = linear(activated, down[expert])
         out.index_add_(0, tokens, computed.float() * weights.flatten()[chosen].unsqueeze(1))
     return out.to(x.dtype)
 
@@ -64,10 +79,8 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
     if num_tokens == 0:
         return out
 
-    # An expert's rows, each a token and one of its choices, are cut to tiles.
-    # Products in float32 do without tensor cores: larger tiles of them do not fit into the registers.
-    largest_tile = 64 if x.dtype == torch.float32 else 128
-    tile_rows = min(largest_tile, max(16, next_power_of_2(cdiv(chosen.shape[0], num_experts))))
+    # An expert's rows, each of them a token and one of its choices, are cut into tiles.
+    tile_rows = expert_rows(chosen.shape[0], num_experts, x.dtype)
     order = chosen.argsort(stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
     counts.scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -76,12 +89,11 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
     max_tiles = min(chosen.shape[0], num_experts) + chosen.shape[0] // tile_rows
 
     def product(a: Tensor, matrices: Tensor, rows_of_a: int, *, to_order: bool) -> Tensor:
-        """Each row, in the order of experts, times its expert's matrix; `rows_of_a` times a row of `a` is read."""
+        """Each row, in the order of experts, times its expert's matrix. A row of `a` is read `rows_of_a` times."""
         _, size, inner = matrices.shape
         result = torch.empty(chosen.shape[0], size, dtype=a.dtype, device=a.device)
-        columns = min(largest_tile, max(16, next_power_of_2(size)))
-        depth = min(128 // a.element_size(), max(16, next_power_of_2(inner)))
-        _expert_product_kernel[(max_tiles * cdiv(size, columns),)](
+        config = expert_config(tile_rows, size, inner, a.dtype)
+        _expert_product_kernel[(max_tiles * cdiv(size, config.columns),)](
             a,
             matrices,
             result,
@@ -94,19 +106,19 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
             EXPERT_BLOCK=next_power_of_2(num_experts),
             SIZE=size,
             INNER=inner,
-            ROWS=tile_rows,
-            COLUMNS=columns,
-            DEPTH=depth,
-            num_warps=8 if tile_rows == 128 else 4,
-            num_stages=3,
+            ROWS=config.rows,
+            COLUMNS=config.columns,
+            DEPTH=config.depth,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
         )
         return result
 
     activated = silu_and_mul(product(x, gate_up, top_k, to_order=False), impl="triton")
     parts = product(activated, down, 0, to_order=True)
-    block = min(1024, max(16, next_power_of_2(hidden_size)))
+    block = min(ELEMENTWISE.size, max(16, next_power_of_2(hidden_size)))
     _weighted_sum_kernel[(num_tokens * cdiv(hidden_size, block),)](
-        parts, weights, out, TOP_K=top_k, SIZE=hidden_size, BLOCK=block, num_warps=4
+        parts, weights, out, TOP_K=top_k, SIZE=hidden_size, BLOCK=block, num_warps=ELEMENTWISE.num_warps
     )
     return out
 
@@ -129,10 +141,11 @@ def _expert_product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Rows of `a [..., INNER]` times their experts' `[SIZE, INNER]`, transposed: a tile of one expert's a program.
+    """Rows of `a [..., INNER]` times their experts' `[SIZE, INNER]`, transposed. A program computes a tile of one
+    expert.
 
-    Row r of the order of experts is `order[r]` of the order of tokens. CHOICES above 0: it reads row
-    `order[r] // CHOICES` of `a`, else row r. TO_ORDER: it writes row `order[r]`, else row r.
+    Row r in the order of experts is row `order[r]` in the order of tokens. If CHOICES is above 0, row
+    `order[r] // CHOICES` of `a` is read, otherwise row r. If TO_ORDER, row `order[r]` is written, otherwise row r.
     """
     num_columns: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) // num_columns

@@ -1,20 +1,21 @@
-"""Routing of tokens to experts: the softmax of the router's logits, and the best of it."""
+"""Routing of tokens to experts: the largest probabilities of the softmax of the router's logits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from triton_ops.activations.elementwise import as_rows, row_blocks
+from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
+from triton_ops.tuning import row_blocks
 
 
 def topk_softmax(logits: Tensor, top_k: int, *, renormalize: bool, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
-    """The `top_k` likeliest experts of each token: weights float32 and experts int64, both
-    `[num_tokens, top_k]`, the likeliest first.
+    """The `top_k` likeliest experts of each token, the likeliest first: weights float32 and experts int64, both
+    `[num_tokens, top_k]`.
 
     `logits` is `[num_tokens, num_experts]` in any float dtype. Weights are the softmax over all experts, in
-    float32; with `renormalize` they are divided by their sum, so that it is 1.
+    float32; with `renormalize` they are divided by their sum.
     """
     if runs_triton(impl, logits.device):
         return _launch(logits, top_k, renormalize)
@@ -69,8 +70,8 @@ def _topk_softmax_kernel(
     logits = tl.where(is_expert, logits.to(tl.float32), -float("inf"))
     mass = tl.exp(logits - tl.max(logits, axis=1, keep_dims=True))
     mass /= tl.sum(mass, axis=1, keep_dims=True)
-    # What is still to be had: below 0 are experts that there are not, or are chosen. NaN counts as 0, so that a
-    # row of it names experts that exist; its weights stay NaN.
+    # Probabilities of the experts that are left; -1 for chosen ones and beyond the end. NaN counts as 0, so that a
+    # row of NaN names experts that exist; its weights stay NaN.
     left = tl.where(is_expert, tl.where(mass == mass, mass, 0.0), -1.0)
     choice = tl.arange(0, CHOICES)[None, :]
     weights = tl.zeros((ROWS, CHOICES), tl.float32)

@@ -1,4 +1,4 @@
-"""Layer norm (Ba, Kiros and Hinton, 2016), alone or after the addition of a residual."""
+"""Layer norm (Ba, Kiros and Hinton, 2016), alone or after adding a residual. No model here uses it yet."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triton_ops.activations.elementwise import EARLY_BLOCK, as_rows, check_residual, check_vector, row_blocks
+from triton_ops.activations.elementwise import as_rows, check_residual, check_vector
 from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
+from triton_ops.tuning import EARLY_BLOCK, row_blocks
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, impl: Impl = "auto") -> Tensor:
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension.
 
-    `x` is `[..., size]` in any float dtype, `weight` and `bias` (None: 0) are `[size]` in the same. Everything is
-    computed in float32 and rounded to x's dtype at the end.
+    `x` is `[..., size]` in any float dtype, `weight` and `bias` (None: 0) are `[size]` in the same. The result is
+    computed in float32 and rounded to x's dtype.
     """
     if runs_triton(impl, x.device):
         return _launch(x, None, weight, bias, eps)[0]
@@ -34,7 +35,7 @@ def add_layer_norm(
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `x`, or of `x + residual`, and that sum (x itself where there is no residual)."""
+    """The norm of `x`, or of `x + residual`, and that sum (x itself without a residual)."""
     size = x.shape[-1]
     check_vector("weight", weight, x)
     if bias is not None:
@@ -85,7 +86,7 @@ def _layer_norm_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (col < SIZE)
-    # A pointer for each row: loaded in the rows' layout, so that nothing moves between threads.
+    # A pointer for each row: weights are loaded in the rows' layout, and nothing moves between threads.
     same = tl.zeros_like(row) + col
     early: tl.constexpr = BLOCK <= EARLY_BLOCK
     if early:
@@ -94,7 +95,7 @@ def _layer_norm_kernel(
     dtype = x.dtype
     if residual_ptr is not None:
         other = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)
-        # Rounded before it is normed: the next layer adds to this sum.
+        # Rounded before it is normed, as the next layer adds to this sum.
         x = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + row * SIZE + col, x, mask=mask)
     wide = x.to(tl.float32)

@@ -7,22 +7,16 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from triton_ops.activations.elementwise import (
-    EARLY_BLOCK,
-    as_rows,
-    check_parts,
-    check_residual,
-    check_vector,
-    row_blocks,
-)
+from triton_ops.activations.elementwise import as_rows, check_parts, check_residual, check_vector
 from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
+from triton_ops.tuning import EARLY_BLOCK, row_blocks
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
-    `x` is `[..., size]` in any float dtype, `weight` `[size]` in the same. Normalised in float32, rounded to x's
-    dtype, then multiplied by the weight: the order of transformers, which checkpoints were trained with.
+    `x` is `[..., size]` in any float dtype, `weight` `[size]` in the same. The result is normalised in float32,
+    rounded to x's dtype, then multiplied by the weight: the order of transformers, with which models were trained.
     """
     if runs_triton(impl, x.device):
         return launch_rms_norm(x, None, weight, eps)[0]
@@ -36,8 +30,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm(x + residual)` and the sum, which is the next residual; both `[..., size]` in residual's dtype.
 
-    `x` is `[..., size]` in that dtype, or the parts of it: float32 `[P, ..., size]`, added up in their order and
-    rounded to that dtype.
+    `x` is `[..., size]` in that dtype or, from `split_k_linear`, its parts float32 `[P, ..., size]`: they are
+    added in their order and rounded to that dtype.
     """
     in_parts = x.dim() > residual.dim()
     if runs_triton(impl, x.device):
@@ -56,11 +50,12 @@ def launch_rms_norm(
     before: Tensor | None = None,
     in_parts: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The kernel's norm of `x`, or of `x + residual`, and that sum (x itself where there is no residual).
+    """The kernel's norm of `x`, or of `x + residual`, and that sum (x itself without a residual).
 
-    `offset` None is `rms_norm`, else that of `wide_rms_norm`. With a weight `before`, x is normed by it before it
-    is added. Without `weight` there is the sum alone, twice. With `in_parts`, x is the parts of `add_rms_norm`.
-    Rows that do not lie a common stride apart are copied first. Raises ValueError where shapes or dtypes disagree.
+    `offset` is that of `rms_norm_fp32_weight`; None: the norm is `rms_norm`. With a weight `before`, x is normed
+    by it before it is added. Without `weight` both results are the sum. With `in_parts`, x is the parts of
+    `add_rms_norm`. Rows that do not lie a common stride apart are copied first. Raises ValueError where shapes or
+    dtypes disagree.
     """
     size, rows, like, parts = x.shape[-1], as_rows(x), x, 0
     if in_parts:
@@ -122,7 +117,7 @@ def _rms_norm_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (col < SIZE)
-    # A pointer for each row: weights are loaded in the rows' layout, so that nothing moves between threads.
+    # A pointer for each row: weights are loaded in the rows' layout, and nothing moves between threads.
     same = tl.zeros_like(row) + col
     early: tl.constexpr = BLOCK <= EARLY_BLOCK
     if early and weight_ptr is not None:
@@ -131,7 +126,7 @@ def _rms_norm_kernel(
     if PARTS > 0:
         for part in tl.static_range(1, PARTS):
             x += tl.load(x_ptr + (row + part * num_rows) * x_stride + col, mask=mask, other=0.0)
-        x = x.to(residual_ptr.dtype.element_ty)  # as a product that was never cut
+        x = x.to(residual_ptr.dtype.element_ty)  # as an uncut product
     dtype = x.dtype
     if early and residual_ptr is not None:
         other = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)
@@ -145,7 +140,7 @@ def _rms_norm_kernel(
     if residual_ptr is not None:
         if not early:
             other = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0)
-        # Rounded before it is normed: the next layer adds to this sum.
+        # Rounded before it is normed, as the next layer adds to this sum.
         x = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + row * SIZE + col, x, mask=mask)
     if weight_ptr is not None:
@@ -158,13 +153,13 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _scale(x, eps, SIZE: tl.constexpr):
-    """What the rows are multiplied by to be normed."""
+    """The factors that norm the rows."""
     wide = x.to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / SIZE + eps)
 
 
 @triton.jit
 def weighted(normed, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
-    """`normed` in float32 times the weight, rounded where `rms_norm` (OFFSET None) or `wide_rms_norm` do."""
+    """`normed` in float32 times the weight, rounded like `rms_norm` (OFFSET None) or `rms_norm_fp32_weight`."""
     weight = weight.to(tl.float32)
     return (normed.to(dtype).to(tl.float32) * weight if OFFSET is None else normed * (weight + OFFSET)).to(dtype)

@@ -1,4 +1,4 @@
-"""Root mean square norm whose weight multiplies before the result is rounded, as in OLMo 2 and Gemma."""
+"""Root mean square norm whose weight multiplies in float32, before rounding, as in OLMo 2 and Gemma."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton_ops.implementation import Impl, runs_triton
 from triton_ops.norms.rms_norm import launch_rms_norm
 
 
-def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float, impl: Impl = "auto") -> Tensor:
+def rms_norm_fp32_weight(x: Tensor, weight: Tensor, eps: float, *, offset: float, impl: Impl = "auto") -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * (offset + weight)` over the last dimension.
 
     `x` is `[..., size]` in any float dtype, `weight` `[size]` in the same. Everything is computed in float32 and
@@ -23,19 +23,17 @@ def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float, impl:
     return (normed * (offset + weight.float())).to(x.dtype)
 
 
-def add_wide_rms_norm(
+def add_rms_norm_fp32_weight(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """`wide_rms_norm(x + residual)` and the sum, which is the next residual; both `[..., size]` in x's
-    dtype.
-    """
+    """`rms_norm_fp32_weight(x + residual)` and the sum, the next residual; both `[..., size]` in x's dtype."""
     if runs_triton(impl, x.device):
         return launch_rms_norm(x, residual, weight, eps, offset=offset)
     residual = x + residual
-    return wide_rms_norm(residual, weight, eps, offset=offset, impl="torch"), residual
+    return rms_norm_fp32_weight(residual, weight, eps, offset=offset, impl="torch"), residual
 
 
-def norm_add_wide_rms_norm(
+def norm_add_rms_norm_fp32_weight(
     x: Tensor,
     residual: Tensor,
     before: Tensor,
@@ -45,17 +43,19 @@ def norm_add_wide_rms_norm(
     offset: float,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`add_wide_rms_norm` of `wide_rms_norm(x, before)`: what Gemma does between attention and feed-forward."""
+    """`add_rms_norm_fp32_weight` of `rms_norm_fp32_weight(x, before)`, as between Gemma's attention and
+    feed-forward.
+    """
     if runs_triton(impl, x.device):
         return launch_rms_norm(x, residual, weight, eps, offset=offset, before=before)
-    x = wide_rms_norm(x, before, eps, offset=offset, impl="torch")
-    return add_wide_rms_norm(x, residual, weight, eps, offset=offset, impl="torch")
+    x = rms_norm_fp32_weight(x, before, eps, offset=offset, impl="torch")
+    return add_rms_norm_fp32_weight(x, residual, weight, eps, offset=offset, impl="torch")
 
 
-def wide_rms_norm_add(
+def rms_norm_fp32_weight_add(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float, impl: Impl = "auto"
 ) -> Tensor:
-    """`wide_rms_norm(x) + residual`: what OLMo 2 does behind attention and feed-forward."""
+    """`rms_norm_fp32_weight(x) + residual`, as after OLMo 2's attention and feed-forward."""
     if runs_triton(impl, x.device):
         return launch_rms_norm(x, residual, None, eps, offset=offset, before=weight)[1]
-    return wide_rms_norm(x, weight, eps, offset=offset, impl="torch") + residual
+    return rms_norm_fp32_weight(x, weight, eps, offset=offset, impl="torch") + residual

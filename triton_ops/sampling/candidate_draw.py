@@ -1,29 +1,26 @@
-"""Draws under top-k and top-p from the few tokens that can pass, found without a sort.
+"""Draws under top-k and top-p from the few tokens that can pass, without a sort.
 
 A program draws for one row:
 
 1. The k-th greatest of the row's chunk maxima is a lower bound of the k-th greatest logit: k chunks hold a logit
-   at or above it. Without top-k, a guess is tried in its place, and what p is a share of has been added up before.
+   at or above it. Without top-k a guess takes its place, and the total of which p is a share was added up before.
 2. Only the chunks whose maximum reaches the bound are read. Their tokens at or above it, the candidates, are
    listed in vocabulary order: about k.
-3. The least logit kept is found among them by halving an interval of the logits' bits, ordered as integers, until
-   it holds one: each step is a count (top-k) or an exact sum of masses (top-p).
-4. The draw is that of `token_draw`, of the candidates alone.
+3. The smallest logit kept is found among them by bisection of the logits' bits, ordered as integers: each step is
+   a count (top-k) or an exact sum of masses (top-p).
+4. The draw is that of `token_draw`, from the candidates alone.
 
-A second launch, with more room and another guess, is for the rows that have more candidates than the first one has
-room for, or whose candidates weigh less than p. Rows where that fails as well are left to others.
+A second launch, with a larger capacity and another guess, serves the rows with more candidates than fit the first
+one, or whose candidates weigh less than p. Rows where that fails too are left to `draw_tokens`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from triton_ops.implementation import cdiv, next_power_of_2, tl, triton
 from triton_ops.sampling.logit_bits import key_of, widened
-from triton_ops.sampling.logit_threshold import MAX_REGISTERS
 from triton_ops.sampling.philox import load_uniform
 from triton_ops.sampling.row_maxima import CHUNK, greatest
 from triton_ops.sampling.token_draw import Draws, choose_block, is_likely
@@ -36,28 +33,7 @@ from triton_ops.sampling.token_mass import (
     share_of_mass,
     sum_masses,
 )
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """Rows with up to `size` candidates are drawn from, which top-p alone takes to be what reaches the chunk
-    maximum of rank `guess`, or that `most_chunks` of the chunks reach. `chunks` are looked at at a time.
-    """
-
-    size: int
-    guess: int
-    most_chunks: float
-    chunks: int
-    num_warps: int
-    max_registers: int | None = None
-
-
-ATTEMPTS = (
-    Attempt(512, 128, 0.25, 4, 4, max_registers=MAX_REGISTERS),
-    Attempt(2048, 512, 0.85, 8, 8, max_registers=MAX_REGISTERS),
-)
-PARTS = 8  # of a row, a program each, whose masses are added up at a time
-TOTALS_WARPS = 2
+from triton_ops.tuning import CANDIDATES, SUM_REGISTERS, TOTALS_PARTS, TOTALS_WARPS
 
 
 def draw_from_candidates(
@@ -68,12 +44,13 @@ def draw_from_candidates(
     draws: Draws,
     top_ks: Tensor | None,
     top_ps: Tensor | None,
-    least_log2: Tensor | None,
+    min_log2: Tensor | None,
 ) -> Tensor:
-    """A token a row of `rows [R, vocab_size]` into `chosen`, int32 `[R]`; bool `[R]`: of which rows it is there.
+    """Write a token of each row of `rows [R, vocab_size]` to `chosen`, int32 `[R]`. Returns which rows have one,
+    bool `[R]`.
 
-    `maxima` are the rows' `chunk_maxima`; `finite` gets what `finite_rows` would say, of all rows. The others are
-    as in `sample`.
+    `maxima` are the rows' `chunk_maxima`; `finite` receives `finite_rows` of all rows. The others are as in
+    `sample`.
     """
     num_rows, vocab_size = rows.shape
     device, num_chunks = rows.device, maxima.shape[1]
@@ -81,15 +58,15 @@ def draw_from_candidates(
     done = torch.empty(num_rows, dtype=torch.bool, device=device)
     if not num_rows:
         return done
-    size = max(attempt.size for attempt in ATTEMPTS)
+    size = max(attempt.size for attempt in CANDIDATES)
     chunks = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
     values = torch.empty(num_rows, size, dtype=rows.dtype, device=device)
     tokens = torch.empty(num_rows, size, dtype=torch.int32, device=device)
     cumulative = torch.empty(num_rows, size, dtype=torch.int64, device=device)
     anchors = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
-    totals = torch.empty(num_rows, PARTS, dtype=torch.int64, device=device)
+    totals = torch.empty(num_rows, TOTALS_PARTS, dtype=torch.int64, device=device)
     if top_ps is not None:
-        _totals_kernel[(num_rows * PARTS,)](
+        _totals_kernel[(num_rows * TOTALS_PARTS,)](
             rows,
             maxima,
             draws[0],
@@ -101,18 +78,18 @@ def draw_from_candidates(
             NUM_CHUNKS=num_chunks,
             MAXIMA=next_power_of_2(num_chunks),
             BLOCK=BLOCK,
-            PARTS=PARTS,
+            PARTS=TOTALS_PARTS,
             num_warps=TOTALS_WARPS,
-            maxnreg=MAX_REGISTERS,
+            maxnreg=SUM_REGISTERS,
         )
-    for attempt in ATTEMPTS:
+    for attempt in CANDIDATES:
         _candidates_kernel[(num_rows,)](
             rows,
             maxima,
             *draws,
             top_ks,
             top_ps,
-            least_log2,
+            min_log2,
             chunks,
             values,
             tokens,
@@ -129,10 +106,10 @@ def draw_from_candidates(
             BLOCK=BLOCK,
             BLOCKS=num_blocks,
             SIZE=attempt.size,
-            GUESS=max(1, min(attempt.guess, int(attempt.most_chunks * cdiv(vocab_size, CHUNK)))),
-            PARTS=PARTS,
+            GUESS=max(1, min(attempt.guess, int(attempt.max_chunks * cdiv(vocab_size, CHUNK)))),
+            PARTS=TOTALS_PARTS,
             CHUNKS_AT_ONCE=attempt.chunks,
-            IS_FIRST=attempt is ATTEMPTS[0],
+            IS_FIRST=attempt is CANDIDATES[0],
             num_warps=attempt.num_warps,
             maxnreg=attempt.max_registers,
         )
@@ -141,7 +118,7 @@ def draw_from_candidates(
 
 @triton.jit
 def _nth_key(keys, rank):
-    """The greatest key, int64, that `rank` of the `keys` reach; there are as many."""
+    """The greatest key, int64, that at least `rank` of the `keys` reach; there are that many."""
     low = tl.min(keys, axis=0).to(tl.int64)
     high = tl.max(keys, axis=0).to(tl.int64) + 1
     while high - low > 1:
@@ -154,7 +131,7 @@ def _nth_key(keys, rank):
 
 @triton.jit
 def _mass_from(keys, upper, lower, bound):
-    """The mass, in halves, of what reaches `bound`."""
+    """The mass, given in halves, of the keys that reach `bound`."""
     reach = keys >= bound.to(tl.int32)
     return join_halves(tl.sum(tl.where(reach, upper, 0), axis=0), tl.sum(tl.where(reach, lower, 0), axis=0))
 
@@ -164,7 +141,7 @@ def _list(
     row_ptr, chunks_ptr, num_active, values_ptr, tokens_ptr, bound,
     VOCAB_SIZE: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, CHUNKS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """List what reaches `bound` in these chunks; how many there are."""
+    """List the tokens of these chunks that reach `bound`, and count them."""
     count = tl.zeros((), tl.int32)
     for start in range(0, num_active, CHUNKS_AT_ONCE):
         nth = start + tl.arange(0, CHUNKS_AT_ONCE)
@@ -187,12 +164,12 @@ def _list(
 @triton.jit
 def _draw_listed(
     values_ptr, tokens_ptr, cumulative_ptr, anchors_ptr, num_candidates, k, p, total, scale, likeliest, row,
-    least_log2_ptr, seeds_ptr, sample_indices_ptr, positions_ptr,
+    min_log2_ptr, seeds_ptr, sample_indices_ptr, positions_ptr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The token drawn of at most SIZE candidates, or -1 where they weigh less than p of the row.
+    """The token drawn from at most SIZE candidates, or -1 where they weigh less than p of the row.
 
-    `k` is 0 where all of them pass top-k; then p is a share of `total`, else of what top-k leaves.
+    `k` is 0 where all of them pass top-k; then p is a share of `total`, otherwise of what top-k leaves.
     """
     i = tl.arange(0, SIZE)
     valid = i < num_candidates
@@ -220,13 +197,13 @@ def _draw_listed(
     if chosen == 0:
         block = token // BLOCK
         kept = valid & (keys >= least.to(tl.int32))
-        if least_log2_ptr is not None:
-            kept = kept & is_likely(x, likeliest, scale, row, least_log2_ptr)
+        if min_log2_ptr is not None:
+            kept = kept & is_likely(x, likeliest, scale, row, min_log2_ptr)
         relative = exp2_alike((x - tl.load(anchors_ptr + block)) * scale)
         upper, lower = mass_halves(tl.where(kept, relative, 0.0))
         cumulative = tl.cumsum(join_halves(upper, lower), axis=0)
         tl.store(cumulative_ptr + i, cumulative)
-        # What is beyond the candidates counts in the last block, without mass.
+        # Places beyond the candidates count in the last block, without mass.
         ends = tl.cumsum(tl.histogram(block, BLOCKS), axis=0)
         tl.debug_barrier()  # other threads read the sums
         until = tl.load(cumulative_ptr + ends - 1, mask=ends > 0, other=0)
@@ -256,7 +233,7 @@ def _totals_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The mass of every PARTS-th block of a row that top-p alone filters, relative to the row's likeliest."""
+    """The mass of every PARTS-th block of a row that only top-p filters, relative to the row's likeliest token."""
     row, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     scale, temperature = load_scale(temperatures_ptr, row)
     by_rank = False
@@ -287,7 +264,7 @@ def _candidates_kernel(
     positions_ptr,
     top_ks_ptr,
     top_ps_ptr,
-    least_log2_ptr,
+    min_log2_ptr,
     chunks_ptr,
     values_ptr,
     tokens_ptr,
@@ -363,7 +340,7 @@ def _candidates_kernel(
                         total = tl.sum(tl.load(totals_ptr + row * PARTS + tl.arange(0, PARTS)), axis=0)
                     chosen = _draw_listed(
                         values_ptr, tokens_ptr, cumulative_ptr, anchors_ptr, num_candidates, k, p, total, scale,
-                        likeliest, row, least_log2_ptr, seeds_ptr, sample_indices_ptr, positions_ptr,
+                        likeliest, row, min_log2_ptr, seeds_ptr, sample_indices_ptr, positions_ptr,
                         SIZE, BLOCK, BLOCKS,
                     )  # fmt: skip
         else:  # the first of the greatest

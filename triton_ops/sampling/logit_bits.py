@@ -1,4 +1,4 @@
-"""Floats as integers of the same order, for searches that halve an interval of them; and as wider floats."""
+"""Floats as integers of the same order, for bisection, and as wider floats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from triton_ops.implementation import INTERPRETED, tl, triton
 
 @triton.jit
 def key_of(x):
-    """An int32 for each float of 16 or 32 bits that is ordered as they are: zeros are alike."""
+    """An int32 for each float of 16 or 32 bits, in the same order; both zeros are equal."""
     if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
         key = bits ^ ((bits >> 15) & 0x7FFF)
@@ -33,7 +33,7 @@ def float_of(key, dtype: tl.constexpr):
 def widened(x):
     """Floats of 16 or 32 bits as float32."""
     if x.dtype == tl.bfloat16 and not INTERPRETED:
-        # Two at a time, an instruction each; the compiler takes three for both.
+        # Two at a time with an instruction each; the compiler takes three for both.
         code: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
         bits = tl.inline_asm_elementwise(code, "=&r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2)
         wide = bits.to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Adding to, forbidding and allowing single tokens' logits."""
+"""Changes to the logits of single tokens: biases, bans, allow-lists and bit masks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from torch import Tensor
 
 from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
+from triton_ops.tuning import LOGITS
 
-BLOCK = 1024
-NUM_WARPS = 4
 WORD_BITS = 32
 
 
 def add_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, biases: Tensor, *, impl: Impl = "auto") -> Tensor:
     """Logits `[R, vocab_size]` as float32, with `biases[h]` added at `(rows[h], token_ids[h])`.
 
-    `rows` and `token_ids` are int32 `[H]`, `biases` is float32 `[H]`; a pair that stands twice counts twice.
+    `rows` and `token_ids` are int32 `[H]`, `biases` is float32 `[H]`; a pair that occurs twice counts twice.
     """
     if runs_triton(impl, logits.device):
         return _add_at(logits.to(torch.float32, copy=True), rows, token_ids, biases, None)
@@ -35,7 +34,7 @@ def ban_tokens(logits: Tensor, rows: Tensor, token_ids: Tensor, applies: Tensor,
 def keep_only(
     logits: Tensor, rows: Tensor, token_ids: Tensor, is_restricted: Tensor, *, impl: Impl = "auto"
 ) -> Tensor:
-    """Logits `[R, vocab_size]` with -inf at all tokens of restricted rows but `(rows[h], token_ids[h])`.
+    """Logits `[R, vocab_size]` with -inf at all tokens of restricted rows except `(rows[h], token_ids[h])`.
 
     `rows` and `token_ids` are int32 `[H]`, `is_restricted` is bool `[R]`.
     """
@@ -43,12 +42,17 @@ def keep_only(
         bitmask = torch.where(is_restricted, 0, -1).int().unsqueeze(1)
         bitmask = bitmask.repeat(1, -(-logits.shape[1] // WORD_BITS))
         if len(rows):
-            _allow_kernel[(cdiv(len(rows), BLOCK),)](
-                bitmask, rows, token_ids, len(rows), bitmask.shape[1], BLOCK=BLOCK, num_warps=NUM_WARPS
+            _allow_kernel[(cdiv(len(rows), LOGITS.size),)](
+                bitmask,
+                rows,
+                token_ids,
+                len(rows),
+                bitmask.shape[1],
+                **LOGITS.launch_arguments(),
             )
         return apply_bitmask(logits, bitmask, impl=impl)
     allowed = (~is_restricted).unsqueeze(1).expand_as(logits).clone()
-    # A Python value would be copied to the device, which waits for it.
+    # A Python value would be copied to the device synchronously.
     allowed.index_put_((rows.long(), token_ids.long()), torch.ones_like(rows, dtype=torch.bool))
     return logits.masked_fill(~allowed, -torch.inf)
 
@@ -56,22 +60,21 @@ def keep_only(
 def apply_bitmask(logits: Tensor, bitmask: Tensor, *, impl: Impl = "auto") -> Tensor:
     """Logits `[R, vocab_size]` with -inf at the tokens whose bit is 0.
 
-    `bitmask` is int32 `[R, ceil(vocab_size / 32)]`: token t's is bit t % 32, from the lowest, of word t // 32.
+    `bitmask` is int32 `[R, ceil(vocab_size / 32)]`: token t has bit t % 32, from the lowest, of word t // 32.
     """
     vocab_size = logits.shape[1]
     if runs_triton(impl, logits.device):
         source = as_rows(logits)
         out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         if out.numel():
-            _bitmask_kernel[(out.shape[0] * cdiv(vocab_size, BLOCK),)](
+            _bitmask_kernel[(out.shape[0] * cdiv(vocab_size, LOGITS.size),)](
                 source,
                 bitmask,
                 out,
                 source.stride(0),
                 bitmask.stride(0),
                 VOCAB_SIZE=vocab_size,
-                BLOCK=BLOCK,
-                num_warps=NUM_WARPS,
+                **LOGITS.launch_arguments(),
             )
         return out
     bits = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
@@ -82,9 +85,9 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor, *, impl: Impl = "auto") -> Te
 def _add_at(
     logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor | None, applies: Tensor | None
 ) -> Tensor:
-    """Add `values` in place at pairs of a row and a token; -inf where it `applies` if there are none."""
+    """Add `values`, or without them -inf where it `applies`, in place at pairs of a row and a token."""
     if len(rows):
-        _add_kernel[(cdiv(len(rows), BLOCK),)](
+        _add_kernel[(cdiv(len(rows), LOGITS.size),)](
             logits,
             rows,
             token_ids,
@@ -92,8 +95,7 @@ def _add_at(
             applies,
             len(rows),
             logits.stride(0),
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
+            **LOGITS.launch_arguments(),
         )
     return logits
 
@@ -107,11 +109,11 @@ def _add_kernel(
     row = tl.load(rows_ptr + index, mask=mask, other=0).to(tl.int64)
     at_ptr = logits_ptr + row * logits_stride + tl.load(token_ids_ptr + index, mask=mask, other=0)
     if values_ptr is not None:
-        # Atomic: a pair may stand twice.
+        # Atomic, as a pair may occur twice.
         tl.atomic_add(at_ptr, tl.load(values_ptr + index, mask=mask, other=0.0), mask=mask)
     else:
         mask = mask & (tl.load(applies_ptr + index, mask=mask, other=0) != 0)
-        # A sum, as +inf and NaN are not to pass for forbidden.
+        # A sum, so that +inf and NaN do not pass for forbidden.
         logits = tl.load(at_ptr, mask=mask, other=0.0)
         tl.store(at_ptr, logits + float("-inf"), mask=mask)
 
@@ -137,6 +139,6 @@ def _bitmask_kernel(
     mask = token < VOCAB_SIZE
     word = tl.load(bitmask_ptr + row * bitmask_stride + token // 32, mask=mask, other=0)
     allowed = ((word >> (token % 32)) & 1) != 0
-    # What is forbidden is not read.
+    # Forbidden logits are not read.
     logits = tl.load(logits_ptr + row * logits_stride + token, mask=mask & allowed, other=-float("inf"))
     tl.store(out_ptr + row * VOCAB_SIZE + token, logits, mask=mask)

@@ -1,8 +1,8 @@
-"""The least logits that top-k and top-p keep, found without a sort.
+"""The smallest logits that top-k and top-p keep, found without a sort.
 
-The kernel, one program a row, halves an interval of the logits' bits, ordered as integers, until it holds one: 16
-or 32 times at most, each a count (top-k) or an exact sum of masses (top-p) of the row's logits from its middle on.
-It is for the rows that have too many candidates for `candidate_draw`.
+The kernel, one program a row, bisects the logits' bits, ordered as integers, in at most 16 or 32 steps. Each step
+is a count (top-k) or an exact sum of masses (top-p) of the row's logits from the middle on. It serves the rows
+that have too many candidates for `candidate_draw`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,20 @@ from triton_ops.sampling.token_mass import (
     share_of_mass,
     token_mass,
 )
-
-TILE = 4096  # logits at a time; with fewer a thread, it spills
-NUM_WARPS = 8
-MAX_REGISTERS = 128  # left to itself, the compiler takes fewer and spills
+from triton_ops.tuning import SUM_REGISTERS, THRESHOLD_TILE
 
 
 def reference_thresholds(
     logits: Tensor, temperatures: Tensor, top_ks: Tensor | None, top_ps: Tensor | None
 ) -> Tensor:
-    """The least logits of rows of float32 `logits [R, vocab_size]` that top-k, then top-p, keep: float32 `[R]`."""
+    """The smallest logit that top-k, then top-p, keep of each row of float32 `logits [R, vocab_size]`: `[R]`."""
     descending = logits.sort(dim=-1, descending=True).values
     scale = exponent_scale(temperatures).unsqueeze(1)
-    return least_kept(descending, token_mass(descending, descending[:, :1], scale), top_ks, top_ps)
+    return min_kept(descending, token_mass(descending, descending[:, :1], scale), top_ks, top_ps)
 
 
-def least_kept(values: Tensor, mass: Tensor, top_ks: Tensor | None, top_ps: Tensor | None) -> Tensor:
-    """The least of `values [R, vocab_size]`, descending, of int64 `mass`, that top-k, then top-p, keep: `[R]`."""
+def min_kept(values: Tensor, mass: Tensor, top_ks: Tensor | None, top_ps: Tensor | None) -> Tensor:
+    """The smallest of the descending `values [R, vocab_size]`, of int64 `mass`, that top-k, then top-p, keep."""
     vocab_size = values.shape[1]
     if top_ks is not None:
         last = torch.where((top_ks > 0) & (top_ks < vocab_size), top_ks, vocab_size).long() - 1
@@ -47,7 +44,7 @@ def least_kept(values: Tensor, mass: Tensor, top_ks: Tensor | None, top_ps: Tens
         last = torch.full((values.shape[0],), vocab_size - 1, device=values.device)
     if top_ps is not None:
         cumulative = mass.cumsum(dim=-1)
-        # A token is kept if those before it fall short of p; all are where p is 1, which float64 might round off.
+        # A token is kept if those before it fall short of p. Where p is 1 all are, which float64 might round off.
         wanted = (top_ps.double().unsqueeze(1) * cumulative[:, -1:]).ceil().long()
         short = (cumulative - mass < wanted).sum(dim=-1) - 1
         last = torch.where(top_ps < 1.0, torch.minimum(short.clamp_(min=0), last), last)
@@ -62,9 +59,9 @@ def logit_thresholds(
     top_ps: Tensor | None,
     done: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference_thresholds`, of `rows [R, vocab_size]` in any float dtype with their `chunk_maxima`, by the
-    kernel; -inf where neither filter is on, anything in rows that are `done`, bool `[R]` or None. And the greatest
-    logits of those that are not, float32 `[R]`.
+    """By the kernel, `reference_thresholds` of `rows [R, vocab_size]` in any float dtype with their
+    `chunk_maxima`, and the greatest logits, float32 `[R]` both. The threshold is -inf where neither filter is on.
+    Rows that are `done`, bool `[R]` or None, get any numbers.
     """
     num_rows, vocab_size = rows.shape
     thresholds = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
@@ -83,16 +80,16 @@ def logit_thresholds(
             VOCAB_SIZE=vocab_size,
             NUM_CHUNKS=maxima.shape[1],
             MAXIMA=next_power_of_2(maxima.shape[1]),
-            TILE=TILE,
-            num_warps=NUM_WARPS,
-            maxnreg=MAX_REGISTERS,
+            TILE=THRESHOLD_TILE.size,
+            num_warps=THRESHOLD_TILE.num_warps,
+            maxnreg=SUM_REGISTERS,
         )
     return thresholds, maximum
 
 
 @triton.jit
 def _count(row_ptr, length, bound, TILE: tl.constexpr):
-    """How many of `length` floats have keys of `bound` or more."""
+    """The number of `length` floats whose keys are at least `bound`."""
     index = tl.arange(0, TILE)
     count = tl.zeros((TILE,), tl.int32)
     for start in range(0, length, TILE):
@@ -104,7 +101,7 @@ def _count(row_ptr, length, bound, TILE: tl.constexpr):
 
 @triton.jit
 def _mass_from(row_ptr, length, bound, maximum, scale, TILE: tl.constexpr):
-    """The mass, relative to `maximum`, of those of `length` floats whose keys are `bound` or more."""
+    """The mass, relative to `maximum`, of the `length` floats whose keys are at least `bound`."""
     index = tl.arange(0, TILE)
     upper = tl.zeros((TILE,), tl.uint32)
     lower = tl.zeros((TILE,), tl.int32)
@@ -154,7 +151,7 @@ def _thresholds_kernel(
         p = tl.load(top_ps_ptr + row)
     scale, temperature = load_scale(temperatures_ptr, row)
     threshold = tl.full((), -float("inf"), tl.float32)
-    # A greedy row has no use for filters; one with NaN or without a finite logit is rejected anyway.
+    # A greedy row needs no filters; one with NaN or without a finite logit is rejected anyway.
     if ((k < VOCAB_SIZE) | (p < 1.0)) & (temperature > 0.0) & (tl.abs(maximum) < float("inf")):
         # All logits reach `least`, none reaches `above`.
         least = key_of(tl.full((1,), -float("inf"), tl.float32).to(dtype)).to(tl.int64).sum()

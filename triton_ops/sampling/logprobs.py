@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the most likely ones."""
+"""Log-probabilities of given tokens and of the likeliest ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from torch import Tensor
 from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
 from triton_ops.sampling.row_maxima import greatest
-
-BLOCK = 4096  # logits of a program
-MOST_TOP = 32  # tokens that the kernel finds one after the other; torch's topk beyond
-NUM_WARPS = 4
+from triton_ops.tuning import LOGPROBS, MAX_TOP_LOGPROBS
 
 
 def token_logprobs(
@@ -21,14 +18,13 @@ def token_logprobs(
 
     Args:
         logits: `[R, vocab_size]`, any float dtype.
-        token_ids: int32 `[R]`, the token of each row that is asked for.
-        num_top: how many of the most likely tokens to return, 0 to vocab_size.
+        token_ids: int32 `[R]`, one token of each row.
+        num_top: the number of likeliest tokens to return, 0 to vocab_size.
 
     Returns:
-        The tokens' log-probabilities float32 `[R]`; their ranks int32 `[R]`, 1 for the most likely (a token's
-        rank counts those more likely than it); ids int32 `[R, num_top]` and log-probabilities float32
-        `[R, num_top]` of the most likely tokens, the most likely first. Ties stand in any order; the
-        ids of impossible tokens, at -inf, are any.
+        The tokens' log-probabilities float32 `[R]`; their ranks int32 `[R]`, one more than the number of likelier
+        tokens; ids int32 `[R, num_top]` and log-probabilities float32 `[R, num_top]` of the likeliest tokens, the
+        likeliest first. Ties are in any order; tokens at -inf may have any id.
     """
     if runs_triton(impl, logits.device):
         return _launch(as_rows(logits), token_ids, num_top)
@@ -41,11 +37,11 @@ def token_logprobs(
 
 
 def _launch(rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Each block of a row gives its greatest logit, its sum of exponentials, how many logits exceed the chosen
-    one's, and its own top; the rows are made of their blocks.
+    """Each block of a row gives its greatest logit, its sum of exponentials, the number of logits above the given
+    token's, and its own top; rows are combined from their blocks.
     """
     num_rows, vocab_size = rows.shape
-    num_blocks, found = cdiv(vocab_size, BLOCK), num_top if num_top <= MOST_TOP else 0
+    num_blocks, found = cdiv(vocab_size, LOGPROBS.size), num_top if num_top <= MAX_TOP_LOGPROBS else 0
 
     def each(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=rows.device)
@@ -64,9 +60,8 @@ def _launch(rows: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tens
             top_ids,
             rows.stride(0),
             VOCAB_SIZE=vocab_size,
-            BLOCK=BLOCK,
             NUM_TOP=found,
-            num_warps=NUM_WARPS,
+            **LOGPROBS.launch_arguments(),
         )
         _row_kernel[(num_rows,)](
             rows,
@@ -116,7 +111,7 @@ def _block_kernel(
     base = tl.where(maximum == -float("inf"), 0.0, maximum)  # -inf less itself would be NaN
     tl.store(sums_ptr + out, tl.sum(tl.exp(logits - base), axis=0))
     tl.store(above_ptr + out, tl.sum((logits > chosen).to(tl.int32), axis=0))
-    # What is left has an index below BLOCK: -inf is a logit like others.
+    # Logits that are left have an index below BLOCK: -inf is a logit like others.
     left = tl.where(token < VOCAB_SIZE, tl.arange(0, BLOCK), BLOCK)
     for nth in range(NUM_TOP):
         best = tl.max(tl.where(left < BLOCK, logits, -float("inf")), axis=0)

@@ -7,9 +7,7 @@ from torch import Tensor
 
 from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
-
-BLOCK = 1024
-NUM_WARPS = 4
+from triton_ops.tuning import LOGITS
 
 
 def apply_penalties(
@@ -23,23 +21,23 @@ def apply_penalties(
     frequency: Tensor,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Logits `[R, vocab_size]` as float32, less likely where a token has occurred before.
+    """Logits `[R, vocab_size]` as float32, with tokens that have occurred before made less likely.
 
     Args:
         logits: `[R, vocab_size]`, any float dtype.
         rows, token_ids: int32 `[H]`: token `token_ids[h]` occurs in the history of row `rows[h]`, once for each h.
-        is_output: bool or int32 `[H]`: whether it was generated; else it is of the prompt.
-        repetition: float32 `[R]`; logits of all tokens that occur are divided by it where positive, multiplied
-            where negative (Keskar et al., "CTRL", 2019).
-        presence, frequency: float32 `[R]`; subtracted from the logits of tokens that were generated, once, and
-            once for each time.
+        is_output: bool or int32 `[H]`: whether it was generated; otherwise it is part of the prompt.
+        repetition: float32 `[R]`; positive logits of all tokens that occur are divided by it, negative ones
+            multiplied (Keskar et al., "CTRL", 2019).
+        presence, frequency: float32 `[R]`; subtracted from the logits of generated tokens: `presence` once,
+            `frequency` once for each time.
     """
     if runs_triton(impl, logits.device):
         return _launch(logits, rows, token_ids, is_output, repetition, presence, frequency)
     out = logits.float()
     rows, token_ids = rows.long(), token_ids.long()
     occurs = torch.zeros(out.shape, dtype=torch.bool, device=out.device)
-    # A Python value would be copied to the device, which waits for it.
+    # A Python value would be copied to the device synchronously.
     occurs.index_put_((rows, token_ids), torch.ones_like(rows, dtype=torch.bool))
     generated = torch.zeros_like(out)
     generated.index_put_((rows, token_ids), is_output.to(out.dtype), accumulate=True)
@@ -57,16 +55,22 @@ def _launch(
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """Histories are counted into a table of the logits' shape, then one pass goes over both."""
+    """Count histories into a table of the logits' shape, then go over both once."""
     source, vocab_size = as_rows(logits), logits.shape[1]
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
     if len(rows):
-        _count_kernel[(cdiv(len(rows), BLOCK),)](
-            counts, rows, token_ids, is_output, len(rows), VOCAB_SIZE=vocab_size, BLOCK=BLOCK, num_warps=NUM_WARPS
+        _count_kernel[(cdiv(len(rows), LOGITS.size),)](
+            counts,
+            rows,
+            token_ids,
+            is_output,
+            len(rows),
+            VOCAB_SIZE=vocab_size,
+            **LOGITS.launch_arguments(),
         )
     if out.numel():
-        _penalties_kernel[(out.shape[0] * cdiv(vocab_size, BLOCK),)](
+        _penalties_kernel[(out.shape[0] * cdiv(vocab_size, LOGITS.size),)](
             source,
             counts,
             repetition,
@@ -75,8 +79,7 @@ def _launch(
             out,
             source.stride(0),
             VOCAB_SIZE=vocab_size,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
+            **LOGITS.launch_arguments(),
             enable_fp_fusion=False,
         )
     return out
@@ -86,7 +89,7 @@ def _launch(
 def _count_kernel(
     counts_ptr, rows_ptr, token_ids_ptr, is_output_ptr, count, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Bit 0: whether a token is in the prompt; the others count it in the answer."""
+    """Bit 0: whether a token is in the prompt; the other bits count it in the answer."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < count
     row = tl.load(rows_ptr + index, mask=mask, other=0).to(tl.int64)
@@ -119,7 +122,7 @@ def _penalties_kernel(
     factor = tl.load(repetition_ptr + row)
     penalized = tl.where(logits > 0, tl.div_rn(logits, tl.zeros_like(logits) + factor), logits * factor)
     logits = tl.where(counts > 0, penalized, logits)
-    # Rounded after the product, as the reference does: a fused sum would differ in the last bit.
+    # Rounded after the product, as in the reference: a fused sum would differ in the last bit.
     logits -= tl.load(frequency_ptr + row) * generated.to(tl.float32)
     logits -= tl.where(generated > 0, tl.load(presence_ptr + row), 0.0)
     tl.store(out_ptr + row * VOCAB_SIZE + token, logits, mask=mask)

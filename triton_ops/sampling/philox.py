@@ -16,9 +16,9 @@ WORD = 0xFFFFFFFF
 def philox_uniform(seeds: Tensor, sample_indices: Tensor, positions: Tensor) -> Tensor:
     """One uniform number in the open interval (0, 1) for each (seed, sample index, position).
 
-    All three are integer tensors `[R]` on one device; the seed's 64 bits are the key, (position, sample
-    index, 0, 0) is the counter. Returns float64 `[R]`: odd multiples of 2^-53, 52 random bits of the first
-    two words. The same on every device, and whatever else is in the batch.
+    All three are integer tensors `[R]` on one device; the seed's 64 bits are the key, (position, sample index, 0,
+    0) is the counter. Returns float64 `[R]`: odd multiples of 2^-53 from 52 random bits of the first two words.
+    The numbers are the same on every device and in every batch.
     """
     zero = torch.zeros_like(seeds)
     counter = torch.stack([positions.to(torch.int64), sample_indices.to(torch.int64), zero, zero], dim=1)
@@ -29,11 +29,11 @@ def philox_uniform(seeds: Tensor, sample_indices: Tensor, positions: Tensor) -> 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     """The four random words of `counter [R, 4]` under `key [R, 2]`, all int64 that hold 32-bit words."""
-    # Constants are Python numbers: a tensor of them would be copied to the device, which waits for it.
+    # Constants are Python numbers: a tensor of them would be copied to the device synchronously.
     words, keys = list(counter.unbind(1)), list(key.unbind(1))
     for _ in range(ROUNDS):
-        # A product of two words needs 64 bits unsigned; int64 wraps around to the same bits, and the mask removes
-        # the sign that the shift drags in.
+        # A product of two words needs 64 unsigned bits; int64 wraps around to the same bits, and the mask removes
+        # the copies of the sign that the shift brings in.
         products = [words[2] * MULTIPLIERS[0], words[0] * MULTIPLIERS[1]]
         high = [((products[i] >> 32) ^ words[2 * i + 1] ^ keys[i]) & WORD for i in range(2)]
         words = [high[0], products[0] & WORD, high[1], products[1] & WORD]

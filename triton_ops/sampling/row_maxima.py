@@ -1,4 +1,4 @@
-"""The greatest elements of pieces of rows: what finiteness, greedy choices and thresholds start from."""
+"""The greatest elements of chunks of rows, from which finiteness, greedy choices and thresholds are found."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from torch import Tensor
 
 from triton_ops.implementation import INTERPRETED, cdiv, next_power_of_2, tl, triton
 from triton_ops.sampling.token_mass import BLOCK
+from triton_ops.tuning import CHUNK_MAXIMA_WARPS
 
-CHUNK = 256  # elements of which a maximum is kept
-TILE = BLOCK  # elements of a program: draws find the chunks of a block together
-NUM_WARPS = 4
+CHUNK = 256  # elements with one maximum
+TILE = BLOCK  # elements of a program: draws need the chunks of a block together
 
 
 def chunk_maxima(rows: Tensor) -> Tensor:
-    """Of `rows [R, N]`, each contiguous: float32 `[R, chunks]`, the greatest of every CHUNK elements; NaN where
-    one is NaN. The chunks fill whole tiles; what lies beyond N counts as -inf. By a kernel.
+    """The greatest of every CHUNK elements of `rows [R, N]`, each contiguous, by a kernel: float32 `[R, chunks]`;
+    NaN where one is NaN. The chunks fill whole tiles; elements beyond N count as -inf.
     """
     num_rows, size = rows.shape
     num_tiles = cdiv(size, TILE)
     maxima = torch.empty(num_rows, num_tiles * (TILE // CHUNK), dtype=torch.float32, device=rows.device)
     if num_rows:
         _chunk_maxima_kernel[(num_rows * num_tiles,)](
-            rows, maxima, rows.stride(0), SIZE=size, CHUNK=CHUNK, TILE=TILE, num_warps=NUM_WARPS
+            rows, maxima, rows.stride(0), SIZE=size, CHUNK=CHUNK, TILE=TILE, num_warps=CHUNK_MAXIMA_WARPS
         )
     return maxima
 
@@ -34,8 +34,8 @@ def _greater(left, right):
 
 @triton.jit
 def greatest(x, axis: tl.constexpr):
-    """The maximum along an axis; NaN where there is one, as torch has it."""
-    if INTERPRETED:  # where a reduction by a function of one's own takes seconds
+    """The maximum along an axis; NaN where there is one, as in torch."""
+    if INTERPRETED:  # where a reduction by a custom function takes seconds
         found = tl.max(x, axis) + tl.sum(tl.where(x == x, 0.0, x), axis)
     else:
         found = tl.reduce(x, axis, _greater)
@@ -64,9 +64,11 @@ def _finite_kernel(maxima_ptr, finite_ptr, COUNT: tl.constexpr, BLOCK: tl.conste
 
 
 def finite_of(maxima: Tensor) -> Tensor:
-    """Bool `[R]`: whether the greatest of each of `maxima [R, N]` is finite. By a kernel."""
+    """Bool `[R]`: whether the greatest of each row of `maxima [R, N]` is finite. By a kernel."""
     num_rows, count = maxima.shape
     finite = torch.empty(num_rows, dtype=torch.bool, device=maxima.device)
     if num_rows:
-        _finite_kernel[(num_rows,)](maxima, finite, COUNT=count, BLOCK=next_power_of_2(count), num_warps=NUM_WARPS)
+        _finite_kernel[(num_rows,)](
+            maxima, finite, COUNT=count, BLOCK=next_power_of_2(count), num_warps=CHUNK_MAXIMA_WARPS
+        )
     return finite

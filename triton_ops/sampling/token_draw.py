@@ -1,4 +1,4 @@
-"""The draw of one token a row by kernels: the block of 4096 tokens first, then the token in it.
+"""The draw of one token a row by kernels: first the block of 4096 tokens, then the token in it.
 
 For R rows of B blocks:
 
@@ -18,10 +18,7 @@ from triton_ops.sampling.logit_bits import widened
 from triton_ops.sampling.philox import load_uniform
 from triton_ops.sampling.row_maxima import CHUNK, greatest
 from triton_ops.sampling.token_mass import BLOCK, exp2_alike, join_halves, load_scale, mass_halves, sum_masses
-
-PARTS = 4
-MASS_WARPS = 1
-DRAW_WARPS = 4
+from triton_ops.tuning import DRAW_WARPS, MASS_PARTS, MASS_WARPS
 
 Draws = tuple[Tensor, Tensor, Tensor, Tensor]
 """Temperatures, seeds, sample indices and positions of the rows, each `[R]`."""
@@ -35,22 +32,23 @@ def draw_tokens(
     draws: Draws | None = None,
     filters: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None,
 ) -> None:
-    """A token a row of `rows [R, vocab_size]`.
+    """Choose a token of each row of `rows [R, vocab_size]`.
 
     Args:
-        chosen: int32 `[R]`, gets them.
+        chosen: int32 `[R]`, receives them.
         maxima: `chunk_maxima` of the rows, where there are filters or no draws.
-        finite: bool `[R]` or None, gets what `finite_rows` would say.
+        finite: bool `[R]` or None, receives `finite_rows`.
         draws: None where all rows are greedy.
-        filters: least logits kept, greatest logits, and binary logarithms of least relative probabilities or
-            None, float32 `[R]`; and of which rows `chosen` and `finite` are there already, bool `[R]`, or None.
+        filters: the smallest logits kept, the greatest logits, and binary logarithms of the smallest relative
+            probabilities or None, float32 `[R]`; and which rows of `chosen` and `finite` are done, bool `[R]`, or
+            None.
     """
     num_rows, vocab_size = rows.shape
     if not num_rows:
         return
     num_blocks = cdiv(vocab_size, BLOCK)
     temperatures, seeds, sample_indices, positions = draws or (None, None, None, None)
-    thresholds, maximum, least_log2, done = filters or (None, None, None, None)
+    thresholds, maximum, min_log2, done = filters or (None, None, None, None)
     anchors = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=rows.device)
     sums = None
     if draws is None:
@@ -58,15 +56,15 @@ def draw_tokens(
         anchors = maxima.view(num_rows, num_blocks, -1).amax(-1)
     else:
         sums = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=rows.device)
-        # Where few rows are left, most programs end at once: that many fewer of them are launched.
-        parts = num_blocks if done is None else min(num_blocks, PARTS)
+        # Where few rows are left, most programs would end at once: fewer are launched.
+        parts = num_blocks if done is None else min(num_blocks, MASS_PARTS)
         _mass_kernel[(num_rows * parts,)](
             rows,
             maxima,
             temperatures,
             thresholds,
             maximum,
-            least_log2,
+            min_log2,
             done,
             anchors,
             sums,
@@ -84,7 +82,7 @@ def draw_tokens(
         temperatures,
         thresholds,
         maximum,
-        least_log2,
+        min_log2,
         done,
         seeds,
         sample_indices,
@@ -102,7 +100,7 @@ def draw_tokens(
 
 @triton.jit
 def choose_block(anchors, sums, likeliest, scale, uniform):
-    """Where a draw falls: which of the blocks, by a mask, and below which mass within it.
+    """The block on which a draw falls, as a mask, and the target mass within it.
 
     `sums`, int64, are the blocks' masses relative to their greatest logits `anchors`, 0 where there is no block.
     """
@@ -110,7 +108,7 @@ def choose_block(anchors, sums, likeliest, scale, uniform):
     weights = (sums.to(tl.float64) * shares.to(tl.float64)).to(tl.int64)
     before = tl.cumsum(weights, axis=0) - weights
     target = (uniform * tl.sum(weights, axis=0).to(tl.float64)).to(tl.int64)
-    # The only block that holds the target: those without weight hold nothing.
+    # The only block that holds the target; one without weight holds nothing.
     is_chosen = (before <= target) & (target < before + weights)
     target -= tl.sum(tl.where(is_chosen, before, 0), axis=0)
     weight = tl.sum(tl.where(is_chosen, weights, 0), axis=0)
@@ -120,19 +118,19 @@ def choose_block(anchors, sums, likeliest, scale, uniform):
 
 
 @triton.jit
-def is_likely(x, likeliest, scale, row, least_log2_ptr):
+def is_likely(x, likeliest, scale, row, min_log2_ptr):
     """Whether min-p keeps logits `x`."""
-    return (x - likeliest) * scale >= tl.load(least_log2_ptr + row)
+    return (x - likeliest) * scale >= tl.load(min_log2_ptr + row)
 
 
 @triton.jit
-def _relative_kept(x, anchor, scale, row, thresholds_ptr, maximum_ptr, least_log2_ptr):
+def _relative_kept(x, anchor, scale, row, thresholds_ptr, maximum_ptr, min_log2_ptr):
     """Probabilities of logits `x` relative to the anchor's; 0 where they are filtered out."""
     relative = exp2_alike((x - anchor) * scale)
     if thresholds_ptr is not None:
         relative = tl.where(x >= tl.load(thresholds_ptr + row), relative, 0.0)
-    if least_log2_ptr is not None:
-        relative = tl.where(is_likely(x, tl.load(maximum_ptr + row), scale, row, least_log2_ptr), relative, 0.0)
+    if min_log2_ptr is not None:
+        relative = tl.where(is_likely(x, tl.load(maximum_ptr + row), scale, row, min_log2_ptr), relative, 0.0)
     return relative
 
 
@@ -143,7 +141,7 @@ def _mass_kernel(
     temperatures_ptr,
     thresholds_ptr,
     maximum_ptr,
-    least_log2_ptr,
+    min_log2_ptr,
     done_ptr,
     anchors_ptr,
     sums_ptr,
@@ -171,7 +169,7 @@ def _mass_kernel(
             highest = greatest(tl.load(maxima_ptr + out * CHUNKS + tl.arange(0, CHUNKS)), 0)
             is_read = highest >= tl.load(thresholds_ptr + row)
         if is_read:
-            # Without a mask, whose filler takes instructions, but for the last block.
+            # Only the last block takes a mask, whose filler costs instructions.
             token = block * BLOCK + tl.arange(0, BLOCK)
             if block < VOCAB_SIZE // BLOCK:
                 x = tl.load(row_ptr + token)
@@ -180,8 +178,8 @@ def _mass_kernel(
             x = widened(x)
             if maxima_ptr is None:
                 highest = greatest(x, 0)
-            if tl.abs(highest) < float("inf"):  # else there is nothing to draw, or the row is rejected
-                relative = _relative_kept(x, highest, scale, row, thresholds_ptr, maximum_ptr, least_log2_ptr)
+            if tl.abs(highest) < float("inf"):  # otherwise nothing is to be drawn, or the row is rejected
+                relative = _relative_kept(x, highest, scale, row, thresholds_ptr, maximum_ptr, min_log2_ptr)
                 mass = sum_masses(relative)
         tl.store(anchors_ptr + out, highest)
         tl.store(sums_ptr + out, mass)
@@ -195,7 +193,7 @@ def _draw_kernel(
     temperatures_ptr,
     thresholds_ptr,
     maximum_ptr,
-    least_log2_ptr,
+    min_log2_ptr,
     done_ptr,
     seeds_ptr,
     sample_indices_ptr,
@@ -225,7 +223,7 @@ def _draw_kernel(
     anchor = likeliest
     scale = tl.full((), 1.0, tl.float32)
     if sums_ptr is not None:
-        # All that there is to load, before anything waits for some of it.
+        # Load everything before anything waits for a part of it.
         scale, temperature = load_scale(temperatures_ptr, row)
         sums = tl.load(sums_ptr + row * NUM_BLOCKS + index, mask=is_block, other=0)
         uniform = load_uniform(seeds_ptr, sample_indices_ptr, positions_ptr, row)
@@ -241,7 +239,7 @@ def _draw_kernel(
     if inner_target < 0:
         chosen = block * BLOCK + tl.min(tl.where(x == anchor, inner, BLOCK), axis=0)
     else:
-        relative = _relative_kept(x, anchor, scale, row, thresholds_ptr, maximum_ptr, least_log2_ptr)
+        relative = _relative_kept(x, anchor, scale, row, thresholds_ptr, maximum_ptr, min_log2_ptr)
         upper, lower = mass_halves(relative)
         cumulative = tl.cumsum(join_halves(upper, lower), axis=0)
         chosen = block * BLOCK + tl.sum((cumulative <= inner_target).to(tl.int32), axis=0)

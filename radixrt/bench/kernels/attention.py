@@ -1,4 +1,6 @@
-"""Attention over the pool: our kernels and the shapes at which they are measured."""
+"""Cases of attention over the pool: our kernels and their shapes."""
+
+# Tests: tests/bench/test_kernels.py
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ from radixrt.bench.kernels.attention_peers import (
 )
 from radixrt.bench.kernels.case import Call, Case, Contender
 from radixrt.bench.kernels.roofline import decode_work, extend_work
-from triton_ops.attention.decode import decode_attention, decode_item_len
-from triton_ops.attention.extend import extend_attention, plan_extends
-from triton_ops.attention.plan import AttentionPlan, ExtendPlan
+from radixrt.execution.attention.flat import KernelShape
+from triton_ops.attention.arguments import Scoring
+from triton_ops.attention.decode import decode_attention
+from triton_ops.attention.extend import Extends, extend_attention
+from triton_ops.attention.plan import AttentionPlan
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import E4M3, quantise
 
@@ -39,30 +43,25 @@ def our_decode(inputs: AttentionInputs, kv_scale: Tensor | None = None) -> Call:
     """The plan is made once, as for a steady batch."""
     shape, device = inputs.shape, inputs.q.device
     seq_lens = [shape.length] * shape.batch
-    arrays = AttentionPlan.flat_arrays(
+    plan = AttentionPlan.flat(
         range(shape.batch),
         seq_lens,
-        max_item_len=decode_item_len(gpu_of(device), shape.num_kv_heads, np.array(seq_lens, np.int32)),
+        max_item_len=_kernel_shape(inputs).decode_item_len(np.array(seq_lens, np.int32)),
     )
-    return planned_decode(inputs, AttentionPlan.build(arrays, device), kv_scale)
+    return planned_decode(inputs, plan.to(device), kv_scale)
+
+
+def _kernel_shape(inputs: AttentionInputs) -> KernelShape:
+    shape = inputs.shape
+    return KernelShape(gpu_of(inputs.q.device), shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype)
 
 
 def planned_decode(inputs: AttentionInputs, plan: AttentionPlan, kv_scale: Tensor | None = None) -> Call:
     """Our decode attention by this plan; `kv_scale` is that of keys and of values."""
-    shape = inputs.shape
+    kv, scoring = inputs.kv(kv_scale), Scoring(inputs.shape.scale)
 
     def run() -> Tensor:
-        return decode_attention(
-            inputs.q,
-            inputs.k_buffer,
-            inputs.v_buffer,
-            inputs.req_to_token,
-            plan,
-            scale=shape.scale,
-            impl="triton",
-            k_scale=kv_scale,
-            v_scale=kv_scale,
-        )
+        return decode_attention(inputs.q, kv, plan, scoring, impl="triton")
 
     return Call(run, _result)
 
@@ -70,7 +69,7 @@ def planned_decode(inputs: AttentionInputs, plan: AttentionPlan, kv_scale: Tenso
 def e4m3_inputs(shape: AttentionShape, device: torch.device, copies: int) -> Sequence[AttentionInputs]:
     """Keys and values that e4m3 holds exactly: over it and over bf16 the results are the same."""
     sets = attention_inputs(shape, device, copies)
-    for buffer in (sets[0].k_buffer, sets[0].v_buffer):  # which the sets share
+    for buffer in (sets[0].k_buffer, sets[0].v_buffer):  # shared by the sets
         for part in torch.split(buffer, 2**20):
             part.copy_(quantise(part, _e4m3_scale(shape, device)).float() * E4M3_SCALE)
     return sets
@@ -81,7 +80,7 @@ def _e4m3_scale(shape: AttentionShape, device: torch.device) -> Tensor:
 
 
 def our_decode_over_e4m3(inputs: AttentionInputs) -> Call:
-    """The same KV in e4m3, and queries in float16: as `norm_rotary_store` leaves them."""
+    """The same KV in e4m3, and queries in float16: as `qk_norm_rope_store` leaves them."""
     scale = _e4m3_scale(inputs.shape, inputs.q.device)
     quantised = replace(
         inputs,
@@ -95,34 +94,14 @@ def our_decode_over_e4m3(inputs: AttentionInputs) -> Call:
 def our_extend(inputs: AttentionInputs) -> Call:
     """The plan is made once, as for all layers of a pass."""
     shape, device = inputs.shape, inputs.q.device
-    arrays, tile_tokens = plan_extends(
-        inputs.prefix_lens.cpu().numpy(),
-        inputs.extend_start_loc.cpu().numpy(),
-        inputs.extend_seq_lens.cpu().numpy(),
-        gpu=gpu_of(device),
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=shape.dtype,
-    )
-    plan = ExtendPlan.build(arrays, device, tile_tokens=tile_tokens)
+    kernel = _kernel_shape(inputs)
+    lens = inputs.prefix_lens, inputs.extend_start_loc, inputs.extend_seq_lens
+    plan = kernel.plan_extends(*(x.cpu().numpy() for x in lens)).to(device)
+    extends = Extends(inputs.rows, *lens)
+    kv, scoring = inputs.kv(), Scoring(shape.scale)
 
     def run() -> Tensor:
-        return extend_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            inputs.k_buffer,
-            inputs.v_buffer,
-            inputs.req_to_token,
-            inputs.rows,
-            inputs.prefix_lens,
-            inputs.extend_start_loc,
-            inputs.extend_seq_lens,
-            plan,
-            scale=shape.scale,
-            impl="triton",
-        )
+        return extend_attention(inputs.q, inputs.k, inputs.v, kv, extends, plan, scoring, impl="triton")
 
     return Call(run, _result)
 
@@ -131,7 +110,7 @@ def _result(out: Any) -> tuple[Tensor]:
     return (out,)
 
 
-# Theirs that read KV from where it lies, by slots, and those that want it gathered beforehand.
+# Peers that read KV by slots, and peers that need it gathered beforehand.
 _PAGED_DECODE = (Contender("FlashInfer", flash_infer_decode),)
 _PAGED_EXTEND = (
     Contender("FlashInfer FA2", partial(flash_infer_extend, backend="fa2")),

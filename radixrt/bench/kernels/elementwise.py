@@ -1,5 +1,7 @@
 """Operations that read and write every element once: our kernels and torch.compile's, and their shapes."""
 
+# Tests: tests/bench/test_kernels.py
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +19,11 @@ from triton_ops.activations.gelu_new import gelu_new
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.implementation import Impl
-from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, norm_rotary_store
+from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
+from triton_ops.kv.view import KVView
 from triton_ops.norms.layer_norm import add_layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
-from triton_ops.norms.rms_norm_fp32_weight import add_wide_rms_norm
+from triton_ops.norms.rms_norm_fp32_weight import add_rms_norm_fp32_weight
 
 DTYPE = torch.bfloat16
 EPS = 1e-5
@@ -43,7 +46,7 @@ def _case(
         return [arguments(device=device, generator=generator) for _ in range(copies)]
 
     def expected(tensors: Arguments) -> Expected:
-        # In float32, so that what the kernel rounds is an error, and on copies, as some are written in place.
+        # In float32, so that the kernel's rounding shows as error, and on copies, as some are written in place.
         wide = [x.float() if x.dtype == DTYPE else x for x in tensors]
         return Expected(_tensors(operation(*wide, impl="torch", **options)))
 
@@ -83,7 +86,9 @@ def row_cases(num_tokens: int, size: int) -> Iterator[Case[Arguments]]:
     added = partial(_random, rows, rows, (size,))
     yield _case("rms_norm", shape, 2 * row_bytes, rms_norm, partial(_random, rows, (size,)), eps=EPS)
     yield _case("add_rms_norm", shape, 4 * row_bytes, add_rms_norm, added, eps=EPS)
-    yield _case("add_wide_rms_norm", shape, 4 * row_bytes, add_wide_rms_norm, added, eps=EPS, offset=1.0)
+    yield _case(
+        "add_rms_norm_fp32_weight", shape, 4 * row_bytes, add_rms_norm_fp32_weight, added, eps=EPS, offset=1.0
+    )
     biased = partial(_random, rows, rows, (size,), (size,))
     yield _case("add_layer_norm", shape, 4 * row_bytes, add_layer_norm, biased, eps=EPS)
 
@@ -108,7 +113,7 @@ def logits_case(num_tokens: int, vocab_size: int) -> Case[Arguments]:
 
 
 def head_cases(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterator[Case[Arguments]]:
-    """What happens to q, k and v between the projection and the attention, without norms and with them."""
+    """The operation on q, k and v between projection and attention, without and with norms."""
     # q is read and written, k also stored, v read and stored; cosines and sines in float32; positions and slots.
     num_bytes = num_tokens * (
         head_dim * DTYPE.itemsize * (2 * num_heads + 5 * num_kv_heads) + 4 * head_dim + 2 * 4
@@ -131,11 +136,11 @@ def head_cases(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int
         return (q, k, v, *pool, slots, cache, positions, q_weight, k_weight)
 
     shape = f"{num_tokens}x{num_heads}/{num_kv_heads}x{head_dim}"
-    yield _case("rotary_store", shape, num_bytes, _norm_rotary_store, arguments, normed=False)
-    yield _case("norm_rotary_store", shape, num_bytes, _norm_rotary_store, arguments, normed=True)
+    yield _case("rotary_store", shape, num_bytes, _qk_norm_rope_store, arguments, normed=False)
+    yield _case("qk_norm_rope_store", shape, num_bytes, _qk_norm_rope_store, arguments, normed=True)
 
 
-def _norm_rotary_store(
+def _qk_norm_rope_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -150,10 +155,11 @@ def _norm_rotary_store(
     normed: bool,
     impl: Impl,
 ) -> Arguments:
-    """What it writes: q, k and the pool."""
+    """Its outputs: q, k and the pool."""
     norm = HeadNorm(q_weight, k_weight, EPS) if normed else None
     rotation = Rotation(cos_sin_cache, positions)
-    norm_rotary_store(q, k, v, k_buffer, v_buffer, slots, norm=norm, rotation=rotation, impl=impl)
+    kv = KVView(k_buffer, v_buffer, slots[None])
+    qk_norm_rope_store(q, k, v, kv, slots, norm=norm, rotation=rotation, impl=impl)
     return q, k, k_buffer, v_buffer
 
 

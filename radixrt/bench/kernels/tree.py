@@ -1,4 +1,6 @@
-"""Decode attention of requests that share prefixes: trees of which each token is to be read once."""
+"""Cases of decode attention over shared prefixes: trees whose tokens are to be read once."""
+
+# Tests: tests/bench/test_kernels.py
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from layers.placement import Placement
 from radixrt.bench.kernels.attention import planned_decode
 from radixrt.bench.kernels.attention_inputs import (
     AttentionInputs,
@@ -22,8 +24,9 @@ from radixrt.bench.kernels.attention_inputs import (
 from radixrt.bench.kernels.attention_peers import flash_infer_cascade
 from radixrt.bench.kernels.case import Call, Case, Contender, PlanFigures
 from radixrt.bench.kernels.roofline import Work, tree_work
-from radixrt.execution.attention.planner import AttentionPlanner
-from radixrt.models.config import AttentionKind
+from radixrt.execution.attention.flat import KernelShape
+from radixrt.execution.attention.planner import kernel_planner
+from triton_ops.implementation import gpu_of
 
 PLANNINGS = 9  # of the same batch; their median is the time
 FLAT = "radixrt, flat"
@@ -76,13 +79,13 @@ class TreeShape:
         return torch.cat(columns, 1)
 
     def work(self) -> Work:
-        """With every token of the tree read once."""
+        """Work that reads every token of the tree once."""
         shape = self.attention
         return tree_work([shape.length] * shape.batch, self.distinct, *shape.heads)
 
 
 def _elided(numbers: Sequence[int]) -> str:
-    """With what is in the middle of many left out."""
+    """The numbers, without the middle of many."""
     if len(numbers) > 4:
         return f"{numbers[0]}/{numbers[1]}/../{numbers[-1]} ({len(numbers)})"
     return "/".join(map(str, numbers))
@@ -96,40 +99,31 @@ def tree_shape(*levels: tuple[int, int], attention: AttentionShape | None = None
     return TreeShape(levels, AttentionShape(batch, length - 1, 1, *heads))
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """One layer that sees everything, with the heads of a shape: what the engine's planner is told of a model."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    attention: tuple[AttentionKind, ...] = (AttentionKind(rope=None),)
-
-
 def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool) -> Call:
-    """By the plan that the engine makes for a captured pass of these requests, made once, as for a steady batch.
-    Without `tree`, as if the requests shared nothing, but with those that read the same side by side.
+    """Our decode by the engine's plan for a captured pass of these requests, made once, as for a steady batch.
+
+    Without `tree` the plan shares nothing, but requests that read the same tokens are neighbours.
     """
     attention, device = shape.attention, inputs.q.device
-    layer = _Layer(attention.num_heads, attention.num_kv_heads, attention.head_dim)
-    placement = Placement(attention.dtype, device, "triton")
-    planner = AttentionPlanner(layer, placement, inputs.req_to_token.numpy(force=True), tree=tree)
+    heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    kernel = KernelShape(gpu_of(device), *heads, attention.dtype)
+    table = inputs.req_to_token.numpy(force=True)
+    planner = kernel_planner(kernel, (None,), table, attention.dtype, tree=tree)
     rows, lens = inputs.rows.numpy(force=True), inputs.seq_lens.numpy(force=True)
     seconds = []
     for _ in range(PLANNINGS):
         began = time.perf_counter()
-        plans = planner.plan_padded(rows, lens)
+        plans = planner.plan_padded_decodes(rows, lens)
         seconds.append(time.perf_counter() - began)
-    arrays = {name: torch.from_numpy(array).to(device) for name, array in plans.arrays.items()}
-    plan = plans.decode(arrays)[None]
+    plan = plans.decode[None]
     read = int(plan.item_lens.sum()) + int(plan.shared_lens.sum())
-    shared_items = int(plan.shared_lens.count_nonzero())
+    shared_items = int(np.count_nonzero(plan.shared_lens))
     figures = PlanFigures(median(seconds), read / shape.distinct, shared_items)
-    return replace(planned_decode(inputs, plan), plan=figures)
+    return replace(planned_decode(inputs, plan.to(device)), plan=figures)
 
 
 def tree_case(shape: TreeShape) -> Case[AttentionInputs]:
-    """Tree beside flat, than which it is not to be slower ("vs" is the speed-up), and FlashInfer's cascade."""
+    """Tree compared with flat, which must not be faster ("vs" is the speed-up), and FlashInfer's cascade."""
 
     def inputs(device: torch.device, copies: int) -> list[AttentionInputs]:
         return attention_inputs(shape.attention, device, copies, shape.tokens().to(device))

@@ -13,7 +13,7 @@ _one_at_a_time = threading.Lock()  # Runtimes of several threads capture on the 
 
 
 class GraphMemory:
-    """One pool for all graphs of a runner, which never run side by side: what one needs in between serves others.
+    """One pool for all graphs of a runner, which never run side by side: they share what they need in between.
 
     The largest one is best captured first: the others fit into what it has taken.
     """
@@ -23,7 +23,7 @@ class GraphMemory:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def captured(self, compute: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """A graph of what `compute` launches, after `warm_up`: what is made on first use must be made then."""
+        """A graph of what `compute` launches, after `warm_up`, which makes all that is made on first use."""
         warm_up()
         graph = torch.cuda.CUDAGraph()
         stream = _capture_stream(self._device)
@@ -37,7 +37,7 @@ class GraphMemory:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """What all captures on a device run on: cuBLAS keeps a workspace for each stream. torch's own capture stream
+    """The stream of all captures on a device: cuBLAS keeps a workspace for each stream. torch's own capture stream
     is on the device that was the current one when the first graph of the process was captured.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

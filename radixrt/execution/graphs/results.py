@@ -1,4 +1,4 @@
-"""What captured passes return: tokens and flags in one place on the device, and copies on the host."""
+"""The results of captured decodes: tokens and flags in one place on the device, and copies on the host."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class SampledTokens:
 
     @staticmethod
     def of(words: Tensor, size: int) -> SampledTokens:
-        """Words int32 that hold `size` token ids and behind them as many flags, a byte each."""
+        """Words int32 that hold `size` token ids, then as many flags, a byte each."""
         return SampledTokens(words, words[:size], words[size:].view(torch.bool)[:size])
 
 
 class ResultBuffer:
-    """The sampled tokens of captured passes, and whether they are finite: one copy a pass to the host.
+    """The sampled tokens of captured decodes, and whether they are finite: one copy a pass to the host.
 
-    What is copied to is pinned, for CUDA, and used again: it belongs to a pass from `to_host` to `give_back`, so
-    there are as many copies as passes have ever been in flight together.
+    The memory of a copy is pinned, for CUDA, and used again: it belongs to a pass from `to_host` to `give_back`.
+    So there are as many copies as passes have ever been in flight together.
 
     Attributes:
         token_ids: int32 `[max_batch]`, on the device.
@@ -40,6 +40,11 @@ class ResultBuffer:
         self.token_ids, self.finite = on_device.token_ids, on_device.finite
         self._free: list[SampledTokens] = []
 
+    @property
+    def num_free(self) -> int:
+        """Copies whose memory may be used again."""
+        return len(self._free)
+
     def to_host(self) -> SampledTokens:
         """Start the copy of a pass's results."""
         copy = self._free.pop() if self._free else self._new()
@@ -47,7 +52,7 @@ class ResultBuffer:
         return copy
 
     def give_back(self, copy: SampledTokens) -> None:
-        """Whoever has read it needs it no more; it has been made."""
+        """Use the memory of a copy again, which has been made and read."""
         self._free.append(copy)
 
     def _new(self) -> SampledTokens:

@@ -9,15 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixrt.execution.attention import slot_tree
-from radixrt.execution.attention.shared_segments import SharedSegments, TreeCosts
-from radixrt.execution.attention.slot_tree import MOST_LEVELS, MOST_STOPS
-from radixrt.schedule.batch import ScheduleBatch
-from tests.support.simulation import SimulatedPass, SimulatedRunner, Walk, World, random_sizes
+from radixrt.execution.attention.flat import KernelShape
+from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
+from radixrt.execution.attention.slot_tree import MAX_LEVELS
+from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
+from radixrt.schedule.passes import Pass
+from tests.support.world.runner import SimulatedPass, SimulatedRunner
+from tests.support.world.walk import Walk, random_sizes
+from tests.support.world.world import World
 from triton_ops.attention.plan import SharedItems
+from triton_ops.implementation import GPU
 
 SHAPE: dict[str, Any] = {
     "num_heads": 8,
@@ -80,8 +85,12 @@ def trees(draw: st.DrawFn, max_nodes: int = 12, max_rows: int = 14) -> Tree:
     return Tree(tokens, [paths[end] for end in ends], own)
 
 
-def segments(costs: TreeCosts = CHEAP, **changed: Any) -> SharedSegments:
-    return SharedSegments(costs=costs, **(SHAPE | changed))
+def segments(costs: TreeCosts = CHEAP, *, max_stops: int = PlanTuning.max_stops, **changed: Any) -> SharedSegments:
+    of = SHAPE | changed
+    one_sm = GPU(capability=90, num_sms=1)
+    shape = KernelShape(one_sm, of["num_heads"], of["num_kv_heads"], of["head_dim"], torch.float16)
+    tuning = PlanTuning(costs=costs, max_stops=max_stops, shared_programs_per_sm=of["num_programs"])
+    return SharedSegments(shape, of["kv_bytes"], of["rows_at_once"], tuning)
 
 
 def find(
@@ -90,12 +99,12 @@ def find(
     lines: Any,
     seq_lens: Any,
     *,
-    most_items: int = 1 << 20,
-    most_partials: int = 1 << 20,
+    max_items: int = 1 << 20,
+    max_partials: int = 1 << 20,
 ) -> tuple[Any, SharedItems]:
     """What decodes of `seq_lens` share, without limits where none are told."""
     lens = np.maximum(seq_lens - 1, 0)
-    return of.find(table, lines, lens, most_items=most_items, most_partials=most_partials)
+    return of.find(table, lines, lens, capacity=SharedCapacity(max_items, max_partials))
 
 
 def check(table: Any, lines: Any, seq_lens: Any, tail_starts: Any, items: SharedItems) -> None:
@@ -120,7 +129,7 @@ def each_item(items: SharedItems) -> list[tuple[int, int, int, list[int]]]:
     return [
         (line, start, length, items.queries[first : first + count].tolist())
         for line, start, length, first, count in zip(
-            items.lines.tolist(),
+            items.req_pool_indices.tolist(),
             items.starts.tolist(),
             items.lens.tolist(),
             items.query_starts.tolist(),
@@ -212,7 +221,7 @@ def test_requests_of_several_rows_read_every_position_once_for_each(
         first_rows[request], at = at, at + counts[request] + random.randint(0, 2)
     of = segments(costs, rows_at_once=rows_at_once)
     tail_starts, items = of.find(
-        table, lines, lens, first_rows=first_rows, counts=counts, most_items=1 << 20, most_partials=1 << 20
+        table, lines, lens, first_rows=first_rows, counts=counts, capacity=SharedCapacity(1 << 20, 1 << 20)
     )
     assert (items.query_lens <= rows_at_once).all()
     # Every query row as a request of one row, whose last token is its own.
@@ -231,13 +240,11 @@ def test_requests_of_several_rows_read_every_position_once_for_each(
     assert shared + (lens - tail_starts) @ apiece <= lens @ apiece * (1 + 1e-9)
 
 
-@given(trees(), st.integers(0, 3), st.sampled_from([1, 3, MOST_STOPS]))
-def test_where_nothing_else_costs_each_token_is_read_once(tree: Tree, seed: int, most_stops: int) -> None:
+@given(trees(), st.integers(0, 3), st.sampled_from([1, 3, PlanTuning.max_stops]))
+def test_where_nothing_else_costs_each_token_is_read_once(tree: Tree, seed: int, max_stops: int) -> None:
     """Whether rows are sorted by all stops at once or in rounds."""
     table, lines, seq_lens = tree.table(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot_tree, "MOST_STOPS", most_stops)
-        tail_starts, items = find(segments(FREE), table, lines, seq_lens)
+    tail_starts, items = find(segments(FREE, max_stops=max_stops), table, lines, seq_lens)
     expected = defaultdict(set)
     for line, length in zip(lines.tolist(), seq_lens.tolist(), strict=True):
         for slot in table[line, : max(length - 1, 0)].tolist():
@@ -287,26 +294,26 @@ def test_no_other_choice_of_nodes_is_cheaper(tree: Tree, costs: TreeCosts, rows_
 @given(trees(), st.integers(0, 3), st.integers(0, 8), st.integers(0, 20))
 @example(Tree([6400], [[0]] * 6, [9] * 6), 0, 7, 100)
 @example(Tree([6400], [[0]] * 6, [9] * 6), 0, 100, 19)
-def test_limits_are_kept(tree: Tree, seed: int, most_items: int, most_partials: int) -> None:
+def test_limits_are_kept(tree: Tree, seed: int, max_items: int, max_partials: int) -> None:
     table, lines, seq_lens = tree.table(seed)
     wide = segments(FREE, num_programs=40)
-    found = find(wide, table, lines, seq_lens, most_items=most_items, most_partials=most_partials)
+    found = find(wide, table, lines, seq_lens, max_items=max_items, max_partials=max_partials)
     check(table, lines, seq_lens, *found)
-    assert len(found[1].lens) <= most_items
-    assert found[1].query_lens.sum() <= most_partials
+    assert len(found[1].lens) <= max_items
+    assert found[1].query_lens.sum() <= max_partials
 
 
 def test_the_least_saving_is_given_up_first() -> None:
     table, lines, seq_lens = Tree([100, 300, 200], [[node] for node in (0, 1, 2, 2, 1, 0)], [5] * 6).table()
-    tail_starts, items = find(segments(), table, lines, seq_lens, most_items=1)
+    tail_starts, items = find(segments(), table, lines, seq_lens, max_items=1)
     assert tail_starts.tolist() == [0, 300, 0, 0, 300, 0]
-    tail_starts, items = find(segments(), table, lines, seq_lens, most_partials=5)
+    tail_starts, items = find(segments(), table, lines, seq_lens, max_partials=5)
     assert tail_starts.tolist() == [0, 300, 200, 200, 300, 0]
     check(table, lines, seq_lens, tail_starts, items)
 
     # Its rows but one read most of the node above together anyway.
     table, lines, seq_lens = Tree([100, 90], [[0]] + [[0, 1]] * 5, [5] * 6).table()
-    tail_starts, items = find(segments(rows_at_once=9), table, lines, seq_lens, most_items=1)
+    tail_starts, items = find(segments(rows_at_once=9), table, lines, seq_lens, max_items=1)
     assert tail_starts.tolist() == [0] + [190] * 5
     check(table, lines, seq_lens, tail_starts, items)
 
@@ -348,7 +355,7 @@ def test_levels_of_a_large_batch_are_all_found_in_any_order() -> None:
 
 
 def test_deep_trees_are_shared_but_for_a_little() -> None:
-    depth = 20 * MOST_LEVELS
+    depth = 20 * MAX_LEVELS
     table, lines, seq_lens = Tree([1] * depth, [list(range(row)) for row in range(depth)], [9] * depth).table()
     tail_starts, items = find(segments(FREE), table, lines, seq_lens)
     check(table, lines, seq_lens, tail_starts, items)
@@ -420,7 +427,7 @@ def test_who_would_multiply_tiles_of_few_rows_shares_one() -> None:
     table, lines, seq_lens = Tree([4000], [[0]] * 2, [30] * 2).table()
     of, two = segments(replace(CHEAP, operations=1e13), rows_at_once=4), np.full(2, 2, np.int32)
     tail_starts, items = of.find(
-        table, lines, seq_lens - 1, first_rows=two * np.arange(2), counts=two, most_items=99, most_partials=99
+        table, lines, seq_lens - 1, first_rows=two * np.arange(2), counts=two, capacity=SharedCapacity(99, 99)
     )
     assert tail_starts.tolist() == [4000] * 2
     assert (items.query_lens == 4).all()
@@ -433,7 +440,7 @@ def test_what_is_shared_stays_so_while_the_same_requests_run(monkeypatch: pytest
     old_plans = 0  # that share something
     launch = SimulatedRunner.launch
 
-    def checked(runner: SimulatedRunner, batch: ScheduleBatch) -> SimulatedPass:
+    def checked(runner: SimulatedRunner, batch: Pass) -> SimulatedPass:
         nonlocal old_plans
         rows, seq_lens = batch.req_pool_indices, batch.seq_lens.astype(np.int32)
         table = runner.host_rows.req_to_token

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,21 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.support.attention_cases import (
     Case,
     Edges,
-    dense_attention,
     make_case,
     packed_qkv,
     share,
     shared_extends,
     shared_plan,
-    tree_arrays,
+    tree_plan,
 )
+from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
+from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.extend import extend_attention
 from triton_ops.attention.plan import AttentionPlan, Int32Array
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import FIRST_CAPABILITY, quantise
+from triton_ops.kv.view import KVView
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("device", ["cuda"], indirect=True, scope="module")]
 
@@ -40,33 +43,35 @@ KNOWS_E4M3 = torch.cuda.is_available() and gpu_of(torch.device("cuda", 0)).capab
 
 
 def padded(
-    arrays: dict[str, Int32Array], num_items: int, num_partials: int, num_shared: int = 0, num_queries: int = 0
-) -> dict[str, Int32Array]:
-    """The arrays of a plan with empty items and unused partial results at the end."""
+    plan: AttentionPlan[Int32Array],
+    num_items: int,
+    num_partials: int,
+    num_shared: int = 0,
+    num_queries: int = 0,
+) -> AttentionPlan[Int32Array]:
+    """A plan with empty items and unused partial results at the end."""
+    arrays = vars(plan)
     sizes = {name: num_items for name in arrays if name.startswith("item_")} | {"row_partials": num_partials}
     sizes["row_partial_starts"] = len(arrays["seq_lens"]) + 1
     if num_shared:
         sizes["tail_partial_starts"] = sizes["row_partial_starts"]
     sizes |= {name: num_shared for name in arrays if name.startswith("shared_")} | {"shared_queries": num_queries}
-    return {
-        name: np.pad(array, (0, sizes[name] - array.size)) if name in sizes else array
-        for name, array in arrays.items()
-    }
+    padding = {name: np.pad(arrays[name], (0, size - arrays[name].size)) for name, size in sizes.items()}
+    return replace(plan, **padding)
 
 
 def test_a_captured_graph_serves_other_lengths_and_other_plans(device: torch.device) -> None:
     cases = [make_case(lengths, head_dim=64, dtype=torch.bfloat16) for lengths in ([300, 5, 64], [1, 700, 333])]
     flat = [
-        AttentionPlan.flat_arrays(case.rows.cpu().numpy(), case.seq_lens.cpu().numpy(), max_item_len=64)
-        for case in cases
+        AttentionPlan.flat(case.rows.cpu().numpy(), case.seq_lens.cpu().numpy(), max_item_len=64) for case in cases
     ]
     # The second list once more, its middle request's context as two items that nobody else reads.
     row, seq_lens = cases[1].rows.tolist(), cases[1].seq_lens.tolist()
-    other = AttentionPlan.host_arrays(
+    other = AttentionPlan.of_items(
         [row[1], *row], [0, 0, 500, 0], [500, 1, 200, 333], [1, 0, 1, 2], [1] * 4, seq_lens
     )
     rounds = [(cases[0], flat[0]), (cases[1], flat[1]), (cases[1], other), (cases[0], flat[0])]
-    check_replays([(case, padded(arrays, 40, 60)) for case, arrays in rounds])
+    check_replays([(case, padded(plan, 40, 60)) for case, plan in rounds])
 
 
 def test_a_captured_graph_serves_other_trees(device: torch.device) -> None:
@@ -78,34 +83,34 @@ def test_a_captured_graph_serves_other_trees(device: torch.device) -> None:
     ]
     cases = [share(*tree, head_dim=64, dtype=torch.bfloat16) for tree in trees]
     rounds = [
-        (case, tree_arrays(case, *tree, group=4, piece=64, max_item_len=100, seed=seed))
+        (case, tree_plan(case, *tree, group=4, piece=64, max_item_len=100, seed=seed))
         for seed, (case, tree) in enumerate(zip(cases, trees, strict=True))
     ]
-    flat = AttentionPlan.flat_arrays(cases[2].rows.cpu().numpy(), cases[2].seq_lens.cpu().numpy())
+    flat = AttentionPlan.flat(cases[2].rows.cpu().numpy(), cases[2].seq_lens.cpu().numpy())
     rounds += [(cases[2], flat), rounds[0]]
-    check_replays([(case, padded(arrays, 300, 2000, 60, 1200)) for case, arrays in rounds])
+    check_replays([(case, padded(plan, 300, 2000, 60, 1200)) for case, plan in rounds])
 
 
-def check_replays(rounds: list[tuple[Case, dict[str, Int32Array]]]) -> None:
+def check_replays(rounds: list[tuple[Case, AttentionPlan[Int32Array]]]) -> None:
     """One graph, captured with the first case and plan, gives the attention of each: plans are of one shape."""
     num_slots = max(len(case.k_buffer) for case, _ in rounds)
     num_rows = len(rounds[0][0].rows)
     k_buffer = torch.empty(num_slots, 2, 64, dtype=torch.bfloat16)
     v_buffer, q = torch.empty_like(k_buffer), torch.empty(num_rows, 8, 64, dtype=torch.bfloat16)
     req_to_token = torch.zeros(num_rows + 5, 800, dtype=torch.int32)
-    plan = AttentionPlan.build(rounds[0][1], q.device)
+    plan = rounds[0][1].to(q.device)
 
-    def put(case: Case, arrays: dict[str, Int32Array], seed: int) -> None:
+    def put(case: Case, other: AttentionPlan[Int32Array], seed: int) -> None:
         k_buffer.fill_(torch.nan)[: len(case.k_buffer)] = case.k_buffer
         v_buffer.fill_(torch.nan)[: len(case.v_buffer)] = case.v_buffer
         height, width = case.req_to_token.shape
         req_to_token[:height, :width] = case.req_to_token
         q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)))
-        for name, array in arrays.items():
-            getattr(plan, name).copy_(torch.from_numpy(array))
+        for tensor, array in zip(plan.arrays(), other.arrays(), strict=True):
+            tensor.copy_(torch.from_numpy(array))
 
     def run() -> Tensor:
-        return decode_attention(q, k_buffer, v_buffer, req_to_token, plan, scale=SCALE)
+        return decode_attention(q, KVView(k_buffer, v_buffer, req_to_token), plan, Scoring(SCALE))
 
     put(*rounds[0], 0)
     run()
@@ -117,7 +122,7 @@ def check_replays(rounds: list[tuple[Case, dict[str, Int32Array]]]) -> None:
         out.fill_(torch.nan)
         graph.replay()
         for b, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
-            expected, _ = dense_attention(q[b : b + 1], keys, values, SCALE)
+            expected, _ = dense_attention(q[b : b + 1], keys, values, Scoring(SCALE))
             torch.testing.assert_close(out[b : b + 1].double(), expected, atol=1e-2, rtol=1e-2)
 
 
@@ -137,17 +142,13 @@ def test_bfloat16_is_no_worse_than_torch(device: torch.device) -> None:
         attended = scaled_dot_product_attention(*heads, attn_mask=mask, scale=SCALE, enable_gqa=True)
         return attended[0].transpose(0, 1).double()
 
-    lens = [torch.tensor([n], dtype=torch.int32) for n in (length - new, 0, new)]
-    out = extend_attention(
-        q, k, v, case.k_buffer, case.v_buffer, case.req_to_token, case.rows, *lens, scale=SCALE
-    ).double()
+    scoring = Scoring(SCALE)
+    out = extend_attention(q, k, v, case.kv, case.extends([length - new]), None, scoring).double()
     exact = dense(torch.float64)
     assert (out - exact).norm() <= 2 * (dense(torch.bfloat16) - exact).norm()
     last = case.req_to_token[case.rows[0], length - new : length].long()
     case.k_buffer[last], case.v_buffer[last] = k, v
-    decoded = decode_attention(
-        q[-1:], case.k_buffer, case.v_buffer, case.req_to_token, case.flat_plan(max_item_len=256), scale=SCALE
-    )
+    decoded = decode_attention(q[-1:], case.kv, case.flat_plan(max_item_len=256), scoring)
     assert (decoded[0].double() - exact[-1]).norm() <= 2 * (dense(torch.bfloat16)[-1] - exact[-1]).norm()
 
 
@@ -171,12 +172,12 @@ def test_random_batches(device: torch.device) -> None:
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
-def check_both(call: Any, q: Tensor, options: dict[str, Any]) -> None:
-    """The kernel against the reference, for the queries q."""
+def check_both(call: Any, q: Tensor) -> None:
+    """The kernel against torch, for the queries q."""
     results = []
     for impl in ("triton", "torch"):
         lse = torch.full(q.shape[:2], torch.nan)
-        results.append((call(impl=impl, lse=lse, **options).float(), lse))
+        results.append((call(impl=impl, lse=lse).float(), lse))
     (ours, our_lse), (expected, expected_lse) = results
     torch.testing.assert_close(ours, expected, atol=TOLERANCE[q.dtype], rtol=TOLERANCE[q.dtype])
     torch.testing.assert_close(our_lse, expected_lse, atol=1e-3, rtol=1e-3)
@@ -207,33 +208,29 @@ def check_random_batch(rng: np.random.Generator) -> None:
         e4m3=e4m3,
         seed=int(rng.integers(2**31)),
     )
-    options: dict[str, Any] = {
-        "scale": head_dim**-0.5,
-        "softcap": choose(None, None, 5.0),
-        "sliding_window": choose(None, None, 1, 40, 500),
-        "sinks": choose(None, None, torch.randn(num_heads)),
-        "alibi_slopes": choose(None, None, torch.rand(num_heads)),
-        "k_scale": case.k_scale,
-        "v_scale": case.v_scale,
-    }
+    scoring = Scoring(
+        head_dim**-0.5,
+        softcap=choose(None, None, 5.0),
+        window=choose(None, None, 1, 40, 500),
+        sinks=choose(None, None, torch.randn(num_heads)),
+        alibi_slopes=choose(None, None, torch.rand(num_heads)),
+    )
     q, k, v = (x.to(dtype) for x in packed_qkv(int(extends.sum()), num_heads, num_kv_heads, head_dim))
     if case.k_scale is not None and case.v_scale is not None:
         k, v = quantise(k, case.k_scale).to(dtype), quantise(v, case.v_scale).to(dtype)
-    lens = [torch.tensor(x, dtype=torch.int32) for x in (prefixes, np.cumsum(extends) - extends, extends)]
+    new = case.extends(prefixes.tolist())
 
     def extend(**keywords: Any) -> Tensor:
-        return extend_attention(
-            q, k, v, case.k_buffer, case.v_buffer, case.req_to_token, case.rows, *lens, **keywords
-        )
+        return extend_attention(q, k, v, case.kv, new, None, scoring, **keywords)
 
-    plan = case.flat_plan(choose(None, 64, 192, 1000), choose(None, options["sliding_window"]))
+    plan = case.flat_plan(choose(None, 64, 192, 1000), choose(None, scoring.window))
     queries = torch.randn(len(lengths), num_heads, head_dim).to(dtype)
 
     def decode(**keywords: Any) -> Tensor:
-        return decode_attention(queries, case.k_buffer, case.v_buffer, case.req_to_token, plan, **keywords)
+        return decode_attention(queries, case.kv, plan, scoring, **keywords)
 
-    check_both(extend, q, options)
-    check_both(decode, queries, options)
+    check_both(extend, q)
+    check_both(decode, queries)
 
 
 @pytest.mark.long
@@ -287,22 +284,14 @@ def check_random_tree(rng: np.random.Generator) -> None:
         seed=int(rng.integers(2**31)),
     )
     num_heads = group * num_kv_heads
-    options: dict[str, Any] = {
-        "scale": head_dim**-0.5,
-        "softcap": choose(None, None, 5.0),
-        "sinks": choose(None, None, torch.randn(num_heads)),
-        "alibi_slopes": choose(None, None, torch.rand(num_heads)),
-        "k_scale": case.k_scale,
-        "v_scale": case.v_scale,
-    }
-    queries = torch.randn(len(leaves), num_heads, head_dim).to(dtype)
-    check_both(
-        lambda **keywords: decode_attention(
-            queries, case.k_buffer, case.v_buffer, case.req_to_token, plan, **keywords
-        ),
-        queries,
-        options,
+    scoring = Scoring(
+        head_dim**-0.5,
+        softcap=choose(None, None, 5.0),
+        sinks=choose(None, None, torch.randn(num_heads)),
+        alibi_slopes=choose(None, None, torch.rand(num_heads)),
     )
+    queries = torch.randn(len(leaves), num_heads, head_dim).to(dtype)
+    check_both(lambda **keywords: decode_attention(queries, case.kv, plan, scoring, **keywords), queries)
 
     # The same requests, each with a few tokens that are new; those of a leaf are the same ones.
     few = choose(1, 8, 100)
@@ -323,13 +312,11 @@ def check_random_tree(rng: np.random.Generator) -> None:
     q, k, v = (x.to(dtype) for x in packed_qkv(int(counts.sum()), num_heads, num_kv_heads, head_dim))
     if case.k_scale is not None and case.v_scale is not None:
         k, v = quantise(k, case.k_scale).to(dtype), quantise(v, case.v_scale).to(dtype)
-    lens = (prefix_lens, (counts.cumsum(0) - counts).int(), counts)
+    requests = case.extends(prefix_lens.tolist())
 
     def extend(**keywords: Any) -> Tensor:
         # The reference reads without a plan.
         plan = extends if keywords["impl"] == "triton" else None
-        return extend_attention(
-            q, k, v, case.k_buffer, case.v_buffer, case.req_to_token, case.rows, *lens, plan, **keywords
-        )
+        return extend_attention(q, k, v, case.kv, requests, plan, scoring, **keywords)
 
-    check_both(extend, q, options)
+    check_both(extend, q)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from triton_ops.implementation import GPU
-from triton_ops.linear.split_k_linear import PartialLinearConfig, partial_linear, partial_linear_config
+from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.norms.rms_norm import add_rms_norm
+from triton_ops.tuning import SplitKConfig, split_k_config
 
 # The interpreter does not know bfloat16.
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -21,9 +22,9 @@ def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0)
     return values.to(device, dtype)
 
 
-def assert_same(x: Tensor, weight: Tensor, config: PartialLinearConfig) -> None:
+def assert_same(x: Tensor, weight: Tensor, config: SplitKConfig) -> None:
     before = x.clone()
-    parts, expected = (partial_linear(x, weight, config, impl=impl) for impl in ("triton", "torch"))
+    parts, expected = (split_k_linear(x, weight, config, impl=impl) for impl in ("triton", "torch"))
     assert (parts.dtype, parts.shape) == (torch.float32, expected.shape)
     torch.testing.assert_close(parts, expected, atol=2e-4, rtol=1e-5)
     assert torch.equal(x, before)
@@ -37,7 +38,7 @@ def assert_same(x: Tensor, weight: Tensor, config: PartialLinearConfig) -> None:
     ("num_rows", "num_columns", "total_depth"),
     [(1, 64, 192), (16, 64, 192), (37, 192, 64), (130, 128, 320), (0, 64, 64)],
 )
-def test_partial_linear(
+def test_split_k_linear(
     num_rows: int,
     num_columns: int,
     total_depth: int,
@@ -50,7 +51,7 @@ def test_partial_linear(
     """Batches beyond a tile, parts that are shorter than the others, one part alone."""
     make = partial(random, dtype=dtype, device=kernel_device)
     x, weight = make(num_rows, total_depth), make(num_columns, total_depth, seed=1)
-    assert_same(x, weight, PartialLinearConfig(rows, depth, 3, part_depth))
+    assert_same(x, weight, SplitKConfig(rows, depth, 3, part_depth))
 
 
 def test_strided_rows(kernel_device: torch.device) -> None:
@@ -64,16 +65,16 @@ def test_strided_rows(kernel_device: torch.device) -> None:
         packed[:, ::3],
         packed[:1].expand(5, -1)[:, :64],
     ):
-        assert_same(x, weight, PartialLinearConfig(16, 16, 2, 32))
+        assert_same(x, weight, SplitKConfig(16, 16, 2, 32))
 
 
 def test_rows_are_apart(kernel_device: torch.device) -> None:
     x = random(20, 64, dtype=torch.float16, device=kernel_device)
     weight = random(64, 64, dtype=torch.float16, device=kernel_device, seed=1)
-    config = PartialLinearConfig(16, 16, 2, 32)
-    clean = partial_linear(x, weight, config, impl="triton")
+    config = SplitKConfig(16, 16, 2, 32)
+    clean = split_k_linear(x, weight, config, impl="triton")
     x[3] = torch.nan
-    parts = partial_linear(x, weight, config, impl="triton")
+    parts = split_k_linear(x, weight, config, impl="triton")
     assert parts[:, 3].isnan().all()
     others = [row for row in range(20) if row != 3]
     assert torch.equal(parts[:, others], clean[:, others])
@@ -87,7 +88,7 @@ def test_rows_are_apart(kernel_device: torch.device) -> None:
 @pytest.mark.parametrize("num_rows", [1, 16, 24, 64, 128, 200])
 def test_configurations(num_rows: int, num_columns: int, depth: int, dtype: torch.dtype) -> None:
     """As models have them, with the norm behind: about as far from float64 as what is not cut."""
-    config = partial_linear_config(GPU(90, 132), num_rows, num_columns, depth, dtype)
+    config = split_k_config(GPU(90, 132), num_rows, num_columns, depth, dtype)
     if config is None:
         pytest.skip("there is none for this shape")
     if torch.cuda.get_device_capability()[0] < 9:
@@ -95,7 +96,7 @@ def test_configurations(num_rows: int, num_columns: int, depth: int, dtype: torc
     make = partial(random, dtype=dtype, device=torch.device("cuda"))
     x, weight = make(num_rows, depth), make(num_columns, depth, seed=1) / depth**0.5
     residual, norm_weight = make(num_rows, num_columns, seed=2), make(num_columns, seed=3)
-    parts = partial_linear(x, weight, config, impl="triton")
+    parts = split_k_linear(x, weight, config, impl="triton")
     exact = x.double() @ weight.double().T
     torch.testing.assert_close(parts.double().sum(0), exact, atol=1e-4, rtol=1e-4)
     whole = torch.nn.functional.linear(x, weight)
@@ -112,6 +113,6 @@ def test_weights_beyond_two_to_the_31_elements() -> None:
     make = partial(torch.zeros, dtype=torch.bfloat16, device="cuda")
     x, weight = make(2, depth), make(128, depth)
     x[1, -3], weight[127, -3] = 2.0, 3.0
-    parts = partial_linear(x, weight, PartialLinearConfig(16, 64, 3, depth // 2 // 64 * 64), impl="triton")
+    parts = split_k_linear(x, weight, SplitKConfig(16, 64, 3, depth // 2 // 64 * 64), impl="triton")
     assert parts.sum(0)[1, 127] == 6.0
     assert parts.count_nonzero() == 1

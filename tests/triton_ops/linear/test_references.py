@@ -1,19 +1,13 @@
-"""partial_linear's reference against float64, and how it is cut."""
+"""split_k_linear's reference against float64, and how it is cut."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from triton_ops.activations.elementwise import row_blocks
 from triton_ops.implementation import GPU, next_power_of_2
-from triton_ops.linear.split_k_linear import (
-    COLUMNS,
-    MOST_PARTS,
-    PartialLinearConfig,
-    partial_linear,
-    partial_linear_config,
-)
+from triton_ops.linear.split_k_linear import split_k_linear
+from triton_ops.tuning import MAX_PARTS, SPLIT_K_COLUMNS, SplitKConfig, row_blocks, split_k_config
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -29,7 +23,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("num_rows", [0, 1, 19])
 def test_each_part_sums_over_its_elements(num_rows: int, depth: int, part_depth: int, dtype: torch.dtype) -> None:
     x, weight = random(num_rows, depth, dtype=dtype), random(64, depth, dtype=dtype, seed=1)
-    parts = partial_linear(x, weight, PartialLinearConfig(16, 16, 2, part_depth))
+    parts = split_k_linear(x, weight, SplitKConfig(16, 16, 2, part_depth))
     assert (parts.dtype, parts.shape) == (torch.float32, (-(-depth // part_depth), num_rows, 64))
     for p, part in enumerate(parts):
         inner = slice(p * part_depth, (p + 1) * part_depth)
@@ -38,7 +32,7 @@ def test_each_part_sums_over_its_elements(num_rows: int, depth: int, part_depth:
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
-    config = PartialLinearConfig(16, 32, 2, 64)
+    config = SplitKConfig(16, 32, 2, 64)
     x, weight = random(3, 96, dtype=torch.float16), random(64, 96, dtype=torch.float16)
     for wrong, message in (
         (
@@ -49,11 +43,11 @@ def test_what_cannot_be_cut_is_refused() -> None:
         ((x[:, :64], weight, config), r"weight must be contiguous \[N, 64\], but is \[64, 96\]"),
         ((x[:, :64], weight[:, :64], config), r"with strides \[96, 1\]"),
         ((x, weight[:48], config), r"\[48, 96\] and a part 64 deep: there must be a multiple of 64 rows"),
-        ((x, weight, PartialLinearConfig(16, 64, 2, 64)), r"both depths must be multiples of 64"),
-        ((x, weight, PartialLinearConfig(16, 32, 2, 48)), r"a part 48 deep: .* multiples of 32"),
+        ((x, weight, SplitKConfig(16, 64, 2, 64)), r"both depths must be multiples of 64"),
+        ((x, weight, SplitKConfig(16, 32, 2, 48)), r"a part 48 deep: .* multiples of 32"),
     ):
         with pytest.raises(ValueError, match=message):
-            partial_linear(*wrong)
+            split_k_linear(*wrong)
 
 
 # rows, columns, depth: tile, stages and parts that were the fastest measured; None: not faster, or not tried.
@@ -77,17 +71,17 @@ MEASURED = {
 
 @pytest.mark.parametrize("shape", MEASURED)
 def test_configurations_are_those_that_were_measured(shape: tuple[int, int, int]) -> None:
-    config = partial_linear_config(H200, *shape, torch.bfloat16)
+    config = split_k_config(H200, *shape, torch.bfloat16)
     found = config and (config.rows, config.depth, config.stages, -(-shape[2] // config.part_depth))
     assert found == MEASURED[shape]
 
 
 def test_other_cards_and_dtypes_have_no_configuration() -> None:
     shape = (16, 1024, 2048)
-    assert partial_linear_config(H200, *shape, torch.float16) is not None
-    assert partial_linear_config(H200, *shape, torch.float32) is None
+    assert split_k_config(H200, *shape, torch.float16) is not None
+    assert split_k_config(H200, *shape, torch.float32) is None
     for capability in (80, 89, 100):
-        assert partial_linear_config(GPU(capability, 132), *shape, torch.bfloat16) is None
+        assert split_k_config(GPU(capability, 132), *shape, torch.bfloat16) is None
 
 
 def test_every_configuration_can_be_used() -> None:
@@ -96,15 +90,17 @@ def test_every_configuration_can_be_used() -> None:
     for num_rows in (1, 16, 17, 64, 65, 129, 256, 300):
         for num_columns in range(64, 4500, 32):
             for depth in (1024, 2048, 2080, 2112, 2176, 2560, 3584, 4864, 8960, 9728, 14_336, 18_944):
-                config = partial_linear_config(H200, num_rows, num_columns, depth, torch.bfloat16)
+                config = split_k_config(H200, num_rows, num_columns, depth, torch.bfloat16)
                 if config is None:
                     continue
                 found += 1
-                assert num_columns % COLUMNS == depth % config.depth == config.part_depth % config.depth == 0
+                assert (
+                    num_columns % SPLIT_K_COLUMNS == depth % config.depth == config.part_depth % config.depth == 0
+                )
                 parts = -(-depth // config.part_depth)
-                assert 2 <= parts <= MOST_PARTS
+                assert 2 <= parts <= MAX_PARTS
                 num_warps = row_blocks(num_columns, torch.bfloat16, parts)[2]
                 assert num_warps == next_power_of_2(num_warps), "Triton knows no others"
-                programs = num_columns // COLUMNS * -(-num_rows // config.rows) * parts
+                programs = num_columns // SPLIT_K_COLUMNS * -(-num_rows // config.rows) * parts
                 assert 64 <= programs <= 2 * H200.num_sms
     assert found > 500

@@ -18,11 +18,11 @@ from transformers import (
 from triton_ops.implementation import Impl
 from triton_ops.sampling import candidate_draw
 from triton_ops.sampling import sample as sampling
-from triton_ops.sampling.candidate_draw import Attempt
-from triton_ops.sampling.logit_threshold import least_kept
+from triton_ops.sampling.logit_threshold import min_kept
 from triton_ops.sampling.row_maxima import chunk_maxima
-from triton_ops.sampling.sample import MAX_VOCAB_SIZE, finite_rows, greedy, sample
+from triton_ops.sampling.sample import MAX_VOCAB_SIZE, finite_rows, greedy, sample, sample_distribution
 from triton_ops.sampling.token_mass import BLOCK, UNIT_BITS, exponent_scale, token_mass
+from triton_ops.tuning import CandidateConfig
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -128,6 +128,14 @@ def test_filters_are_those_of_transformers(grid: Any, parameters: dict[str, floa
             logits = (torch.randperm(40, generator=torch.Generator().manual_seed(seed)) / 8).view(1, 40)
         logits = logits.to(dtype)
         expected = torch.softmax(warpers(torch.zeros(1, 0), logits.double()), -1)[0]
+        meant = sample_distribution(
+            logits,
+            torch.tensor([parameters.get("temperature", 1.0)]),
+            torch.tensor([int(parameters.get("top_k", 0))]),
+            torch.tensor([parameters.get("top_p", 1.0)]),
+            torch.tensor([parameters.get("min_p", 0.0)]),
+        )
+        torch.testing.assert_close(meant[0], expected)
         shares = grid(logits, **parameters)
         assert_shares(shares, expected)
         assert (shares[expected == 0] == 0).all()
@@ -191,7 +199,7 @@ def test_ties_at_the_thresholds_are_all_kept(grid: Any) -> None:
 def test_top_p_reached_exactly(top_p: float, least: int) -> None:
     """Masses as no logits would give them."""
     mass = torch.tensor([[8, 4, 2, 2]])
-    assert least_kept(mass, mass, None, torch.tensor([top_p])).item() == least
+    assert min_kept(mass, mass, None, torch.tensor([top_p])).item() == least
 
 
 # --- greedy ---
@@ -316,7 +324,7 @@ def test_a_switched_off_filter_is_no_filter_at_all() -> None:
     logits[:, 40_000:] = -26.0  # masses of 1 beside 40,000 of 2^38: float64 rounds them off the total
     mass = token_mass(logits, torch.zeros(1), exponent_scale(torch.ones(1)))
     assert mass.unique().tolist() == [1, 2**UNIT_BITS]
-    threshold = least_kept(logits, mass, torch.tensor([40_007, 40_007]), torch.tensor([1.0, 0.5]))
+    threshold = min_kept(logits, mass, torch.tensor([40_007, 40_007]), torch.tensor([1.0, 0.5]))
     assert threshold.tolist() == [-26.0, 0.0]
 
 
@@ -430,7 +438,7 @@ def test_few_candidates_many_and_too_many(
     monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device, parameters: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """Rows that the first attempt draws from, those that need the second, and those that no attempt is for."""
-    attempts = (Attempt(16, 3, 1.0, 4, 4), Attempt(64, 20, 1.0, 4, 4))
+    attempts = (CandidateConfig(16, 3, 1.0, 4, 4), CandidateConfig(64, 20, 1.0, 4, 4))
     logits = random_logits(5, 3 * BLOCK, spread=0.3, seed=2)
     logits[0, 5], logits[1, 100:140], logits[3, :40] = 30.0, 20.0, 10.0
     logits[4, 3:10_003:1000] = torch.linspace(11.0, 12.0, 10)
@@ -438,7 +446,7 @@ def test_few_candidates_many_and_too_many(
     logits = logits.to(dtype)
     done = {}
     for count in (1, 2):
-        monkeypatch.setattr(candidate_draw, "ATTEMPTS", attempts[:count])
+        monkeypatch.setattr(candidate_draw, "CANDIDATES", attempts[:count])
         assert_same_draws(logits, kernel_device, **parameters)
         done[count] = rows_drawn_early(logits.to(kernel_device), **parameters)
     assert (done[1] <= done[2]).all()

@@ -1,0 +1,346 @@
+"""Scans the lines of a batch before it runs: parses, tokenises and checks each, and puts the result on disk.
+
+Only some numbers of each line stay in memory: a million lines of 1,000 tokens take 4 GB of tokens on disk, and
+about 40 MB of memory, with as much again for the hashes of their custom_ids while they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+
+from radixrt.arrays import BoolArray, Int32Array, Int64Array
+from radixrt.batch.formats.line_format import LineParser
+from radixrt.batch.formats.record import InputRecord, LineError, LineErrorType, Reply
+from radixrt.batch.formats.source import BadLine
+from radixrt.errors import ParameterError, PromptError, TokenizerError
+from radixrt.files.disk import file_error
+from radixrt.planning.token_store import TokenStore, TokenWriter
+from radixrt.sampling_params import SamplingParams
+from radixrt.text.tokenizer import Tokenizer
+
+MAX_NAMED = 20  # problems that a scan keeps with their messages
+BLOCK_LINES, BLOCK_BYTES = 512, 4 * 2**20  # tokenised together
+_ENTRIES_FILE = "entries.jsonl"
+_DEFAULTS = SamplingParams()
+_MAX_REMEMBERED = 1024  # parameters that a reader keeps
+
+
+class Checked(Protocol):
+    """A prompt that can run."""
+
+    @property
+    def prompt_ids(self) -> Int32Array: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+
+Check = Callable[[Int32Array | str | Sequence[Any], SamplingParams, int], Checked]
+"""Checks whether a model can run a prompt with its parameters; the number is its line. For example
+`RequestBuilder.build`. Raises PromptError or ParameterError."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a line has an error record.
+
+    Attributes:
+        line: its number in the file, from 1.
+    """
+
+    line: int
+    type: LineErrorType
+    message: str
+
+
+@dataclass(frozen=True)
+class SoundLine:
+    """A line that can run, without its tokens."""
+
+    sampling_params: SamplingParams
+    reply: Reply
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The N lines of a file that are not blank. Positions count these lines, from 0.
+
+    Attributes:
+        lines: `[N]`, the place of each in the file, from 0.
+        tokens: their prompts; bad lines have none.
+        new_tokens: `[N]`, maximum length of each answer in tokens; 0 for bad lines.
+        num_answers: `[N]`, answers to each prompt.
+        is_bad: `[N]`, whether a line cannot run.
+        input_hash: hash of all these lines.
+        tokens_hash: hash of all prompts' tokens, which depend on the tokenizer and its chat template.
+        problems: the first MAX_NAMED bad lines.
+        num_problems: bad lines of each kind.
+    """
+
+    lines: Int64Array
+    tokens: TokenStore
+    new_tokens: Int32Array
+    num_answers: Int32Array
+    is_bad: BoolArray
+    input_hash: str
+    tokens_hash: str
+    problems: tuple[Problem, ...]
+    num_problems: dict[LineErrorType, int]
+    _entries: Path
+    _starts: Int64Array  # of the entries in their file, then its end
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def summary(self) -> str:
+        """How many lines are bad, and the first of them with their problems; "" if there are none."""
+        count = sum(self.num_problems.values())
+        if not count:
+            return ""
+        kinds = ", ".join(f"{number:,} {kind.value}" for kind, number in sorted(self.num_problems.items()))
+        shown = [f"  line {p.line}: {p.type.value}: {p.message}" for p in self.problems]
+        if count > len(shown):
+            shown.append(f"  ... and {count - len(shown):,} more")
+        return "\n".join([f"{count:,} of {len(self):,} lines are bad ({kinds}):", *shown])
+
+    def read(self, positions: Iterable[int]) -> Iterator[SoundLine | LineError]:
+        """The lines at some positions, in the given order.
+
+        Raises BatchFileError if the file of entries has gone, JournalError if the disk fails.
+        """
+        known: dict[str, SamplingParams] = {}
+        try:
+            with open(self._entries, "rb") as file:
+                for position in positions:
+                    start, end = int(self._starts[position]), int(self._starts[position + 1])
+                    file.seek(start)
+                    yield line_of_entry(json.loads(file.read(end - start)), known)
+        except OSError as error:
+            raise file_error(f"cannot read {self._entries}", error) from error
+
+
+def scan_lines(
+    lines: Iterable[tuple[int, bytes | BadLine]],
+    folder: Path,
+    *,
+    parser: LineParser,
+    tokenizer: Tokenizer | None,
+    check: Check,
+    seen: Callable[[int], object] = lambda count: None,
+) -> Scan:
+    """Scan all lines. A line with the custom_id of an earlier sound line is bad.
+
+    Args:
+        lines: from `read_lines`.
+        folder: an existing folder for the files of the scan; files of an earlier one are replaced.
+        parser: of the lines.
+        tokenizer: encodes text, a block of lines at a time on its threads.
+        check: whether a model can run a line.
+        seen: called after each block with the number of lines in it.
+
+    Raises:
+        BatchFileError: the input cannot be read, or the files cannot be made.
+        JournalError: the disk refuses.
+    """
+    with _Writer(folder, tokenizer, check) as writer:
+        for block in _blocks(lines):
+            for line, text in block:
+                writer.add(line, text, parser)
+            writer.write()
+            seen(len(block))
+        return writer.finish()
+
+
+class _Writer:
+    def __init__(self, folder: Path, tokenizer: Tokenizer | None, check: Check) -> None:
+        self._tokenizer = tokenizer
+        self._check = check
+        self._path = folder / _ENTRIES_FILE
+        self._tokens = TokenWriter(folder)
+        self._hash, self._tokens_hash = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+        self._block: list[tuple[int, InputRecord | LineError]] = []
+        self._ids: set[bytes] = set()  # hashes of the sound lines' custom_ids
+        self._columns: list[tuple[int, int, int, bool]] = []  # of the block: line, new tokens, answers, bad
+        self._blocks: list[Int64Array] = []
+        self._ends: list[Int64Array] = [np.zeros(1, np.int64)]
+        self._end = 0
+        self._problems: list[Problem] = []
+        self._counts: Counter[LineErrorType] = Counter()
+        with self._refusals():
+            self._file: BinaryIO = open(self._path, "wb")  # noqa: SIM115
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):  # after an error the buffered rest is not needed
+            self._file.close()
+        self._tokens.__exit__(kind, error, trace)
+
+    def add(self, line: int, text: bytes | BadLine, parser: LineParser) -> None:
+        """Add a line to the block."""
+        told = text.message.encode() if isinstance(text, BadLine) else text
+        self._hash.update(b"%d %d\n" % (line, len(told)) + told)
+        try:
+            self._block.append((line, parser.parse(text)))
+        except LineError as error:
+            self._block.append((line, error))
+
+    def write(self) -> None:
+        """Tokenise, check and write the block."""
+        block, self._block = self._block, []
+        encoded = _encoded([record for _, record in block], self._tokenizer)
+        prompts, entries = [], []
+        for (line, record), ids in zip(block, encoded, strict=True):
+            prompt, entry = self._checked(line, record, ids)
+            prompts.append(prompt)
+            entries.append(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+        for prompt in prompts:
+            self._tokens_hash.update(np.int64(len(prompt)).tobytes() + prompt.astype("<i4").tobytes())
+        self._tokens.append(prompts)
+        with self._refusals():
+            self._file.write(b"".join(entries))
+        self._ends.append(self._end + np.cumsum([len(entry) for entry in entries], dtype=np.int64))
+        self._end = int(self._ends[-1][-1]) if entries else self._end
+        self._blocks.append(np.array(self._columns, dtype=np.int64).reshape(-1, 4))
+        self._columns = []
+
+    def finish(self) -> Scan:
+        with self._refusals():
+            self._file.close()
+        columns = np.concatenate([np.zeros((0, 4), np.int64), *self._blocks])
+        return Scan(
+            lines=columns[:, 0].copy(),
+            tokens=self._tokens.finish(),
+            new_tokens=columns[:, 1].astype(np.int32),
+            num_answers=columns[:, 2].astype(np.int32),
+            is_bad=columns[:, 3].astype(np.bool_),
+            input_hash=self._hash.hexdigest(),
+            tokens_hash=self._tokens_hash.hexdigest(),
+            problems=tuple(self._problems),
+            num_problems=dict(self._counts),
+            _entries=self._path,
+            _starts=np.concatenate(self._ends),
+        )
+
+    def _checked(
+        self, line: int, record: InputRecord | LineError, ids: Int32Array | PromptError | None
+    ) -> tuple[Int32Array, dict[str, Any]]:
+        """The tokens of a line and its entry."""
+        try:
+            if isinstance(record, LineError):
+                raise record
+            try:
+                if isinstance(ids, PromptError):
+                    raise ids
+                checked = self._check(record.prompt if ids is None else ids, record.sampling_params, line)
+            except PromptError as error:
+                raise LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", record.reply) from error
+            except ParameterError as error:
+                raise LineError(LineErrorType.INVALID_PARAMETERS, str(error), record.reply) from error
+            self._take_custom_id(record)  # last: a bad line must not take the id from a sound one
+        except LineError as error:
+            self._counts[error.type] += 1
+            if len(self._problems) < MAX_NAMED:
+                self._problems.append(Problem(line + 1, error.type, error.message))
+            self._columns.append((line, 0, 1, True))
+            entry = {"error": error.type.value, "message": error.message, "reply": error.reply}
+            return np.zeros(0, np.int32), entry
+        self._columns.append((line, checked.max_new_tokens, record.sampling_params.n, False))
+        return checked.prompt_ids, {"params": parameters_as_json(record.sampling_params), "reply": record.reply}
+
+    def _take_custom_id(self, record: InputRecord) -> None:
+        if record.custom_id is None:
+            return
+        own = hashlib.blake2b(record.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if own in self._ids:
+            message = "a line before this one has the same custom_id"
+            raise LineError(LineErrorType.DUPLICATE_CUSTOM_ID, message, record.reply)
+        self._ids.add(own)
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise file_error(f"cannot write {self._path}", error) from error
+
+
+def _blocks(lines: Iterable[tuple[int, bytes | BadLine]]) -> Iterator[list[tuple[int, bytes | BadLine]]]:
+    block: list[tuple[int, bytes | BadLine]] = []
+    size = 0
+    for line, text in lines:
+        block.append((line, text))
+        size += 0 if isinstance(text, BadLine) else len(text)
+        if len(block) == BLOCK_LINES or size >= BLOCK_BYTES:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def _encoded(
+    records: Sequence[InputRecord | LineError], tokenizer: Tokenizer | None
+) -> list[Int32Array | PromptError | None]:
+    """The token ids of each record that is text or chat messages, if there is a tokenizer; None for others."""
+    out: list[Int32Array | PromptError | None] = [None] * len(records)
+    if tokenizer is None:
+        return out
+    texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # with special tokens added, and without; by place
+    for place, record in enumerate(records):
+        if isinstance(record, LineError):
+            continue
+        if isinstance(record.prompt, str):
+            texts[True][place] = record.prompt
+        elif isinstance(record.prompt[0], dict):
+            try:
+                texts[False][place] = tokenizer.chat_text(record.prompt)
+            except TokenizerError as error:
+                out[place] = PromptError(f"cannot be encoded: {error}")
+    for special, by_place in texts.items():
+        for place, ids in zip(by_place, _each(tokenizer, list(by_place.values()), special), strict=True):
+            out[place] = ids
+    return out
+
+
+def _each(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[Int32Array | PromptError]:
+    """Encode all texts at once, or one by one if one of them cannot be encoded."""
+    try:
+        return [*tokenizer.encode_batch(texts, add_special_tokens=special)]
+    except TokenizerError as error:
+        if len(texts) == 1:
+            return [PromptError(f"cannot be encoded: {error}")]
+    return [ids for text in texts for ids in _each(tokenizer, [text], special)]
+
+
+def parameters_as_json(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that differ from the defaults, as arguments of `SamplingParams`."""
+    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    given = {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
+    if "logit_bias" in given:
+        given["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
+    return given
+
+
+def line_of_entry(entry: dict[str, Any], known: dict[str, SamplingParams]) -> SoundLine | LineError:
+    """The line of an entry. Equal parameters become one object, which `known` remembers."""
+    if "error" in entry:
+        return LineError(LineErrorType(entry["error"]), entry["message"], entry["reply"])
+    text = repr(entry["params"])
+    if text not in known:
+        if len(known) == _MAX_REMEMBERED:
+            known.clear()
+        known[text] = SamplingParams(**entry["params"])
+    return SoundLine(known[text], entry["reply"])

@@ -1,0 +1,87 @@
+"""PassPlans: the attention plans of one pass, a plan for each window among the model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Generic, TypeAlias
+
+import numpy as np
+
+from triton_ops.attention.plan import Array, AttentionPlan, ExtendPlan, Int32Array, Other
+
+Window: TypeAlias = "int | None"  # positions that a layer sees; None: all
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """The kernels that the plans of decodes need. With its sizes it decides how long a padded plan's arrays are.
+
+    Attributes:
+        cuts: long contexts, or tails of them, are several items, whose results a kernel of its own merges.
+        shares: what decodes have in common is read once for all of them.
+    """
+
+    cuts: bool
+    shares: bool
+
+
+WHOLE = PlanShape(cuts=False, shares=False)
+CUT = PlanShape(cuts=True, shares=False)
+TREE = PlanShape(cuts=False, shares=True)
+CUT_TREE = PlanShape(cuts=True, shares=True)
+
+
+@dataclass(frozen=True)
+class PassPlans(Generic[Array]):
+    """The plans of a pass by window: on the host, or of tensors on the device.
+
+    There are none of extends where the pass has none, or the references run, which need none.
+    """
+
+    decode: Mapping[Window, AttentionPlan[Array]]
+    extend: Mapping[Window, ExtendPlan[Array]] = field(default_factory=dict)
+
+    @property
+    def shape(self: PassPlans[Int32Array]) -> PlanShape:
+        """That of the decodes' plans."""
+        plans = self.decode.values()
+        cuts = any(len(plan.row_partial_starts) for plan in plans)
+        return PlanShape(cuts, shares=any(len(plan.shared_lens) for plan in plans))
+
+    def arrays(self) -> tuple[Array, ...]:
+        """All arrays, in an order that depends on the windows alone."""
+        plans = (*self.decode.values(), *self.extend.values())
+        return tuple(array for plan in plans for array in plan.arrays())
+
+    def with_arrays(self, arrays: Iterable[Other]) -> PassPlans[Other]:
+        """These plans with others in place of `arrays()`: copies on the device, or places in a buffer."""
+        left = iter(arrays)
+        decode = {window: plan.with_arrays(left) for window, plan in self.decode.items()}
+        return PassPlans(decode, {window: plan.with_arrays(left) for window, plan in self.extend.items()})
+
+    def numbered(self) -> dict[str, Array]:
+        """`arrays()` by names that number them, for a layout that has names."""
+        return {f"plan {number}": array for number, array in enumerate(self.arrays())}
+
+    def grow(self: PassPlans[Int32Array], seq_lens: Int32Array) -> None:
+        """Update the decodes' plans, in place, to the same requests with other lengths `[B]`, none shorter.
+
+        The item that reads a request's last position grows. With a window, items begin where they did when the
+        plan was made; attention itself leaves out the positions that the window has passed. The arrays must be
+        places in a buffer: others may be the caller's own.
+        """
+        for plan, (items, starts, queries) in zip(self.decode.values(), self._last_items, strict=True):
+            plan.seq_lens[: len(seq_lens)] = seq_lens
+            plan.item_lens[items] = seq_lens[queries] - starts
+
+    @cached_property
+    def _last_items(self: PassPlans[Int32Array]) -> list[tuple[Int32Array, ...]]:
+        """Of each decodes' plan the items that read last positions, where they start, and whose they are."""
+        found: list[tuple[Int32Array, ...]] = []
+        for plan in self.decode.values():
+            ends = plan.item_starts + plan.item_lens == plan.seq_lens[plan.item_query_starts]
+            items = np.flatnonzero(ends & (plan.item_lens > 0)).astype(np.int32)
+            found.append((items, plan.item_starts[items], plan.item_query_starts[items]))
+        return found

@@ -1,0 +1,60 @@
+"""The shapes of passes that are captured: a pass is padded to the smallest that it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixrt.schedule.passes import Features
+
+MAX_CAPTURED_BATCH = 512  # requests: more have enough to compute in a pass to launch it kernel by kernel
+CAPTURED_DRAWS = (Features(), Features(is_random=True), Features(is_random=True, has_top=True))
+TOKEN_SIZES = (256, 512, 1024, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 14336, 16384)
+# Tokens times weights. A pass of more keeps an H200 busy for longer than launching its kernels one by one takes.
+MAX_WORK = 1.2e13
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """`num_tokens` of extends, padding included; room for `num_rows` decodes, and for as many rows of logits.
+
+    `num_extends` are as many as have two tokens or more each and run at once, and one of the padding; none where
+    there are no tokens of extends.
+    """
+
+    num_tokens: int
+    num_rows: int
+    num_extends: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row computes one token, and samples one."""
+        return not self.num_extends
+
+
+def ladder(max_size: int) -> list[int]:
+    """Batch sizes up to `max_size` that are captured, ascending: a batch is padded to the next of them."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max_size, 32)]
+    return [*(size for size in sizes if size < max_size), max_size]
+
+
+def captured_shapes(
+    max_requests: int, max_tokens: int, num_weights: int, token_sizes: tuple[int, ...] = TOKEN_SIZES
+) -> list[PassShape]:
+    """The shapes of decodes, then those with extends, each ascending.
+
+    Args:
+        max_requests: of a pass; 0: nothing is captured.
+        max_tokens: of the extends of a pass. It is among the shapes unless it is greater than all `token_sizes`.
+        num_weights: of the model. A large one has no shapes with extends: launching a pass takes the host less
+            time than computing it takes the GPU.
+    """
+    max_rows = min(max_requests, MAX_CAPTURED_BATCH)
+    if not max_rows:
+        return []
+    sizes = {*(size for size in token_sizes if size <= max_tokens), min(max_tokens, token_sizes[-1])}
+    return [PassShape(0, size, 0) for size in ladder(max_rows)] + [
+        PassShape(num_tokens, num_rows, min(num_tokens // 2, max_rows) + 1)
+        for num_tokens in sorted(sizes)
+        for num_rows in sorted({-(-max_rows // 4), max_rows})
+        if num_tokens and (num_tokens + num_rows) * num_weights <= MAX_WORK
+    ]

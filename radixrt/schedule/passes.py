@@ -1,0 +1,183 @@
+"""What one pass computes, and what comes back from it. Numpy only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memory_pool.kv_transfers import KVTransfer
+from memory_pool.req_to_token_pool import RowChanges
+
+Int32Array = NDArray[np.int32]
+Arrays = dict[str, NDArray[Any]]
+
+NO_TOKEN = -1
+PROCESSED = "processed_"  # begins the names of the arrays of the second draw
+
+
+@dataclass(frozen=True)
+class Features:
+    """Sampling parameters that some row of a draw uses. With the shape of the logits they tell what is launched.
+
+    Attributes:
+        is_random: a temperature above 0; without one each row takes its likeliest token, unfiltered.
+        has_top: top-k or top-p.
+        has_min_p: min-p.
+    """
+
+    is_random: bool = False
+    has_top: bool = False
+    has_min_p: bool = False
+
+    @property
+    def array_names(self) -> tuple[str, ...]:
+        """The arrays that such a draw reads, with a number for each row."""
+        if not self.is_random:
+            return ()
+        return (
+            "temperatures",
+            "seeds",
+            "sample_indices",
+            "draw_positions",
+            *(("top_ks", "top_ps") if self.has_top else ()),
+            *(("min_ps",) if self.has_min_p else ()),
+        )
+
+
+@dataclass(frozen=True)
+class SamplingInputs:
+    """How a pass draws from its S rows of logits.
+
+    Attributes:
+        logits_rows: `[S]` int32, the row of the pass that each row of logits belongs to, ascending.
+        features: of the draw of all S rows.
+        processed: of the second draw, of the X rows whose logits are processed first; None: there are none.
+        num_top: alternatives to find for the L rows that want log-probabilities; None: there are none.
+        arrays: parameters by name, each `[S]`, `[X]` or `[L]`, or a list of pairs of a processed row and a token.
+    """
+
+    logits_rows: Int32Array
+    features: Features
+    processed: Features | None
+    num_top: int | None
+    arrays: Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass as plain numbers, to be pickled: B rows that compute T new tokens. Rows with several come first.
+
+    A `Booking` says whose it is.
+
+    Attributes:
+        num_extends: rows with more than one new token.
+        req_pool_indices: `[B]` row of each request in `req_to_token`.
+        prefix_lens: `[B]` positions whose KV is in the pool before the pass.
+        seq_lens: `[B]` positions whose KV is in the pool after the pass.
+        input_ids: `[T]` token ids; -(row + 1) stands for the last token sampled for that row, which only the
+            device knows yet.
+        out_cache_loc: `[T]` slot of each new token.
+        num_samples: `[B]` tokens sampled after the last new token: none, one, or the first of each of a prompt's n
+            answers, as many of them as the pass has rows of logits for. They are S in all.
+        scored: `[P]` new tokens after which the log-probability of the prompt's next token is wanted.
+        scored_targets: `[P]` that next token.
+        num_scored: `[B]` how many of the P belong to each row, in order.
+        num_top_scored: alternatives to find for the P tokens.
+        row_changes: cells of `req_to_token` to change before the pass.
+        sampling: how the S tokens are drawn.
+        extended_tokens: the T tokens less those of decodes.
+
+    While the same requests decode pass after pass, and nothing else is computed, `req_pool_indices` is the same
+    array. Arrays may be shared between passes: nobody changes them.
+    """
+
+    num_extends: int
+    req_pool_indices: Int32Array
+    prefix_lens: Int32Array
+    seq_lens: Int32Array
+    input_ids: Int32Array
+    out_cache_loc: Int32Array
+    num_samples: Int32Array
+    scored: Int32Array
+    scored_targets: Int32Array
+    num_scored: Int32Array
+    row_changes: RowChanges
+    sampling: SamplingInputs
+    num_top_scored: int = 0
+    extended_tokens: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.req_pool_indices)
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Natural log-probabilities of R tokens, and the K most likely tokens in the place of each.
+
+    Attributes:
+        chosen: `[R]` float32, of the token itself.
+        ranks: `[R]` int32, 1 for the most likely.
+        top_ids: `[R, K]` int32, the most likely tokens, the most likely first.
+        top: `[R, K]` float32, theirs.
+    """
+
+    chosen: NDArray[np.float32]
+    ranks: Int32Array
+    top_ids: Int32Array
+    top: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass found.
+
+    Attributes:
+        token_ids: `[S]` int32, the sampled tokens, row after row.
+        accepted: `[B]` int32, how many of each row's sampled tokens count, the first ones: all of `num_samples`,
+            fewer where drafts were wrong. Each of a prompt's answers takes one of them; a decode takes all, and
+            has computed as many positions.
+        finite: `[B]` bool, whether the row's numbers are all finite.
+        logprobs: of the sampled tokens whose request asked for them, in order; None: there are none.
+        prompt_logprobs: of the P scored tokens; None: there are none.
+        seconds: device time, with gaps between kernels, without transfers between the tiers; None: not measured.
+            A pass launched while the one before was computed begins when that ends, so that seconds add up.
+        launch_seconds: host time of the launch, beside the device; 0 where launching computes the pass.
+    """
+
+    token_ids: Int32Array
+    accepted: Int32Array
+    finite: NDArray[np.bool_]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    seconds: float | None = None
+    launch_seconds: float = 0.0
+
+
+class Runner(Protocol):
+    """What computes passes, in the order in which they are launched."""
+
+    def transfer(self, transfers: deque[KVTransfer]) -> None:
+        """Start transfers between the tiers, in order, all of which come before the pass that is launched next.
+
+        Each is taken off the left end once it has been started: what is left when this raises has not been.
+        """
+
+    def launch(self, pass_: Pass) -> object:
+        """Start a pass and return its handle without waiting for its result."""
+
+    def collect(self, handle: object) -> PassResult:
+        """Wait for a pass, the oldest in flight, and return its result."""
+
+    def check_device(self, error: Exception) -> None:
+        """Make ready for other passes after one that raised `error`, which may have run out of memory.
+
+        Raises:
+            DeviceLostError: no pass can run any more.
+        """

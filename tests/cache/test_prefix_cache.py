@@ -1,0 +1,184 @@
+"""Who owns each slot: leases on real pools, all invariants recomputed from scratch after every step.
+
+Requests with a scheduler and a device are in tests/properties/test_state_machine.py, the host tier in
+test_host_tier.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from memory_pool.req_to_token_pool import ReqToTokenPool
+from memory_pool.slot_allocator import SlotAllocator
+from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.radix_tree import Tokens
+from tests.support.cache_machine import CONTEXT_LEN, HERE, NUM_ROWS, NUM_SLOTS, CacheMachine, cache, ids, slots_of
+
+
+def acquire(of: PrefixCache, tokens: Tokens) -> Lease:
+    lease = of.acquire(HERE, tokens, of.match(HERE, tokens, len(tokens) - 1), 0)
+    assert lease is not None
+    return lease
+
+
+def run(of: PrefixCache, tokens: Tokens) -> None:
+    """Compute and publish tokens, in a pass of their own."""
+    lease = acquire(of, tokens)
+    assert of.extend(lease, len(tokens) - lease.matched) is not None
+    of.pass_launched()
+    of.commit(lease, tokens, len(tokens))
+    of.release(lease)
+    of.pass_ended()
+
+
+def cells(of: PrefixCache) -> list[tuple[int, int, int]]:
+    changes = of.rows.take_changes()
+    return list(zip(changes.rows.tolist(), changes.positions.tolist(), changes.slots.tolist(), strict=True))
+
+
+# -- truncate ----------------------------------------------------------------------------------------------
+
+
+def test_truncated_slots_are_free_at_once_where_nothing_is_in_flight() -> None:
+    here = cache()
+    lease = acquire(here, ids(1, 2, 3))
+    here.extend(lease, 8)
+    own = slots_of(here, lease)
+    here.truncate(lease, 5)
+    assert lease.allocated_len == 5
+    assert slots_of(here, lease) == own[:5]
+    assert set(own[5:]) <= set(here.slots.free_slots().tolist())
+    assert here.stats().private == 5
+
+
+def test_truncated_slots_are_pending_while_a_pass_may_write_them() -> None:
+    here = cache()
+    lease = acquire(here, ids(1, 2, 3))
+    here.extend(lease, 6)
+    own = slots_of(here, lease)
+    here.pass_launched()
+    here.pass_launched()
+    here.truncate(lease, 4)
+    here.pass_ended()
+    assert [slots.tolist() for slots in here.pending_slots()] == [own[4:]]
+    assert here.incoming == 2
+    assert not set(own) & set(here.slots.free_slots().tolist())
+    here.pass_ended()
+    assert not here.pending_slots()
+    assert set(own[4:]) <= set(here.slots.free_slots().tolist())
+
+
+def test_a_truncated_lease_goes_on() -> None:
+    here, tokens = cache(), ids(1, 2, 3, 4, 5, 6)
+    lease = acquire(here, tokens)
+    here.extend(lease, 6)
+    here.pass_launched()
+    here.truncate(lease, 3)
+    more = here.extend(lease, 2)
+    assert more is not None
+    assert slots_of(here, lease)[3:] == more.tolist()
+    here.pass_ended()
+    here.commit(lease, tokens[:5], 5)
+    here.release(lease)
+    assert here.match(HERE, tokens, 6).length == 5
+    assert here.flush() == 5
+    assert here.slots.num_free == here.slots.capacity
+
+
+@pytest.mark.parametrize("length", [2, 3, 6])
+def test_what_the_device_is_told_ends_where_the_row_ends(length: int) -> None:
+    """Changes that nobody has taken are not told beyond it, and each cell is told once."""
+    here = cache()
+    lease, other = acquire(here, ids(1, 2, 3)), acquire(here, ids(4, 5, 6))
+    here.extend(lease, 3)
+    here.extend_each(np.array([lease.row, other.row], dtype=np.int32))
+    here.extend(lease, 2)
+    here.truncate(lease, length)
+    kept = slots_of(here, lease)
+    fresh = here.extend(lease, 2)
+    assert fresh is not None
+    expected = [(lease.row, i, slot) for i, slot in enumerate([*kept, *fresh.tolist()])]
+    told = cells(here)
+    assert sorted(told) == sorted([*expected, (other.row, 0, slots_of(here, other)[0])])
+
+
+def test_nothing_to_truncate() -> None:
+    here = cache()
+    lease = acquire(here, ids(1, 2, 3))
+    here.extend(lease, 3)
+    here.pass_launched()
+    here.truncate(lease, 3)
+    assert lease.allocated_len == 3
+    assert not here.pending_slots()
+
+
+@pytest.mark.parametrize("length", [-1, 1, 6])
+def test_what_cannot_be_truncated(length: int) -> None:
+    here, tokens = cache(), ids(1, 2, 3)
+    lease = acquire(here, tokens)
+    here.extend(lease, 5)
+    here.commit(lease, tokens[:2], 2)
+    free = here.slots.num_free
+    with pytest.raises(ValueError, match=f"to {length} tokens: 2 are committed, 5 allocated"):
+        here.truncate(lease, length)
+    assert (lease.allocated_len, here.slots.num_free) == (5, free)
+    here.truncate(lease, 2)
+    here.pass_launched()
+    here.release(lease)
+    with pytest.raises(ValueError, match="a released lease cannot be truncated"):
+        here.truncate(lease, 2)
+
+
+# -- leases ------------------------------------------------------------------------------------------------
+
+
+def test_a_duplicate_is_remapped_before_it_is_pending() -> None:
+    here, tokens = cache(), ids(1, 2, 3, 4)
+    first, second = acquire(here, tokens), acquire(here, tokens)
+    here.extend(first, 4)
+    here.extend(second, 4)
+    own = slots_of(here, second)
+    here.pass_launched()
+    here.commit(first, tokens, 4)
+    here.commit(second, tokens, 4)
+    assert slots_of(here, second) == slots_of(here, first)
+    assert [slots.tolist() for slots in here.pending_slots()] == [own]
+    here.pass_ended()
+    assert set(own) <= set(here.slots.free_slots().tolist())
+
+
+def test_a_lease_is_refused_where_its_tokens_and_the_reserve_do_not_fit() -> None:
+    here, tokens = cache(num_slots=9), ids(1, 2, 3, 4, 5)
+    run(here, tokens)
+    other = ids(1, 2, 3, 9, 9, 9)
+    match = here.match(HERE, other, 5)
+    assert match.length == 3
+    assert here.acquire(HERE, other, match, 3) is None  # 5 are available once 3 are locked
+    assert (here.available, here.rows.num_free) == (8, NUM_ROWS)
+    lease = here.acquire(HERE, other, here.match(HERE, other, 5), 2)
+    assert lease is not None
+    assert (lease.matched, here.available) == (3, 5)
+
+
+def test_released_tokens_that_nobody_reuses_are_free_at_once() -> None:
+    here, tokens = cache(), ids(1, 2, 3, 4)
+    lease = acquire(here, tokens)
+    here.extend(lease, 4)
+    here.commit(lease, tokens, 4)
+    here.release(lease, reusable_len=1)
+    here.release(lease)
+    assert here.match(HERE, tokens, 4).length == 1
+    assert here.slots.num_free == here.slots.capacity - 1
+
+
+def test_a_disabled_cache_finds_and_keeps_nothing() -> None:
+    here = PrefixCache(ReqToTokenPool(NUM_ROWS, CONTEXT_LEN), SlotAllocator(NUM_SLOTS), enabled=False)
+    run(here, ids(1, 2, 3))
+    assert here.match(HERE, ids(1, 2, 3), 3).length == 0
+    assert here.slots.num_free == here.slots.capacity
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)

@@ -1,0 +1,128 @@
+"""Transfers between the pools: in order, beside what the GPU computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from memory_pool.host_kv_pool import HostKVPool
+from memory_pool.kv_transfers import KVTransfer
+from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.execution import kv_mover
+from radixrt.execution.kv_mover import KVMover
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+SHAPE = (2, 2, 8)  # layers, heads, elements
+
+
+def pools(device: torch.device) -> tuple[TokenToKVPool, HostKVPool]:
+    pool = TokenToKVPool(12, *SHAPE, dtype=torch.float32, device=device)
+    host = HostKVPool(9, *SHAPE, dtype=torch.float32, device=device)
+    pool.buffer.copy_(torch.randn(pool.buffer.shape, device="cpu"))
+    host.buffer.copy_(torch.randn(host.buffer.shape, device="cpu"))
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # transfers wait for nothing
+    return pool, host
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_transfers_are_made_in_order(kernel_device: torch.device, impl: Any) -> None:
+    pool, host = pools(kernel_device)
+    kv, host_kv = pool.buffer.cpu().clone(), host.buffer.clone()
+    transfers = [
+        KVTransfer(True, ids(5, 2), ids(1, 8)),
+        KVTransfer(False, ids(5, 11), ids(3, 1)),  # over what has just been stored
+        KVTransfer(True, ids(5), ids(4)),
+    ]
+    for transfer in transfers:
+        if transfer.to_host:
+            host_kv[:, :, transfer.host_slots] = kv[:, :, transfer.device_slots]
+        else:
+            kv[:, :, transfer.device_slots] = host_kv[:, :, transfer.host_slots]
+    mover = KVMover(pool, host, kernel_device, impl)
+    left = deque(transfers)
+    mover.run(left)
+    assert not left
+    assert torch.equal(pool.buffer.cpu(), kv)  # on the passes' stream, which has waited
+    assert torch.equal(host.buffer, host_kv)
+
+
+def test_what_cannot_be_started_is_left(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, host = pools(device)
+    mover = KVMover(pool, host, device, "auto")
+    left = deque([KVTransfer(True, ids(slot), ids(slot)) for slot in (1, 2, 3)])
+    copy, calls = kv_mover.kv_copy, []
+
+    def failing(*arguments: Any, **options: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise RuntimeError("no memory")
+        copy(*arguments, **options)
+
+    monkeypatch.setattr(kv_mover, "kv_copy", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        mover.run(left)
+    assert [t.device_slots.tolist() for t in left] == [[2], [3]]
+    mover.run(left)
+    assert not left
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(host.buffer[:, :, 1:4], pool.buffer[:, :, 1:4].cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_transfers_run_beside_what_the_gpu_computes(device: torch.device) -> None:
+    pool, host = pools(device)
+    mover = KVMover(pool, host, device, "auto")
+    mover.run(deque([KVTransfer(True, ids(1), ids(1)), KVTransfer(False, ids(2), ids(2))]))  # kernels are compiled
+    torch.cuda.synchronize()
+    expected, loaded = pool.buffer[:, :, 5].cpu(), host.buffer[:, :, 4].clone()
+    torch.cuda._sleep(2 * 10**9)  # about a second
+    busy = torch.cuda.Event()
+    busy.record()
+    mover.run(deque([KVTransfer(True, ids(5), ids(3)), KVTransfer(False, ids(6), ids(4))]))
+    assert mover._stream is not None
+    mover._stream.synchronize()
+    assert not busy.query()
+    assert torch.equal(host.buffer[:, :, 3], expected)
+    assert torch.equal(pool.buffer[:, :, 6].cpu(), loaded)
+    assert busy.query()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_what_is_launched_later_waits_for_transfers(device: torch.device) -> None:
+    pool, host = pools(device)
+    mover = KVMover(pool, host, device, "auto")
+    mover.run(deque([KVTransfer(False, ids(1), ids(1))]))
+    torch.cuda.synchronize()
+    assert mover._stream is not None
+    with torch.cuda.stream(mover._stream):
+        torch.cuda._sleep(10**9)
+    mover.run(deque([KVTransfer(False, ids(6), ids(4))]))
+    seen = pool.buffer[:, :, 6].clone()
+    assert torch.equal(seen.cpu(), host.buffer[:, :, 4])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_transfers_wait_for_a_pass_of_which_a_part_was_launched(device: torch.device) -> None:
+    pool, host = pools(device)
+    mover = KVMover(pool, host, device, "auto")
+    mover.run(deque([KVTransfer(False, ids(1), ids(1))]))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)
+    pool.buffer[:, :, 6] = 0  # what the failed pass still does
+    mover.wait_for_passes()
+    mover.run(deque([KVTransfer(False, ids(6), ids(4))]))
+    torch.cuda.synchronize()
+    assert torch.equal(pool.buffer[:, :, 6].cpu(), host.buffer[:, :, 4])

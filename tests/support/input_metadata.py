@@ -1,0 +1,49 @@
+"""InputMetadata from lengths alone, array by array: handy, not fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from layers.input_metadata import InputMetadata
+from triton_ops.attention.plan import AttentionPlan
+
+
+def input_metadata(
+    req_pool_indices: ArrayLike,
+    seq_lens: ArrayLike,
+    prefix_lens: ArrayLike,
+    out_cache_loc: ArrayLike,
+    req_to_token: Tensor,
+    *,
+    num_extends: int | None = None,
+    logits_indices: ArrayLike | None = None,
+    plan: AttentionPlan | None = None,
+) -> InputMetadata:
+    """On `req_to_token`'s device. `num_extends` is all requests if None, `logits_indices` the last token of each
+    request that has one, `plan` (of the decodes) the flat plan.
+    """
+    host = InputMetadata.host_arrays(req_pool_indices, seq_lens, prefix_lens, out_cache_loc)
+    if logits_indices is None:
+        extend = host["extend_seq_lens"]
+        logits_indices = (host["extend_start_loc"] + extend - 1)[extend > 0]
+    num_extends = host["seq_lens"].size if num_extends is None else num_extends
+    if plan is None:
+        rows, seq = host["req_pool_indices"][num_extends:], host["seq_lens"][num_extends:]
+        plan = AttentionPlan.flat(rows, seq).to(req_to_token.device)
+
+    def to_device(array: NDArray[Any]) -> Tensor:
+        return torch.tensor(array, dtype=torch.int32, device=req_to_token.device)
+
+    return InputMetadata.from_host_and_device(
+        host,
+        {name: to_device(array) for name, array in host.items()},
+        logits_indices=to_device(np.asarray(logits_indices, np.int32)),
+        req_to_token=req_to_token,
+        num_extends=num_extends,
+        decode_plans={None: plan},
+    )

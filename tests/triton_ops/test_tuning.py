@@ -1,0 +1,46 @@
+"""Which GPUs the kernels have configurations for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from triton_ops import implementation
+from triton_ops.implementation import GPU, Vendor, runs_triton
+from triton_ops.tuning import copy_config, decode_config, extend_config, shared_config, split_k_config
+
+CONFIGS: dict[str, Callable[[GPU], object]] = {
+    "decode": lambda gpu: decode_config(gpu, 128, torch.bfloat16, alibi=False),
+    "extend": lambda gpu: extend_config(gpu, 128, torch.bfloat16, short=False),
+    "shared": lambda gpu: shared_config(gpu, 128, torch.bfloat16),
+    "split-K": lambda gpu: split_k_config(gpu, 16, 1024, 2048, torch.bfloat16),
+    "copy": lambda gpu: copy_config(gpu, from_host=False, to_host=False),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gpus_of_other_vendors_have_no_configuration(name: str) -> None:
+    assert CONFIGS[name](GPU(90, 132)) is not None
+    with pytest.raises(ValueError, match="no configurations for AMD GPUs"):
+        CONFIGS[name](GPU(90, 132, Vendor.AMD))
+
+
+def test_what_architectures_can_do() -> None:
+    assert [GPU(capability, 1).has_wgmma for capability in (80, 89, 90, 100)] == [False, False, True, False]
+    assert not GPU(90, 1, Vendor.AMD).has_wgmma
+    assert not GPU(90, 1, Vendor.AMD).overlaps_launches
+    assert not GPU(89, 1).overlaps_launches
+
+
+def test_kernels_do_not_run_on_gpus_of_other_vendors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementation, "VENDOR", Vendor.AMD)
+    device = torch.device("cuda", 0)
+    for impl in ("auto", "triton"):
+        with pytest.raises(
+            ValueError, match=rf'impl is "{impl}", but cuda:0 is a GPU of AMD, .* impl "torch" runs'
+        ):
+            runs_triton(impl, device)  # type: ignore[arg-type]
+    assert not runs_triton("torch", device)
+    assert not runs_triton("auto", torch.device("cpu"))

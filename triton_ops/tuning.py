@@ -1,0 +1,360 @@
+"""Launch configurations of all kernels: tile sizes, warps, stages and register limits.
+
+Numbers for Hopper were measured on an H200 (docs/benchmarks.md), except those of float32 and ALiBi. Numbers for
+other NVIDIA GPUs are the ones that compile without spills. Other vendors have none yet: the functions that depend
+on the GPU raise ValueError for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from triton_ops.implementation import GPU, Vendor, cdiv, next_power_of_2, tl
+
+
+def _check_vendor(gpu: GPU) -> None:
+    if gpu.vendor is not Vendor.NVIDIA:
+        raise ValueError(f"triton_ops/tuning.py has no configurations for {gpu.vendor.name} GPUs")
+
+
+# --- attention ---
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """A tile of `block_m` rows (query rows times the heads of a group) reads `block_n` keys a step.
+
+    `num_warps` and `num_stages` are Triton's. ptxas uses up to `max_registers` a thread; without a limit it may
+    spill a little to save some. With 128 registers two programs of 8 warps run side by side on a multiprocessor,
+    with 168 three of 4 warps.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+    def block_rows(self, group: int) -> int:
+        """The rows of a tile: at least those of one query row, of which `group` heads read a KV head."""
+        return max(self.block_m, next_power_of_2(group))
+
+    def launch_arguments(self) -> dict[str, Any]:
+        """The kernel's keyword arguments, except for BLOCK_M."""
+        return {
+            "BLOCK_N": self.block_n,
+            "NUM_STAGES": self.num_stages,
+            "num_warps": self.num_warps,
+            "maxnreg": self.max_registers,
+        }
+
+
+DECODE_ROWS = 16  # of a tile, the fewest that tl.dot takes; an item with more rows has several tiles
+SHORT_ROWS = 64  # extends with no more rows than this take short tiles
+# Precision of the product that adds partial results: tf32 is more precise than a result in bfloat16.
+MERGE_PRECISION = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
+MERGE_PARTIALS = 16  # partial results that `merge_partials` reads at a time
+MERGE_WARPS = 2
+
+
+def decode_config(
+    gpu: GPU,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    alibi: bool,
+    window: bool = False,
+    e4m3: bool = False,
+    tails: bool = False,
+) -> AttentionConfig:
+    """For queries of `dtype`. `e4m3`: the pool's dtype. `tails`: items are short and merge partial results."""
+    _check_vendor(gpu)
+    if dtype == torch.float32:
+        return AttentionConfig(DECODE_ROWS, 16, num_warps=8, num_stages=1, max_registers=128)
+    if e4m3:
+        # With 128 registers four programs run side by side.
+        registers = 255 if tails else 168 if alibi or window or head_dim > 128 else 128
+        return AttentionConfig(DECODE_ROWS, 64 if head_dim <= 128 else 32, 4, 3, registers)
+    if head_dim > 128:
+        if gpu.has_wgmma:
+            return AttentionConfig(DECODE_ROWS, 32, num_warps=4, num_stages=2)
+        return AttentionConfig(DECODE_ROWS, 32, num_warps=8, num_stages=2, max_registers=255)
+    few_warps = gpu.has_wgmma and not (alibi and head_dim > 64)
+    if few_warps and tails:
+        return AttentionConfig(DECODE_ROWS, 32, num_warps=1, num_stages=2)
+    if few_warps:
+        return AttentionConfig(DECODE_ROWS, 64, num_warps=2, num_stages=3, max_registers=168)
+    needs_more = alibi or head_dim != next_power_of_2(head_dim)
+    return AttentionConfig(DECODE_ROWS, 64, 4, 2, max_registers=168 if needs_more else None)
+
+
+def extend_config(
+    gpu: GPU, head_dim: int, dtype: torch.dtype, *, short: bool, alibi: bool = False, e4m3: bool = False
+) -> AttentionConfig:
+    """For queries of `dtype`. `short` tiles have at most `SHORT_ROWS` rows; `block_m` is the same for `alibi`."""
+    _check_vendor(gpu)
+    if dtype == torch.float32:
+        tile = 32 if head_dim <= 64 else 16
+        return AttentionConfig(tile, tile, 8, 1, max_registers=128)
+    if e4m3 and gpu.has_wgmma:
+        if head_dim > 128:
+            return AttentionConfig(64 if short else 128, 32 if short else 16, 8, 1 if head_dim == 256 else 2)
+        return AttentionConfig(64, 32, 4, 3, 168) if short else AttentionConfig(128, 32, 8, 2, 128)
+    if not gpu.has_wgmma:
+        if head_dim <= 64:
+            return AttentionConfig(64 if short else 128, 64, 8, 2, max_registers=255)
+        return AttentionConfig(64, 64 if head_dim <= 128 else 32, 8, 2)
+    if head_dim > 128:
+        return AttentionConfig(64, 32, 8, 2) if short else AttentionConfig(128, 16 if head_dim < 256 else 32, 8, 2)
+    if short:
+        return AttentionConfig(64, 32, 4, 3, max_registers=168)
+    if head_dim <= 64:
+        return AttentionConfig(128, 64, 4, 3)
+    # Padded heads need registers for their masks, ALiBi for its distances.
+    return AttentionConfig(128, 32, 8, 3, max_registers=128 if head_dim == 128 and not alibi else None)
+
+
+def shared_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, e4m3: bool = False) -> AttentionConfig:
+    """For queries of `dtype`. `e4m3`: the pool's dtype, on which `block_m` does not depend.
+
+    Of Hopper's, only those of heads from 65 to 128 were measured.
+    """
+    _check_vendor(gpu)
+    if dtype == torch.float32:
+        tile = 32 if head_dim <= 64 else 16
+        return AttentionConfig(tile, tile, 8, 1, max_registers=128)
+    if head_dim > 128:
+        if not gpu.has_wgmma:
+            return AttentionConfig(32, 16, 8, 2, max_registers=255)
+        return AttentionConfig(128, 16 if head_dim < 256 else 32, 8, 2)
+    if not gpu.has_wgmma:
+        return AttentionConfig(128, 64 if head_dim <= 64 else 32, 8, 2, max_registers=255)
+    if head_dim <= 64:
+        return AttentionConfig(128, 64, 4, 3)
+    return AttentionConfig(128, 32, 8, 3, max_registers=None if e4m3 else 128)
+
+
+# --- linear ---
+
+SPLIT_K_COLUMNS = 64  # of the output a program: the rows of a wgmma, which a small batch would not fill
+SPLIT_K_WARPS = 4
+MAX_PARTS = 8  # reading them must stay cheap beside the weight
+
+
+@dataclass(frozen=True)
+class SplitKConfig:
+    """How a product is cut.
+
+    Attributes:
+        rows: of x a program, a power of two from 16 on.
+        depth: elements of the sum that are loaded at a time, a power of two from 16 on.
+        stages: loads under way at a time.
+        part_depth: elements of the sum a part, a multiple of `depth`; the last part may have fewer.
+    """
+
+    rows: int
+    depth: int
+    stages: int
+    part_depth: int
+
+
+@dataclass(frozen=True)
+class _SplitKTile:
+    """`max_programs`: about the number that an H200 runs at a time; more would have to wait."""
+
+    rows: int
+    depth: int
+    stages: int
+    max_programs: int
+
+
+# By the largest number of x's rows: the fastest of those measured on an H200 in bfloat16, for outputs of 1024
+# columns (sums of 2048 and 3072), of 4096 (sums of 4096), and of 4096 with deep sums (14336). Sums of 1024 gained
+# little or nothing, nor did 256 rows of 4096 columns.
+_FEW_COLUMNS = {
+    16: _SplitKTile(16, 128, 5, 192),
+    32: _SplitKTile(32, 64, 5, 192),
+    64: _SplitKTile(64, 64, 5, 192),
+    128: _SplitKTile(64, 64, 5, 192),
+    256: _SplitKTile(128, 64, 4, 192),
+}
+_MANY_COLUMNS = {
+    16: _SplitKTile(16, 128, 5, 192),
+    32: _SplitKTile(32, 64, 5, 256),
+    64: _SplitKTile(64, 64, 5, 256),
+    128: _SplitKTile(128, 64, 4, 256),
+}
+_DEEP = {
+    16: _SplitKTile(16, 128, 3, 256),
+    32: _SplitKTile(32, 128, 5, 132),
+    64: _SplitKTile(64, 128, 5, 132),
+    128: _SplitKTile(128, 64, 4, 256),
+}
+
+
+@lru_cache(maxsize=4096)
+def split_k_config(
+    gpu: GPU, num_rows: int, num_columns: int, depth: int, dtype: torch.dtype
+) -> SplitKConfig | None:
+    """How to cut the product of `[num_rows, depth]` and `[num_columns, depth]` in `dtype`; None where
+    `torch.nn.functional.linear` is as fast, or was not compared.
+    """
+    _check_vendor(gpu)
+    if not gpu.has_wgmma or dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if not (768 <= num_columns <= 4096 and depth >= 2048) or num_columns % SPLIT_K_COLUMNS:
+        return None
+    tiles = _FEW_COLUMNS if num_columns <= 2048 else _MANY_COLUMNS if depth <= 8192 else _DEEP
+    max_rows = 256 if num_columns <= 1024 else 128
+    if not 1 <= num_rows <= max_rows:
+        return None
+    tile = tiles[min(rows for rows in tiles if num_rows <= rows)]
+    if depth % tile.depth:
+        return None
+    num_tiles = num_columns // SPLIT_K_COLUMNS * -(-num_rows // tile.rows)
+    parts = min(MAX_PARTS, 1 << (tile.max_programs // num_tiles).bit_length() - 1)
+    part_depth = -(-depth // (parts * tile.depth)) * tile.depth
+    return SplitKConfig(tile.rows, tile.depth, tile.stages, part_depth)
+
+
+# --- experts ---
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """A program computes `rows` of an expert's tokens times `columns` of its outputs, `depth` inputs a step."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int = 3
+
+
+def expert_rows(num_choices: int, num_experts: int, dtype: torch.dtype) -> int:
+    """The rows of a tile, about as many as an expert has: `num_choices` are the rows of all experts."""
+    return min(_largest_expert_tile(dtype), max(16, next_power_of_2(cdiv(num_choices, num_experts))))
+
+
+def expert_config(rows: int, size: int, inner: int, dtype: torch.dtype) -> ExpertConfig:
+    """For tiles of `rows` (see `expert_rows`) times matrices `[size, inner]`."""
+    columns = min(_largest_expert_tile(dtype), max(16, next_power_of_2(size)))
+    depth = min(128 // dtype.itemsize, max(16, next_power_of_2(inner)))
+    return ExpertConfig(rows, columns, depth, num_warps=8 if rows == 128 else 4)
+
+
+def _largest_expert_tile(dtype: torch.dtype) -> int:
+    # Products in float32 do without tensor cores: larger tiles of them do not fit into the registers.
+    return 64 if dtype == torch.float32 else 128
+
+
+# --- rows: norms, routing ---
+
+# Of a row that one program holds in its registers: 32768 elements of two bytes or 16384 of four. Models have up to
+# 18432, and 16384 in what anyone would run in float32.
+MAX_ROW_BYTES = 65536
+# Rows up to this long are loaded together with weights and residuals; longer ones would not fit the registers.
+EARLY_BLOCK: tl.constexpr = 8192 if tl is None else tl.constexpr(8192)
+_ROW_TILE = 2048  # elements of a program of short rows
+_ROW_ELEMENTS = 16  # of a thread: two accesses of 16 bytes
+
+
+def row_blocks(size: int, dtype: torch.dtype, parts: int = 0) -> tuple[int, int, int]:
+    """For kernels that hold whole rows of `size` elements: the block that a row is padded to, the rows of a
+    program (several where they are short), its warps. Raises ValueError where a row is too long.
+
+    With `parts`, each row is the sum of that many. Such batches are small: a program has one row, and enough
+    threads to have all their loads under way at once.
+    """
+    if size * dtype.itemsize > MAX_ROW_BYTES:
+        raise ValueError(f"rows of {size} elements of {dtype} exceed the kernel's limit of {MAX_ROW_BYTES} bytes")
+    block = max(16, next_power_of_2(size))
+    if parts:
+        return block, 1, min(32, max(1, block * next_power_of_2(parts) // (32 * _ROW_ELEMENTS)))
+    rows = max(1, _ROW_TILE // block)
+    max_warps = 16 if block <= 16384 else 32
+    return block, rows, min(max_warps, max(1, block * rows // (32 * _ROW_ELEMENTS)))
+
+
+# --- single elements ---
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """A program of `num_warps` has `size` elements."""
+
+    size: int
+    num_warps: int
+
+    def launch_arguments(self) -> dict[str, Any]:
+        """The kernel's keyword arguments."""
+        return {"BLOCK": self.size, "num_warps": self.num_warps}
+
+
+ELEMENTWISE = BlockConfig(1024, 4)  # activations, and the weighted sum of experts
+QK_NORM_ROPE = BlockConfig(2048, 4)  # a thread has 16 bytes of both halves of a head
+ROW_TABLES = BlockConfig(256, 4)
+LOGITS = BlockConfig(1024, 4)  # masks and penalties
+
+# --- KV copies ---
+
+MAX_COPY_UNITS = 1024  # of a tile: each takes an address where rows are of odd sizes
+COPY_WARPS = 8
+
+
+@dataclass(frozen=True)
+class CopyConfig:
+    """`programs` copy `tile_bytes` at a time each."""
+
+    programs: int
+    tile_bytes: int
+
+
+def copy_config(gpu: GPU, *, from_host: bool, to_host: bool) -> CopyConfig:
+    """Over a link, programs and tiles together just cover its latency: more programs would only take
+    multiprocessors from a pass that runs beside the copy.
+    """
+    _check_vendor(gpu)
+    if from_host or to_host:
+        return CopyConfig(8 if from_host else 4, 32768)
+    return CopyConfig(2 * gpu.num_sms, 16384)
+
+
+# --- sampling ---
+
+
+@dataclass(frozen=True)
+class CandidateConfig:
+    """An attempt to draw from up to `size` candidates.
+
+    Without top-k they are the logits that reach the chunk maximum of rank `guess`, or of `max_chunks` of all
+    chunks, whichever rank is smaller. `chunks` are read at a time.
+    """
+
+    size: int
+    guess: int
+    max_chunks: float
+    chunks: int
+    num_warps: int
+    max_registers: int | None = None
+
+
+# With fewer registers, which the compiler takes if left to itself, kernels that sum masses spill.
+SUM_REGISTERS = 128
+CANDIDATES = (
+    CandidateConfig(512, 128, 0.25, 4, 4, SUM_REGISTERS),
+    CandidateConfig(2048, 512, 0.85, 8, 8, SUM_REGISTERS),
+)
+TOTALS_PARTS = 8  # programs of a row that add up its masses
+TOTALS_WARPS = 2
+CHUNK_MAXIMA_WARPS = 4
+THRESHOLD_TILE = BlockConfig(4096, 8)  # with fewer logits a thread, it spills
+MASS_PARTS = 4  # programs of a row where few rows are left to draw
+MASS_WARPS = 1
+DRAW_WARPS = 4
+LOGPROBS = BlockConfig(4096, 4)
+MAX_TOP_LOGPROBS = 32  # tokens that the kernel finds one after the other; torch's topk finds more
