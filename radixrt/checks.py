@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
+from typing import Any
 
-from radixrt.errors import ParameterError
+from radixrt.errors import ParameterError, PromptError
+
+_MAX_TOKEN_ID = 2**31 - 1
 
 
 def check_int(name: str, value: object, low: int, high: int) -> int:
@@ -27,3 +30,29 @@ def check_float(name: str, value: object, low: float, high: float, *, above: boo
         bound = f"above {low:g}" if above else f"from {low:g}"
         raise ParameterError(f"{name} is {value!r}; it must be a number {bound} to {high:g}")
     return number
+
+
+def check_token_ids(name: str, ids: list[Any]) -> None:
+    """Raise PromptError, which names the first that is none, unless these are token ids of some model."""
+    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) <= _MAX_TOKEN_ID)):
+        return
+    for position, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise PromptError(f"{name}[{position}] is {kind(token)}; it must be a token id")
+        if not 0 <= token <= _MAX_TOKEN_ID:
+            raise PromptError(f"{name}[{position}] is {short(str(token))}; that is no token id")
+
+
+def kind(value: object) -> str:
+    """What a JSON value is, for people."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    kinds = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
+    return kinds[type(value)]
+
+
+def short(text: str, most: int = 60) -> str:
+    """`text`, or its beginning where it is longer than `most` characters."""
+    return text if len(text) <= most else text[: most - 3] + "..."

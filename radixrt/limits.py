@@ -1,4 +1,4 @@
-"""What a run has: memory, requests, tokens of a pass."""
+"""The limits of a pass and of a run, and their defaults."""
 
 from __future__ import annotations
 
@@ -6,8 +6,35 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class PassLimits:
+    """The most that a pass holds.
+
+    Attributes:
+        max_running_requests: requests that run at once.
+        chunked_prefill_size: prompt tokens that one pass computes.
+    """
+
+    max_running_requests: int
+    chunked_prefill_size: int
+
+    @property
+    def max_samples(self) -> int:
+        """Tokens that are drawn: one a request, and as many again for the first tokens of n answers."""
+        return 2 * self.max_running_requests
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of `ReqToTokenPool`: an ended request keeps its row until the passes in flight have ended."""
+        return self.max_running_requests + self.max_running_requests // 2 + 1
+
+
+GPU_LIMITS = PassLimits(max_running_requests=512, chunked_prefill_size=16_384)
+CPU_LIMITS = PassLimits(max_running_requests=64, chunked_prefill_size=2048)
+
+
+@dataclass(frozen=True)
 class RunLimits:
-    """What a Runtime runs within.
+    """The limits of a Runtime.
 
     Attributes:
         pool_tokens: tokens that the KV pool holds.
@@ -16,5 +43,9 @@ class RunLimits:
     """
 
     pool_tokens: int
-    max_running_requests: int = 512
-    chunked_prefill_size: int = 16_384
+    max_running_requests: int = GPU_LIMITS.max_running_requests
+    chunked_prefill_size: int = GPU_LIMITS.chunked_prefill_size
+
+    @property
+    def of_pass(self) -> PassLimits:
+        return PassLimits(self.max_running_requests, self.chunked_prefill_size)

@@ -231,3 +231,14 @@ class ScoreOutput:
     is_greedy: bool
     tokens: tuple[TokenLogprob, ...]
     usage: Usage
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> ScoreOutput:
+        """The score of a request whose scored prompt tokens are the continuation."""
+        scored = output.prompt_logprobs or ()
+        return cls(
+            logprob=sum(token.logprob for token in scored),
+            is_greedy=all(token.rank == 1 for token in scored),
+            tokens=scored,
+            usage=output.usage,
+        )

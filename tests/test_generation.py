@@ -41,7 +41,7 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory, device: torch.d
 @pytest.fixture
 def runtime(folder: Path) -> Iterator[Runtime]:
     with Runtime(folder, device=torch.get_default_device(), max_total_tokens=2000) as runtime:
-        runtime._kv_pool.fill(float("nan"))
+        runtime.parts.model.kv_pool.fill(float("nan"))
         yield runtime
 
 
@@ -49,7 +49,7 @@ def runtime(folder: Path) -> Iterator[Runtime]:
 def eager(folder: Path) -> Iterator[Runtime]:
     """Launches all passes kernel by kernel: a captured graph is replayed without what a test puts in place."""
     with Runtime(folder, device=torch.get_default_device(), max_total_tokens=2000, cuda_graphs=False) as runtime:
-        runtime._kv_pool.fill(float("nan"))
+        runtime.parts.model.kv_pool.fill(float("nan"))
         yield runtime
 
 
@@ -100,7 +100,7 @@ def test_n_in_a_pool_that_is_too_small_for_all(folder: Path) -> None:
         expected = [answer.token_ids for answer in roomy.generate(PROMPT, params).outputs]
     with Runtime(folder, device=torch.get_default_device(), max_total_tokens=60) as tight:
         output = tight.generate(PROMPT, params)
-        assert tight._scheduler.num_retractions > 0
+        assert tight.parts.scheduler.num_retractions > 0
     assert [answer.token_ids for answer in output.outputs] == expected
 
 
@@ -356,7 +356,7 @@ def test_what_cannot_be_scored(runtime: Runtime) -> None:
     with pytest.raises(PromptError, match="prompt 0 has no continuations"):
         runtime.score([[3], [4]], [[], [5]])
     with torch.no_grad():
-        runtime._model.embedding.weight[50] = float("nan")
+        runtime.parts.model.decoder.embedding.weight[50] = float("nan")
     with pytest.raises(
         PassError, match="prompt 1 cannot be scored: the model computed values that are not finite"
     ):
@@ -425,7 +425,7 @@ def test_on_error_return(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> N
     def failing(*_: Any) -> Any:
         raise MemoryError("no memory left")
 
-    monkeypatch.setattr(runtime._driver._engine.runner, "launch", failing)
+    monkeypatch.setattr(runtime.parts.engine.runner, "launch", failing)
     (output,) = runtime.generate([[5, 6]], GREEDY, on_error="return")
     assert output.error is not None
     assert "MemoryError" in output.error
@@ -513,7 +513,7 @@ def test_abort_and_close_from_another_thread(folder: Path) -> None:
     while not outputs:
         thread.join(0.01)
     assert outputs[0].finish_reason is FinishReason.ABORT
-    while not runtime._driver._calls:
+    while not runtime.has_work:
         thread.join(0.01)
     runtime.close()
     thread.join(60)
@@ -524,7 +524,8 @@ def test_abort_and_close_from_another_thread(folder: Path) -> None:
     assert len(outputs) + 4 * len(errors) == 5
     with pytest.raises(RadixrtError, match="the runtime is closed"):
         runtime.generate(PROMPT)
-    assert not hasattr(runtime, "_model")
+    with pytest.raises(RadixrtError, match="the runtime is closed"):
+        runtime.parts  # noqa: B018
 
 
 def test_new_weights_match_nothing_stale(folder: Path, tmp_path: Path) -> None:
@@ -562,12 +563,12 @@ def test_weights_that_changed_in_part_match_nothing_stale(
 
     with Runtime(folder, device=torch.get_default_device(), max_total_tokens=500) as runtime:
         runtime.generate(PROMPT, GREEDY)
-        fingerprint = runtime._identity()
+        fingerprint = runtime.parts.model.identity()
         with monkeypatch.context() as patch:
             patch.setattr(loader, "_fill_from_files", cut_short)
             with pytest.raises(OSError, match="the disk is gone"):
                 runtime.update_weights(other)
-        assert runtime._identity() != fingerprint
+        assert runtime.parts.model.identity() != fingerprint
         assert runtime.generate(PROMPT, GREEDY).usage.cached_tokens == 0
 
 
@@ -641,7 +642,7 @@ def test_a_stream_that_is_forgotten_in_the_middle_of_a_step_does_not_lock_up(
 ) -> None:
     forgotten = builtin.stream("Mira likes", Params(max_new_tokens=200, ignore_eos=True))
     next(forgotten)
-    runner = builtin._driver._engine.runner
+    runner = builtin.parts.engine.runner
     launch = runner.launch
 
     def collected(batch: Any) -> Any:
@@ -652,13 +653,13 @@ def test_a_stream_that_is_forgotten_in_the_middle_of_a_step_does_not_lock_up(
     assert builtin.generate("Hugo", Params(max_new_tokens=3, ignore_eos=True)).usage.completion_tokens == 3
     monkeypatch.setattr(runner, "launch", launch)
     assert builtin.generate("Hugo", Params(max_new_tokens=3, ignore_eos=True)).usage.completion_tokens == 3
-    assert not builtin._driver._calls
+    assert not builtin.has_work
 
 
 def test_an_interrupt_delivers_what_has_ended_to_others(builtin: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     request = builtin.prepare("Hugo", Params(max_new_tokens=2, ignore_eos=True))
     builtin.submit(request)
-    runner = builtin._driver._engine.runner
+    runner = builtin.parts.engine.runner
     collect = runner.collect
 
     def interrupted(handle: Any) -> Any:

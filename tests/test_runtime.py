@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_runtime(folder: Path, **options: Any) -> Runtime:
     """A Runtime for a folder without a tokenizer; unused slots hold NaN."""
     runtime = Runtime(folder, **{"device": torch.get_default_device(), "max_total_tokens": 600, **options})
-    runtime._kv_pool.fill(float("nan"))
+    runtime.parts.model.kv_pool.fill(float("nan"))
     return runtime
 
 
@@ -122,7 +122,7 @@ def test_greedy_continuations_equal_those_of_transformers(reference: tuple[Any, 
     with small_runtime(folder, **RUNS[run]) as runtime:
         cold = runtime.generate(prompts, params)
         warm = runtime.generate(prompts, params)
-        retractions = runtime._scheduler.num_retractions
+        retractions = runtime.parts.scheduler.num_retractions
     for prompt, *outputs in zip(prompts, cold, warm, strict=True):
         expected, margin = continuation(model, prompt, GREEDY.max_new_tokens)
         assert margin > 1e-4
@@ -191,10 +191,10 @@ def test_retraction_at_every_step_loses_nothing(folder: Path) -> None:
         while runtime.has_work:
             got |= {o.index: o.token_ids for o in runtime.step()}
             steps += 1
-            running = runtime._scheduler.running
+            running = runtime.parts.scheduler.running
             if steps % 5 == 0 and running:
-                runtime._scheduler.retract(running[steps % len(running)])
-        assert runtime._scheduler.num_retractions > 5
+                runtime.parts.scheduler.retract(running[steps % len(running)])
+        assert runtime.parts.scheduler.num_retractions > 5
     assert [got[i] for i in range(len(prompts))] == expected
 
 
@@ -298,7 +298,7 @@ def test_overlap_changes_no_output(folder: Path, temperature: float) -> None:
             outputs, in_flight = [], 0
             while runtime.has_work:
                 outputs += runtime.step()
-                in_flight = max(in_flight, len(runtime._driver.check_open()._in_flight))
+                in_flight = max(in_flight, len(runtime.parts.engine._in_flight))
             assert in_flight == overlap
             outputs.sort(key=lambda output: output.index)
             found.append([[(a.token_ids, a.finish_reason) for a in output.outputs] for output in outputs])
@@ -406,7 +406,7 @@ def test_numbers_that_are_not_finite_end_one_request(runtime: Runtime) -> None:
     sampled = set(runtime.generate([5, 6, 7], GREEDY).token_ids)
     runtime.flush_cache()
     spoilt = next(token for token in range(10, VOCAB_SIZE) if token not in sampled)
-    model = runtime._driver._engine.runner.model
+    model = runtime.parts.engine.runner.model
     with torch.no_grad():
         model.embedding.weight[spoilt] = float("nan")
     good, bad, again = runtime.generate([[5, 6, 7], [5, 6, spoilt, 7], [5, 6, spoilt, 8]], GREEDY)
@@ -420,7 +420,7 @@ def test_numbers_that_are_not_finite_end_one_request(runtime: Runtime) -> None:
 def test_a_chunk_without_logits_is_checked_too(folder: Path) -> None:
     with small_runtime(folder, chunked_prefill_size=4) as runtime:
         with torch.no_grad():
-            runtime._driver._engine.runner.model.embedding.weight[50] = float("nan")
+            runtime.parts.engine.runner.model.embedding.weight[50] = float("nan")
         request = runtime.prepare([5, 50, 7, 8, *range(3, 40)], GREEDY)
         runtime.submit(request)
         runtime.step()
@@ -433,7 +433,7 @@ def test_a_chunk_without_logits_is_checked_too(folder: Path) -> None:
 
 def test_logits_are_checked_though_hidden_states_are_finite(runtime: Runtime) -> None:
     with torch.no_grad():
-        runtime._driver._engine.runner.model.head.weight[7] = float("inf")
+        runtime.parts.engine.runner.model.head.weight[7] = float("inf")
     output = runtime.generate([5, 6, 7], GREEDY)
     assert output.finish_reason is FinishReason.ERROR
     assert output.token_ids == ()
@@ -442,7 +442,7 @@ def test_logits_are_checked_though_hidden_states_are_finite(runtime: Runtime) ->
 def test_a_failed_pass_raises_and_leaves_the_runtime_usable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of its launch. Captured passes, which do not call the model, have a test of their own."""
     with small_runtime(folder, cuda_graphs=False) as runtime:
-        runner = runtime._driver._engine.runner
+        runner = runtime.parts.engine.runner
         expected = runtime.generate([[5, 6, 7], [8, 9]], GREEDY)
         calls = []
 
@@ -596,7 +596,7 @@ def test_kernels_need_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_impl_reaches_every_layer(folder: Path) -> None:
     with small_runtime(folder, impl="torch") as runtime:
-        told = [module.impl for module in runtime._model.modules() if hasattr(module, "impl")]
+        told = [module.impl for module in runtime.parts.model.decoder.modules() if hasattr(module, "impl")]
     assert set(told) == {"torch"}
     # Of each block two norms, attention, activation and four products; the last norm and the head.
     assert len(told) == 2 * 8 + 2

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import Counter
 
 from radixrt.batch.formats.record import LineErrorType
-from radixrt.batch.formats.strict_json import short
 from radixrt.batch.scan import Scan
+from radixrt.checks import short
 from radixrt.errors import ErrorRateError
 
 _MAX_NAMED = 5  # reasons in a message

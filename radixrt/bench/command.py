@@ -42,6 +42,7 @@ def add_bench_command(commands: Any) -> None:
     _add_kept_prefixes(benchmarks)
     _add_throughput(benchmarks)
     _add_kernels(benchmarks)
+    _add_streams(benchmarks)
 
 
 def _add_benchmark(benchmarks: Any, name: str, **texts: Any) -> argparse.ArgumentParser:
@@ -167,6 +168,22 @@ def _kept_prefixes(arguments: argparse.Namespace) -> int:
     from radixrt.bench.kept_prefixes import Options, run_benchmark
 
     return run_benchmark(Options(**given), json_file=arguments.json)
+
+
+def _add_streams(benchmarks: Any) -> None:
+    parser = benchmarks.add_parser(
+        "streams",
+        help="how evenly concurrent streams get their tokens, without a model",
+        description="Run 1 to 256 streams at once, as tasks of an event loop and in threads, around passes that "
+        "only take 20 ms. Prints passes, chunks, and the longest time in which the event loop did nothing else.",
+    )
+    parser.set_defaults(run=_streams)
+
+
+def _streams(arguments: argparse.Namespace) -> int:
+    from radixrt.bench.streams import run_benchmark
+
+    return run_benchmark()
 
 
 _THROUGHPUT_DESCRIPTION = """\

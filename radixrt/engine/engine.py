@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from radixrt.engine.gc_control import keep_for_good
-from radixrt.engine.signals import uninterrupted
+from radixrt.engine.signals import deferred
 from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.schedule.activity import Activity, ActivityMeter
 from radixrt.schedule.answer import Answer
@@ -17,8 +17,6 @@ from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import Runner
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
-
-LAG = 1  # passes that may be in flight while the next one is planned, where nothing else is said
 
 _log = logging.getLogger(__name__)
 
@@ -36,8 +34,8 @@ class Engine:
     Args:
         scheduler: decides what runs; the cache it uses is told when passes start and end.
         runner: computes it.
-        lag: passes that may be in flight while the next one is planned. 0: each is booked before the next one is
-            planned, so that the device waits for the host.
+        max_in_flight: passes that may be in flight while the next one is planned. 0: each is booked before the
+            next one is planned, so that the device waits for the host.
         clock: seconds of the host.
     """
 
@@ -46,12 +44,12 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         *,
-        lag: int = LAG,
+        max_in_flight: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self._lag = lag
+        self._max_in_flight = max_in_flight
         self._in_flight: deque[_InFlight] = deque()
         self._aborts: deque[Answer] = deque()
         self._meter = ActivityMeter(clock)
@@ -94,7 +92,7 @@ class Engine:
             booked.give_back(transfers)  # those that could not be started
 
     def step(self) -> list[Answer]:
-        """Launch the next pass, then book the one `lag` passes before it. Returns the answers that ended.
+        """Launch the next pass, then book the one `max_in_flight` before it. Returns the answers that ended.
 
         A pass that raises ends its own answers with FinishReason.ERROR; all others go on. Ctrl-C is raised
         after the step.
@@ -105,7 +103,7 @@ class Engine:
                 it could not handle (a third Ctrl-C), so that nobody knows what is in memory.
         """
         self.check_whole()
-        with uninterrupted():
+        with deferred():
             self.is_cut = True
             self._meter.begin_step()
             ended = self._step()
@@ -120,7 +118,7 @@ class Engine:
         booking = self.scheduler.next_pass()
         if booking is not None:
             self._in_flight.append(self._launch(booking))
-        if self._in_flight and (booking is None or len(self._in_flight) > self._lag):
+        if self._in_flight and (booking is None or len(self._in_flight) > self._max_in_flight):
             ended += self._collect(self._in_flight.popleft())
         return ended
 

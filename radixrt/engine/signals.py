@@ -98,7 +98,7 @@ def first_interrupt(notice: str) -> Iterator[FirstSignal]:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def deferred() -> Iterator[None]:
     """SIGINT and SIGTERM inside have their effect at the end, so that what stands here is not cut in two; a third
     one has it at once. A signal without a handler of Python's, which ends the process, is not held up.
     """

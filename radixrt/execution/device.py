@@ -1,4 +1,4 @@
-"""Where a model runs, what computes it, and how much KV fits there."""
+"""Where a model runs, and what computes it there."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import psutil
 import torch
 
-from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 from triton_ops.implementation import Impl, gpu_of, runs_triton
 from triton_ops.kv.e4m3 import FIRST_CAPABILITY
@@ -31,8 +29,8 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 @contextmanager
-def started_meanwhile(device: torch.device) -> Iterator[None]:
-    """Have a GPU make its context beside what stands inside, in a thread that holds Python up little.
+def warm_up_in_background(device: torch.device) -> Iterator[None]:
+    """Have a GPU make its context in a thread while the block runs.
 
     Reading a config imports much of transformers, which keeps the host as busy as the context keeps the driver.
     """
@@ -53,64 +51,11 @@ def check_impl(impl: Impl, device: torch.device) -> None:
         raise ParameterError(str(error)) from error
 
 
-def host_pool_slots(host_memory_gb: float | None, bytes_per_slot: int, *, promised: int) -> int:
-    """Slots of a KV pool in `host_memory_gb` 10^9 bytes of the host's memory; 0 for none of it, or None.
-
-    `promised` bytes that count as free are somebody's: memory is handed out when it is first written to.
-
-    Raises:
-        ParameterError: that is more than is free, or too little for two slots, of which one is reserved.
-    """
-    if host_memory_gb is None:
-        return 0
-    free = max(0, psutil.virtual_memory().available - promised)
-    num_bytes = 1e9 * check_float("host_memory_gb", host_memory_gb, 0.0, free / 1e9)
-    slots = int(num_bytes) // bytes_per_slot
-    if num_bytes and slots < 2:
-        raise ParameterError(
-            f"host_memory_gb is {host_memory_gb:g}: two KV slots of {bytes_per_slot:,} bytes need more"
-        )
-    return slots
-
-
 def check_kv_dtype(kv_dtype: str, impl: Impl, device: torch.device) -> None:
-    """Raise ParameterError unless `kv_dtype` is known, also where kernels would have to read e4m3 on a GPU that
-    does not know it.
-    """
-    if kv_dtype not in ("auto", "fp8"):
-        raise ParameterError(f"kv_dtype is {kv_dtype!r}; it must be one of: auto, fp8")
+    """Raise ParameterError where kernels would have to read e4m3 on a GPU that does not know it."""
     capability = gpu_of(device).capability
     if kv_dtype == "fp8" and runs_triton(impl, device) and capability < FIRST_CAPABILITY:
         raise ParameterError(
             f"kv_dtype is 'fp8', but {device} has compute capability {capability / 10}; kernels for fp8 need "
             f"{FIRST_CAPABILITY / 10} or higher"
         )
-
-
-def pool_slots(
-    device: torch.device,
-    bytes_per_slot: int,
-    *,
-    memory_fraction: float,
-    max_total_tokens: int | None,
-    promised: int = 0,
-) -> int:
-    """Slots of a KV pool, the reserved one included: `max_total_tokens`, or what a share of free memory holds.
-
-    `promised` bytes that are free are needed by passes.
-
-    Raises:
-        ParameterError: `max_total_tokens` exceeds what is free, or the share does not hold two slots.
-    """
-    on_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
-    if max_total_tokens is not None:
-        return check_int("max_total_tokens", max_total_tokens, 1, max(1, free // bytes_per_slot - 1)) + 1
-    fitting = int((free - promised) * memory_fraction) // bytes_per_slot
-    if fitting < 2:
-        needs = f", of which passes need {promised:,}" if promised else ""
-        raise ParameterError(
-            f"memory_fraction is {memory_fraction:g}: of {free:,} free bytes{needs}, that is less than a KV slot "
-            f"of {bytes_per_slot:,} bytes needs"
-        )
-    return fitting

@@ -1,20 +1,23 @@
-"""How much of a GPU's memory passes need beside the weights and the KV pool: measured, with the largest one."""
+"""How many KV slots fit: what is free, less the memory that passes need, measured with the largest one."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
+import psutil
 import torch
 
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 from radixrt.execution.attention.planner import planner_of
 from radixrt.execution.model_runner import ModelRunner
+from radixrt.limits import PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer
@@ -33,24 +36,6 @@ _WANTS_ALL = SamplingParams(
     logprobs=20,
     prompt_logprobs=20,
 )
-
-
-@dataclass(frozen=True)
-class PassLimits:
-    """The most that a pass holds.
-
-    Attributes:
-        max_running_requests: requests.
-        chunked_prefill_size: prompt tokens.
-    """
-
-    max_running_requests: int
-    chunked_prefill_size: int
-
-    @property
-    def max_samples(self) -> int:
-        """Tokens that are drawn: one a request, and as many again for the first tokens of n answers."""
-        return 2 * self.max_running_requests
 
 
 def largest_pass(limits: PassLimits, context_length: int) -> Pass:
@@ -92,6 +77,21 @@ def largest_pass(limits: PassLimits, context_length: int) -> Pass:
     )
 
 
+class CapturedSizes(TypedDict):
+    """How far a ModelRunner captures passes: its keywords."""
+
+    max_captured_batch: int
+    max_captured_tokens: int
+
+
+def captured_sizes(limits: PassLimits, *, captures: bool) -> CapturedSizes:
+    """The sizes for these limits; none unless it `captures`."""
+    if not captures:
+        return CapturedSizes(max_captured_batch=0, max_captured_tokens=0)
+    batch = limits.max_running_requests
+    return CapturedSizes(max_captured_batch=batch, max_captured_tokens=limits.chunked_prefill_size)
+
+
 def measured_pass_memory(
     model: Decoder,
     rows: ReqToTokenPool,
@@ -120,9 +120,8 @@ def measured_pass_memory(
         rows,
         pool,
         device,
-        max_captured_batch=limits.max_running_requests if captures else 0,
-        max_captured_tokens=limits.chunked_prefill_size if captures else 0,
         tree=tree,
+        **captured_sizes(limits, captures=captures),
     )
     runner.collect(runner.launch(largest_pass(limits, config.context_length)))
     passes = before - free()
@@ -149,3 +148,52 @@ def room_for_passes() -> Iterator[None]:
             "lower max_running_requests, chunked_prefill_size or max_total_tokens, or leave the graphs out with "
             f"cuda_graphs=False ({str(error).splitlines()[0]})"
         ) from error
+
+
+def pool_slots(
+    device: torch.device,
+    bytes_per_slot: int,
+    *,
+    memory_fraction: float,
+    max_total_tokens: int | None,
+    promised: int = 0,
+) -> int:
+    """Slots of a KV pool, the reserved one included: `max_total_tokens`, or what a share of free memory holds.
+
+    `promised` bytes that are free are needed by passes.
+
+    Raises:
+        ParameterError: `max_total_tokens` exceeds what is free, or the share does not hold two slots.
+    """
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    if max_total_tokens is not None:
+        return check_int("max_total_tokens", max_total_tokens, 1, max(1, free // bytes_per_slot - 1)) + 1
+    fitting = int((free - promised) * memory_fraction) // bytes_per_slot
+    if fitting < 2:
+        needs = f", of which passes need {promised:,}" if promised else ""
+        raise ParameterError(
+            f"memory_fraction is {memory_fraction:g}: of {free:,} free bytes{needs}, that is less than a KV slot "
+            f"of {bytes_per_slot:,} bytes needs"
+        )
+    return fitting
+
+
+def host_pool_slots(host_memory_gb: float | None, bytes_per_slot: int, *, promised: int) -> int:
+    """Slots of a KV pool in `host_memory_gb` 10^9 bytes of the host's memory; 0 for none of it, or None.
+
+    `promised` bytes that count as free are somebody's: memory is handed out when it is first written to.
+
+    Raises:
+        ParameterError: that is more than is free, or too little for two slots, of which one is reserved.
+    """
+    if host_memory_gb is None:
+        return 0
+    free = max(0, psutil.virtual_memory().available - promised)
+    num_bytes = 1e9 * check_float("host_memory_gb", host_memory_gb, 0.0, free / 1e9)
+    slots = int(num_bytes) // bytes_per_slot
+    if num_bytes and slots < 2:
+        raise ParameterError(
+            f"host_memory_gb is {host_memory_gb:g}: two KV slots of {bytes_per_slot:,} bytes need more"
+        )
+    return slots

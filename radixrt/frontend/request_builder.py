@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +16,18 @@ from numpy.typing import NDArray
 from radixrt.cache.radix_tree import Namespace
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
-from radixrt.models.config import ModelConfig, read_architecture
-from radixrt.models.loader import model_folder
-from radixrt.models.registry import find_architecture
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
 from radixrt.text.builder import TextBuilder
 from radixrt.text.chat import Message, is_chat
 from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 
+if TYPE_CHECKING:
+    from radixrt.models.config import ModelConfig
+
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]
 Params = SamplingParams | Mapping[str, Any] | None
+Continuation = str | Sequence[int]
 
 MAX_NAMED = 8  # bad prompts that one error spells out
 
@@ -75,31 +76,102 @@ class RequestBuilder:
         *,
         index: int = 0,
         tenant: str | None = None,
+        request_id: str | None = None,
         streams: bool = False,
     ) -> Request:
         """A request for one prompt; with `streams` its text is built token by token.
+
+        Args:
+            request_id: what the caller knows it by; None: a number that no other request has.
 
         Raises:
             PromptError: the prompt cannot be run.
             ParameterError: the parameters are out of bounds, or ask for what this model does not have.
         """
-        return self._request(prompt, self._terms(params), index, self._namespace(tenant), streams)
+        return self._request(prompt, self._terms(params), index, self._namespace(tenant), request_id, streams)
 
     def build_all(
-        self, prompts: Sequence[Prompt], params: Sequence[Params], tenant: str | None
-    ) -> list[Request | PromptError | ParameterError]:
-        """For each prompt its request, or why there is none. Raises ParameterError if the tenant is no string."""
-        out: list[Request | PromptError | ParameterError] = []
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[Params],
+        tenant: str | None,
+        request_ids: Mapping[int, str],
+    ) -> tuple[list[Request], dict[int, Exception]]:
+        """Requests for the prompts that can run, and by their indices why the others cannot.
+
+        Args:
+            request_ids: the caller's, by the index of the prompt.
+
+        Raises:
+            ParameterError: the tenant is no string.
+        """
+        requests: list[Request] = []
+        errors: dict[int, Exception] = {}
         namespace = self._namespace(tenant)
         terms: dict[int, _Terms] = {}  # by the identity of the parameters: often all are the same
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             try:
                 if id(own) not in terms:
                     terms[id(own)] = self._terms(own)
-                out.append(self._request(prompt, terms[id(own)], index, namespace))
+                requests.append(
+                    self._request(prompt, terms[id(own)], index, namespace, request_ids.get(index), False)
+                )
             except (PromptError, ParameterError) as error:
-                out.append(error)
-        return out
+                errors[index] = error
+        return requests, errors
+
+    def build_scored(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Continuation | Sequence[Continuation]],
+        tenant: str | None,
+    ) -> tuple[list[Request], list[int]]:
+        """Requests that score continuations of prompts, and for each of them the place of its prompt.
+
+        Raises:
+            PromptError: names every prompt that cannot be scored.
+            ParameterError: there are not as many prompts as continuations.
+        """
+        for name, given in (("prompts", prompts), ("continuations", continuations)):
+            if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
+                raise PromptError(f"{name} are a {type(given).__name__}; they must be a list, one for each prompt")
+        if len(prompts) != len(continuations):
+            raise ParameterError(f"there are {len(continuations)} continuations for {len(prompts)} prompts")
+        requests: list[Request] = []
+        owners: list[int] = []
+        errors: dict[int, Exception] = {}
+        for place, (prompt, own) in enumerate(zip(prompts, continuations, strict=True)):
+            try:
+                for continuation in chosen_continuations(own):
+                    ids, start = self._joined(prompt, continuation)
+                    params = SamplingParams(max_new_tokens=0, prompt_logprobs=0, prompt_logprobs_start=start)
+                    requests.append(self.build(ids, params, index=len(requests), tenant=tenant))
+                    owners.append(place)
+            except (PromptError, ParameterError) as error:
+                errors[place] = error
+        if errors:
+            raise named_together(errors, len(prompts))
+        return requests, owners
+
+    def _joined(self, prompt: Prompt, continuation: Continuation) -> tuple[NDArray[np.int32], int]:
+        """Token ids of a prompt with a continuation, and where the continuation begins. Raises PromptError."""
+        before = self.token_ids(prompt)
+        if isinstance(continuation, str) and isinstance(prompt, str):
+            # The border may fall inside a token: what it changes belongs to the continuation.
+            joined = self.token_ids(prompt + continuation)
+            shared = min(len(before), len(joined))
+            differs = np.flatnonzero(before[:shared] != joined[:shared])
+            start = int(differs[0]) if len(differs) else shared
+        elif is_token_ids(continuation):
+            joined = np.concatenate([before, self.token_ids(continuation)])
+            start = len(before)
+        else:
+            raise PromptError("must be text with a text continuation, or have token ids as its continuation")
+        if start >= len(joined):
+            raise PromptError("has an empty continuation")
+        if start == 0:
+            raise PromptError("has no token before its continuation")
+        return joined, start
 
     def _namespace(self, tenant: str | None) -> Namespace:
         if tenant is not None and not isinstance(tenant, str):
@@ -116,7 +188,13 @@ class RequestBuilder:
         return _Terms(params, stop_ids, bad_words)
 
     def _request(
-        self, prompt: Prompt, terms: _Terms, index: int, namespace: Namespace, streams: bool = False
+        self,
+        prompt: Prompt,
+        terms: _Terms,
+        index: int,
+        namespace: Namespace,
+        request_id: str | None,
+        streams: bool,
     ) -> Request:
         params = terms.params
         ids = self.token_ids(prompt)
@@ -136,7 +214,7 @@ class RequestBuilder:
             make_text_stop = partial(_text_builder, self.tokenizer, params)
         request = Request(
             index=index,
-            id=next(self._ids),
+            id=next(self._ids) if request_id is None else request_id,
             prompt_ids=ids,
             params=params,
             max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),
@@ -222,13 +300,17 @@ class RequestBuilder:
 
 
 def builder_without_weights(source: str | Path, context_length: int | None = None) -> RequestBuilder:
-    """What finds out whether the model in `source` can run a request, before its weights are loaded. How much its
-    pool of KV will hold is not known then.
+    """A builder that finds out whether the model in `source` can run a request, before its weights are loaded. How
+    much its KV pool will hold is not known then.
 
     Raises:
         ModelError, TokenizerError: there is no such model, or it cannot be read.
         ParameterError: the model cannot have that context.
     """
+    from radixrt.models.config import read_architecture  # these take torch and transformers with them
+    from radixrt.models.loader import model_folder
+    from radixrt.models.registry import find_architecture
+
     folder = model_folder(source, weights=False)
     config = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
     if context_length is not None:
@@ -305,6 +387,15 @@ def own_ids(request_ids: str | Sequence[str] | None, count: int, many: bool) -> 
         twice = next(own for own in ids if ids.count(own) > 1)
         raise ParameterError(f"request_ids holds {twice!r} twice")
     return dict(enumerate(ids))
+
+
+def chosen_continuations(own: Continuation | Sequence[Continuation]) -> Sequence[Continuation]:
+    """A continuation, or the choices among several, as a list. Raises PromptError if there are none."""
+    if isinstance(own, str) or is_token_ids(own):
+        return [cast("Continuation", own)]
+    if not isinstance(own, Sequence) or isinstance(own, (bytes, Mapping)) or not own:
+        raise PromptError("has no continuations: give text, token ids, or a list of these")
+    return cast("Sequence[Continuation]", own)
 
 
 def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:

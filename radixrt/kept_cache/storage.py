@@ -24,7 +24,7 @@ from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import Slots
 from radixrt.cache.snapshot import Adoption, take_snapshot
-from radixrt.engine.signals import uninterrupted
+from radixrt.engine.signals import deferred
 from radixrt.errors import CacheFileError
 from radixrt.kept_cache.cache_file import (
     CacheFileReader,
@@ -117,16 +117,16 @@ class CacheStorage:
                 raise CacheFileError(f"the cache file {path} cannot be used: {fault}")
             arriving: Adoption | None = None
             try:
-                with uninterrupted():
+                with deferred():
                     adoption = arriving = self.cache.begin_adoption(reader.tree, weights_version)
                 # Unchecked KV goes to slots that nothing reads.
                 self._read(reader, adoption.slots, progress)
-                with uninterrupted():
+                with deferred():
                     self.cache.adopt(adoption)
                     arriving = None
             finally:
                 if arriving is not None:
-                    with uninterrupted():
+                    with deferred():
                         self.cache.cancel_adoption(arriving)
         return Loaded(int(adoption.taken.sum()), int(adoption.known.sum()), adoption.left_out)
 

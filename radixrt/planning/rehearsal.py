@@ -6,25 +6,16 @@ requests exist at a time than the scheduler looks at.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from memory_pool.kv_transfers import KVTransfer
-from memory_pool.req_to_token_pool import ReqToTokenPool
-from memory_pool.slot_allocator import SlotAllocator
 from radixrt.arrays import Int32Array, Int64Array
-from radixrt.cache.prefix_cache import PrefixCache
-from radixrt.engine.engine import Engine
+from radixrt.engine.simulated import ConstantRunner, simulated_engine
 from radixrt.limits import RunLimits
 from radixrt.planning.token_store import TokenStore
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.passes import Pass, PassResult
-from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
+from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request
-from radixrt.schedule.scheduler import Scheduler
 
 SUBMITTED_AT_ONCE = 2048  # requests, whenever fewer wait than the scheduler looks at
 
@@ -71,17 +62,12 @@ def rehearse(
     """
     lengths = store.lengths
     longest = int((lengths[order] + new_tokens[order]).max(initial=1))
-    max_running = limits.max_running_requests
-    cache = PrefixCache(
-        ReqToTokenPool(max_running + max_running // 2 + 1, longest), SlotAllocator(limits.pool_tokens + 1)
-    )
-    config = SchedulerConfig(max_running, limits.chunked_prefill_size, SchedulePolicy.FCFS)
-    scheduler = Scheduler(cache, config)
-    engine = Engine(scheduler, _NoModel())
+    engine = simulated_engine(ConstantRunner(), limits, longest, SchedulePolicy.FCFS)
+    scheduler, cache = engine.scheduler, engine.scheduler.cache
     batches = _requests(store, order, new_tokens, keep)
     passes = most_running = 0
     while True:
-        if len(scheduler.waiting) < config.max_ranked:
+        if len(scheduler.waiting) < scheduler.config.max_ranked:
             engine.submit_all(next(batches, ()))
         if not engine.has_work:
             break
@@ -108,21 +94,3 @@ def _requests(
             )
             for place in places
         ]
-
-
-class _NoModel:
-    """Samples token 0 whenever a token is wanted; no request ends with it."""
-
-    def transfer(self, transfers: deque[KVTransfer]) -> None:
-        transfers.clear()
-
-    def launch(self, batch: Pass) -> Pass:
-        return batch
-
-    def collect(self, handle: object) -> PassResult:
-        assert isinstance(handle, Pass)  # what `launch` returned
-        tokens = np.zeros(int(handle.num_samples.sum()), dtype=np.int32)
-        return PassResult(tokens, handle.num_samples, np.ones(handle.num_rows, dtype=bool))
-
-    def check_device(self, error: Exception) -> None:
-        """There is none."""

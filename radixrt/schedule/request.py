@@ -37,7 +37,7 @@ class Request:
         make_text_stop: makes the `TextStop` of one answer; None: nothing is told of single tokens.
         reusable_len: leading tokens of the prompt that later requests share, at most, where all are known: tokens
             beyond them may leave the cache when it ends. None: all of it may be wanted.
-        id: its number in its Runtime.
+        id: its id in its Runtime: the caller's own name, or a number.
     """
 
     index: int
@@ -50,7 +50,7 @@ class Request:
     namespace: Namespace = DEFAULT_NAMESPACE
     make_text_stop: Callable[[], TextStop] | None = None
     reusable_len: int | None = None
-    id: int = -1
+    id: int | str = -1
 
     @property
     def prompt_len(self) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 import radixrt.batch.job as job
 from radixrt.batch.run import BatchRun
 from radixrt.batch.journal.run_folder import RunFolder
-from tests.support.scheduled_runtime import ScheduledRuntime
+from tests.support.runtimes import scheduled_runtime
 
 def memory(name):
     with open("/proc/self/status") as status:
@@ -33,7 +33,7 @@ def measured(what, call):
         return result
     return measure
 
-runtime = ScheduledRuntime(pool_tokens=400_000, context_length=1100)
+runtime = scheduled_runtime(pool_tokens=400_000, context_length=1100)
 loaded, parts = memory("VmRSS"), {}
 job.Batch.scan = measured("scan", job.Batch.scan)
 BatchRun.planned_lines = measured("order", BatchRun.planned_lines)

@@ -22,7 +22,7 @@ from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.booking import Booking
 from tests.support.fake_runtime import FakeRequest, FakeRuntime
-from tests.support.simulated_runtime import SIZES, SimulatedRuntime, expected_tokens
+from tests.support.runtimes import SIZES, SimulatedRuntime, expected_tokens, simulated_runtime
 
 COUNT = 40
 NEW_TOKENS = 6
@@ -58,7 +58,7 @@ def check_answers(output: Path, bad: set[int] = frozenset()) -> list[dict[str, A
     records = read(output)
     assert [record["index"] for record in records] == list(range(COUNT))
     assert {record["index"] for record in records if record["error"]} == set(bad)
-    fresh = SimulatedRuntime()
+    fresh = simulated_runtime()
     for record in records:
         if record["index"] not in bad:
             assert record["token_ids"] == expected_tokens(fresh, prompt(record["index"]), NEW_TOKENS)
@@ -79,8 +79,8 @@ def failing(when: Any) -> Any:
 @pytest.mark.parametrize("where", ["launch_fault", "run_fault"])
 @pytest.mark.parametrize("bad", [{17}, {0, 3, 39}, set(range(8, 16))])
 def test_lines_that_fail_alone_have_errors(files: tuple[Path, Path], where: str, bad: set[int]) -> None:
-    runtime = SimulatedRuntime()
-    setattr(runtime, where, failing(has(*bad)))
+    runtime = simulated_runtime()
+    setattr(runtime.hooks, where, failing(has(*bad)))
     report = run_batch(runtime, *files)
     records = check_answers(files[1], bad)
     assert {record["error"]["message"] for record in records} == {
@@ -88,36 +88,38 @@ def test_lines_that_fail_alone_have_errors(files: tuple[Path, Path], where: str,
     }
     assert report.errors == len(bad)
     most = 1 + math.ceil(math.log2(SIZES.max_running))  # first with others, then in ever smaller groups
-    assert max(runtime.begun.values()) <= most
+    assert max(runtime.hooks.begun.values()) <= most
     assert not runtime.has_work
     runtime.world.check_drained()
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5])
 def test_passes_that_are_too_large_cost_no_line_its_answer(files: tuple[Path, Path], most: int) -> None:
-    runtime = SimulatedRuntime()
-    runtime.launch_fault = failing(lambda booking: len(booking.answers) > most)
+    runtime = simulated_runtime()
+    runtime.hooks.launch_fault = failing(lambda booking: len(booking.answers) > most)
     assert run_batch(runtime, *files).errors == 0
     check_answers(files[1])
 
 
 def test_every_pass_fails(files: tuple[Path, Path]) -> None:
-    runtime = SimulatedRuntime()
-    runtime.launch_fault = failing(lambda booking: True)
+    runtime = simulated_runtime()
+    runtime.hooks.launch_fault = failing(lambda booking: True)
     run_batch(runtime, *files)
     check_answers(files[1], set(range(COUNT)))
     # The first runs and those again; and a pass is launched before it is known that the one before has failed.
-    assert len(runtime.passes) <= 2 * (COUNT + 2 * COUNT)
-    assert max(runtime.begun.values()) <= 1 + math.ceil(math.log2(SIZES.max_running))
+    assert len(runtime.hooks.passes) <= 2 * (COUNT + 2 * COUNT)
+    assert max(runtime.hooks.begun.values()) <= 1 + math.ceil(math.log2(SIZES.max_running))
 
 
 def test_lines_that_run_again_count_the_hits_of_their_first_try(files: tuple[Path, Path]) -> None:
     """What they find then is in part their own work, and no engine can have more hits than the best possible."""
-    runtime = SimulatedRuntime()
-    runtime.run_fault = failing(lambda booking: len(booking.answers) > 2 and len(runtime.passes) % 3 == 0)
+    runtime = simulated_runtime()
+    runtime.hooks.run_fault = failing(
+        lambda booking: len(booking.answers) > 2 and len(runtime.hooks.passes) % 3 == 0
+    )
     report = run_batch(runtime, *files)
     check_answers(files[1])
-    assert max(runtime.begun.values()) > 1
+    assert max(runtime.hooks.begun.values()) > 1
     assert report.best_hit_rate is not None
     assert 0 < report.run.hit_rate <= report.best_hit_rate
     for record in read(files[1]):
@@ -129,26 +131,26 @@ def test_what_failed_runs_apart(files: tuple[Path, Path], monkeypatch: pytest.Mo
     """Nothing else is in a pass with lines that are run again, and the others go on before and after."""
     monkeypatch.setattr(radixrt.batch.run, "ENOUGH_WAITING", 10)
     monkeypatch.setattr(radixrt.batch.run, "SUBMITTED_AT_ONCE", 10)
-    runtime = SimulatedRuntime()
+    runtime = simulated_runtime()
     bad = 10
-    runtime.launch_fault = failing(has(bad))
+    runtime.hooks.launch_fault = failing(has(bad))
     run_batch(runtime, *files)
     check_answers(files[1], {bad})
-    group = {index for index, count in runtime.begun.items() if count > 1}
+    group = {index for index, count in runtime.hooks.begun.items() if count > 1}
     assert bad in group
     assert 4 < len(group) < 20
-    start = next(i for i, indices in enumerate(runtime.passes) if i > 5 and bad in indices)
-    end = max(i for i, indices in enumerate(runtime.passes) if group & set(indices))
-    assert all(set(indices) <= group for indices in runtime.passes[start : end + 1])
-    assert [bad] in runtime.passes[start : end + 1]
-    assert set().union(*map(set, runtime.passes[end + 1 :])), "more lines are begun after that"
+    start = next(i for i, indices in enumerate(runtime.hooks.passes) if i > 5 and bad in indices)
+    end = max(i for i, indices in enumerate(runtime.hooks.passes) if group & set(indices))
+    assert all(set(indices) <= group for indices in runtime.hooks.passes[start : end + 1])
+    assert [bad] in runtime.hooks.passes[start : end + 1]
+    assert set().union(*map(set, runtime.hooks.passes[end + 1 :])), "more lines are begun after that"
 
 
 def test_one_of_several_answers_fails(tmp_path: Path) -> None:
     """A line whose first answer has ended, and whose second one's pass then fails, is run again as a whole."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps({"token_ids": [1, 2, 3], "n": 3, "max_new_tokens": 5}) + "\n")
-    runtime = SimulatedRuntime()
+    runtime = simulated_runtime()
     failed = [0]
 
     def once(booking: Booking) -> Exception | None:
@@ -157,7 +159,7 @@ def test_one_of_several_answers_fails(tmp_path: Path) -> None:
         failed[0] += 1
         return RuntimeError("once")
 
-    runtime.launch_fault = once
+    runtime.hooks.launch_fault = once
     assert run_batch(runtime, source, out).errors == 0
     (record,) = read(out)
     assert failed == [1]
@@ -168,19 +170,19 @@ def test_one_of_several_answers_fails(tmp_path: Path) -> None:
 
 
 def test_values_that_are_not_finite(files: tuple[Path, Path]) -> None:
-    runtime = SimulatedRuntime()
+    runtime = simulated_runtime()
     runtime.world.runner.poison_next = True
     report = run_batch(runtime, *files)
     bad = {record["index"] for record in read(files[1]) if record["error"]}
     assert len(bad) == report.errors == 1
     (record,) = check_answers(files[1], bad)
     assert record["error"] == {"type": "failed", "message": "the model computed values that are not finite"}
-    assert max(runtime.begun.values()) == 1  # that is not run again
+    assert max(runtime.hooks.begun.values()) == 1  # that is not run again
 
 
 def test_text_that_cannot_be_made(files: tuple[Path, Path]) -> None:
-    runtime = SimulatedRuntime()
-    runtime.text_fault = lambda index: ValueError("half a character") if index in (4, 5) else None
+    runtime = simulated_runtime()
+    runtime.hooks.text_fault = lambda index: ValueError("half a character") if index in (4, 5) else None
     assert run_batch(runtime, *files).errors == 2
     records = check_answers(files[1], {4, 5})
     assert {record["error"]["message"] for record in records} == {"no output can be made: half a character"}
@@ -195,8 +197,8 @@ class _BadStop:
 
 def test_a_stop_string_that_cannot_be_looked_for(files: tuple[Path, Path]) -> None:
     """It is looked for while a pass is booked, which goes on with the others' tokens."""
-    runtime = SimulatedRuntime()
-    runtime.make_text_stop = lambda index: _BadStop() if index == 9 else None
+    runtime = simulated_runtime()
+    runtime.hooks.make_text_stop = lambda index: _BadStop() if index == 9 else None
     assert run_batch(runtime, *files).errors == 1
     (record,) = check_answers(files[1], {9})
     assert record["error"]["message"] == "no text can be made of its answer: no such piece"
@@ -212,7 +214,7 @@ def test_a_record_that_cannot_be_made(files: tuple[Path, Path], monkeypatch: pyt
         return output_line(index, *others, **options)
 
     monkeypatch.setattr(radixrt.batch.record_writer, "output_line", faulty)
-    assert run_batch(SimulatedRuntime(), *files).errors == 1
+    assert run_batch(simulated_runtime(), *files).errors == 1
     (record,) = check_answers(files[1], {6})
     assert record["custom_id"] == "id-6"
     assert record["error"]["message"] == "no record can be made of its answer: KeyError: 'logprobs'"
@@ -224,15 +226,15 @@ def test_a_record_that_cannot_be_made(files: tuple[Path, Path], monkeypatch: pyt
 @pytest.mark.parametrize("where", ["launch_fault", "run_fault"])
 @pytest.mark.parametrize("at", [0, 1, 7, 20])
 def test_a_lost_device_costs_no_line_its_answer(files: tuple[Path, Path], where: str, at: int) -> None:
-    runtime = SimulatedRuntime()
+    runtime = simulated_runtime()
 
     def lost(booking: Booking) -> Exception | None:
-        if len(runtime.passes) <= at:
+        if len(runtime.hooks.passes) <= at:
             return None
         runtime.world.runner.is_lost = True
         return RuntimeError("an illegal memory access was encountered")
 
-    setattr(runtime, where, lost)
+    setattr(runtime.hooks, where, lost)
     with pytest.raises(
         DeviceLostError, match=r"works no more\n\d+ of 40 records are kept in .*; the same"
     ) as error:
@@ -242,29 +244,29 @@ def test_a_lost_device_costs_no_line_its_answer(files: tuple[Path, Path], where:
     assert not any(json.loads(record)["error"] for record in found.values())
     assert not files[1].exists()
     assert not runtime.has_work
-    assert runtime.driver.device_lost
+    assert runtime.parts.engine.is_lost
     with pytest.raises(DeviceLostError, match="in a new process"):
-        runtime.driver.step()
-    runtime.driver.close()
-    assert run_batch(SimulatedRuntime(), *files).errors == 0
+        runtime.step()
+    runtime.close()
+    assert run_batch(simulated_runtime(), *files).errors == 0
     check_answers(files[1])
     assert found.items() <= dict(enumerate(line for line in files[1].read_bytes().splitlines())).items()
 
 
 def test_a_device_that_is_lost_while_a_batch_ends(files: tuple[Path, Path]) -> None:
     """In the passes that what was aborted takes to leave the runtime."""
-    runtime = SimulatedRuntime()
+    runtime = simulated_runtime()
 
     def stopped() -> None:
-        if len(runtime.passes) == 9:
-            runtime.run_fault = failing(lambda booking: True)
+        if len(runtime.hooks.passes) == 9:
+            runtime.hooks.run_fault = failing(lambda booking: True)
             runtime.world.runner.is_lost = True
             signal.raise_signal(signal.SIGINT)
 
-    runtime.on_step = stopped
+    runtime.hooks.on_step = stopped
     with pytest.raises(DeviceLostError):
         run_batch(runtime, *files, drain_seconds=0)
-    run_batch(SimulatedRuntime(), *files)
+    run_batch(simulated_runtime(), *files)
     check_answers(files[1])
 
 
@@ -283,7 +285,7 @@ def spoil(source: Path, *numbers: int) -> None:
 )
 def test_too_many_bad_lines_run_nothing(files: tuple[Path, Path], rate: float | None, stops: bool) -> None:
     spoil(files[0], 3, 4, 7)
-    runtime = SimulatedRuntime()
+    runtime = simulated_runtime()
     if not stops:
         assert run_batch(runtime, *files, max_error_rate=rate).errors == 3
         check_answers(files[1], {3, 4, 7})
@@ -291,7 +293,7 @@ def test_too_many_bad_lines_run_nothing(files: tuple[Path, Path], rate: float | 
     message = r"3 of 40 lines are bad \(1 invalid_line, 2 invalid_prompt\):\n  line 4: .*\n.*max_error_rate of 0"
     with pytest.raises(ErrorRateError, match=rf"(?s){message}.*Nothing has run"):
         run_batch(runtime, *files, max_error_rate=rate)
-    assert not runtime.passes
+    assert not runtime.hooks.passes
     assert not run_path(files[1]).exists()
 
 
@@ -300,8 +302,8 @@ def test_errors_of_all_kinds_and_runs_are_counted(files: tuple[Path, Path]) -> N
     failures = {10: "loud", 20: "loud", 30: "low"}
 
     def runtime() -> SimulatedRuntime:
-        made = SimulatedRuntime()
-        made.text_fault = lambda index: ValueError(failures[index]) if index in failures else None
+        made = simulated_runtime()
+        made.hooks.text_fault = lambda index: ValueError(failures[index]) if index in failures else None
         return made
 
     with pytest.raises(ErrorRateError) as error:
@@ -319,7 +321,7 @@ def test_errors_of_all_kinds_and_runs_are_counted(files: tuple[Path, Path]) -> N
     again = runtime()
     with pytest.raises(ErrorRateError, match=f"{count} of 40 lines"):  # at once: these errors are there
         run_batch(again, *files, max_error_rate=3 / 40)
-    assert not again.passes
+    assert not again.hooks.passes
     with pytest.raises(ErrorRateError, match="5 of 40 lines"):
         run_batch(again, *files, max_error_rate=4 / 40)
     run_batch(again, *files, max_error_rate=5 / 40)
@@ -329,13 +331,13 @@ def test_errors_of_all_kinds_and_runs_are_counted(files: tuple[Path, Path]) -> N
 def test_a_rate_is_reached_and_not_exceeded(files: tuple[Path, Path]) -> None:
     """29 of 100 are 29 %, though 0.29 * 100 is a little less than 29."""
     files[0].write_text("{\n" * 29 + '{"token_ids": [1]}\n' * 71)
-    assert run_batch(SimulatedRuntime(), *files, max_error_rate=0.29).errors == 29
+    assert run_batch(simulated_runtime(), *files, max_error_rate=0.29).errors == 29
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1, math.nan, "0.5"])
 def test_rates_out_of_bounds(files: tuple[Path, Path], rate: Any) -> None:
     with pytest.raises(ParameterError, match="max_error_rate is"):
-        run_batch(SimulatedRuntime(), *files, max_error_rate=rate)
+        run_batch(simulated_runtime(), *files, max_error_rate=rate)
 
 
 @pytest.mark.parametrize("line_format", ["plain", "openai"])
@@ -365,17 +367,17 @@ def at_pass(runtime: SimulatedRuntime, number: int, *signals: int) -> None:
     pending = list(signals)
 
     def send() -> None:
-        while pending and len(runtime.passes) >= number:
+        while pending and len(runtime.hooks.passes) >= number:
             signal.raise_signal(pending.pop(0))
 
-    runtime.on_step = send
+    runtime.hooks.on_step = send
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_has_begun_is_finished(
     files: tuple[Path, Path], number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    runtime = SimulatedRuntime()
+    runtime = simulated_runtime()
     at_pass(runtime, 12, number)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(BatchInterrupted, match=r"\d+ of 40 records are kept in") as error:
@@ -383,15 +385,15 @@ def test_what_has_begun_is_finished(
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert error.value.signal_number == number
     assert "requests that have begun get 20 seconds to end; Ctrl-C again stops at once" in capfd.readouterr().err
-    begun = set(runtime.begun)
+    begun = set(runtime.hooks.begun)
     assert SIZES.max_running < len(begun) < COUNT
     assert set(kept(files[1])) == begun
     assert not any(json.loads(record)["error"] for record in kept(files[1]).values())
     assert error.value.report.written == len(begun)
     runtime.world.check_drained()
-    again = SimulatedRuntime()
+    again = simulated_runtime()
     run_batch(again, *files)
-    assert set(again.begun) == set(range(COUNT)) - begun
+    assert set(again.hooks.begun) == set(range(COUNT)) - begun
     check_answers(files[1])
 
 
@@ -400,51 +402,51 @@ def test_what_does_not_end_in_time_has_no_record(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("radixrt.engine.signals.time.monotonic", lambda: now[0])
-    runtime = SimulatedRuntime()
+    runtime = simulated_runtime()
     at_pass(runtime, 12, signal.SIGTERM)
-    send = runtime.on_step
+    send = runtime.hooks.on_step
 
     def step() -> None:
         now[0] += 1.0
         send()
 
-    runtime.on_step = step
+    runtime.hooks.on_step = step
     with pytest.raises(BatchInterrupted):
         run_batch(runtime, *files, drain_seconds=2)
     found = kept(files[1])
-    assert 0 < len(found) < len(runtime.begun)
-    assert len(runtime.passes) < 12 + NEW_TOKENS
+    assert 0 < len(found) < len(runtime.hooks.begun)
+    assert len(runtime.hooks.passes) < 12 + NEW_TOKENS
     assert not any(json.loads(record)["error"] for record in found.values())
     runtime.world.check_drained()
-    run_batch(SimulatedRuntime(), *files)
+    run_batch(simulated_runtime(), *files)
     check_answers(files[1])
 
 
 def test_no_time_for_what_has_begun(files: tuple[Path, Path]) -> None:
-    runtime = SimulatedRuntime()
+    runtime = simulated_runtime()
     at_pass(runtime, 12, signal.SIGINT)
     with pytest.raises(BatchInterrupted):
         run_batch(runtime, *files, drain_seconds=0)
-    assert len(runtime.passes) <= 13
+    assert len(runtime.hooks.passes) <= 13
     runtime.world.check_drained()
 
 
 @pytest.mark.parametrize("seconds", [-1, math.inf, "20"])
 def test_drain_seconds_out_of_bounds(files: tuple[Path, Path], seconds: Any) -> None:
     with pytest.raises(ParameterError, match="drain_seconds is"):
-        run_batch(SimulatedRuntime(), *files, drain_seconds=seconds)
+        run_batch(simulated_runtime(), *files, drain_seconds=seconds)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_stops_after_the_pass(files: tuple[Path, Path], number: signal.Signals) -> None:
-    runtime = SimulatedRuntime()
+    runtime = simulated_runtime()
     at_pass(runtime, 12, signal.SIGINT, number)
     with pytest.raises(KeyboardInterrupt) as error:
         run_batch(runtime, *files)
     assert not isinstance(error.value, BatchInterrupted)
-    assert len(runtime.passes) <= 13
+    assert len(runtime.hooks.passes) <= 13
     runtime.world.check_drained()
-    run_batch(SimulatedRuntime(), *files)
+    run_batch(simulated_runtime(), *files)
     check_answers(files[1])
 
 
@@ -452,12 +454,12 @@ def test_an_application_keeps_its_own_handler(files: tuple[Path, Path]) -> None:
     calls: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
     try:
-        runtime = SimulatedRuntime()
+        runtime = simulated_runtime()
         at_pass(runtime, 12, signal.SIGTERM)
         assert run_batch(runtime, *files).written == COUNT
         assert calls
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        runtime = SimulatedRuntime()
+        runtime = simulated_runtime()
         at_pass(runtime, 12, signal.SIGTERM)
         assert run_batch(runtime, *files, overwrite=True).written == COUNT
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
@@ -468,13 +470,13 @@ def test_an_application_keeps_its_own_handler(files: tuple[Path, Path]) -> None:
 
 def test_failed_lines_wait_for_the_next_run(files: tuple[Path, Path]) -> None:
     """A pass fails after the signal: its lines are neither run again nor given errors."""
-    runtime = SimulatedRuntime()
+    runtime = simulated_runtime()
     at_pass(runtime, 12, signal.SIGINT)
-    runtime.launch_fault = failing(lambda booking: len(runtime.passes) > 13)
+    runtime.hooks.launch_fault = failing(lambda booking: len(runtime.hooks.passes) > 13)
     with pytest.raises(BatchInterrupted):
         run_batch(runtime, *files)
     assert not any(json.loads(record)["error"] for record in kept(files[1]).values())
-    run_batch(SimulatedRuntime(), *files)
+    run_batch(simulated_runtime(), *files)
     check_answers(files[1])
 
 
@@ -487,8 +489,8 @@ def test_everything_at_once(files: tuple[Path, Path], seed: int) -> None:
     bad = {rng.randrange(COUNT), rng.randrange(COUNT)}
     found: dict[int, bytes] = {}
     for attempt in range(60):
-        runtime = SimulatedRuntime()
-        runtime.launch_fault = failing(has(*bad))
+        runtime = simulated_runtime()
+        runtime.hooks.launch_fault = failing(has(*bad))
         at_pass(runtime, rng.randrange(1, 20), rng.choice([signal.SIGINT, signal.SIGTERM]))
         if attempt % 3 == 2:
             runtime.world.runner.is_lost = True
@@ -525,18 +527,18 @@ def test_requests_that_wait_are_withdrawn_by_a_runtime_that_says_who_has_begun(f
 
 def test_an_answer_to_somebody_else_is_nobodys_record(files: tuple[Path, Path]) -> None:
     """One that waits to be taken, of a request with the number of a line."""
-    runtime = SimulatedRuntime()
+    runtime = simulated_runtime()
     before = runtime.prepare([1, 1, 1], SamplingParams(max_new_tokens=30), index=0)
     runtime.submit(before)
     while runtime.has_work:  # the answer stays with the driver, as after a second Ctrl-C
-        runtime.driver.step()
+        runtime.step()
     run_batch(runtime, *files)
     check_answers(files[1])
 
 
 def test_an_output_of_nobody_is_not_written(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """What was withdrawn may still end."""
-    runtime = SimulatedRuntime()
+    runtime = simulated_runtime()
     at_pass(runtime, 12, signal.SIGINT)
     step, seen = runtime.step, []
 

@@ -313,7 +313,7 @@ def test_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_decode_step_is_taken_apart(runtime: Runtime) -> None:
-    engine = runtime._driver.check_open()
+    engine = runtime.parts.engine
     step = measure_step(runtime)
     assert (step.requests, step.steps) == (5, 3)
     assert min(step.planning, step.launching) > 0

@@ -238,7 +238,7 @@ def prompts() -> list[list[int]]:
 def runtime(folder: Path, device: torch.device, **options: Any) -> Runtime:
     options = {"dtype": "float32", "max_total_tokens": 200, "schedule_policy": "fcfs", **options}
     runtime = Runtime(folder, device=device, **options)
-    runtime._kv_pool.fill(float("nan"))
+    runtime.parts.model.kv_pool.fill(float("nan"))
     return runtime
 
 
@@ -270,7 +270,7 @@ def test_answers_from_the_host_are_those_computed_cold(
         few = without.cache_stats()
     assert (few.host_capacity, few.stored_tokens) == (0, 0)
     with runtime(folder, device, **{**HOST, **options}) as tiered:
-        assert tiered._kv_pool.buffer.isnan().all()
+        assert tiered.parts.model.kv_pool.buffer.isnan().all()
         assert tokens(tiered.generate(prompts, GREEDY)) == cold
         many = tiered.cache_stats()
         assert many.stored_tokens > 0
@@ -381,11 +381,11 @@ def test_what_is_on_the_host_is_kept_in_files_too(
 ) -> None:
     with runtime(folder, device, **HOST) as tiered:
         tiered.generate(prompts, GREEDY)
-        tree = tiered._cache.tree
+        tree = tiered.parts.cache.tree
         assert tree.host_only_tokens > 0
         assert tiered.save_cache(tmp_path / "kept") == tree.total_tokens
         # What only the host has is on the device again as far as there is room, from the file.
-        tiered._cache.evict(150)
+        tiered.parts.cache.evict(150)
         before = tree.device_tokens
         assert tiered.load_cache(tmp_path / "kept") == 200 - before
         assert tree.device_tokens == 200
@@ -402,19 +402,19 @@ def test_ctrl_c_does_not_cut_a_flush(
 ) -> None:
     with runtime(folder, device, **HOST) as tiered:
         tiered.generate(prompts, GREEDY)
-        free = tiered._cache.slots.free
+        free = tiered.parts.cache.slots.free
 
         def interrupted(slots: Any) -> None:
             signal.raise_signal(signal.SIGINT)
             free(slots)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiered._cache.slots, "free", interrupted)
+            patch.setattr(tiered.parts.cache.slots, "free", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 tiered.flush_cache()
         stats = tiered.cache_stats()
         assert (stats.free, stats.host_free) == (stats.capacity, stats.host_capacity)
-        assert tiered._cache.tree.total_tokens == 0
+        assert tiered.parts.cache.tree.total_tokens == 0
         assert tokens(tiered.generate(prompts, GREEDY)) == cold
 
 
@@ -429,7 +429,7 @@ def test_ctrl_c_does_not_start_a_transfer_twice(
     """It comes between a transfer and the note that it has been made, when nothing runs and a cache is kept."""
     with runtime(folder, device, **HOST) as tiered:
         tiered.generate(prompts, GREEDY)
-        tiered._cache.evict(150)
+        tiered.parts.cache.evict(150)
         copy, calls = kv_mover.kv_copy, []
 
         def interrupted(*arguments: Any, **options: Any) -> None:
@@ -442,6 +442,6 @@ def test_ctrl_c_does_not_start_a_transfer_twice(
             with pytest.raises(KeyboardInterrupt):
                 tiered.save_cache(tmp_path / "kept")
         assert len(calls) == 1
-        assert not tiered._cache.transfers.take()
+        assert not tiered.parts.cache.transfers.take()
         assert not (tmp_path / "kept").exists()
         assert tokens(tiered.generate(prompts, GREEDY)) == cold

@@ -178,7 +178,7 @@ def test_a_lost_device_ends_the_chat(runtime: Runtime, typed: Typist, monkeypatc
 def test_ctrl_c_ends_a_long_prompt_between_its_passes(
     runtime: Runtime, typed: Typist, monkeypatch: pytest.MonkeyPatch, presses: int
 ) -> None:
-    runner = runtime._driver._engine.runner
+    runner = runtime.parts.engine.runner
     launch, launched = runner.launch, []
 
     def interrupted(batch: Any) -> Any:
@@ -189,7 +189,9 @@ def test_ctrl_c_ends_a_long_prompt_between_its_passes(
         return launch(batch)
 
     monkeypatch.setattr(runner, "launch", interrupted)
-    monkeypatch.setattr(runtime._scheduler, "config", replace(runtime._scheduler.config, chunked_prefill_size=2))
+    monkeypatch.setattr(
+        runtime.parts.scheduler, "config", replace(runtime.parts.scheduler.config, chunked_prefill_size=2)
+    )
     out, err = typed("Tarek counts?", "Mira likes?")
     assert out[2:] == [
         "",

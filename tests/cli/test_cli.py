@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import io
 import json
 import re
@@ -22,11 +21,11 @@ import radixrt
 import radixrt.frontend.request_builder
 from radixrt.cli import main
 from radixrt.cli.options import MODEL, SAMPLING, SCHEDULE, add_options, sampling_params
+from radixrt.config import RuntimeConfig
 from radixrt.errors import DeviceLostError, ModelError, SchedulerError
 from radixrt.frontend.sampling_aliases import SPELLINGS
 from radixrt.models.families import FAMILIES
 from radixrt.models.registry import ARCHITECTURES, find_architecture
-from radixrt.runtime import Runtime
 from tests.support.fake_runtime import FakeRuntime
 from tests.support.file_limit import file_limit
 
@@ -154,7 +153,7 @@ def test_every_keyword_of_the_api_is_an_option() -> None:
     sampling = [SPELLINGS.get(option.name, option.name) for option in SAMPLING]
     assert sorted(sampling) == sorted(field.name for field in fields(radixrt.SamplingParams))
     runtime = [option.name for option in (*MODEL, *SCHEDULE)]
-    assert sorted(runtime) == sorted(set(inspect.signature(Runtime).parameters))
+    assert sorted(runtime) == sorted(field.name for field in fields(RuntimeConfig))
 
 
 def test_sampling_options_are_the_parameters() -> None:

@@ -6,23 +6,31 @@ import asyncio
 import gc
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from radixrt import FinishReason, ParameterError, RadixrtError, Runtime
+from radixrt import DeviceLostError, FinishReason, ParameterError, RadixrtError, RunLimits, Runtime
 from radixrt import SamplingParams as Params
+from radixrt.bench.streams import letters
+from radixrt.engine.parts import Parts
+from radixrt.engine.simulated import ConstantRunner, simulated_parts
+from radixrt.schedule.passes import PassResult
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
 
 pytestmark = pytest.mark.usefixtures("device")
 
 GREEDY = Params(temperature=0, max_new_tokens=24, ignore_eos=True)
 ENDLESS = Params(temperature=0, max_new_tokens=1500, ignore_eos=True)
+ENDLESS_SHORT = Params(max_new_tokens=190, ignore_eos=True)
 FACTS = "Mira likes Oslo. Tarek counts 374. Hugo keeps boats.\nQ: "
 PATIENCE = 60  # seconds, for what takes parts of one
 
@@ -41,21 +49,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Pa
 
 def small(folder: Path, **options: Any) -> Runtime:
     runtime = Runtime(folder, **{"device": torch.get_default_device(), "max_total_tokens": 2000, **options})
-    runtime._kv_pool.fill(float("nan"))
+    runtime.parts.model.kv_pool.fill(float("nan"))
     return runtime
 
 
-def nothing_is_left(runtime: Runtime) -> bool:
-    """Whether no request holds a slot, a row, a lock or a place in a queue; of a closed runtime too."""
-    stats, rows = runtime._cache.stats(), runtime._rows
+def nothing_is_left(runtime: Runtime | Parts) -> bool:
+    """Whether no request holds a slot, a row, a lock or a place in a queue; of a closed one, given its parts."""
+    parts = runtime if isinstance(runtime, Parts) else runtime.parts
+    stats, rows = parts.cache.stats(), parts.cache.rows
     return (
-        not runtime._scheduler.has_work
-        and not runtime._driver._calls
+        not parts.scheduler.has_work
+        and (isinstance(runtime, Parts) or not runtime.has_work)
         and (stats.locked, stats.private, stats.pending) == (0, 0, 0)
         and stats.free + stats.evictable == stats.capacity
         and rows.num_free == rows.max_requests
-        and not runtime._cache.leases
+        and not parts.cache.leases
     )
+
+
+def unfinished(runtime: Runtime) -> int:
+    """Answers that are under way or wait."""
+    return runtime.num_running + runtime.num_waiting
 
 
 def in_time(action: Callable[[], Any]) -> list[Any]:
@@ -118,11 +132,10 @@ def test_a_cancelled_task_ends_its_requests_alone(builtin: Runtime, kind: str) -
     async def everything() -> list[Any]:
         task = asyncio.create_task(to_be_cancelled())
         running = 4 if kind == "generate, many" else 1
-        await tasks_until(lambda: len(builtin._scheduler.running) == running)
+        await tasks_until(lambda: len(builtin.parts.scheduler.running) == running)
         await tasks_until(lambda: bool(chunks) or kind.startswith("generate"))
         others = [asyncio.create_task(builtin.async_generate(question, GREEDY)) for question in questions]
-        await asyncio.sleep(0)  # they are submitted
-        assert len(builtin._driver._calls) > 3
+        await tasks_until(lambda: unfinished(builtin) == running + len(questions))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -162,11 +175,11 @@ def test_what_is_left_half_way_is_released_at_once(builtin: Runtime) -> None:
     stream, outputs = builtin.stream(FACTS, ENDLESS), builtin.generate_iter([FACTS, "Hugo"], [GREEDY, ENDLESS])
     next(stream)
     next(outputs)
-    assert len(builtin._driver._calls) == 3
+    assert unfinished(builtin) == 3
     stream.close()
     del outputs
-    assert len(builtin._driver._calls) == 1
-    assert builtin._scheduler.has_work
+    assert unfinished(builtin) == 1
+    assert builtin.parts.scheduler.has_work
     *_, last = kept
     assert last.output is not None
     assert last.output.token_ids == expected.token_ids
@@ -191,10 +204,10 @@ def test_a_stream_may_be_forgotten_wherever_a_thread_is(
     def act() -> None:
         with monkeypatch.context() as patch:
             if place == "submit":
-                patch.setattr(builtin._driver._engine, "submit_all", submitted)
+                patch.setattr(builtin.parts.engine, "submit_all", submitted)
                 builtin.submit()
             else:
-                patch.setattr(builtin._cache, "flush", collected)
+                patch.setattr(builtin.parts.cache, "flush", collected)
                 builtin.flush_cache()
         builtin.generate("Hugo", Params(max_new_tokens=1))
 
@@ -204,7 +217,7 @@ def test_a_stream_may_be_forgotten_wherever_a_thread_is(
 
 def test_a_call_in_the_middle_of_a_step_is_refused(builtin: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal's handler runs in the main thread wherever that is."""
-    runner = builtin._driver._engine.runner
+    runner = builtin.parts.engine.runner
     launch, errors = runner.launch, []
 
     def handled(batch: Any) -> Any:
@@ -224,7 +237,7 @@ def test_a_call_in_the_middle_of_a_step_is_refused(builtin: Runtime, monkeypatch
 
 @pytest.mark.parametrize("kind", ["generate", "stream"])
 def test_ctrl_c_while_requests_are_submitted(builtin: Runtime, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    engine, passes = builtin._driver._engine, builtin._cache.passes_launched
+    engine, passes = builtin.parts.engine, builtin.parts.cache.passes_launched
     submit_all = engine.submit_all
 
     def interrupted(requests: Any, **options: Any) -> Any:
@@ -236,7 +249,7 @@ def test_ctrl_c_while_requests_are_submitted(builtin: Runtime, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         builtin.generate("Hugo", ENDLESS) if kind == "generate" else next(builtin.stream("Hugo", ENDLESS))
     assert nothing_is_left(builtin)
-    assert builtin._cache.passes_launched - passes < 3  # it was ended, and did not run to its end
+    assert builtin.parts.cache.passes_launched - passes < 3  # it was ended, and did not run to its end
 
 
 # -- aborted -----------------------------------------------------------------------------------------------
@@ -340,11 +353,12 @@ def test_close_during_a_stream(folder: Path) -> None:
         thread = threading.Thread(target=lambda: thread_got.extend(in_time(consume)), daemon=True)
         thread.start()
         assert begun.wait(PATIENCE)
+        parts = runtime.parts
         assert in_time(runtime.close) == [None]
         closed.set()
         thread.join(PATIENCE)
         assert [str(error) for error in thread_got] == ["the runtime is closed"]
-        assert nothing_is_left(runtime)
+        assert nothing_is_left(parts)
         assert not runtime.abort(0)
 
 
@@ -372,14 +386,15 @@ def test_close_while_a_stream_and_calls_run(folder: Path) -> None:
         for thread in threads:
             thread.start()
         # A fast device may have answered one before the others have come.
-        until(lambda runtime=runtime, got=got: len(runtime._driver._calls) == 4 or got)
+        until(lambda runtime=runtime, got=got: unfinished(runtime) >= 4 or got)
+        parts = runtime.parts
         assert in_time(runtime.close) == [None]
         for thread in threads:
             thread.join(PATIENCE)
         assert len(got) == 3
         ends = {end for one in got for end in str(one).split(", ")}
         assert ends <= {"abort", "length", "the runtime is closed"}
-        assert nothing_is_left(runtime)
+        assert nothing_is_left(parts)
 
 
 # -- new weights -------------------------------------------------------------------------------------------
@@ -446,7 +461,114 @@ def test_penalties_outlast_a_retraction(folder: Path) -> None:
         assert [output.token_ids for output in plain[:3]] != expected[:3]
     with small(folder, dtype="float32", max_total_tokens=120) as tight:
         outputs = tight.generate(prompts, params)
-        assert tight._scheduler.num_retractions > 0
+        assert tight.parts.scheduler.num_retractions > 0
         assert sum(output.usage.recomputed_tokens for output in outputs) > 0
         assert nothing_is_left(tight)
     assert [output.token_ids for output in outputs] == expected
+
+
+# -- who steps ---------------------------------------------------------------------------------------------
+
+
+def streaming(seconds: float = 0.005, *, fault: Exception | None = None, after: int = 0) -> Runtime:
+    """A Runtime without a model whose passes take their time; after so many of them they lose the device."""
+
+    class Runner(ConstantRunner):
+        passes = 0
+
+        def collect(self, handle: object) -> PassResult:
+            self.passes += 1
+            time.sleep(seconds)
+            if fault is not None and self.passes > after:
+                raise fault
+            return super().collect(handle)
+
+        def check_device(self, error: Exception) -> None:
+            raise DeviceLostError("the device works no more") from error
+
+    limits = RunLimits(10_000, 64)
+    return Runtime.from_parts(simulated_parts(Runner(ord("x")), limits, 200, vocab_size=256, tokenizer=letters()))
+
+
+def test_threads_and_tasks_advance_together() -> None:
+    """Whoever steps, each stream gets its tokens one by one, and a stream that nobody reads holds nobody up."""
+    sizes: dict[str, list[int]] = {}
+    params = Params(max_new_tokens=20, ignore_eos=True)
+    with streaming() as runtime:
+        idle = runtime.stream([9, 9], replace(params, max_new_tokens=150))
+        next(idle)
+
+        def thread(name: str) -> None:
+            sizes[name] = [len(chunk.token_ids) for chunk in runtime.stream([ord(name)], params)]
+
+        async def task(name: str) -> None:
+            sizes[name] = [len(chunk.token_ids) async for chunk in runtime.async_stream([ord(name)], params)]
+
+        async def tasks() -> None:
+            await asyncio.gather(*map(task, "abc"))
+
+        actions = [*(partial(thread, name) for name in "defg"), lambda: asyncio.run(tasks())]
+        threads = [threading.Thread(target=lambda action=action: in_time(action)) for action in actions]  # type: ignore[misc]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(PATIENCE)
+        assert sorted(sizes) == list("abcdefg")
+        assert {sum(one) for one in sizes.values()} == {20}
+        assert max(median(one) for one in sizes.values()) == 1
+        assert len(next(idle).token_ids) > 10  # what came meanwhile, as one chunk
+        idle.close()
+        assert nothing_is_left(runtime)
+
+
+def test_a_lost_device_ends_the_wait_of_all() -> None:
+    runtime = streaming(fault=RuntimeError("an illegal memory access"), after=3)
+    errors: list[BaseException] = []
+
+    def thread() -> None:
+        with pytest.raises(DeviceLostError) as error:
+            list(runtime.stream([5], ENDLESS_SHORT))
+        errors.append(error.value)
+
+    async def tasks() -> list[Any]:
+        calls = [runtime.async_generate([6], ENDLESS_SHORT) for _ in range(20)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    threads = [threading.Thread(target=lambda: in_time(thread)) for _ in range(3)]
+    for one in threads:
+        one.start()
+    (found,) = in_time(lambda: asyncio.run(tasks()))
+    for one in threads:
+        one.join(PATIENCE)
+    assert len(errors) == 3
+    assert len(found) == 20
+    assert all(isinstance(one, DeviceLostError) for one in found)
+
+
+def test_closing_ends_the_wait_of_tasks() -> None:
+    runtime = streaming()
+
+    async def tasks() -> list[Any]:
+        waiting = [asyncio.create_task(runtime.async_generate([7], ENDLESS_SHORT)) for _ in range(5)]
+        await tasks_until(lambda: runtime.num_running == 5)
+        await asyncio.get_running_loop().run_in_executor(None, runtime.close)
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    (found,) = in_time(lambda: asyncio.run(tasks()))
+    ends = {str(one) if isinstance(one, Exception) else str(one.finish_reason) for one in found}
+    assert len(found) == 5
+    assert ends <= {"abort", "the runtime is closed"}
+
+
+def test_one_request_s_text_costs_no_other_stream_its_own() -> None:
+    with streaming() as runtime:
+        params = Params(max_new_tokens=5, ignore_eos=True)
+        good = runtime.stream([5], params)
+        bad = runtime.stream([6], replace(params, max_new_tokens=50))
+        next(good), next(bad)
+        stop = next(r for r in runtime.parts.scheduler.running if r.request.max_new_tokens == 50).text_stop
+        stop.delta = lambda: (_ for _ in ()).throw(ValueError("half a character"))  # type: ignore
+        assert "".join(chunk.text for chunk in good) == "xxxx"
+        with pytest.raises(ValueError, match="half a character"):
+            list(bad)
+        assert nothing_is_left(runtime)

@@ -49,7 +49,7 @@ def lose(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(batch: Any) -> Any:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(runtime._driver._engine.runner, "launch", fail)
+    monkeypatch.setattr(runtime.parts.engine.runner, "launch", fail)
     monkeypatch.setattr(ModelRunner, "check_device", failing_device.say_lost)
 
 
@@ -77,7 +77,7 @@ def test_calls_of_a_lost_device(runtime: Runtime, monkeypatch: pytest.MonkeyPatc
 def test_closing_asks_nothing_of_a_lost_device(is_lost: bool) -> None:
     """What is on it is not freed either: that would ask it, too. What is on another one is."""
     runtime = Runtime(device="cpu", max_total_tokens=2000)
-    engine = runtime._driver._engine
+    engine = runtime.parts.engine
     refs = [weakref.ref(engine), weakref.ref(engine.runner)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "launch", lambda runner, batch: (_ for _ in ()).throw(ZeroDivisionError))
@@ -85,7 +85,7 @@ def test_closing_asks_nothing_of_a_lost_device(is_lost: bool) -> None:
             patch.setattr(ModelRunner, "check_device", failing_device.say_lost)
         with pytest.raises(DeviceLostError if is_lost else PassError):
             runtime.generate("Mira likes", PARAMS)
-        runtime.device = torch.device("cuda")
+        runtime.parts.model.device = torch.device("cuda")  # type: ignore[misc]
         calls: list[bool] = []
         patch.setattr(torch.cuda, "empty_cache", lambda: calls.append(True))
         del engine
@@ -115,7 +115,7 @@ def test_no_request_ends_with_the_device() -> None:
 @pytest.fixture
 def runner(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     """One on a CPU that looks as if it were on a GPU."""
-    runner = runtime._driver._engine.runner
+    runner = runtime.parts.engine.runner
     assert isinstance(runner, ModelRunner)
     monkeypatch.setattr(runner, "device", torch.device("cuda", 0))
     monkeypatch.setattr(runner, "_on_device", lambda: torch.inference_mode())
@@ -181,7 +181,7 @@ def test_a_device_that_counts_wrong_is_lost(runner: ModelRunner) -> None:
 
 def test_a_cpu_is_not_asked(runtime: Runtime) -> None:
     error, hidden = raised(torch.OutOfMemoryError("out of memory"))
-    runtime._driver._engine.runner.check_device(error)
+    runtime.parts.engine.runner.check_device(error)
     assert hidden() is not None
 
 

@@ -12,10 +12,10 @@ import pytest
 from radixrt.engine.signals import (
     FirstSignal,
     Interrupted,
+    deferred,
     first_interrupt,
     signal_of,
     sigterm_raises,
-    uninterrupted,
 )
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
@@ -68,7 +68,7 @@ def test_a_handler_of_the_application_stays() -> None:
             assert not interrupted.is_set()
             signal.raise_signal(INT)  # the other one is ours all the same
             assert interrupted.number == INT
-            with uninterrupted():
+            with deferred():
                 signal.raise_signal(TERM)
                 assert calls == [TERM]
             assert calls == [TERM, TERM]
@@ -83,7 +83,7 @@ def test_what_is_ignored_stays_ignored() -> None:
     signal.signal(TERM, signal.SIG_IGN)
     signal.signal(INT, signal.SIG_IGN)
     try:
-        with sigterm_raises(), first_interrupt("") as interrupted, uninterrupted():
+        with sigterm_raises(), first_interrupt("") as interrupted, deferred():
             assert handlers() == (signal.SIG_IGN, signal.SIG_IGN)
             signal.raise_signal(TERM)
             signal.raise_signal(INT)
@@ -112,7 +112,7 @@ def test_held_up_to_the_end(number: int) -> None:
     done = []
 
     def work() -> None:
-        with uninterrupted(), uninterrupted():
+        with deferred(), deferred():
             signal.raise_signal(number)
             signal.raise_signal(number)
             done.append(True)
@@ -126,7 +126,7 @@ def test_held_up_to_the_end(number: int) -> None:
 @pytest.mark.parametrize("number", [INT, TERM])
 def test_the_third_one_is_not_held_up(number: int) -> None:
     def work() -> None:
-        with uninterrupted():
+        with deferred():
             signal.raise_signal(INT)
             signal.raise_signal(TERM)
             signal.raise_signal(number)
@@ -139,17 +139,17 @@ def test_the_third_one_is_not_held_up(number: int) -> None:
 
 def test_held_up_and_then_noted() -> None:
     with first_interrupt("") as interrupted:
-        with uninterrupted():
+        with deferred():
             signal.raise_signal(TERM)
             assert not interrupted.is_set()
         assert interrupted.number == TERM
-        with pytest.raises(Interrupted), uninterrupted():
+        with pytest.raises(Interrupted), deferred():
             signal.raise_signal(TERM)
 
 
 def test_an_exception_inside_is_what_comes_out() -> None:
     def work() -> None:
-        with uninterrupted():
+        with deferred():
             signal.raise_signal(INT)
             raise ValueError("mine")
 
@@ -160,7 +160,7 @@ def test_an_exception_inside_is_what_comes_out() -> None:
 
 
 def test_sigterm_without_a_handler_is_not_held_up() -> None:
-    with uninterrupted():
+    with deferred():
         assert signal.getsignal(TERM) is signal.SIG_DFL
 
 
@@ -182,7 +182,7 @@ def test_handlers_are_whole_whatever_a_signal_raises_meanwhile(monkeypatch: pyte
             inside = handlers()
             patch.setattr(signal, "signal", interrupted)
             try:
-                with uninterrupted():
+                with deferred():
                     pass
                 with first_interrupt(""):
                     pass
@@ -196,7 +196,7 @@ def test_outside_the_main_thread() -> None:
     before, seen = handlers(), []
 
     def work() -> None:
-        with sigterm_raises(), first_interrupt("") as interrupted, uninterrupted():
+        with sigterm_raises(), first_interrupt("") as interrupted, deferred():
             seen.append((handlers(), type(interrupted)))
 
     thread = threading.Thread(target=work)

@@ -113,7 +113,7 @@ def questions() -> list[Question]:
 def answers(questions: list[Question], **options: Any) -> list[RequestOutput]:
     options = {"device": torch.get_default_device(), "max_total_tokens": 20_000, "kv_dtype": "fp8"} | options
     with Runtime(**options) as runtime:
-        runtime._kv_pool.fill(torch.nan)
+        runtime.parts.model.kv_pool.fill(torch.nan)
         return runtime.generate([q.prompt for q in questions], GREEDY)
 
 
@@ -263,12 +263,12 @@ def test_other_weights_have_other_scales_and_find_nothing_cached(tmp_path: Path,
     options: dict[str, Any] = {"device": device, "max_total_tokens": 300, "kv_dtype": "fp8"}
     with Runtime(tmp_path / "other", **options) as runtime:
         expected = runtime.generate(prompt, params)
-        scales = runtime._kv_pool.scales
+        scales = runtime.parts.model.kv_pool.scales
     with Runtime(tmp_path / "one", **options) as runtime:
-        assert not torch.equal(runtime._kv_pool.scales, scales)
+        assert not torch.equal(runtime.parts.model.kv_pool.scales, scales)
         runtime.generate(prompt, params)
         runtime.update_weights(tmp_path / "other")
-        assert torch.equal(runtime._kv_pool.scales, scales)
+        assert torch.equal(runtime.parts.model.kv_pool.scales, scales)
         output = runtime.generate(prompt, params)
     assert output.usage.cached_tokens == 0
     assert output.token_ids == expected.token_ids
@@ -286,7 +286,7 @@ def test_a_kept_cache_is_read_with_its_own_scales_only(tmp_path: Path, device: t
     assert warm.usage.cached_tokens > 0
     assert warm.token_ids == cold.token_ids
     with Runtime(**options) as runtime:
-        runtime._kv_pool.set_scales(runtime._kv_pool.scales * 2)
+        runtime.parts.model.kv_pool.set_scales(runtime.parts.model.kv_pool.scales * 2)
         with pytest.raises(CacheFileError, match="scales of KV"):
             runtime.load_cache(tmp_path / "kept")
 

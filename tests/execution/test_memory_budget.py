@@ -12,12 +12,11 @@ import torch
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt import ParameterError, Runtime
-from radixrt.execution import device as device_module
-from radixrt.execution import executor
-from radixrt.execution.device import host_pool_slots, pool_slots
-from radixrt.execution.memory_budget import PassLimits, largest_pass, room_for_passes
+from radixrt.execution import executor, memory_budget
+from radixrt.execution.memory_budget import host_pool_slots, largest_pass, pool_slots, room_for_passes
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.sampling import sampler
+from radixrt.limits import PassLimits
 from radixrt.models.loader import load_model
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
 
@@ -121,7 +120,7 @@ class Memory(NamedTuple):
 @pytest.fixture(params=["cpu", "cuda"])
 def million_free(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A device of which a million bytes are said to be free."""
-    monkeypatch.setattr(device_module.psutil, "virtual_memory", lambda: Memory(1_000_000))
+    monkeypatch.setattr(memory_budget.psutil, "virtual_memory", lambda: Memory(1_000_000))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000, 9_000_000))
     return torch.device(request.param)
 
@@ -171,7 +170,7 @@ def test_the_host_s_pool_leaves_what_is_promised(million_free: torch.device) -> 
 
 def test_a_pool_on_the_cpu_is_promised_to_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system counts its memory as free until it is written to."""
-    monkeypatch.setattr(device_module.psutil, "virtual_memory", lambda: Memory(40_000_000))
+    monkeypatch.setattr(memory_budget.psutil, "virtual_memory", lambda: Memory(40_000_000))
     options: dict[str, Any] = {"device": "cpu", "memory_fraction": 0.5}
     with pytest.raises(ParameterError, match=r"host_memory_gb is 0.021; it must be a number from 0 to 0.02"):
         Runtime(folder, host_memory_gb=0.021, **options)

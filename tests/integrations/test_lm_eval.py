@@ -275,7 +275,7 @@ def test_what_cannot_be_scored(tiny: RadixLM, continuation: list[int]) -> None:
 def test_values_that_are_not_finite_are_no_score(folder: Path) -> None:
     lm = RadixLM(folder, device="cpu", max_total_tokens=500)
     with torch.no_grad():
-        next(lm.runtime._model.parameters()).fill_(float("nan"))
+        next(lm.runtime.parts.model.decoder.parameters()).fill_(float("nan"))
     with pytest.raises(PassError, match="not finite"):
         lm.loglikelihood(requests("loglikelihood", ("Mira", " likes")), disable_tqdm=True)
     with pytest.raises(PassError, match="not finite"):

@@ -57,7 +57,7 @@ def runtime_of(folder: Path, **options: Any) -> Runtime:
     """Slots that nobody has filled hold NaN."""
     defaults = {"device": torch.get_default_device(), "max_total_tokens": 600, "dtype": "float32"}
     runtime = Runtime(folder, **{**defaults, **options})
-    runtime._kv_pool.fill(float("nan"))
+    runtime.parts.model.kv_pool.fill(float("nan"))
     return runtime
 
 
@@ -93,16 +93,16 @@ def kept(folder: Path, tmp_path: Path) -> Path:
 def contents(runtime: Runtime) -> dict[tuple[str | None, tuple[int, ...]], tuple[int, Tensor]]:
     """By tenant and path of each node that something ends at: its slots' KV on the CPU, bit by bit."""
     found = {}
-    for namespace, root in runtime._cache.tree.roots.items():
+    for namespace, root in runtime.parts.cache.tree.roots.items():
         stack = [root]
         while stack:
             node = stack.pop()
             stack += node.children.values()
             if not node.children:
-                path = list(runtime._cache.tree.path(node))[::-1]
+                path = list(runtime.parts.cache.tree.path(node))[::-1]
                 tokens = np.concatenate([step.tokens for step in path])
-                slots = torch.from_numpy(runtime._cache.tree.slots_of(node)).to(runtime.device)
-                kv = runtime._kv_pool.buffer.index_select(2, slots).cpu()
+                slots = torch.from_numpy(runtime.parts.cache.tree.slots_of(node)).to(runtime.device)
+                kv = runtime.parts.model.kv_pool.buffer.index_select(2, slots).cpu()
                 found[namespace.tenant, tuple(tokens.tolist())] = (len(tokens), kv)
     return found
 
@@ -119,7 +119,7 @@ def test_a_second_run_begins_with_the_cache_of_the_first(folder: Path, tmp_path:
         warm = first.generate(prompts(), GREEDY)
         cold_hits = cached(first.generate(prompts(7), GREEDY, tenant="a"))
         saved, before = first.save_cache(path), contents(first)
-        assert len(list(kv_pieces(saved, first._storage.format))) > 2 * NUM_BUFFERS
+        assert len(list(kv_pieces(saved, first.parts.model.storage.format))) > 2 * NUM_BUFFERS
     with runtime_of(folder, dtype=dtype) as second:
         assert second.load_cache(path) == saved == second.cache_stats().evictable
         after = contents(second)
@@ -159,7 +159,7 @@ def test_an_empty_cache(folder: Path, tmp_path: Path) -> None:
     with runtime_of(folder) as runtime:
         assert runtime.save_cache(path) == 0
         assert runtime.load_cache(path) == 0
-        assert not runtime._cache.tree.roots
+        assert not runtime.parts.cache.tree.roots
         assert runtime.cache_stats().free == runtime.cache_stats().capacity
 
 
@@ -177,7 +177,7 @@ def test_what_is_there_already_stays(kept: Path, folder: Path) -> None:
     given = prompts()
     with runtime_of(folder) as runtime:
         cold = runtime.generate([given[0][:30], given[3][:10], [5, 5, 5]], GREEDY)
-        slots = {node: node.slots.copy() for node in runtime._cache.tree.roots[Namespace()].children.values()}
+        slots = {node: node.slots.copy() for node in runtime.parts.cache.tree.roots[Namespace()].children.values()}
         held = runtime.cache_stats().evictable
         with CacheFileReader(kept) as reader:
             known = reader.tree.num_tokens - runtime.load_cache(kept)
@@ -185,7 +185,7 @@ def test_what_is_there_already_stays(kept: Path, folder: Path) -> None:
         assert known >= 40
         assert runtime.cache_stats().evictable == held + reader.tree.num_tokens - known
         for node, before in slots.items():
-            path = runtime._cache.tree.slots_of(node)
+            path = runtime.parts.cache.tree.slots_of(node)
             assert (
                 path[: len(before)].tolist() == before.tolist() or path[-len(before) :].tolist() == before.tolist()
             )
@@ -210,11 +210,11 @@ def test_too_few_slots_take_what_was_used_last(
         assert runtime.load_cache(path) == room
         assert f"{room} of its tokens are loaded, {saved - room} are left out" in caplog.text
         assert runtime.cache_stats().free == 0
-        tree = runtime._cache.tree
+        tree = runtime.parts.cache.tree
         assert tree.match(Namespace(), np.array(new, np.int32)).length == len(new)
         assert tree.match(Namespace(), np.array(old, np.int32)).length == 10
         # And the old one is the first to go.
-        runtime._cache.evict(10)
+        runtime.parts.cache.evict(10)
         assert tree.match(Namespace(), np.array(old, np.int32)).length == 0
         assert tree.match(Namespace(), np.array(new, np.int32)).length == len(new)
 
@@ -224,9 +224,9 @@ def test_what_this_run_has_used_is_evicted_last(kept: Path, folder: Path) -> Non
         runtime.generate([9] * 20, GREEDY)
         own = runtime.cache_stats().evictable
         loaded = runtime.load_cache(kept)
-        runtime._cache.evict(loaded)
+        runtime.parts.cache.evict(loaded)
         assert runtime.cache_stats().evictable == own
-        assert runtime._cache.tree.match(Namespace(), np.full(20, 9, np.int32)).length == 20
+        assert runtime.parts.cache.tree.match(Namespace(), np.full(20, 9, np.int32)).length == 20
 
 
 def test_a_running_request_ends_first(kept: Path, folder: Path) -> None:
@@ -510,7 +510,7 @@ def test_ctrl_c_while_loading_changes_nothing(
         path = kept.with_name("again")
         runtime.save_cache(path)
         runtime.flush_cache()
-        before, scatter, left = runtime.cache_stats(), runtime._storage._scatter, [2]
+        before, scatter, left = runtime.cache_stats(), runtime.parts.model.storage._scatter, [2]
 
         def interrupted(*arguments: Any) -> None:
             left[0] -= 1
@@ -518,7 +518,7 @@ def test_ctrl_c_while_loading_changes_nothing(
                 raise KeyboardInterrupt
             scatter(*arguments)
 
-        monkeypatch.setattr(runtime._storage, "_scatter", interrupted)
+        monkeypatch.setattr(runtime.parts.model.storage, "_scatter", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runtime.load_cache(path)
         assert runtime.cache_stats() == before
@@ -565,7 +565,7 @@ def test_a_runtime_whose_step_was_cut_keeps_nothing(kept: Path, folder: Path) ->
     before = kept.read_bytes()
     with runtime_of(folder) as runtime:
         runtime.generate(prompts(3), GREEDY)
-        runtime._driver._engine.is_cut = True
+        runtime.parts.engine.is_cut = True
         for keep in (runtime.save_cache, runtime.load_cache):
             with pytest.raises(RadixrtError, match="an earlier step was cut in two"):
                 keep(kept)

@@ -56,7 +56,7 @@ def test_the_example_of_the_guide_is_a_family(family: ModuleType, tmp_path: Path
         for _ in range(24):
             expected.append(int(reference(torch.tensor([expected])).logits[0, -1].argmax()))
     with Runtime(write(tmp_path / "model", multiplier), max_total_tokens=200, device="cpu") as runtime:
-        assert isinstance(runtime._driver._engine.runner.model, family.ScaledLlama)
+        assert isinstance(runtime.parts.engine.runner.model, family.ScaledLlama)
         for cached in (0, 39):
             output = runtime.generate(prompt, params)
             assert (prompt + list(output.token_ids), output.usage.cached_tokens) == (expected, cached)

@@ -67,7 +67,7 @@ TIERED_SIZES = [
 ]
 
 
-DRAFT_SIZES = [replace(one, drafts=True, lag=0) for one in ALL_SIZES]
+DRAFT_SIZES = [replace(one, drafts=True, max_in_flight=0) for one in ALL_SIZES]
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def test_seconds(monkeypatch: pytest.MonkeyPatch, measured: bool, lag: int) -> N
 
     monkeypatch.setattr(scheduler, "next_pass", slow_plan)
     monkeypatch.setattr(scheduler, "process", slow_process)
-    engine = Engine(scheduler, ClockedRunner(clock, measured), lag=lag, clock=clock)
+    engine = Engine(scheduler, ClockedRunner(clock, measured), max_in_flight=lag, clock=clock)
     engine.submit_all([Request(0, np.arange(7, dtype=np.int32), Params(), max_new_tokens=5, seed=0)])
     began = clock.now
     while engine.has_work:

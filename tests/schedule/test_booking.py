@@ -64,7 +64,7 @@ def test_an_aborted_request_in_the_queue_and_one_that_runs() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_drafts_change_no_answer(seed: int) -> None:
     """Whatever happens beside them: each is the model's own, and positions of wrong drafts are taken back."""
-    sizes = replace(random_sizes(seed, host_slots=24 * (seed % 2)), drafts=True, lag=0)
+    sizes = replace(random_sizes(seed, host_slots=24 * (seed % 2)), drafts=True, max_in_flight=0)
     world = World(sizes)
     walk = Walk(world, seed)
     for _ in range(100):
@@ -77,7 +77,7 @@ def test_drafts_change_no_answer(seed: int) -> None:
 def test_right_drafts_are_worth_their_passes() -> None:
     passes = []
     for drafts in (False, True):
-        world = World(Sizes(num_slots=200, lag=0, drafts=drafts))
+        world = World(Sizes(num_slots=200, max_in_flight=0, drafts=drafts))
         answer = world.submit([1, 2, 3], 30)
         world.drain()
         assert answer.num_output == 30
@@ -86,7 +86,7 @@ def test_right_drafts_are_worth_their_passes() -> None:
 
 
 def test_tokens_after_a_stop_are_nobody_s() -> None:
-    world = World(Sizes(num_slots=200, lag=0, drafts=True))
+    world = World(Sizes(num_slots=200, max_in_flight=0, drafts=True))
     prompt = [1, 2, 3]
     whole = continuation(Namespace(), prompt, 30, frozenset())
     answers = [world.submit(prompt, 30, stop_ids=frozenset([token])) for token in set(whole)]

@@ -17,8 +17,9 @@ from radixrt.batch.formats.plain_lines import (
 )
 from radixrt.batch.formats.record import Format, InputRecord, LineError, LineErrorType, ParameterReader, Reply
 from radixrt.batch.formats.source import BadLine
-from radixrt.batch.formats.strict_json import dump_line, kind, loads
+from radixrt.batch.formats.strict_json import dump_line, loads
 from radixrt.batch.tally import Tally
+from radixrt.checks import kind
 from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.token_spelling import TokenSpelling

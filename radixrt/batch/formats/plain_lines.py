@@ -40,8 +40,9 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from radixrt.batch.formats.record import Format, InputRecord, LineError, LineErrorType, ParameterReader, Reply
-from radixrt.batch.formats.strict_json import kind, nests_deeper, short
+from radixrt.batch.formats.strict_json import nests_deeper
 from radixrt.batch.tally import ERROR_RECORD, Tally
+from radixrt.checks import check_token_ids, kind, short
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
 from radixrt.output import FinishReason, RequestOutput, TokenLogprob
@@ -52,7 +53,6 @@ MAX_DEPTH = 100  # of metadata, which is written again in processes with other r
 _KEYS = (*PROMPTS, "sampling_params", "custom_id", "metadata")
 _PARAMETERS = known_parameters().keys()
 _ALLOWED = dict.fromkeys((*_KEYS, *_PARAMETERS)).keys()
-_MAX_TOKEN_ID = 2**31 - 1
 
 
 def plain_reply(custom_id: str | None = None, metadata: Any = None) -> Reply:
@@ -113,17 +113,6 @@ def _prompt(name: str, value: Any) -> str | list[int] | list[dict[str, str]]:
         raise PromptError(f"{name} is empty")
     prompt: str | list[int] = value
     return prompt
-
-
-def check_token_ids(name: str, ids: list[Any]) -> None:
-    """Raise PromptError, which names the first wrong one, unless these are token ids of some model."""
-    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) <= _MAX_TOKEN_ID)):
-        return
-    for position, token in enumerate(ids):
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise PromptError(f"{name}[{position}] is {kind(token)}; it must be a token id")
-        if not 0 <= token <= _MAX_TOKEN_ID:
-            raise PromptError(f"{name}[{position}] is {short(str(token))}; that is no token id")
 
 
 def _given(line: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from radixrt.batch.formats.strict_json import short
+from radixrt.checks import short
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
 

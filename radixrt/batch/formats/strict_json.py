@@ -8,6 +8,8 @@ import json
 import math
 from typing import NoReturn
 
+from radixrt.checks import short
+
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
@@ -36,21 +38,6 @@ def dump_line(record: dict[str, object]) -> bytes:
     # of surrogate pairs have no UTF-8, and Python's escape of them is JSON's.
     text = json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
     return text.encode("utf-8", "backslashreplace") + b"\n"
-
-
-def kind(value: object) -> str:
-    """The kind of a JSON value, for messages."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    kinds = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
-    return kinds[type(value)]
-
-
-def short(text: str, max_length: int = 60) -> str:
-    """`text`, or its beginning if it is longer than `max_length` characters."""
-    return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 
 def nests_deeper(value: object, limit: int) -> bool:

@@ -137,7 +137,7 @@ def _running(runtime: Runtime, prompts: Sequence[Tokens]) -> Iterator[_Watch]:
     params = SamplingParams(max_new_tokens=max(1, new_tokens), temperature=TEMPERATURE, ignore_eos=True)
     runtime.flush_cache()
     requests = [runtime.prepare(prompt, params, index=i) for i, prompt in enumerate(prompts)]
-    runner = runtime._driver.check_open().runner  # no public method runs single passes
+    runner = runtime.parts.engine.runner  # nobody else has a use for single passes
     watch, launch, collect = _Watch(), runner.launch, runner.collect
     with contextlib.ExitStack() as undo:
         for method, watched in (

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixrt.batch.formats.line_format import LineParser, error_line, output_line
-from radixrt.batch.formats.openai_batch import CHAT, COMPLETIONS
 from radixrt.batch.formats.record import Format, InputRecord, LineError, LineErrorType
 from radixrt.batch.formats.source import BadLine
 from radixrt.batch.job import run_batch
+from radixrt.frontend.openai import CHAT, COMPLETIONS
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-import radixrt.runtime
+import radixrt.assembly
 from layers.radix_attention import RadixAttention
 from radixrt import FinishReason, PassError, RequestOutput, Runtime
 from radixrt import SamplingParams as Params
@@ -86,12 +86,12 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
         return ModelRunner(model, rows, kv_pool, *places, tree=tree, tuning=tuning, **limits)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(radixrt.runtime, "ModelRunner", runner)
+        patch.setattr(radixrt.assembly, "ModelRunner", runner)
         own = {"cuda_graphs": cuda_graphs} if on_gpu else {}
         runtime = Runtime(folder, device=device, **own, **options)
     assert (runner_of(runtime).executor.graphs is not None) == cuda_graphs
-    if runtime._kv_pool.scales is None:
-        runtime._kv_pool.fill(float("nan"))
+    if runtime.parts.model.kv_pool.scales is None:
+        runtime.parts.model.kv_pool.fill(float("nan"))
     return runtime
 
 
@@ -104,7 +104,7 @@ def captured_keys(runtime: Runtime) -> tuple[set[PassKey], set[tuple[int, Any]]]
 
 
 def runner_of(runtime: Runtime) -> ModelRunner:
-    runner = runtime._driver._engine.runner
+    runner = runtime.parts.engine.runner
     assert isinstance(runner, ModelRunner)
     return runner
 
@@ -217,7 +217,7 @@ def test_an_extend_that_is_not_finite_ends_alone(folder: Path, launches: list[Pa
     """Its flags are those of its own pass, though the next one is launched before they are read."""
     with runtime_of(folder) as runtime:
         (bad,) = random_prompts(1, least=9, most=9, seed=5)
-        runtime._model.embedding.weight[bad[4]] = float("nan")
+        runtime.parts.model.decoder.embedding.weight[bad[4]] = float("nan")
         good = [[token for token in prompt if token != bad[4]] + [3, 4] for prompt in random_prompts(6, seed=6)]
         outputs = runtime.generate([bad, *good], GREEDY)
     assert extends_of(launches)
@@ -470,7 +470,7 @@ def test_graphs_warm_up_with_one_block_of_each_kind(
     monkeypatch.setattr(Decoder, "forward", watched)
     monkeypatch.setattr(RadixAttention, "forward", attended)
     with runtime_of(write(model, tmp_path)) as runtime:
-        assert runtime._model.num_unlike_blocks == num_blocks
+        assert runtime.parts.model.decoder.num_unlike_blocks == num_blocks
         assert asked.count(num_blocks) >= len(captured_keys(runtime)[0])
         runtime.generate(random_prompts(3), GREEDY)
         assert asked[-1] is None or device.type == "cuda"  # a pass itself runs them all
@@ -598,7 +598,7 @@ def test_short_extends_read_once_what_they_share(
 
 
 def live(runtime: Runtime) -> list[Any]:
-    return [request for request in runtime._scheduler.running if request.lease is not None]
+    return [request for request in runtime.parts.scheduler.running if request.lease is not None]
 
 
 def check_tables(runtime: Runtime) -> list[tuple[Any, int, int]]:
@@ -611,7 +611,7 @@ def check_tables(runtime: Runtime) -> list[tuple[Any, int, int]]:
     sampled = []
     for request in live(runtime):
         row, length = request.lease.row, request.launched
-        np.testing.assert_array_equal(table[row, :length], runtime._rows.req_to_token[row, :length])
+        np.testing.assert_array_equal(table[row, :length], runtime.parts.cache.rows.req_to_token[row, :length])
         if request.total > request.prompt_len:
             sampled.append((request, request.total - request.prompt_len, int(last[row])))
     return sampled
@@ -649,20 +649,20 @@ def test_padded_decodes_harm_nobody(folder: Path, size: int, launches: list[Pack
     with runtime_of(folder, max_running_requests=26) as runtime:
         kept = random_prompts(1, least=30, seed=99)[0]
         first = runtime.generate(kept, GREEDY)
-        cache = runtime._cache
+        cache = runtime.parts.cache
         path = cache.tree.match(Namespace(), np.array(kept, np.int32))
         slots = torch.from_numpy(cache.tree.slots_of(path.node)).long().to(runtime.device)
         assert len(slots) >= len(kept)
-        before = runtime._kv_pool.buffer[:, :, slots].clone()
+        before = runtime.parts.model.kv_pool.buffer[:, :, slots].clone()
         for count in (size - 1, size, size + 1):
             if count:
                 launches.clear()
-                runtime._kv_pool.fill(float("nan"))
-                runtime._kv_pool.buffer[:, :, slots] = before
+                runtime.parts.model.kv_pool.fill(float("nan"))
+                runtime.parts.model.kv_pool.buffer[:, :, slots] = before
                 outputs = runtime.generate(prompts[:count], GREEDY, tenant=f"of {count}")
                 assert_same(outputs, expected[:count])
                 assert (count, next(s for s in ladder(26) if s >= count), False) in decodes_of(launches)
-                assert torch.equal(runtime._kv_pool.buffer[:, :, slots], before)
+                assert torch.equal(runtime.parts.model.kv_pool.buffer[:, :, slots], before)
         assert_same([runtime.generate(kept, GREEDY)], [first])
 
 
@@ -723,7 +723,7 @@ def test_retraction_and_eviction_in_a_short_pool(folder: Path) -> None:
         expected = roomy.generate(prompts, params)
     with runtime_of(folder, max_total_tokens=60) as tight:
         assert_same(tight.generate(prompts, params), expected)
-        assert tight._scheduler.num_retractions > 0
+        assert tight.parts.scheduler.num_retractions > 0
         assert tight.cache_stats().evicted_tokens > 0
 
 
@@ -894,7 +894,7 @@ def test_all_free_memory_is_not_too_much(tmp_path: Path, little_memory: int, lim
         max_running_requests=most,
         chunked_prefill_size=chunk,
     ) as runtime:
-        assert runtime._kv_pool.buffer.nbytes > little_memory // 4
+        assert runtime.parts.model.kv_pool.buffer.nbytes > little_memory // 4
         rng = np.random.default_rng(0)
         lengths = [chunk // most if chunk >= 2 * most else 2] * most
         lengths[0] = min(lengths[0], 4000)
@@ -926,7 +926,7 @@ def test_close_gives_the_memory_back(tmp_path: Path, little_memory: int, device:
             max_running_requests=24,
             chunked_prefill_size=1024,
         ) as runtime:
-            assert runtime._kv_pool.buffer.nbytes > little_memory // 3
+            assert runtime.parts.model.kv_pool.buffer.nbytes > little_memory // 3
             runtime.generate([[5, 6, 7]] * 30, Params(max_new_tokens=9, ignore_eos=True, n=2))
         del runtime
         gc.collect()

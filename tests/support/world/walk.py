@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from radixrt.engine.engine import LAG
 from radixrt.schedule.policy import SchedulePolicy
 from tests.support.world.invariants import is_extending
 from tests.support.world.model import VOCAB
@@ -103,6 +102,6 @@ def random_sizes(seed: int, host_slots: int = 0) -> Sizes:
         force_miss=r.random() < 0.08,
         max_samples=r.choice([0, 4, 8]),
         host_slots=host_slots,
-        lag=LAG if r.random() > 0.2 else 0,
+        max_in_flight=1 if r.random() > 0.2 else 0,
         drops=True,
     )

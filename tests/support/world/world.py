@@ -14,7 +14,7 @@ from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Match, Namespace, Node
 from radixrt.cache.snapshot import TreeSnapshot, take_snapshot
 from radixrt.engine.driver import Driver
-from radixrt.engine.engine import LAG, Engine
+from radixrt.engine.engine import Engine
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer, AnswerState
 from radixrt.schedule.booking import Booking
@@ -48,8 +48,8 @@ class Sizes:
     policy: SchedulePolicy = SchedulePolicy.LPM
     enabled: bool = True
     force_miss: bool = False
-    lag: int = LAG
-    drafts: bool = False  # decodes verify drafts; only without lag
+    max_in_flight: int = 1
+    drafts: bool = False  # decodes verify drafts; only if none is in flight meanwhile
     drops: bool = False  # some requests say how little of them later ones need
 
 
@@ -104,7 +104,7 @@ class World:
         )
         self.scheduler = Scheduler(self.cache, config)
         self.runner = SimulatedRunner(self.rows, s.num_slots, s.host_slots, s.chunk, max_samples)
-        self.engine = Engine(self.scheduler, self.runner, lag=s.lag)
+        self.engine = Engine(self.scheduler, self.runner, max_in_flight=s.max_in_flight)
         self.answers: list[Answer] = []
         self.events: Counter[str] = Counter()
         self.first_match: dict[int, int] = {}

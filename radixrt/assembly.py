@@ -1,0 +1,207 @@
+"""`assemble`: from a `RuntimeConfig` to the parts of a `Runtime`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memory_pool.host_kv_pool import HostKVPool
+from memory_pool.req_to_token_pool import ReqToTokenPool
+from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.builtin import MODEL_PATH
+from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.config import RuntimeConfig
+from radixrt.engine.engine import Engine
+from radixrt.engine.outputs import request_output
+from radixrt.engine.parts import Parts
+from radixrt.errors import ParameterError
+from radixrt.execution.device import check_impl, check_kv_dtype, choose_device, warm_up_in_background
+from radixrt.execution.kv_scales import calibrated_scales
+from radixrt.execution.memory_budget import (
+    captured_sizes,
+    host_pool_slots,
+    measured_pass_memory,
+    pool_slots,
+    room_for_passes,
+)
+from radixrt.execution.model_runner import ModelRunner
+from radixrt.frontend.request_builder import RequestBuilder
+from radixrt.kept_cache.fingerprint import weight_fingerprint
+from radixrt.kept_cache.identity import cache_identity
+from radixrt.kept_cache.storage import CacheStorage
+from radixrt.limits import RunLimits
+from radixrt.models.decoder import Decoder
+from radixrt.models.loader import load_model, reload_weights
+from radixrt.schedule.policy import SchedulerConfig
+from radixrt.schedule.scheduler import Scheduler
+from radixrt.text.tokenizer import tokenizer_of
+from triton_ops.implementation import runs_triton
+from triton_ops.kv.e4m3 import E4M3
+
+
+class LoadedModel:
+    """Weights, KV pools and the files that keep what is in these: a `ServedModel`."""
+
+    def __init__(self, decoder: Decoder, kv_pool: TokenToKVPool, storage: CacheStorage) -> None:
+        self.decoder = decoder
+        self.config = decoder.config
+        self.device = decoder.placement.device
+        self.kv_pool = kv_pool
+        self.storage = storage
+        self._fingerprint: str | None = None  # of the weights, once somebody has asked
+
+    def identity(self) -> dict[str, Any]:
+        if self._fingerprint is None:
+            self._fingerprint = weight_fingerprint(self.decoder)
+        dtype = next(self.decoder.parameters()).dtype
+        return cache_identity(self.config, self._fingerprint, dtype, self.storage.format, self.kv_pool.scales)
+
+    def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
+        def forget() -> None:
+            before_change()
+            self._fingerprint = None
+
+        reload_weights(self.decoder, self.config, source, before_change=forget)
+        if self.kv_pool.scales is not None:
+            # Nothing is cached now, so nothing is read with other scales than it was stored with.
+            self.kv_pool.set_scales(calibrated_scales(self.decoder, self.device))
+
+    def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> int:
+        return self.storage.save(path, weights_version, self.identity(), progress=progress)
+
+    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
+        vocab_size = self.config.vocab_size
+        found = self.storage.load(path, weights_version, self.identity(), vocab_size, progress=progress)
+        return found.loaded, found.left_out
+
+    def free_device(self) -> None:
+        if self.device.type == "cuda":
+            gc.collect()  # graphs hold on to their memory
+            torch.cuda.empty_cache()
+
+
+def assemble(config: RuntimeConfig) -> Parts:
+    """Load the model, make its pools, and capture its graphs.
+
+    Raises:
+        ParameterError: an option does not go with the device, the model or the memory.
+        ModelError, TokenizerError: the model cannot be used.
+    """
+    began = time.perf_counter()
+    device, impl = choose_device(config.device), config.impl
+    check_impl(impl, device)
+    check_kv_dtype(config.kv_dtype, impl, device)
+    on_gpu = device.type == "cuda"
+    runs_kernels = on_gpu and runs_triton(impl, device)
+    captures = _captures(config, runs_kernels)
+    limits = config.pass_limits(on_gpu=on_gpu)
+
+    source = MODEL_PATH if config.model is None else config.model
+    with warm_up_in_background(device):
+        decoder, model_config = load_model(
+            source,
+            dtype=config.dtype,
+            device=device,
+            context_length=config.context_length,
+            load_format=config.load_format,
+            seed=config.seed,
+            impl=impl,
+        )
+    weights_seconds = time.perf_counter() - began
+    tokenizer = tokenizer_of(source)
+
+    kv_dtype = E4M3 if config.kv_dtype == "fp8" else next(decoder.parameters()).dtype
+    if kv_dtype == E4M3 and model_config.head_dim % 2:
+        raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
+    # Before the pool takes the free memory: this needs some, too.
+    scales = calibrated_scales(decoder, device) if kv_dtype == E4M3 else None
+    rows = ReqToTokenPool(limits.num_rows, model_config.context_length)
+    memory_began, for_passes = time.perf_counter(), 0
+    if runs_kernels and config.max_total_tokens is None:  # references are not for passes of any size
+        with room_for_passes():
+            for_passes = measured_pass_memory(
+                decoder, rows, limits, kv_dtype, captures=captures, tree=config.reads_tree
+            )
+    memory_seconds = time.perf_counter() - memory_began
+
+    shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
+    bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, kv_dtype)
+    slots = pool_slots(
+        device,
+        bytes_per_slot,
+        memory_fraction=config.share_of_memory(on_gpu=on_gpu),
+        max_total_tokens=config.max_total_tokens,
+        promised=for_passes,
+    )
+    kv_pool = TokenToKVPool(slots, *shape, dtype=kv_dtype, device=device)
+    if scales is not None:
+        kv_pool.set_scales(scales)
+    host_pool = None
+    on_host = 0 if on_gpu else slots * bytes_per_slot
+    if host_slots := host_pool_slots(config.host_memory_gb, bytes_per_slot, promised=on_host):
+        try:
+            host_pool = HostKVPool(host_slots, *shape, dtype=kv_pool.buffer.dtype, device=device)
+        except RuntimeError as error:
+            raise ParameterError(f"host_memory_gb is {config.host_memory_gb:g}: {error}") from error
+
+    cache = PrefixCache(
+        rows,
+        kv_pool.allocator,
+        host_slots=None if host_pool is None else host_pool.allocator,
+        enabled=config.enable_prefix_cache,
+        force_miss=config.force_miss,
+    )
+    scheduler_config = SchedulerConfig(
+        limits.max_running_requests, limits.chunked_prefill_size, config.policy, limits.max_samples
+    )
+    scheduler = Scheduler(cache, scheduler_config)
+    runner = ModelRunner(
+        decoder,
+        rows,
+        kv_pool,
+        device,
+        host_pool,
+        tree=config.reads_tree,
+        **captured_sizes(limits, captures=captures),
+    )
+    graphs_began = time.perf_counter()
+    with room_for_passes():
+        runner.capture_graphs()
+    ended = time.perf_counter()
+    return Parts(
+        config=config,
+        limits=RunLimits(slots, limits.max_running_requests, limits.chunked_prefill_size),
+        engine=Engine(scheduler, runner, max_in_flight=config.max_in_flight),
+        builder=RequestBuilder(
+            model_config,
+            tokenizer,
+            context_length=model_config.context_length,
+            seed=config.seed,
+            refusal=scheduler.refusal,
+        ),
+        model=LoadedModel(decoder, kv_pool, CacheStorage(cache, kv_pool, host_pool, impl=impl)),
+        output_of=partial(request_output, tokenizer=tokenizer),
+        start_up={
+            "weights": weights_seconds,
+            "memory": memory_seconds,
+            "graphs": ended - graphs_began,
+            "total": ended - began,
+        },
+    )
+
+
+def _captures(config: RuntimeConfig, runs_kernels: bool) -> bool:
+    """Whether passes are captured as graphs. Raises ParameterError if they cannot be and shall be."""
+    can_capture = runs_kernels and os.environ.get("TRITON_INTERPRET") != "1"
+    if config.cuda_graphs and not can_capture:
+        raise ParameterError(
+            f"cuda_graphs is True, but only kernels on a GPU can be captured; device is {config.device!r}"
+        )
+    return can_capture if config.cuda_graphs is None else config.cuda_graphs

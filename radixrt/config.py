@@ -1,0 +1,160 @@
+"""`RuntimeConfig`: the options of a Runtime, with their bounds and defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from radixrt.checks import check_float, check_int
+from radixrt.errors import ParameterError
+from radixrt.limits import CPU_LIMITS, GPU_LIMITS, PassLimits
+from radixrt.schedule.policy import SchedulePolicy
+
+if TYPE_CHECKING:
+    import torch
+
+    from radixrt.models.loader import LoadFormat
+    from triton_ops.implementation import Impl
+
+Attention = Literal["tree", "flat"]
+
+GPU_MEMORY_FRACTION = 0.95
+CPU_MEMORY_FRACTION = 0.25
+
+
+class RuntimeOptions(TypedDict, total=False):
+    """The keywords of `Runtime`; `RuntimeConfig` has their defaults."""
+
+    dtype: str | torch.dtype
+    kv_dtype: str
+    device: str | torch.device | None
+    memory_fraction: float | None
+    max_total_tokens: int | None
+    host_memory_gb: float | None
+    max_running_requests: int | None
+    context_length: int | None
+    chunked_prefill_size: int | None
+    schedule_policy: str | SchedulePolicy
+    enable_prefix_cache: bool
+    force_miss: bool
+    overlap: bool
+    cuda_graphs: bool | None
+    attention: Attention
+    load_format: LoadFormat
+    seed: int
+    impl: Impl
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """The options of a Runtime. None, where it is allowed, is a choice by the kind of device.
+
+    Attributes:
+        model: folder or hub id of a model in Hugging Face format; None is the small built-in model.
+        dtype: "auto" (the checkpoint's; float32 on a CPU), "float32", "bfloat16" or "float16".
+        kv_dtype: of keys and values: "auto" (that of the weights), or "fp8": e4m3, 8 bits, so that the pool holds
+            twice as many tokens as in 16. It is less precise (docs/architecture.md), and a GPU needs compute
+            capability 8.9 for it.
+        device: such as "cpu", "cuda" or "cuda:1"; None is CUDA where there is a GPU.
+        memory_fraction: share of the free memory which the KV pool takes, above 0, at most 1. On a GPU it is the
+            memory that neither weights nor the largest pass and its graphs need, and None is 0.95; on a CPU None
+            is 0.25. Several Runtimes on one GPU each want a share of their own here.
+        max_total_tokens: tokens that the KV pool holds, whatever is free; None: see memory_fraction.
+        host_memory_gb: gigabytes (10^9 bytes) of the host's memory for a second tier of the prefix cache: prefixes
+            that leave the KV pool go there, and come back when a prompt begins with them. The memory is
+            page-locked where the device is a GPU. None or 0: no second tier.
+        max_running_requests: requests that run at once; None is 512 on a GPU and 64 on a CPU.
+        context_length: most tokens of a prompt with its answer; None is the model's own, which is the limit too
+            unless its rope is made to reach farther (docs/models.md).
+        chunked_prefill_size: prompt tokens that one pass computes; longer prompts take several passes. None is
+            16384 on a GPU and 2048 on a CPU.
+        schedule_policy: "lpm", longest matched prefix first, with ageing; or "fcfs", first come, first served.
+        enable_prefix_cache: False: nothing is reused and nothing is kept.
+        force_miss: find nothing in the cache, but run through the same code: for measurements.
+        overlap: plan a pass while the one before it is computed. False: one after the other, with the same
+            outputs: for measurements.
+        cuda_graphs: replay passes as captured graphs; None: where kernels run on a GPU. Capturing them takes
+            seconds and some memory.
+        attention: how requests of a pass read the KV that they share. "tree": once for all of them, wherever that
+            is cheaper; the references, as on a CPU, read it once for each. "flat": each request by itself, for
+            comparison.
+        load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
+        seed: of the run: requests without a seed of their own derive theirs from it and from their index; also
+            of dummy weights.
+        impl: what computes the model's operations: "triton", kernels; "torch", the references; "auto" is kernels
+            on a GPU where Triton is installed, else references.
+
+    Raises:
+        ParameterError: an option is outside its bounds.
+    """
+
+    model: str | Path | None = None
+    dtype: str | torch.dtype = "auto"
+    kv_dtype: str = "auto"
+    device: str | torch.device | None = None
+    memory_fraction: float | None = None
+    max_total_tokens: int | None = None
+    host_memory_gb: float | None = None
+    max_running_requests: int | None = None
+    context_length: int | None = None
+    chunked_prefill_size: int | None = None
+    schedule_policy: str | SchedulePolicy = SchedulePolicy.LPM
+    enable_prefix_cache: bool = True
+    force_miss: bool = False
+    overlap: bool = True
+    cuda_graphs: bool | None = None
+    attention: Attention = "tree"
+    load_format: LoadFormat = "auto"
+    seed: int = 0
+    impl: Impl = "auto"
+
+    def __post_init__(self) -> None:
+        if self.attention not in ("tree", "flat"):
+            raise ParameterError(f"attention is {self.attention!r}; it must be 'tree' or 'flat'")
+        if self.kv_dtype not in ("auto", "fp8"):
+            raise ParameterError(f"kv_dtype is {self.kv_dtype!r}; it must be one of: auto, fp8")
+        if self.memory_fraction is not None:
+            check_float("memory_fraction", self.memory_fraction, 0.0, 1.0, above=True)
+        if self.max_running_requests is not None:
+            check_int("max_running_requests", self.max_running_requests, 1, 2**16)
+        if self.chunked_prefill_size is not None:
+            check_int("chunked_prefill_size", self.chunked_prefill_size, 1, 2**20)
+        object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
+        if self.schedule_policy not in list(SchedulePolicy):
+            known = ", ".join(SchedulePolicy)
+            raise ParameterError(f"schedule_policy is {self.schedule_policy!r}; it must be one of: {known}")
+        if self.host_memory_gb and not self.enable_prefix_cache:
+            raise ParameterError(
+                f"host_memory_gb is {self.host_memory_gb!r} and enable_prefix_cache is False: "
+                "nothing is kept that could go to the host"
+            )
+
+    @property
+    def policy(self) -> SchedulePolicy:
+        return SchedulePolicy(self.schedule_policy)
+
+    @property
+    def reads_tree(self) -> bool:
+        """Whether requests of a pass may read the KV that they share together."""
+        return self.attention == "tree"
+
+    @property
+    def max_in_flight(self) -> int:
+        """Passes that may be in flight while the next one is planned."""
+        return 1 if self.overlap else 0
+
+    def share_of_memory(self, *, on_gpu: bool) -> float:
+        """memory_fraction, or its default."""
+        if self.memory_fraction is not None:
+            return self.memory_fraction
+        return GPU_MEMORY_FRACTION if on_gpu else CPU_MEMORY_FRACTION
+
+    def pass_limits(self, *, on_gpu: bool) -> PassLimits:
+        """max_running_requests and chunked_prefill_size, or their defaults."""
+        default = GPU_LIMITS if on_gpu else CPU_LIMITS
+        running, chunk = self.max_running_requests, self.chunked_prefill_size
+        return PassLimits(
+            default.max_running_requests if running is None else running,
+            default.chunked_prefill_size if chunk is None else chunk,
+        )

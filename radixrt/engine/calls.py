@@ -1,0 +1,93 @@
+"""Calls: requests that were submitted together, and the news of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+from radixrt.output import RequestOutput, StreamChunk
+from radixrt.schedule.answer import Answer
+from radixrt.text.builder import TextBuilder
+
+N = TypeVar("N", RequestOutput, StreamChunk)
+
+
+class PendingCall(Generic[N]):
+    """Requests that were submitted together, and a queue of news: one thread adds, one takes.
+
+    Attributes:
+        requests: by id, the first answers of those that have not ended; None: no step has submitted it yet.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[int | str, Answer | None] = {}
+        self._news: deque[N] = deque()
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to take or to wait for."""
+        return not self.requests and not self._news  # in this order: the last news comes before its request goes
+
+    def take(self) -> list[N]:
+        """The news since the last time."""
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def end(self, first: Answer, output: RequestOutput) -> None:
+        """Take a request off, with its output as news."""
+        self._tell(first, output)
+        del self.requests[first.request.id]
+
+    def _tell(self, first: Answer, output: RequestOutput) -> None:
+        raise NotImplementedError
+
+
+class OutputCall(PendingCall[RequestOutput]):
+    """A call whose news are outputs."""
+
+    def _tell(self, first: Answer, output: RequestOutput) -> None:
+        self._news.append(output)
+
+
+class StreamCall(PendingCall[StreamChunk]):
+    """A call of one request whose news are tokens as they come; the last chunk has the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = 0  # output tokens that were news
+        self._error: Exception | None = None
+
+    def catch_up(self) -> bool:
+        """Look for tokens of the request that have come with a pass. Whether there are any."""
+        answers = [answer for answer in tuple(self.requests.values()) if answer is not None]
+        new = [answer for answer in answers if answer.num_output > self._seen]
+        self._news += [self._chunk(answer, None) for answer in new]
+        return bool(new)
+
+    def take(self) -> list[StreamChunk]:
+        """What has come since the last time, as one chunk. Raises what making its text raised."""
+        if self._error is not None:
+            raise self._error
+        chunks = super().take()
+        if len(chunks) < 2:
+            return chunks
+        text = "".join(chunk.text for chunk in chunks)
+        token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
+        return [StreamChunk(text, token_ids, chunks[-1].output, chunks[-1].request_id)]
+
+    def _tell(self, first: Answer, output: RequestOutput) -> None:
+        self._news.append(self._chunk(first, output))
+
+    def _chunk(self, answer: Answer, output: RequestOutput | None) -> StreamChunk:
+        builder = answer.text_stop
+        assert isinstance(builder, TextBuilder)  # it streams
+        ids, text = tuple(answer.output_ids()[self._seen :].tolist()), ""
+        self._seen += len(ids)
+        try:
+            text = builder.delta()
+        except Exception as error:  # for its consumer: one request's text must not cost the others theirs
+            self._error = error
+        return StreamChunk(text, ids, output, answer.request.id)

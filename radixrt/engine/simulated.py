@@ -1,0 +1,108 @@
+"""Engines without a model: the real scheduler and cache around a runner that computes next to nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memory_pool.kv_transfers import KVTransfer
+from memory_pool.req_to_token_pool import ReqToTokenPool
+from memory_pool.slot_allocator import SlotAllocator
+from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.config import RuntimeConfig
+from radixrt.engine.engine import Engine
+from radixrt.engine.outputs import request_output
+from radixrt.engine.parts import Parts
+from radixrt.frontend.request_builder import RequestBuilder
+from radixrt.limits import RunLimits
+from radixrt.schedule.passes import Pass, PassResult, Runner
+from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
+from radixrt.schedule.scheduler import Scheduler
+from radixrt.text.tokenizer import Tokenizer
+
+
+@dataclass
+class ConstantRunner:
+    """Samples the same token whenever one is wanted."""
+
+    token: int = 0
+
+    def transfer(self, transfers: deque[KVTransfer]) -> None:
+        transfers.clear()
+
+    def launch(self, pass_: Pass) -> Pass:
+        return pass_
+
+    def collect(self, handle: object) -> PassResult:
+        assert isinstance(handle, Pass)  # what `launch` returned
+        tokens = np.full(int(handle.num_samples.sum()), self.token, dtype=np.int32)
+        return PassResult(tokens, handle.num_samples, np.ones(handle.num_rows, dtype=bool))
+
+    def check_device(self, error: Exception) -> None:
+        """There is none."""
+
+
+@dataclass(frozen=True)
+class NoWeights:
+    """A `ServedModel` of a vocabulary alone. It is its own config."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    device: Any = None
+
+    @property
+    def config(self) -> Any:
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        return {"weights": "none"}
+
+    def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
+        before_change()
+
+    def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> int:
+        raise NotImplementedError
+
+    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def free_device(self) -> None:
+        """There is none."""
+
+
+def simulated_engine(
+    runner: Runner, limits: RunLimits, context_length: int, policy: SchedulePolicy = SchedulePolicy.LPM
+) -> Engine:
+    """An engine whose passes are those of a run within these limits."""
+    rows = ReqToTokenPool(limits.of_pass.num_rows, context_length)
+    cache = PrefixCache(rows, SlotAllocator(limits.pool_tokens + 1))
+    config = SchedulerConfig(limits.max_running_requests, limits.chunked_prefill_size, policy)
+    return Engine(Scheduler(cache, config), runner)
+
+
+def simulated_parts(
+    runner: Runner,
+    limits: RunLimits,
+    context_length: int,
+    *,
+    vocab_size: int,
+    tokenizer: Tokenizer | None = None,
+) -> Parts:
+    """The parts of a Runtime without a model; its prompts are token ids unless there is a tokenizer."""
+    engine, model = simulated_engine(runner, limits, context_length), NoWeights(vocab_size)
+    return Parts(
+        config=RuntimeConfig(),
+        limits=limits,
+        engine=engine,
+        builder=RequestBuilder(
+            model.config, tokenizer, context_length=context_length, seed=0, refusal=engine.scheduler.refusal
+        ),
+        model=model,
+        output_of=partial(request_output, tokenizer=tokenizer),
+    )

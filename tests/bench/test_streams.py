@@ -1,0 +1,44 @@
+"""Concurrent streams stream: each gets its tokens one by one, and nobody pays passes for the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from radixrt.bench import streams
+from radixrt.bench.streams import measure
+from radixrt.cli import main
+
+TOKENS = 12
+
+
+@pytest.mark.parametrize("kind", ["tasks", "threads"])
+@pytest.mark.parametrize("count", [1, 16, 256])
+def test_each_stream_gets_its_tokens_one_by_one(kind: str, count: int) -> None:
+    found = measure(kind, count, tokens=TOKENS)
+    assert len(found.chunks) == count
+    assert {sum(sizes) for sizes in found.chunks} == {TOKENS}
+    assert found.median_chunk == 1
+    assert found.passes <= TOKENS + 2
+    assert found.stall < 0.5  # of seconds: a machine that others keep busy stalls too
+
+
+def test_a_loop_is_never_held_up_by_passes() -> None:
+    """Half a second a pass, and a task that sleeps a millisecond at a time."""
+    assert measure("tasks", 4, tokens=3, seconds=0.5).stall < 0.4
+
+
+def test_the_command_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(streams, "STREAMS", (1, 4))
+    monkeypatch.setattr(streams, "TOKENS", 3)
+    monkeypatch.setattr(streams, "PASS_SECONDS", 0.001)
+    assert main(["bench", "streams"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("tasks" in line or "threads" in line for line in lines) == 4
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, radixrt.bench.streams; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

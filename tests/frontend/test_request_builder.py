@@ -1,0 +1,40 @@
+"""Requests and their ids; what is refused is in tests/test_runtime.py and tests/test_generation.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixrt.engine.simulated import NoWeights
+from radixrt.errors import PromptError
+from radixrt.frontend.request_builder import RequestBuilder, chosen_continuations
+
+
+@pytest.fixture
+def builder() -> RequestBuilder:
+    return RequestBuilder(NoWeights(50).config, None, context_length=20, seed=0, refusal=lambda request: None)
+
+
+def test_a_request_has_one_id(builder: RequestBuilder) -> None:
+    requests, errors = builder.build_all([[1], [99], [2], [3]], [None] * 4, None, {0: "a", 1: "b", 3: "d"})
+    assert [request.index for request in requests] == [0, 2, 3]
+    assert (requests[0].id, requests[2].id) == ("a", "d")
+    assert isinstance(requests[1].id, int)
+    assert builder.build([1]).id != builder.build([1]).id
+    assert builder.build([1], request_id="c").id == "c"
+    assert list(errors) == [1]
+    assert "holds token id 99" in str(errors[1])
+
+
+def test_scored_requests_know_their_prompts(builder: RequestBuilder) -> None:
+    requests, owners = builder.build_scored([[1, 2], [3]], [[[4], [5, 6]], [7]], None)
+    assert [request.prompt_ids.tolist() for request in requests] == [[1, 2, 4], [1, 2, 5, 6], [3, 7]]
+    assert [request.params.prompt_logprobs_start for request in requests] == [2, 2, 1]
+    assert owners == [0, 0, 1]
+
+
+def test_choices_of_continuations() -> None:
+    assert chosen_continuations(" a") == [" a"]
+    assert chosen_continuations([1, 2]) == [[1, 2]]
+    assert chosen_continuations([" a", " b"]) == [" a", " b"]
+    with pytest.raises(PromptError, match="has no continuations"):
+        chosen_continuations([])

@@ -1,0 +1,52 @@
+"""The options of a Runtime: defaults by device, and bounds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from radixrt import ParameterError, RunLimits
+from radixrt.config import RuntimeConfig, RuntimeOptions
+from radixrt.limits import PassLimits
+
+
+def test_defaults_go_by_the_device() -> None:
+    config = RuntimeConfig()
+    assert config.pass_limits(on_gpu=True) == PassLimits(512, 16_384) == RunLimits(1).of_pass
+    assert config.pass_limits(on_gpu=False) == PassLimits(64, 2048)
+    assert (config.share_of_memory(on_gpu=True), config.share_of_memory(on_gpu=False)) == (0.95, 0.25)
+    given = RuntimeConfig(memory_fraction=0.5, max_running_requests=7)
+    assert given.pass_limits(on_gpu=False) == PassLimits(7, 2048)
+    assert given.share_of_memory(on_gpu=True) == 0.5
+    assert (config.max_in_flight, RuntimeConfig(overlap=False).max_in_flight) == (1, 0)
+
+
+def test_every_option_is_a_keyword() -> None:
+    assert {field.name for field in fields(RuntimeConfig)} == {"model", *RuntimeOptions.__annotations__}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_fraction": 0}, "memory_fraction is 0; it must be a number above 0 to 1"),
+        ({"max_running_requests": 2**16 + 1}, "max_running_requests is 65537"),
+        ({"chunked_prefill_size": 0}, "chunked_prefill_size is 0"),
+        ({"schedule_policy": "random"}, "schedule_policy is 'random'; it must be one of: lpm, fcfs"),
+        ({"attention": "paged"}, "attention is 'paged'; it must be 'tree' or 'flat'"),
+        ({"kv_dtype": "int4"}, "kv_dtype is 'int4'; it must be one of: auto, fp8"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"host_memory_gb": 1.0, "enable_prefix_cache": False}, "nothing is kept that could go to the host"),
+    ],
+)
+def test_options_outside_their_bounds_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        RuntimeConfig(**options)
+
+
+def test_the_facade_imports_neither_torch_nor_rich() -> None:
+    code = "import sys, radixrt.runtime; sys.exit(bool({'torch', 'transformers', 'rich'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
