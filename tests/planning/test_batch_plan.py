@@ -242,7 +242,7 @@ def test_what_others_that_wait_need_stays(monkeypatch: pytest.MonkeyPatch) -> No
         if first is not None and first.num_output == 2 and not retracted:
             self.retract(first)
             self.max_running_requests = 1  # it waits until the other one has ended
-            retracted.append(first.index)
+            retracted.append(first.request.index)
         return batch
 
     monkeypatch.setattr(Scheduler, "next_pass", retracting)
