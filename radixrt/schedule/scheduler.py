@@ -143,7 +143,8 @@ class Scheduler:
     def _plan(self) -> Booking | None:
         retractions, budget = self.num_retractions, self.config.chunked_prefill_size
         decodes, slots = self._decode()
-        active = len(self._decodes) + len(self._extends)  # other running answers only wait for their last token
+        # Other running answers only wait for their last token.
+        places = self.config.max_running_requests - len(self._decodes) - len(self._extends)
         chunks: list[ExtendChunk] = []
         for answer in self._extends:
             chunk = ExtendChunk.next_of(answer, self.cache, budget) if budget > 0 else None
@@ -151,7 +152,7 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= len(chunk.slots)
         if self.num_retractions == retractions:  # an answer that has just yielded does not come back at once
-            chunks += self._admission.admit(budget, active)
+            chunks += self._admission.admit(budget, places)
         if not chunks and not decodes:
             return None
         self._estimate.pass_scheduled()
