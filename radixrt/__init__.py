@@ -23,7 +23,7 @@ from radixrt.version import __version__
 _HOMES = {
     "Runtime": "radixrt.runtime",
     "Activity": "radixrt.schedule.activity",
-    "BatchInterrupted": "radixrt.batch.interruption",
+    "BatchInterrupted": "radixrt.batch.job",
     "BatchReport": "radixrt.report.batch_report",
     "CacheStats": "radixrt.cache.prefix_cache",
     "RunLimits": "radixrt.limits",
@@ -111,7 +111,7 @@ def _check_origin() -> None:
 _check_origin()
 
 if TYPE_CHECKING:
-    from radixrt.batch.interruption import BatchInterrupted
+    from radixrt.batch.job import BatchInterrupted
     from radixrt.cache.prefix_cache import CacheStats
     from radixrt.conversation import Conversation
     from radixrt.errors import (

@@ -1,4 +1,4 @@
-"""How long every kernel takes on a GPU, beside what the GPU allows: the same as `radixrt bench kernels`.
+"""Times every kernel on a GPU, as `radixrt bench kernels` does.
 
 python scripts/bench_kernels.py --only decode
 """

@@ -1,4 +1,4 @@
-"""What prefix reuse brings on eight workloads: the same as `radixrt bench prefix-reuse`.
+"""Measures prefix reuse on eight workloads, as `radixrt bench prefix-reuse` does.
 
 python scripts/bench_prefix_reuse.py --scale cpu
 """

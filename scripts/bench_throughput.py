@@ -1,4 +1,4 @@
-"""Five lists of prompts beside bound, goals, ablations and transformers: the same as `radixrt bench throughput`.
+"""Measures throughput on five lists of prompts, as `radixrt bench throughput` does.
 
 python scripts/bench_throughput.py --scale cpu
 """

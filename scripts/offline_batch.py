@@ -1,4 +1,4 @@
-"""Answer a file of prompts: the same as `radixrt batch`.
+"""Answers a file of prompts, as `radixrt batch` does.
 
 python scripts/offline_batch.py --input in.jsonl --output out.jsonl
 """

@@ -1,1 +1,20 @@
-"""Offline batches: a file of prompts to a file of answers."""
+"""Offline batches: a file of prompts to a file of records.
+
+A line's way, in the order of the modules:
+
+    job                      `run_batch`: checks paths and options, then scan, run, output, report
+    formats/source           reads lines: plain, gzip, zstd, parquet, standard input
+    formats/line_format      parses a line and formats its record, in either of two formats:
+        plain_lines, openai_batch; `record` has the values both share, `strict_json` the JSON rules
+    scan                     parses, tokenises and checks all lines, and puts the result on disk
+    run                      plans an order, submits requests to the runtime, collects its outputs
+        retry, meter         lines of a failed pass; throughput figures and progress bars
+    record_writer            one record for each output or error, counted
+        error_limit, tally   stops a batch with too many errors; counts of records
+    journal/sinks            takes the records:
+        journal, journal_format, manifest    a file that survives a kill, and what it belongs to
+        standard_output, waiting_lines       or standard output, in input order
+    journal/run_folder       `OUTPUT.run`: its lock (`run_lock`), and the output made of the journal
+        formats/compression  compresses the output according to its name
+    radixrt.report           figures, pages and plots of the finished batch
+"""

@@ -1,4 +1,4 @@
-"""Answer a file of prompts: look at all of it, run what is sound, write one record a line in input order."""
+"""A batch from beginning to end: check its paths, scan all lines, run the sound ones, make the output, report."""
 
 from __future__ import annotations
 
@@ -8,142 +8,124 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
-from radixrt.batch.batch_run import BatchRun, Order
-from radixrt.batch.batch_runtime import BatchRuntime, R
 from radixrt.batch.error_limit import ErrorLimit
-from radixrt.batch.formats.compression import encoded
+from radixrt.batch.formats.compression import check_output_name, encoded
 from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.source import BadLine, read_lines
-from radixrt.batch.interruption import BatchInterrupted, what_is_kept
 from radixrt.batch.journal.manifest import Manifest
-from radixrt.batch.journal.run_folder import RunFolder
-from radixrt.batch.journal.sinks import Journaled, Streamed
+from radixrt.batch.journal.run_folder import RunFolder, has_run
+from radixrt.batch.journal.sinks import JournalSink, Sink, StreamSink
 from radixrt.batch.journal.standard_output import StandardOutput
-from radixrt.batch.paths import check_paths
-from radixrt.batch.prescan import Check, Prescan, parameters_as_json, prescan
-from radixrt.batch.progress import progress_bar
-from radixrt.checks import check_float
-from radixrt.engine.signals import DRAIN_SECONDS, FirstSignal, first_interrupt
-from radixrt.errors import BatchFileError, DeviceLostError, ErrorRateError, ParameterError, RadixrtError
+from radixrt.batch.meter import progress_bar
+from radixrt.batch.options import BatchConfig, BatchOptions
+from radixrt.batch.record_writer import RecordCounts, RecordWriter
+from radixrt.batch.run import BatchRun, BatchRuntime, R
+from radixrt.batch.scan import Check, Scan, parameters_as_json, scan_lines
+from radixrt.engine.signals import FirstSignal, Interrupted, first_interrupt
+from radixrt.errors import BatchFileError, DeviceLostError, ErrorRateError, RadixrtError
 from radixrt.files.disk import temporary_folder
 from radixrt.files.standard import STANDARD
 from radixrt.report.batch_report import BatchReport
-from radixrt.report.files import Paths, ReportError, ReportFiles
+from radixrt.report.files import ReportError, ReportFiles
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.token_spelling import TokenSpelling
 from radixrt.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _log = logging.getLogger(__name__)
 
 
+class BatchInterrupted(Interrupted):
+    """A batch was stopped by Ctrl-C or SIGTERM.
+
+    Attributes:
+        report: the figures up to then.
+        signal_number: the signal.
+    """
+
+    def __init__(self, report: BatchReport, signal_number: int) -> None:
+        super().__init__(f"stopped: {_kept(report)}", signal_number)
+        self.report = report
+
+
 def run_batch(
-    runtime: BatchRuntime[R], input_path: str | Path, output_path: str | Path, **others: Any
+    runtime: BatchRuntime[R], input_path: str | Path, output_path: str | Path, **options: Unpack[BatchOptions]
 ) -> BatchReport:
     """Answer each line of `input_path` with one record in `output_path`, in input order.
 
     `plain_lines` and `openai_batch` in `radixrt.batch.formats` describe the lines. A bad line becomes an error
-    record and changes no other line's record. All lines are read and checked before the first request runs, in an
-    order in which those that share a prefix follow one another.
+    record and changes no other line's record. All lines are read and checked before the first request runs. They
+    run in an order in which lines with a common prefix follow one another.
 
-    Finished records are kept in the folder `OUTPUT.run`, where nothing that ends the process can touch them. The
-    same call goes on from there: records that are there stay as they are, the others are computed. When all are
-    there, the output gets its name in one step, and the folder goes.
+    Finished records are kept in the folder `OUTPUT.run`, and survive whatever ends the process. The same call goes
+    on from there: kept records stay as they are, the others are computed. When all are there, the output gets its
+    name in one step, and the folder is removed.
 
-    At the first Ctrl-C or SIGTERM no more requests are begun, and those that have begun get some seconds to end; a
+    At the first Ctrl-C or SIGTERM no more requests are begun, and started ones get some seconds to finish. A
     second one ends the batch after the current pass.
 
     Args:
         runtime: a Runtime without other requests. It stays open.
-        others: as of Batch.
+        options: see `BatchConfig`.
 
     Raises:
-        ParameterError, BatchFileError, JournalError, DeviceLostError, ErrorRateError, BatchInterrupted: as Batch.
+        ParameterError: an option is outside its bounds.
+        BatchFileError, JournalError, DeviceLostError, ErrorRateError, BatchInterrupted: see `Batch`.
     """
     if runtime.has_work:
         raise RadixrtError("the runtime has other requests; a batch needs one without")
-    with Batch(input_path, output_path, **others) as batch:
-        batch.look(runtime.tokenizer, lambda prompt, params, line: runtime.prepare(prompt, params, index=line))
-        return batch.run(runtime)
+    with Batch(input_path, output_path, BatchConfig(**options)) as batch:
+        scanned = batch.scan(
+            runtime.tokenizer, lambda prompt, params, line: runtime.prepare(prompt, params, index=line)
+        )
+        return scanned.run(runtime)
 
 
 class Batch:
-    """A file of prompts on its way to a file of records. In its context `look` comes first, then `run`.
+    """A file of prompts and the files that its answers need. In its context, `scan` reads the prompts.
 
     Args:
         input_path: JSON lines in UTF-8, plain or compressed by gzip or zstd; or parquet; "-" is standard input.
         output_path: a file in a folder that exists, compressed if its name ends in .gz or .zst; "-" is standard
-            output, in input order; nothing is kept of it.
-        default_params: parameters of lines that give none.
-        overwrite: replace an existing output.
-        restart: forget what an earlier run has left, whatever it was of.
-        strict: run nothing if a line is bad.
-        order: in which prompts run: "planned", so that those that share a prefix follow one another, those with
-            the longest answers first; or "file", first come, first served: for comparison.
-        keep_cache: what the pool has room for stays cached when the batch has ended. Else what no prompt to come
-            begins with leaves the cache at once, if there is no room for all.
-        progress: show bars on stderr; where that is not a terminal, they move every 30 seconds.
-        created: Unix time in seconds that records in OpenAI's format bear; None: each that of its answer.
-        max_error_rate: stop once more than this share of all lines, 0 to 1, have error records; None: go on.
-        drain_seconds: that requests which have begun may run on after the first signal.
-        report: files that get the report, also of a batch that the first signal, a lost device or too many errors
-            have stopped: .html is a page with plots, which needs matplotlib, .json its figures
-            (`BatchReport.to_json`). They are replaced if they are there.
-        price_per_hour: of the machine, in any currency, for the report.
+            output, in input order; then no records are kept.
+        options: see `BatchConfig`.
+
+    Attributes:
+        output: None for standard output.
+        folder: `OUTPUT.run`; None for standard output.
+        scratch: a folder for files that can be made again.
 
     Raises:
-        ParameterError: order, max_error_rate, drain_seconds or price_per_hour is outside its bounds.
         BatchFileError: a file cannot be read, must not be replaced, or cannot be written; another process answers
-            the same file; or, by `run`, `OUTPUT.run` holds a run of another input, model or parameters.
+            the same file; or `OUTPUT.run` holds a run of another input, model or parameters.
         ReportError: the output is whole, but the report cannot be written.
-        JournalError: the disk failed while it ran; the same batch goes on later.
+        JournalError: the disk failed while the batch ran; the same batch goes on later.
         DeviceLostError: the device works no more; the same batch goes on in a new process.
-        ErrorRateError: more lines have errors than max_error_rate allows; with a higher one it goes on.
-        BatchInterrupted: it was stopped by Ctrl-C or SIGTERM.
+        ErrorRateError: more lines have errors than max_error_rate allows; with a higher one the batch goes on.
+        BatchInterrupted: Ctrl-C or SIGTERM stopped the batch.
     """
 
-    def __init__(
-        self,
-        input_path: str | Path,
-        output_path: str | Path,
-        *,
-        default_params: SamplingParams | None = None,
-        overwrite: bool = False,
-        restart: bool = False,
-        strict: bool = False,
-        order: Order = "planned",
-        keep_cache: bool = False,
-        progress: bool = False,
-        created: int | None = None,
-        max_error_rate: float | None = None,
-        drain_seconds: float = DRAIN_SECONDS,
-        report: Paths = (),
-        price_per_hour: float | None = None,
-    ) -> None:
-        if order not in ("planned", "file"):
-            raise ParameterError(f"order is {order!r}; it must be 'planned' or 'file'")
-        self._order, self._keep_cache = order, keep_cache
-        self._error_limit = ErrorLimit(max_error_rate)
-        self._drain_seconds = check_float("drain_seconds", drain_seconds, 0.0, 1e6)
-        check_paths(input_path, output_path, overwrite=overwrite)
+    def __init__(self, input_path: str | Path, output_path: str | Path, options: BatchConfig) -> None:
+        _check_paths(input_path, output_path, overwrite=options.overwrite)
         self._input = input_path
-        self._output = output_path if output_path == STANDARD else Path(output_path)
-        self._defaults = SamplingParams() if default_params is None else default_params
-        self._overwrite, self._restart, self._strict, self._progress = overwrite, restart, strict, progress
-        self._created = created
-        self._reports = ReportFiles(report, input_path, output_path)
-        self._price = None if price_per_hour is None else check_float("price_per_hour", price_per_hour, 0.0, 1e9)
+        self.output = None if output_path == STANDARD else Path(output_path)
+        self.options = options
+        self.default_params = SamplingParams() if options.default_params is None else options.default_params
+        self.report_files = ReportFiles(options.report, input_path, output_path)
+        self.folder: RunFolder | None = None
         self._opened = contextlib.ExitStack()
-        self._folder: RunFolder | None = None  # none for standard output
-        self._scan: Prescan | None = None
 
     def __enter__(self) -> Batch:
         with contextlib.ExitStack() as opened:
-            if isinstance(self._output, Path):
-                self._folder = opened.enter_context(RunFolder(self._output))
-                self._scratch = self._folder.scratch
+            if self.output is None:
+                self.scratch = opened.enter_context(temporary_folder())
             else:
-                self._scratch = opened.enter_context(temporary_folder())
+                self.folder = opened.enter_context(RunFolder(self.output))
+                self.scratch = self.folder.scratch
             self._opened = opened.pop_all()
         return self
 
@@ -152,110 +134,152 @@ class Batch:
     ) -> None:
         self._opened.__exit__(kind, error, trace)
 
-    def look(self, tokenizer: Tokenizer | None, check: Check) -> Prescan:
-        """Read the whole input, and check each line. With `strict` a bad one raises BatchFileError, and too many
-        of them raise ErrorRateError.
+    def scan(self, tokenizer: Tokenizer | None, check: Check) -> ScannedBatch:
+        """Read the whole input, and check each line.
 
         Args:
-            tokenizer, check: as of `prescan`.
+            tokenizer, check: see `scan_lines`.
+
+        Raises:
+            BatchFileError: the input cannot be read, or has a bad line and `strict` is set.
+            ErrorRateError: too many lines are bad.
+            BatchInterrupted: Ctrl-C or SIGTERM.
         """
-        notice = "stopping; nothing has run in this call"
+        options = self.options
         with (
-            first_interrupt(notice) as interrupted,
-            progress_bar("reading", " lines", None, self._progress) as bar,
+            first_interrupt("stopping; nothing has run in this call") as interrupted,
+            progress_bar("reading", " lines", None, options.progress) as bar,
         ):
-            self._scan = prescan(
+            scan = scan_lines(
                 self._lines(interrupted),
-                self._scratch,
-                parser=LineParser(self._defaults),
+                self.scratch,
+                parser=LineParser(self.default_params),
                 tokenizer=tokenizer,
                 check=check,
                 seen=bar.update,
             )
-            _stop_if(interrupted)  # it may have come behind the last line
-        if self._strict and self._scan.problems:
-            raise BatchFileError(
-                f"{self._scan.summary()}\nNothing has run. Without strict these get error records."
-            )
-        self._error_limit.check(self._scan)
-        return self._scan
+            _stop_if(interrupted)  # the signal may have come after the last line
+        if options.strict and scan.problems:
+            raise BatchFileError(f"{scan.summary()}\nNothing has run. Without strict these get error records.")
+        error_limit = ErrorLimit(options.max_error_rate, scan)
+        error_limit.check_bad_lines()
+        return ScannedBatch(self, scan, error_limit)
 
     def _lines(self, interrupted: FirstSignal) -> Iterator[tuple[int, bytes | BadLine]]:
         for line in read_lines(self._input):
             yield line
             _stop_if(interrupted)
 
+
+class ScannedBatch:
+    """A batch whose lines have been read. It is valid inside the context of its `Batch`.
+
+    Attributes:
+        lines: the scan.
+    """
+
+    def __init__(self, batch: Batch, scan: Scan, error_limit: ErrorLimit) -> None:
+        self.lines = scan
+        self._batch = batch
+        self._error_limit = error_limit
+
     def run(self, runtime: BatchRuntime[R]) -> BatchReport:
-        """Run what is sound and has no record yet, and write the output."""
-        notice = f"stopping; requests that have begun get {self._drain_seconds:g} seconds to end"
+        """Run each sound line without a record, and write output and report. For the errors see `Batch`."""
+        batch, options = self._batch, self._batch.options
+        notice = f"stopping; requests that have begun get {options.drain_seconds:g} seconds to end"
         with first_interrupt(notice) as interrupted:
-            return self._run(runtime, interrupted)
+            counts = RecordCounts(self._error_limit)
+            failure: DeviceLostError | ErrorRateError | None = None
+            with self._sink(runtime, counts) as sink:
+                spelling = TokenSpelling(runtime.tokenizer)
+                records = RecordWriter(self.lines, sink, counts, spelling, options.created)
+                run = BatchRun(runtime, self.lines, records, interrupted, options)
+                try:
+                    run.run()
+                except (DeviceLostError, ErrorRateError) as error:
+                    failure = error
+            if failure is None and run.is_complete:
+                if batch.folder is not None and batch.output is not None:
+                    interrupted.notice = "all records are there, and the output is being made"
+                    batch.folder.finish(partial(encoded, batch.output))
+                return self._report(run, run.report(batch.output, counts), runtime.tokenizer)
+            kept_in = None if batch.folder is None else batch.folder.path
+            report = self._report(run, run.report(kept_in, counts), runtime.tokenizer)
+            if failure is not None:
+                same = "the same command"
+                remedy = f"with a higher max_error_rate {same}" if isinstance(failure, ErrorRateError) else same
+                raise type(failure)(f"{failure}\n{_kept(report, remedy)}") from failure.__cause__
+            assert interrupted.number is not None  # nothing else leaves lines without records
+            raise BatchInterrupted(report, interrupted.number)
 
-    def _run(self, runtime: BatchRuntime[R], interrupted: FirstSignal) -> BatchReport:
-        scan = self._scan
-        assert scan is not None, "look comes first"
-        run = BatchRun(
-            runtime,
-            scan,
-            interrupted,
-            self._error_limit,
-            order=self._order,
-            keep_cache=self._keep_cache,
-            drain_seconds=self._drain_seconds,
-            progress=self._progress,
-            created=self._created,
-        )
-        kept_in = None if self._folder is None else self._folder.path
-        try:
-            self._answer(run, runtime, interrupted)
-        except (DeviceLostError, ErrorRateError) as error:
-            report = self._report(run, kept_in, runtime.tokenizer)
-            who = "the same command"
-            if isinstance(error, ErrorRateError):
-                who = f"with a higher max_error_rate {who}"
-            raise type(error)(f"{error}\n{what_is_kept(report, who)}") from error.__cause__
-        if run.is_complete:
-            output = self._output if isinstance(self._output, Path) else None
-            return self._report(run, output, runtime.tokenizer)
-        assert interrupted.number is not None  # why else
-        raise BatchInterrupted(self._report(run, kept_in, runtime.tokenizer), interrupted.number)
-
-    def _answer(self, run: BatchRun[R], runtime: BatchRuntime[R], interrupted: FirstSignal) -> None:
-        """Run what has no record yet, and make the output if all have one."""
-        scan = self._scan
-        assert scan is not None
-        if self._folder is None:
-            with StandardOutput(self._scratch, len(scan)) as output:
-                run.run(Streamed(output))
+    @contextlib.contextmanager
+    def _sink(self, runtime: BatchRuntime[R], counts: RecordCounts) -> Iterator[Sink]:
+        """The journal, whose records are counted, or standard output."""
+        batch = self._batch
+        if batch.folder is None:
+            with StandardOutput(batch.scratch, len(self.lines)) as output:
+                yield StreamSink(output)
             return
-        assert isinstance(self._output, Path)
         manifest = Manifest(
-            num_records=len(scan),
-            input={"lines": scan.input_hash},
+            num_records=len(self.lines),
+            input={"lines": self.lines.input_hash},
             weights=runtime.identity(),
-            tokenizer={"token ids of the input": scan.tokens_hash},
-            parameters=parameters_as_json(self._defaults),
+            tokenizer={"token ids of the input": self.lines.tokens_hash},
+            parameters=parameters_as_json(batch.default_params),
             settings={"seed": runtime.seed},
         )
-        journal = self._folder.begin(manifest, replace=self._overwrite, restart=self._restart, found=run.found)
-        run.run(Journaled(journal))
-        if run.is_complete:
-            interrupted.notice = "all records are there, and the output is being made"
-            self._folder.finish(partial(encoded, self._output))
+        options = batch.options
+        yield JournalSink(
+            batch.folder.begin(manifest, replace=options.overwrite, restart=options.restart, found=counts.add_kept)
+        )
 
-    def _report(self, run: BatchRun[R], output_path: Path | None, tokenizer: Tokenizer | None) -> BatchReport:
-        """The report, which has gone to its files."""
-        report = run.report(output_path, self._price)
+    def _report(self, run: BatchRun[R], report: BatchReport, tokenizer: Tokenizer | None) -> BatchReport:
+        """Write a report to its files, and return it."""
+        files = self._batch.report_files
         try:
-            self._reports.write(report, run.plan() if self._reports.has_page else None, tokenizer)
+            files.write(report, run.plan() if files.has_page else None, tokenizer)
         except Exception as error:
             if run.is_complete:
                 raise ReportError(f"the output is whole, but {error}", report) from error
-            _log.exception("no report can be written")  # that the batch was stopped matters more
+            _log.exception("no report can be written")  # the reason for stopping matters more
         return report
 
 
+def _check_paths(input_path: str | Path, output_path: str | Path, *, overwrite: bool) -> None:
+    """Raise BatchFileError unless the input can be read and the output written; "-" is always fine."""
+    if input_path != STANDARD:
+        input_path = Path(input_path)
+        if not input_path.exists():
+            raise BatchFileError(f"the input {input_path} does not exist")
+        if input_path.is_dir():
+            raise BatchFileError(f"the input {input_path} is a folder; it must be a file of JSON lines")
+    check_output_name(output_path)
+    if output_path == STANDARD:
+        return
+    output_path = Path(output_path)
+    if not output_path.parent.is_dir():
+        raise BatchFileError(f"the folder {output_path.parent} of the output does not exist; make it first")
+    if not output_path.exists():
+        return
+    if input_path != STANDARD and output_path.samefile(input_path):
+        raise BatchFileError(f"the input {input_path} would be overwritten; give another output")
+    if not output_path.is_file():
+        raise BatchFileError(f"{output_path} is in the way of the output and is not a plain file")
+    if not overwrite and not has_run(output_path):  # after a finished run only its cleaning up may be left
+        raise BatchFileError(f"the output {output_path} exists; --overwrite replaces it")
+
+
+def _kept(report: BatchReport, remedy: str = "the same command") -> str:
+    """How many records a stopped batch has, where they are, and which command goes on with them."""
+    count = f"{report.written:,} of {report.requests:,} records are"
+    if not report.requests:
+        return "nothing has run in this call"
+    if report.output_path is None:
+        return f"{count} in standard output, in input order"
+    return f"{count} kept in {report.output_path}; {remedy} goes on from there"
+
+
 def _stop_if(interrupted: FirstSignal) -> None:
-    """Raise BatchInterrupted if a signal has come before anything has run."""
+    """Raise BatchInterrupted if a signal has come before any line has run."""
     if interrupted.number is not None:
         raise BatchInterrupted(BatchReport.of_nothing(), interrupted.number)

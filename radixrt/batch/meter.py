@@ -1,10 +1,15 @@
-"""What a runtime does while it answers a batch: tokens, passes, seconds, and a timeline."""
+"""Measures a batch while it runs: tokens, passes, seconds, a timeline; and shows bars."""
+
+# Tests: tests/report/test_batch_report.py
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
+
+from tqdm import tqdm  # not tqdm.auto: a notebook's bar needs more packages
 
 from radixrt.batch.tally import Tally, output_tally
 from radixrt.cache.prefix_cache import CacheStats
@@ -13,9 +18,11 @@ from radixrt.report.batch_report import RunFigures
 from radixrt.report.timeline import Sample, Timeline
 from radixrt.schedule.activity import Activity
 
+LOG_INTERVAL = 30.0  # seconds between two states of a bar where stderr is not a terminal
+
 
 class MeteredRuntime(Protocol):
-    """What a `Meter` asks a Runtime for."""
+    """The part of a Runtime that a `Meter` reads."""
 
     @property
     def num_running(self) -> int: ...
@@ -29,13 +36,13 @@ class MeteredRuntime(Protocol):
 
 
 class Meter:
-    """Watches one run, from `begin` to `end`.
+    """Measures one run, from `begin` to `end`.
 
     Attributes:
         tally: of the requests that have ended.
 
     Args:
-        runtime: what it did before `begin` does not count.
+        runtime: its activity before `begin` does not count.
         clock: seconds.
     """
 
@@ -44,15 +51,15 @@ class Meter:
         self._clock = clock
         self._started = time.time()
         self._began = self._seconds = 0.0
-        self._activity = Activity()  # of this run, as it was last seen
+        self._activity = Activity()  # of this run, up to the last sample
         self._activity_before = Activity()
         self._prompt_tokens_before = self._cached_tokens_before = 0
-        self._most_running = 0
+        self._max_running = 0
         self.tally = Tally()
         self._timeline = Timeline()
 
     def begin(self, finished: int) -> None:
-        """The run begins now, with so many records from earlier ones."""
+        """Begin the run, with `finished` records from earlier ones."""
         stats = self._runtime.cache_stats()
         self._activity_before = self._runtime.activity()
         self._prompt_tokens_before, self._cached_tokens_before = stats.prompt_tokens, stats.cached_tokens
@@ -60,24 +67,24 @@ class Meter:
         self._timeline.add(self._sample(finished))
 
     def count(self, output: RequestOutput) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         self.tally += output_tally(output)
 
-    def look(self, finished: int, ended: int) -> None:
-        """A pass has ended with so many requests, and there are so many records."""
+    def end_pass(self, finished: int, ended: int) -> None:
+        """Note a pass that ended `ended` requests; there are `finished` records now."""
         self._seconds = self._clock() - self._began
-        self._most_running = max(self._most_running, self._runtime.num_running, ended)
+        self._max_running = max(self._max_running, self._runtime.num_running, ended)
         if self._timeline.is_due(self._seconds):
             self._timeline.add(self._sample(finished))
 
     def end(self, finished: int) -> None:
-        """The run ends now."""
+        """End the run."""
         self._seconds = self._clock() - self._began
         self._timeline.add(self._sample(finished))
 
     @property
     def rates(self) -> str:
-        """How it goes, for a bar."""
+        """Generated tokens a second and hit rate, for a bar."""
         generated = self.tally.completion_tokens / max(self._seconds, 1e-9)
         return f"{generated:,.0f} tokens/s, hit rate {self.tally.hit_rate:.1%}"
 
@@ -86,7 +93,7 @@ class Meter:
         return self._timeline.samples
 
     def figures(self, *, best_hit_rate: float | None, predicted_hit_rate: float | None) -> RunFigures:
-        """What it came to, once it has ended."""
+        """Figures of the ended run."""
         activity = self._activity
         return RunFigures(
             started=self._started,
@@ -101,7 +108,7 @@ class Meter:
             decode_seconds=activity.decode_seconds,
             scheduling_seconds=activity.scheduling_seconds,
             passes=activity.passes,
-            most_running=self._most_running,
+            most_running=self._max_running,
         )
 
     def _sample(self, finished: int) -> Sample:
@@ -120,3 +127,19 @@ class Meter:
             pool_evictable=stats.evictable,
             pool_capacity=stats.capacity,
         )
+
+
+def progress_bar(what: str, unit: str, total: int | None, shown: bool, *, done: int = 0) -> tqdm:
+    """A bar on stderr that begins at `done`. Without a `total` it appears after a second, and goes at its end."""
+    interval = 0.1 if sys.stderr.isatty() else LOG_INTERVAL
+    return tqdm(
+        desc=what,
+        unit=unit,
+        total=total,
+        initial=done,
+        disable=not shown,
+        mininterval=interval,
+        maxinterval=max(10.0, interval),
+        delay=1.0 if total is None else 0.0,
+        leave=total is not None,
+    )

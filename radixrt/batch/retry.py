@@ -1,4 +1,4 @@
-"""Lines whose pass failed, on their way to the one that is at fault."""
+"""Retries of lines whose pass failed, until the faulty line is found."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections import deque
 
 
 class Retries:
-    """Groups of lines that are run again, each apart from all else, after a pass of theirs has failed.
+    """Groups of lines to run again, each by itself, after one of their passes failed.
 
-    What fails is halved, and each half is run, down to lines that fail alone. A pass of k lines that fails costs
+    A failed group is halved, and each half is run, down to lines that fail alone. A failed pass of k lines costs
     at most 2k - 2 runs of groups, in which each line runs at most ceil(log2 k) times again; if k is 1, one run. A
     run takes the passes that its lines take together when nothing else runs.
-
-    True as long as a group waits or runs.
     """
 
     def __init__(self) -> None:
         self._groups: deque[list[int]] = deque()
-        self._running = 0  # lines of the group that runs apart
+        self._running = 0  # lines of the group that runs
 
-    def __bool__(self) -> bool:
+    @property
+    def is_active(self) -> bool:
+        """Whether a group waits or runs."""
         return bool(self._groups or self._running)
 
     def take(self) -> list[int]:
-        """The next group to run, once the one before has ended; none if there is no other."""
+        """The next group to run, once the previous one has ended; empty if there is none."""
         group = self._groups.popleft() if self._groups else []
         self._running = len(group)
         return group
 
     def book(self, failed: list[int]) -> bool:
-        """Note the lines that one pass has failed. False if it is a line that ran alone: it is not run again."""
+        """Queue the lines of a failed pass. False if the line ran alone: it is not run again."""
         if self._running == 1:
             return False
         half = len(failed) // 2

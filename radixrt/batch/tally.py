@@ -1,20 +1,24 @@
-"""What records hold, in numbers."""
+"""Counts of records and their tokens."""
+
+# Tests: tests/batch/formats/test_record.py
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixrt.hit_rate import CountsHits
 from radixrt.output import RequestOutput
 
 
 @dataclass(frozen=True)
-class Tally:
-    """Numbers of some records. Tokens are those of the records without an error.
+class Tally(CountsHits):
+    """Counts of some records. Only records without an error count tokens.
 
     Attributes:
-        records: how many there are.
-        errors: those of them with an error, be it in one of several answers.
-        prompt_tokens, cached_tokens: tokens of the prompts, and those of them that were found in the cache.
+        records: number of records.
+        errors: records with an error, at least in one of several answers.
+        prompt_tokens: tokens of the prompts.
+        cached_tokens: prompt tokens found in the cache.
         completion_tokens: generated tokens, of all answers.
     """
 
@@ -33,17 +37,12 @@ class Tally:
             self.completion_tokens + other.completion_tokens,
         )
 
-    @property
-    def hit_rate(self) -> float:
-        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
 
 ERROR_RECORD = Tally(records=1, errors=1)
 
 
 def output_tally(output: RequestOutput) -> Tally:
-    """The numbers of the record of an output."""
+    """The counts of an output's record."""
     if output.failure is not None:
         return ERROR_RECORD
     usage = output.usage

@@ -1,1 +1,1 @@
-"""Measurements that anyone can repeat."""
+"""Reproducible benchmarks."""

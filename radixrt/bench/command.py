@@ -1,5 +1,7 @@
 """`radixrt bench`: its options. Nothing heavy is imported before a benchmark runs."""
 
+# Tests: tests/bench/test_prefix_reuse.py, test_kept_prefixes.py, test_throughput.py, test_kernels.py
+
 from __future__ import annotations
 
 import argparse
@@ -7,18 +9,23 @@ import os
 from pathlib import Path
 from typing import Any
 
-from radixrt.bench.kernels.groups import GROUPS
-from radixrt.bench.scales import SCALES, WORKLOADS, size_table
-from radixrt.bench.shapes import SHAPES
-from radixrt.bench.throughput.command import add_throughput
+from radixrt.bench.catalogue import (
+    ABLATIONS,
+    BASELINES,
+    CONFIGS,
+    GROUPS,
+    LISTS,
+    SCALES,
+    SHAPES,
+    WORKLOADS,
+    size_table,
+)
 from radixrt.errors import ParameterError
-
-_FILES = ("json", "plot")
 
 _DESCRIPTION = """\
 Run workloads that share prefixes with the cache and with misses forced on the same code path. Prints time,
-speed-up, tokens a second, hit rate beside the best possible one (from the token lists alone), and how near the
-time is to what the device's bandwidth and arithmetic allow.
+speed-up, tokens a second, hit rate beside the best possible one (from the token lists alone), and the share of the
+device's bandwidth and arithmetic that the time reaches.
 """
 
 
@@ -26,29 +33,56 @@ def add_bench_command(commands: Any) -> None:
     """Add `bench` to the subparsers of a command. `arguments.run(arguments)` runs it and returns the status."""
     bench = commands.add_parser(
         "bench",
-        help="measure what prefix reuse brings, and how fast engine and kernels are",
-        description="Measurements that anyone can repeat.",
+        help="measure prefix reuse, throughput and kernels",
+        description="Reproducible benchmarks.",
         epilog="example: radixrt bench prefix-reuse --scale cpu",
     )
     benchmarks = bench.add_subparsers(metavar="BENCHMARK", required=True)
     _add_prefix_reuse(benchmarks)
     _add_kept_prefixes(benchmarks)
-    add_throughput(benchmarks)
+    _add_throughput(benchmarks)
     _add_kernels(benchmarks)
 
 
+def _add_benchmark(benchmarks: Any, name: str, **texts: Any) -> argparse.ArgumentParser:
+    """Add a benchmark whose options, if not given, keep the defaults of its `Options`."""
+    parser: argparse.ArgumentParser = benchmarks.add_parser(
+        name,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        **texts,
+    )
+    return parser
+
+
+def _add_bound(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument_group("bound: for an unknown device").add_argument
+    option("--bandwidth", type=float, metavar="BYTES/S", help="of its memory, such as 4.26e12")
+    option("--flops", type=float, metavar="OPS/S", help="dense products of the dtype, such as 790e12")
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options given for `Options`, without repeated names. Called before torch is imported."""
+    # Idle OpenMP threads that spin would slow other processes on the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    given = {name: value for name, value in vars(arguments).items() if name not in ("run", "json", "plot")}
+    for name in ("configs", "workloads"):
+        if name in given:
+            given[name] = tuple(dict.fromkeys(given[name]))
+    return given
+
+
 def _add_prefix_reuse(benchmarks: Any) -> None:
-    parser = benchmarks.add_parser(
+    parser = _add_benchmark(
+        benchmarks,
         "prefix-reuse",
         help="workloads that share prefixes, with the cache and with misses forced",
         description=_DESCRIPTION,
         epilog=_epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,  # what is not given keeps the default of Options
     )
     parser.set_defaults(run=_prefix_reuse)
 
-    option = parser.add_argument_group("what is run").add_argument
+    option = parser.add_argument_group("workloads").add_argument
     option("--scale", choices=tuple(SCALES), help="; ".join(f"{n}: {s.description}" for n, s in SCALES.items()))
     option(
         "--workload",
@@ -69,55 +103,52 @@ def _add_prefix_reuse(benchmarks: Any) -> None:
     option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
 
     option = parser.add_argument_group("memory and schedule").add_argument
-    option("--chunked-prefill-size", type=int, metavar="N", help="most prompt tokens in a pass (cpu: 128)")
+    option("--chunked-prefill-size", type=int, metavar="N", help="maximum prompt tokens in a pass (cpu: 128)")
     option("--max-total-tokens", type=int, metavar="N", help="slots of the KV pool (cpu: 65536)")
     option(
         "--host-memory-gb",
         type=float,
         metavar="GB",
-        help="run everything once more with a host tier; it shows where prefixes exceed --max-total-tokens",
+        help="run everything once more with a host tier; useful where prefixes exceed --max-total-tokens",
     )
     option("--schedule-policy", choices=("lpm", "fcfs"), help="longest prefix, or first come, first served")
 
-    option = parser.add_argument_group("bound: of a device that is not known").add_argument
-    option("--bandwidth", type=float, metavar="BYTES/S", help="of its memory, such as 4.26e12")
-    option("--flops", type=float, metavar="OPS/S", help="dense products of the dtype, such as 790e12")
+    _add_bound(parser)
 
     option = parser.add_argument_group("files").add_argument
-    option("--json", type=Path, default=None, metavar="FILE", help="gets every run's figures")
-    option("--plot", type=Path, default=None, metavar="FILE.png", help="gets a picture (needs radixrt[bench])")
+    option("--json", type=Path, default=None, metavar="FILE", help="write every run's figures")
+    option("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture (needs radixrt[bench])")
 
 
 _KEPT_PREFIXES_DESCRIPTION = """\
-Ask about the same documents in round after round. First with a KV pool that holds a quarter of them, without and
-with a host tier; then with one that holds them all, whose cache is saved; then in a second run that loads it.
+Ask about the same documents in several rounds. First with a KV pool that holds a quarter of them, without and with
+a host tier; then with a pool that holds them all, whose cache is saved; then in a second run that loads it.
 """
 
 
 def _add_kept_prefixes(benchmarks: Any) -> None:
-    parser = benchmarks.add_parser(
+    parser = _add_benchmark(
+        benchmarks,
         "kept-prefixes",
-        help="documents that exceed the KV pool, and those of an earlier run",
+        help="documents beyond the KV pool, and documents of an earlier run",
         description=_KEPT_PREFIXES_DESCRIPTION,
         epilog="""\
 examples:
   radixrt bench kept-prefixes
   radixrt bench kept-prefixes --config llama-3.1-8b --documents 24 --document-len 8192 --json out.json
 
-The saved cache takes as much room on the disk as the documents' KV. Weights are random unless there is a model.
+The saved cache needs as much disk as the documents' KV. Weights are random unless --model is given.
 
 exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C,
 143 by SIGTERM.
 """,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,  # what is not given keeps the default of Options
     )
     parser.set_defaults(run=_kept_prefixes)
 
-    option = parser.add_argument_group("what is run").add_argument
-    option("--documents", type=int, metavar="N", help="how many there are (12)")
+    option = parser.add_argument_group("workloads").add_argument
+    option("--documents", type=int, metavar="N", help="number of documents (12)")
     option("--document-len", type=int, metavar="N", help="tokens of each (1024)")
-    option("--rounds", type=int, metavar="N", help="each asks one question about every document (4)")
+    option("--rounds", type=int, metavar="N", help="rounds of one question about every document (4)")
     option("--seed", type=int, metavar="N", help="of the documents, the questions and the random weights (0)")
 
     option = parser.add_argument_group("model").add_argument
@@ -127,60 +158,144 @@ exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot 
     option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
 
     option = parser.add_argument_group("files").add_argument
-    option("--folder", type=Path, metavar="FOLDER", help="the cache is saved there (the temporary files')")
-    option("--json", type=Path, default=None, metavar="FILE", help="gets every round's figures")
+    option("--folder", type=Path, metavar="FOLDER", help="for the saved cache (that of temporary files)")
+    option("--json", type=Path, default=None, metavar="FILE", help="write every round's figures")
 
 
 def _kept_prefixes(arguments: argparse.Namespace) -> int:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    given = _given(arguments)
     from radixrt.bench.kept_prefixes import Options, run_benchmark
 
-    given = {name: value for name, value in vars(arguments).items() if name not in ("run", *_FILES)}
     return run_benchmark(Options(**given), json_file=arguments.json)
 
 
+_THROUGHPUT_DESCRIPTION = """\
+Time one Runtime.generate call over each of five lists of prompts, from an empty cache. Printed with each time: the
+time that no engine can beat on the device and, on an NVIDIA H200, the goal. On request also, in the same run: the
+engine with parts switched off, transformers' continuous batching, the device's idle time, the CPU's work in a
+decode step, a fresh process to its first token, and profiles.
+"""
+
+_THROUGHPUT_EPILOG = """\
+examples:
+  radixrt bench throughput --scale cpu
+  radixrt bench throughput --config qwen3-0.6b --workload docqa --no-overlap --idle
+  radixrt bench throughput --flat --no-prefix-cache --no-overlap --no-graphs --baseline transformers --idle \\
+      --step --start-up --json out.json --plot out.png --trace traces
+
+Answers have fixed lengths and are drawn at temperature 0.6. A baseline that fails is shown as -, with the reason
+below the table. Traces are for chrome://tracing or ui.perfetto.dev.
+
+exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C.
+"""
+
+
+def _add_throughput(benchmarks: Any) -> None:
+    parser = _add_benchmark(
+        benchmarks,
+        "throughput",
+        help="five lists of prompts, compared with the bound, goals, ablations and transformers",
+        description=_THROUGHPUT_DESCRIPTION,
+        epilog=_THROUGHPUT_EPILOG,
+    )
+    parser.set_defaults(run=_throughput)
+
+    option = parser.add_argument_group("workloads").add_argument
+    option(
+        "--config",
+        dest="configs",
+        action="append",
+        choices=tuple(SHAPES),
+        help=f"random weights of this shape; may be repeated ({', '.join(CONFIGS['full'])})",
+    )
+    option(
+        "--model", metavar="FOLDER_OR_ID", help="Hugging Face folder or hub id, or: built-in; instead of shapes"
+    )
+    option(
+        "--workload",
+        dest="workloads",
+        action="append",
+        choices=LISTS,
+        metavar="NAME",
+        help=f"only this one, of {', '.join(LISTS)}; may be repeated (all)",
+    )
+    option("--scale", choices=tuple(SCALES), help="cpu: small sizes and a tiny shape, for a laptop (full)")
+    option("--repeat", type=int, metavar="N", help="repetitions with fresh prompts; times are medians (2)")
+    option("--seed", type=int, metavar="N", help="of the prompts, the draws and the random weights (0)")
+    option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
+
+    option = parser.add_argument_group("further measurements in the same run").add_argument
+    option("--no-prefix-cache", action="store_true", help="again without the prefix cache")
+    option("--no-overlap", action="store_true", help="again with passes that wait for one another's results")
+    option("--no-graphs", action="store_true", help="again without captured graphs")
+    option("--flat", action="store_true", help="again with attention that reads shared KV once for each request")
+    option("--baseline", choices=BASELINES, help="again with this engine, each list once")
+    option(
+        "--baseline-limit", type=float, metavar="SECONDS", help="time limit of the baseline for each list (120)"
+    )
+    option("--idle", action="store_true", help="the GPU's idle share of the time, in one more run")
+    option("--step", action="store_true", help="the CPU's work in a decode step of 512 requests")
+    option("--start-up", action="store_true", help="a fresh process from its start to its first token")
+
+    _add_bound(parser)
+
+    option = parser.add_argument_group("files").add_argument
+    option("--json", type=Path, default=None, metavar="FILE", help="write every run's figures")
+    option("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture (needs radixrt[bench])")
+    option("--trace", type=Path, metavar="FOLDER", help="write profiles of a prefill pass and of decode steps")
+
+
+def _throughput(arguments: argparse.Namespace) -> int:
+    given = _given(arguments)
+    from radixrt.bench.throughput.benchmark import run_benchmark
+    from radixrt.bench.throughput.options import Options
+
+    given["ablations"] = tuple(name for name in ABLATIONS if given.pop(name.replace("-", "_"), False))
+    return run_benchmark(Options(**given), json_file=arguments.json, plot_file=arguments.plot)
+
+
 _KERNELS_DESCRIPTION = """\
-Time every Triton kernel on an NVIDIA GPU at the shapes that matter, twice: called one by one with the L2 cache
-flushed, and in a captured graph. Every result is compared with a reference first. Beside each time: the share of
-what this card's bandwidth and arithmetic allow, both measured in the same run; the goal, and whether it is met;
-what others take on the same inputs: torch's SDPA, FlexAttention, torch.compile and, where installed, FlashInfer.
-Tree attention, by the plans of the engine, stands beside flat attention, with what its plan reads and costs.
+Time every Triton kernel on an NVIDIA GPU at typical shapes, twice: called one by one with the L2 cache flushed,
+and in a captured graph. Every result is first compared with a reference. Printed with each time: the share of this
+card's bandwidth and arithmetic, both measured in the same run; the goal, and whether it is met; others' times on
+the same inputs: torch's SDPA, FlexAttention, torch.compile and, where installed, FlashInfer. Tree attention,
+with the engine's plans, is compared with flat attention; its plan's reads and cost are printed.
 """
 
 
 def _add_kernels(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "kernels",
-        help="every kernel beside its roofline and others' kernels (needs an NVIDIA GPU)",
+        help="every kernel, its roofline and other libraries' kernels (needs an NVIDIA GPU)",
         description=_KERNELS_DESCRIPTION,
         epilog=_kernels_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=_kernels)
 
-    option = parser.add_argument_group("what is run").add_argument
+    option = parser.add_argument_group("workloads").add_argument
     option(
         "--only",
         action="append",
         default=[],
         metavar="GROUP[/PATTERN]",
-        help="only these cases; * and ? stand for any text and any letter; may be repeated (all)",
+        help="only these cases; * matches any text, ? any letter; may be repeated (all)",
     )
     option(
         "--sweep",
         action="store_true",
-        help="other batches, lengths, head dimensions and sizes too, not compiled by torch (longer)",
+        help="also other batches, lengths, head dimensions and sizes, without torch.compile (longer)",
     )
-    option("--quick", action="store_true", help="shorter, and without what torch.compile has to make")
+    option("--quick", action="store_true", help="shorter, and without torch.compile")
 
     option = parser.add_argument_group("files").add_argument
-    option("--json", type=Path, default=None, metavar="FILE", help="gets every figure")
+    option("--json", type=Path, default=None, metavar="FILE", help="write every figure")
     option(
         "--plot",
         type=Path,
         default=None,
         metavar="FILE.png",
-        help="gets a picture (needs radixrt[bench]); of a sweep of tree alone, time against batch size",
+        help="draw a picture (needs radixrt[bench]); for a sweep of tree alone, time against batch size",
     )
     option(
         "--from",
@@ -188,7 +303,7 @@ def _add_kernels(benchmarks: Any) -> None:
         type=Path,
         default=None,
         metavar="FILE",
-        help="measure nothing: --plot draws what --json wrote there, on this machine or another",
+        help="measure nothing: --plot draws a file that --json wrote, on this machine or another",
     )
 
 
@@ -207,7 +322,7 @@ examples:
   radixrt bench kernels --from tree.json --plot tree.png
 
 A case's name has its shape: B requests, L tokens each, or prefix+new ones; H=query/KV heads and D=head dimension
-where they are not 32/8 and 128. A pattern that matches nothing gets the names. An implementation that cannot run
+where they are not 32/8 and 128. A pattern that matches nothing prints the names. An implementation that cannot run
 is shown as -, with the reason below the tables.
 
 exit status: 0 done; 1 one of our kernels failed or was wrong; 2 there is no GPU, or the options or a file cannot
@@ -219,7 +334,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
     if arguments.records is not None:
         if arguments.plot is None or arguments.json is not None or arguments.sweep or arguments.quick:
             raise ParameterError("--from measures nothing: give it --plot FILE.png and, if you like, --only")
-        from radixrt.bench.kernels.records import draw_records
+        from radixrt.bench.kernels.run import draw_records
 
         draw_records(arguments.records, arguments.plot, tuple(arguments.only))
         return 0
@@ -239,11 +354,11 @@ examples:
   radixrt bench prefix-reuse --scale full --config llama-3.1-8b --dtype bfloat16 --plot out.png
   radixrt bench prefix-reuse --workload chat --max-total-tokens 4000 --host-memory-gb 1
 
-sizes at --scale cpu, in tokens (those of --scale full are in docs/benchmarks.md):
+sizes at --scale cpu, in tokens (for --scale full see docs/benchmarks.md):
 {sizes}
 
 All requests of a round are submitted at once, and answers have fixed lengths. unshared to samples are lists known
-beforehand; the prompts of chat and tree_search depend on the answers before; choices wants likelihoods.
+beforehand; the prompts of chat and tree_search depend on earlier answers; choices scores continuations.
 
 exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C,
 143 by SIGTERM.
@@ -251,11 +366,7 @@ exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot 
 
 
 def _prefix_reuse(arguments: argparse.Namespace) -> int:
-    # Before torch is imported: idle OpenMP threads that spin slow other processes on the same cores down.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    given = _given(arguments)
     from radixrt.bench.prefix_reuse import Options, run_benchmark
 
-    given = {name: value for name, value in vars(arguments).items() if name not in ("run", *_FILES)}
-    if "workloads" in given:
-        given["workloads"] = tuple(dict.fromkeys(given["workloads"]))
     return run_benchmark(Options(**given), json_file=arguments.json, plot_file=arguments.plot)

@@ -1,4 +1,6 @@
-"""What a workload costs with the cache, with a host tier below it, and with misses forced, in numbers."""
+"""Figures of a workload with the cache, with a host tier below it, and with misses forced."""
+
+# Tests: tests/bench/test_prefix_reuse.py
 
 from __future__ import annotations
 
@@ -6,14 +8,14 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from radixrt.bench.run import Run
+from radixrt.bench.run import Run, best_hit_rate, hit_rate
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One workload with the cache and with misses forced, a run each for every repetition.
+    """One workload with the cache and with misses forced, one run each for every repetition.
 
-    `tiered` has the runs with the cache and a host tier, if they were asked for.
+    `tiered` has the runs with the cache and a host tier, if there are any.
     """
 
     workload: str
@@ -23,17 +25,17 @@ class Comparison:
 
     @property
     def seconds_cached(self) -> float:
-        """Median."""
+        """Median of the runs with the cache."""
         return median(run.seconds for run in self.cached)
 
     @property
     def seconds_missed(self) -> float:
-        """Median."""
+        """Median of the runs with misses forced."""
         return median(run.seconds for run in self.missed)
 
     @property
     def seconds_tiered(self) -> float | None:
-        """Median."""
+        """Median of the runs with a host tier."""
         return median(run.seconds for run in self.tiered) if self.tiered else None
 
     @property
@@ -47,34 +49,32 @@ class Comparison:
 
     @property
     def generated_tokens_per_second(self) -> float:
-        """With the cache; median."""
+        """Generated tokens a second with the cache; median."""
         return median(run.generated_tokens / run.seconds for run in self.cached)
 
     @property
     def hit_rate(self) -> float:
         """cached_tokens over prompt_tokens of all repetitions, 0 to 1."""
-        return sum(run.cached_tokens for run in self.cached) / sum(run.prompt_tokens for run in self.cached)
+        return hit_rate(self.cached)
 
     @property
     def hit_rate_tiered(self) -> float | None:
-        """The same with the host tier."""
-        if not self.tiered:
-            return None
-        return sum(run.cached_tokens for run in self.tiered) / sum(run.prompt_tokens for run in self.tiered)
+        """The hit rate with the host tier."""
+        return hit_rate(self.tiered) if self.tiered else None
 
     @property
     def best_hit_rate(self) -> float:
         """The best possible one: see `program_statistics`."""
-        return sum(run.best_cached_tokens for run in self.cached) / sum(run.prompt_tokens for run in self.cached)
+        return best_hit_rate(self.cached)
 
     @property
     def percent_of_bound(self) -> float | None:
-        """100 bound_seconds / seconds with the cache, median: 100 is as fast as the device can be."""
+        """100 bound_seconds / seconds with the cache, median: 100 is the device's limit."""
         shares = [100 * run.bound_seconds / run.seconds for run in self.cached if run.bound_seconds is not None]
         return median(shares) if shares else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Medians, and each run, of JSON's types."""
+        """Medians and each run as JSON values."""
         names = (
             "workload",
             "seconds_cached",

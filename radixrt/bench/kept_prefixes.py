@@ -26,17 +26,17 @@ from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 
 QUESTION_LEN, NEW_TOKENS = 32, 8
-_WIDTH = 110  # of the table where there is no terminal
+_WIDTH = 110  # of the table without a terminal
 QUARTER, TIER, WHOLE, NEXT = "a quarter fits", "a quarter, and a host tier", "all fit", "the next run"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured, and with what.
+    """Options of the benchmark.
 
     Attributes:
         model, config: a model, or one of SHAPES with random weights.
-        device, dtype: those of Runtime.
+        device, dtype: as in `Runtime`.
         documents, document_len: how many there are, and the tokens of each.
         rounds: each asks one question about every document.
         folder: where the cache is saved; None: among the temporary files.
@@ -64,7 +64,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Round:
-    """A question about every document: seconds, tokens of the prompts, and those found in the cache."""
+    """A question about every document: seconds, prompt tokens, and prompt tokens found in the cache."""
 
     seconds: float
     prompt_tokens: int
@@ -73,7 +73,7 @@ class Round:
 
 @dataclass(frozen=True)
 class KeptPrefixes:
-    """The rounds of each run, by its name, and what saving and loading the cache took.
+    """The rounds of each run, by its name, and the cost of saving and loading the cache.
 
     Attributes:
         rounds: of QUARTER, TIER, WHOLE and NEXT.
@@ -96,7 +96,7 @@ def measure(options: Options) -> KeptPrefixes:
         PromptError: a document does not fit into the model's context.
     """
     tokens = options.documents * options.document_len
-    # Room for all questions and answers beside the documents.
+    # Room for the documents, all questions and answers.
     room = 2 * options.documents * options.rounds * (QUESTION_LEN + NEW_TOKENS)
     fits = tokens + room + options.document_len
     rounds: dict[str, list[Round]] = {}
@@ -168,13 +168,13 @@ def _tokens(runtime: Runtime, options: Options, seed: int, count: int) -> np.nda
 
 
 def _warm_up(runtime: Runtime, options: Options) -> None:
-    """Whatever is made on first use is made here, by two other documents that are forgotten again."""
+    """Warm up with two other documents, which then leave the cache."""
     _round(runtime, options, (2**32, 2**32 + 1), 0)
     runtime.flush_cache()
 
 
 def print_kept_prefixes(figures: KeptPrefixes, console: Console) -> None:
-    """Print the figures as a table, a run a line."""
+    """Print the figures as a table, one run a line."""
     table = Table(
         caption="seconds of a round; later: medians. hit rate: share of the prompts' tokens that were cached",
         caption_justify="left",
@@ -201,7 +201,7 @@ def print_kept_prefixes(figures: KeptPrefixes, console: Console) -> None:
 
 
 def run_benchmark(options: Options, *, json_file: Path | None = None) -> int:
-    """Run, print, and write what is asked for. Returns 0.
+    """Run, print, and write the requested files. Returns 0.
 
     Raises:
         RadixrtError: see `measure`; or a file cannot be written, which is found before anything runs.

@@ -1,5 +1,7 @@
 """The figures of the prefix-reuse benchmark as a picture. Needs matplotlib, which is in the extra `bench`."""
 
+# Tests: tests/bench/test_prefix_reuse.py
+
 from __future__ import annotations
 
 from collections.abc import Sequence

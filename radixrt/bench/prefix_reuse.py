@@ -1,4 +1,4 @@
-"""What prefix reuse brings: eight workloads, each with the cache and with misses forced on the same code path."""
+"""Measures prefix reuse: eight workloads, each with the cache and with misses forced on the same code path."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from radixrt.bench.catalogue import SCALES, SHAPES, WORKLOADS, check_speed, one_of
 from radixrt.bench.comparison import Comparison
 from radixrt.bench.report import check_files, wide_console, write_json
 from radixrt.bench.run import Run, answer, program_of, run_once
-from radixrt.bench.scales import SCALES, WORKLOADS
-from radixrt.bench.shapes import SHAPES
 from radixrt.bench.subject import (
-    check_speed,
     device_speed,
     environment_of,
     model_of,
     model_shape,
-    one_of,
 )
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
@@ -31,7 +28,7 @@ from radixrt.runtime import Runtime
 from radixrt.workloads.lists import VOCAB_SIZE
 from radixrt.workloads.programs import PROGRAMS, play
 
-_WIDTH = 110  # of the table where there is no terminal
+_WIDTH = 110  # of the table without a terminal
 _CAPTION = (
     "cached, missed: median seconds with the cache and with misses forced. tokens/s: prompt and generated tokens "
     "with the cache. % of bound: 100 is as fast as the device's bandwidth and arithmetic allow."
@@ -40,7 +37,7 @@ _CAPTION = (
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured, and with what. None is the scale's choice, and the Runtime's where it has none.
+    """Options of the benchmark. None is the default of the scale or else of the Runtime.
 
     Attributes:
         scale: one of SCALES.
@@ -51,7 +48,7 @@ class Options:
         repeat: repetitions; each has fresh prompts and an empty cache.
         host_memory_gb: of a host tier, with which everything is run once more; None or 0 leaves that out.
         bandwidth, flops: of the device, in bytes/s and operations/s; both or, for a device that is known, neither.
-        dtype, device, chunked_prefill_size, max_total_tokens, schedule_policy: those of Runtime.
+        dtype, device, chunked_prefill_size, max_total_tokens, schedule_policy: as in `Runtime`.
     """
 
     scale: str = "cpu"
@@ -85,7 +82,7 @@ class Options:
 
 
 def compare(options: Options, *, progress: bool = False) -> list[Comparison]:
-    """Run every workload with the cache, then with a host tier too if there is to be one, then with misses forced.
+    """Run every workload with the cache, then with a host tier if one is given, then with misses forced.
 
     `progress` shows a bar on stderr.
 
@@ -103,7 +100,7 @@ def compare(options: Options, *, progress: bool = False) -> list[Comparison]:
         model_of(options.model, options.config or SCALES[options.scale].shape) as (model, load_format),
     ):
         for mode, own in modes.items():
-            # Not all at once: on a GPU each takes all the memory.
+            # One after the other: on a GPU each takes all the memory.
             with _runtime(options, model, load_format, own) as runtime:
                 _warm_up(runtime)
                 runs[mode] = {}
@@ -119,7 +116,7 @@ def compare(options: Options, *, progress: bool = False) -> list[Comparison]:
 
 
 def print_comparisons(comparisons: Sequence[Comparison], console: Console) -> None:
-    """Print the figures as a table, a workload a line."""
+    """Print the figures as a table, one workload a line."""
     table = Table(caption=_CAPTION, caption_justify="left")
     table.add_column("workload", no_wrap=True)
     for header in (
@@ -155,7 +152,7 @@ def print_comparisons(comparisons: Sequence[Comparison], console: Console) -> No
 
 
 def _print_tiers(comparisons: Sequence[Comparison], console: Console) -> None:
-    """Print what a host tier changes."""
+    """Print the effect of a host tier."""
     table = Table(caption="median seconds with the cache, without and with a host tier", caption_justify="left")
     table.add_column("workload", no_wrap=True)
     for header in ("without\ns", "with\ns", "speed-\nup", "hit rate\nwithout", "hit rate\nwith", "best\npossible"):
@@ -176,7 +173,7 @@ def _print_tiers(comparisons: Sequence[Comparison], console: Console) -> None:
 
 
 def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file: Path | None = None) -> int:
-    """Run, print, and write what is asked for. Returns 0.
+    """Run, print, and write the requested files. Returns 0.
 
     Raises:
         RadixrtError: see `compare`; or a file cannot be written, which is found before anything runs.
@@ -222,7 +219,7 @@ def _first(given: int | None, default: int | None) -> int | None:
 
 
 def _warm_up(runtime: Runtime) -> None:
-    """Whatever is made on first use is made here."""
+    """Run a few prompts, so that compiled kernels and graphs are ready."""
     program = PROGRAMS["system_prompt"](
         0,
         requests=4,
@@ -231,7 +228,7 @@ def _warm_up(runtime: Runtime) -> None:
         new_tokens=(8, 8),
         vocab_size=min(VOCAB_SIZE, runtime.config.vocab_size),
     )
-    for _ in play(program, lambda asks: answer(runtime, asks)):
+    for _ in play(program, lambda prompts: answer(runtime, prompts)):
         pass
 
 

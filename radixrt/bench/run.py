@@ -1,4 +1,6 @@
-"""One repetition of one workload: its requests, asked of a Runtime with an empty cache, and its figures."""
+"""Runs one repetition of one workload on a Runtime with an empty cache, and gives its figures."""
+
+# Tests: tests/bench/test_prefix_reuse.py
 
 from __future__ import annotations
 
@@ -6,12 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from radixrt.bench.scales import WORKLOADS, Size
+from radixrt.bench.catalogue import WORKLOADS, Size
 from radixrt.errors import RadixrtError
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.workloads.bound import DeviceSpeed, ModelShape, program_bound
-from radixrt.workloads.lists import VOCAB_SIZE, Ask
+from radixrt.workloads.lists import VOCAB_SIZE, WorkloadPrompt
 from radixrt.workloads.programs import PROGRAMS, Answer, Program, play, program_statistics
 
 TEMPERATURE = 0.6
@@ -20,16 +22,17 @@ SEED_STEP = 100  # between the prompts of two repetitions
 
 @dataclass(frozen=True)
 class Run:
-    """One repetition of one workload. Tokens are counted over all of its requests.
+    """Figures of one repetition of one workload, over all its requests.
 
     Attributes:
         seconds: in `Runtime.generate`, over all rounds.
         requests: of all rounds.
-        prompt_tokens, cached_tokens: of the prompts, and those of them that were found in the cache.
+        prompt_tokens: tokens of the prompts.
+        cached_tokens: prompt tokens found in the cache.
         generated_tokens: of the answers.
         recomputed_tokens: computed again after a retraction, because the pool was full.
-        best_cached_tokens: what an unlimited cache that is empty at first could have served.
-        bound_seconds: that no engine can beat on this device; None if its speed is not known.
+        best_cached_tokens: prompt tokens that an unlimited cache, empty at first, could have served.
+        bound_seconds: time that no engine can beat on this device; None if its speed is unknown.
     """
 
     seconds: float
@@ -42,8 +45,18 @@ class Run:
     bound_seconds: float | None
 
 
+def hit_rate(runs: Sequence[Run]) -> float:
+    """cached_tokens over prompt_tokens of all repetitions, 0 to 1."""
+    return sum(run.cached_tokens for run in runs) / sum(run.prompt_tokens for run in runs)
+
+
+def best_hit_rate(runs: Sequence[Run]) -> float:
+    """The best possible hit rate of all repetitions: see `program_statistics`."""
+    return sum(run.best_cached_tokens for run in runs) / sum(run.prompt_tokens for run in runs)
+
+
 def program_of(name: str, sizes: Mapping[str, Size], vocab_size: int, repetition: int) -> Program:
-    """One of WORKLOADS, with other prompts for each `repetition`."""
+    """A program of WORKLOADS, with other prompts for each `repetition`."""
     # The workloads' own seeds are 0 to 7, in this order.
     seed = WORKLOADS.index(name) + SEED_STEP * repetition
     return PROGRAMS[name](seed, vocab_size=min(VOCAB_SIZE, vocab_size), **sizes)
@@ -58,9 +71,9 @@ def run_once(runtime: Runtime, program: Program, shape: ModelShape, speed: Devic
     """
     seconds = 0.0
 
-    def timed(asks: Sequence[Ask]) -> list[Answer]:
+    def timed(prompts: Sequence[WorkloadPrompt]) -> list[Answer]:
         nonlocal seconds
-        answers, taken = _answered(runtime, asks)
+        answers, taken = _answered(runtime, prompts)
         seconds += taken
         return answers
 
@@ -70,7 +83,7 @@ def run_once(runtime: Runtime, program: Program, shape: ModelShape, speed: Devic
     after = runtime.cache_stats()
     return Run(
         seconds=seconds,
-        requests=sum(len(played.asks) for played in rounds),
+        requests=sum(len(played.prompts) for played in rounds),
         prompt_tokens=after.prompt_tokens - before.prompt_tokens,
         cached_tokens=after.cached_tokens - before.cached_tokens,
         generated_tokens=sum(len(answer) for played in rounds for answer in played.answers),
@@ -80,30 +93,33 @@ def run_once(runtime: Runtime, program: Program, shape: ModelShape, speed: Devic
     )
 
 
-def answer(runtime: Runtime, asks: Sequence[Ask]) -> list[Answer]:
-    """Run a round: all of it in one call. A round asks for answers, or for likelihoods."""
-    return _answered(runtime, asks)[0]
+def answer(runtime: Runtime, prompts: Sequence[WorkloadPrompt]) -> list[Answer]:
+    """Run a round in one call: it generates answers, or scores continuations."""
+    return _answered(runtime, prompts)[0]
 
 
-def _answered(runtime: Runtime, asks: Sequence[Ask]) -> tuple[list[Answer], float]:
+def _answered(runtime: Runtime, prompts: Sequence[WorkloadPrompt]) -> tuple[list[Answer], float]:
     """The answers, and the seconds of the Runtime's call."""
-    prompts = [ask.prompt_ids for ask in asks]
-    if asks[0].continuation_ids is not None:  # the figures of it are of no interest here
-        continuations = [ask.continuation_ids.tolist() for ask in asks if ask.continuation_ids is not None]
+    prompt_ids = [prompt.prompt_ids for prompt in prompts]
+    if prompts[0].continuation_ids is not None:  # only its time is of interest here
+        continuations = [
+            prompt.continuation_ids.tolist() for prompt in prompts if prompt.continuation_ids is not None
+        ]
         began = time.perf_counter()
-        runtime.score(prompts, continuations)
-        return [()] * len(asks), time.perf_counter() - began
+        runtime.score(prompt_ids, continuations)
+        return [()] * len(prompts), time.perf_counter() - began
     params = [
-        SamplingParams(max_new_tokens=ask.max_new_tokens, temperature=TEMPERATURE, ignore_eos=True) for ask in asks
+        SamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=TEMPERATURE, ignore_eos=True)
+        for prompt in prompts
     ]
     began = time.perf_counter()
-    outputs = runtime.generate(prompts, params)
+    outputs = runtime.generate(prompt_ids, params)
     seconds = time.perf_counter() - began
-    for ask, output in zip(asks, outputs, strict=True):
-        if len(output.token_ids) != ask.max_new_tokens:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if len(output.token_ids) != prompt.max_new_tokens:
             why = output.error or f"the context is {runtime.context_length}"
             raise RadixrtError(
-                f"a prompt of {len(ask.prompt_ids)} tokens got {len(output.token_ids)} of {ask.max_new_tokens} "
-                f"new ones ({why}): nothing can be compared"
+                f"a prompt of {len(prompt.prompt_ids)} tokens got {len(output.token_ids)} of "
+                f"{prompt.max_new_tokens} new ones ({why}): nothing can be compared"
             )
     return [output.token_ids for output in outputs], seconds

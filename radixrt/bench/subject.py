@@ -1,4 +1,6 @@
-"""What a benchmark measures: a model on a device, and what the two can do at best."""
+"""The subject of a benchmark: a model on a device, and their peak speed."""
+
+# Tests: tests/bench/test_throughput.py
 
 from __future__ import annotations
 
@@ -6,16 +8,14 @@ import contextlib
 import os
 import platform
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from radixrt.bench.shapes import write_shape
+from radixrt.bench.catalogue import write_shape
 from radixrt.builtin import MODEL_PATH
-from radixrt.checks import check_float
-from radixrt.errors import ParameterError
 from radixrt.execution.device import choose_device
 from radixrt.runtime import Runtime
 from radixrt.version import __version__
@@ -35,7 +35,7 @@ def model_of(model: str | None, config: str | None) -> Iterator[tuple[Path | str
 
 
 def environment_of(device: str | None, model: str) -> dict[str, str]:
-    """What figures depend on besides their options."""
+    """Versions, device and model, for the header of a report."""
     chosen = choose_device(device)
     return {
         "radixrt": __version__,
@@ -48,7 +48,7 @@ def environment_of(device: str | None, model: str) -> dict[str, str]:
 
 
 def device_speed(device: torch.device, bandwidth: float | None, flops: float | None) -> DeviceSpeed | None:
-    """That of `bandwidth` in bytes/s and `flops` in operations/s; without these the device's, if it is known."""
+    """The given `bandwidth` in bytes/s and `flops` in operations/s, or else those of a known device."""
     if bandwidth is not None and flops is not None:
         return DeviceSpeed(bandwidth, flops)
     if device.type != "cuda":
@@ -57,7 +57,7 @@ def device_speed(device: torch.device, bandwidth: float | None, flops: float | N
 
 
 def model_shape(runtime: Runtime, dtype: str) -> ModelShape:
-    """Of a Runtime that was made with this `dtype`."""
+    """The shape of a Runtime's model; `dtype` is the Runtime's option."""
     config = runtime.config
     return ModelShape(
         num_layers=config.num_layers,
@@ -72,22 +72,7 @@ def model_shape(runtime: Runtime, dtype: str) -> ModelShape:
 
 
 def value_bytes(runtime: Runtime, dtype: str) -> int:
-    """Of a weight, or an element of KV, of a Runtime that was made with this `dtype`."""
+    """Bytes of a weight or an element of KV; `dtype` is the Runtime's option."""
     auto = torch.float32 if runtime.device.type == "cpu" else runtime.config.dtype
     chosen = auto if dtype == "auto" else getattr(torch, dtype)
     return int(chosen.itemsize)
-
-
-def check_speed(bandwidth: float | None, flops: float | None) -> None:
-    """Raise ParameterError unless both are above 0, or both None."""
-    if (bandwidth is None) != (flops is None):
-        raise ParameterError("bandwidth and flops are given together, or not at all")
-    for name, figure in (("bandwidth", bandwidth), ("flops", flops)):
-        if figure is not None:
-            check_float(name, figure, 0.0, 1e18, above=True)
-
-
-def one_of(name: str, value: str, known: Collection[str]) -> None:
-    """Raise ParameterError unless `value` is known."""
-    if value not in known:
-        raise ParameterError(f"{name} is {value!r}; it must be one of: {', '.join(known)}")

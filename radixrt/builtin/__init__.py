@@ -1,8 +1,8 @@
 """The built-in model: a small Llama that looks facts up in the document of its prompt.
 
-`task` says what it was taught and draws documents and questions, `training` makes it. The answer of a
-question stands in the prompt alone, so that a wrong key or value anywhere in the document shows up as a
-wrong answer.
+`task` defines its task and draws documents and questions; `scripts/train_tiny_model.py` trains it. Only
+the prompt has the answer to a question, so that a wrong key or value anywhere in the document shows up
+as a wrong answer.
 """
 
 from pathlib import Path

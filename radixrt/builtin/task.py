@@ -11,8 +11,8 @@ A prompt is a document, then questions; all but the last one are answered (few-s
 The model goes on with " Oslo" and ends. A name has one fact, or several with different verbs. In the
 built-in tokenizer each name, verb and punctuation mark is one token and a value is one or two: the
 places made of two words and the numbers above 99 are two, and many of them share the first, so that the
-second one can only be found by reading on from the right fact. `training.check_tokenizer` verifies
-these counts.
+second one can only be found by reading on from the right fact. `check_tokenizer` in
+`scripts/train_tiny_model.py` verifies these counts.
 
 Nothing here needs torch. Whatever is drawn follows from the `random.Random` that is handed in.
 """
@@ -37,10 +37,10 @@ MAX_PROMPT_TOKENS = 1024
 """Longest prompt with its answer the model is trained for, in tokens."""
 
 MIN_FACTS = 4
-"""Fewest facts of a document."""
+"""Minimum facts of a document."""
 
 MAX_FACTS_PER_NAME = 4
-"""Most facts a name has on average; single names have up to one for each verb."""
+"""Maximum facts of a name on average; a single name has up to one for each verb."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ MAX_NUMBER = 999
 
 
 class ValueKind(Enum):
-    """What a verb takes."""
+    """Kinds of values."""
 
     NUMBER = "number"
     PLACE = "place"
@@ -149,7 +149,7 @@ class Fact:
 
     @property
     def text(self) -> str:
-        """The fact as it stands in a document."""
+        """The fact as a document has it."""
         return f"{self.name} {self.verb} {self.value}."
 
     @property
@@ -202,7 +202,7 @@ class Question:
 
     @property
     def answer(self) -> str:
-        """What the model has to generate, blanks around it stripped."""
+        """The answer that the model has to generate, stripped of blanks."""
         return self.document.facts[self.fact].value
 
     @property
@@ -238,10 +238,10 @@ def make_document(
         raise ValueError("give either num_facts or max_tokens")
     if not 1 <= facts_per_name <= MAX_FACTS_PER_NAME:
         raise ValueError(f"facts_per_name = {facts_per_name}: 1 to {MAX_FACTS_PER_NAME} are possible")
-    most = len(NAMES) * facts_per_name
-    limit = min(most, max_tokens // 4) if max_tokens is not None else num_facts or 0
-    if not MIN_FACTS <= limit <= most:
-        raise ValueError(f"{limit} facts: a document has {MIN_FACTS} to {most} of them")
+    max_facts = len(NAMES) * facts_per_name
+    limit = min(max_facts, max_tokens // 4) if max_tokens is not None else num_facts or 0
+    if not MIN_FACTS <= limit <= max_facts:
+        raise ValueError(f"{limit} facts: a document has {MIN_FACTS} to {max_facts} of them")
     names = rng.sample(NAMES, -(-limit // facts_per_name))
     if facts_per_name == 1:
         keys = [(name, rng.choice(tuple(VERBS))) for name in names]
@@ -291,7 +291,7 @@ EXAMPLE_DOCUMENTS: tuple[tuple[int, int], ...] = (
     (450, 3),
     (500, 1),
 )
-"""Documents of the examples: most tokens, and facts a name."""
+"""Documents of the examples: maximum tokens, and facts a name."""
 
 EXAMPLE_MAX_NEW_TOKENS = 8
 
@@ -304,11 +304,11 @@ def make_questions(
     few_shot: int = 12,
     earlier: int = 5,
 ) -> list[Example]:
-    """Draw the demo's examples: per document, questions asked alone and questions behind one few-shot head.
+    """Draw the demo's examples: for each document, questions alone and questions after one few-shot head.
 
     A document is asked about each of its facts once at most in either way. The order is random, as
     questions of different users would come; `custom_id` is `doc<document>-q<n>` for those alone and
-    `doc<document>-s<n>` for those behind the head of `earlier` answered questions.
+    `doc<document>-s<n>` for questions after the head of `earlier` answered questions.
     """
     rng = random.Random(seed)
     examples: list[Example] = []

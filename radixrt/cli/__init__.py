@@ -1,4 +1,4 @@
-"""The command `radixrt`. Nothing here imports torch before a model is wanted: help answers at once."""
+"""The command `radixrt`. Torch is imported only when a model is loaded, so that help answers at once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from radixrt.errors import RadixrtError
 from radixrt.version import __version__
 
 _EXAMPLES = """\
-examples, with the small built-in model (--model FOLDER_OR_ID takes another one):
+examples, with the small built-in model (--model FOLDER_OR_ID loads another one):
   radixrt generate $'Mira likes Oslo.\\nQ: Mira likes?\\nA:' --temperature 0
   radixrt chat --system 'Mira likes Oslo. Tarek counts 374.' --temperature 0
   radixrt batch --input questions.jsonl --output answers.jsonl
 
-`radixrt COMMAND --help` says more of each.
+`radixrt COMMAND --help` describes each command.
 """
 
 
@@ -38,7 +38,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         status = int(arguments.run(arguments))
-        sys.stdout.flush()  # here, where a closed pipe can be told from a defect
+        sys.stdout.flush()  # here a closed pipe is caught below
         return status
     except RadixrtError as error:
         print(f"radixrt: error: {error}", file=sys.stderr)
@@ -46,7 +46,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt as error:
         print(f"radixrt: {str(error) or 'interrupted'}", file=sys.stderr)
         return interrupt_status(error)
-    except BrokenPipeError:  # such as `| head`: nobody reads on, which is no mistake
+    except BrokenPipeError:  # such as `| head`: no mistake
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
         return PIPE_CLOSED
 

@@ -1,5 +1,7 @@
 """`radixrt batch`: a file of prompts to a file of records."""
 
+# Tests: tests/cli/test_cli.py
+
 from __future__ import annotations
 
 import argparse
@@ -32,23 +34,23 @@ example:
   $ radixrt batch --input questions.jsonl --output answers.jsonl --temperature 0
   $ zcat more.jsonl.gz | radixrt batch --input - --output answers.jsonl.zst
 
-Each line gives one record in answers.jsonl, in the same order: custom_id, index (the line's place in the
-input, from 0), text, token_ids, finish_reason, usage, timings, metadata and error; with n above 1 outputs, and
-log-probabilities if asked for. All lines are checked before the weights are loaded. A bad one is named with
-its number, and gets a record with its error; the others go on.
+Each line becomes one record in answers.jsonl, in the same order: custom_id, index (the line's place in the input,
+from 0), text, token_ids, finish_reason, usage, timings, metadata and error; with n above 1 outputs, and
+log-probabilities if asked for. All lines are checked before the weights are loaded. Bad lines are printed with
+their numbers and become records with an error; the others run.
 
-Finished records are kept in the folder answers.jsonl.run until all are there. Whatever stopped a run - Ctrl-C, a
-kill, a full disk, a GPU that failed - the same command goes on with it. At the first Ctrl-C or SIGTERM nothing
-more is begun, and what has begun gets --drain-seconds to end; the second one stops after the current pass. If a
-pass fails, its lines are run again, apart from the others, so that only a line that fails alone has an error.
+Finished records are kept in the folder answers.jsonl.run until all are there. After any stop - Ctrl-C, a kill, a
+full disk, a failed GPU - the same command goes on. At the first Ctrl-C or SIGTERM no more requests are begun, and
+started ones get --drain-seconds to finish; a second one stops after the current pass. If a pass fails, its lines
+are run again in smaller groups, so that only a line that fails alone has an error.
 
-Lines of OpenAI's Batch API (custom_id, method, url, body) get records in OpenAI's form. The input may be
-compressed by gzip or zstd, or a parquet file whose columns are the keys; the output is compressed if its name
+Lines of OpenAI's Batch API (custom_id, method, url, body) become records in OpenAI's format. The input may be
+compressed by gzip or zstd, or be a parquet file whose columns are the keys; the output is compressed if its name
 ends in .gz or .zst. "-" is standard input or output.
-Records on standard output are in input order, too, and nothing of them is kept: the same command begins anew.
+Records on standard output are in input order, too, but none are kept: the same command begins anew.
 
-The figures that are printed at the end, and what the run did over time, go to --report FILE, too, also if it was
-stopped. A page (.html) shows the shared prefixes as well, and needs matplotlib: pip install 'radixrt[report]'.
+--report FILE gets the figures printed at the end and a timeline, also if the run was stopped. A page (.html) also
+shows the shared prefixes, and needs matplotlib: pip install 'radixrt[report]'.
 
 exit status: 0 every line has its record; 1 the run failed, or more lines have errors than --max-error-rate
 allows; 2 the options, the model or a file cannot be used; 75 the disk or the GPU failed; 130 stopped by Ctrl-C,
@@ -69,15 +71,15 @@ def add_batch_command(commands: Any) -> None:
     )
     option = parser.add_argument_group("files").add_argument
     option("--input", required=True, metavar="FILE", help="JSON lines or parquet, one prompt each")
-    option("--output", required=True, metavar="FILE", help="gets one record a line")
-    option("--overwrite", action="store_true", help="replace an output that exists")
-    option("--restart", action="store_true", help="forget what an earlier run has left in OUTPUT.run")
+    option("--output", required=True, metavar="FILE", help="one record for each line")
+    option("--overwrite", action="store_true", help="replace an existing output")
+    option("--restart", action="store_true", help="discard the records of an earlier run in OUTPUT.run")
     option("--strict", action="store_true", help="run nothing if a line is bad")
     option(
         "--order",
         choices=("planned", "file"),
         default="planned",
-        help="planned: those that share a prefix follow one another; file: as they stand (planned)",
+        help="planned: prompts with a common prefix follow one another; file: in input order (planned)",
     )
     option(
         "--max-error-rate",
@@ -90,16 +92,16 @@ def add_batch_command(commands: Any) -> None:
         type=float,
         default=DRAIN_SECONDS,
         metavar="S",
-        help=f"for what has begun, after the first Ctrl-C or SIGTERM ({DRAIN_SECONDS:g})",
+        help=f"time for started requests after the first Ctrl-C or SIGTERM ({DRAIN_SECONDS:g})",
     )
     option(
         "--report",
         action="append",
         default=[],
         metavar="FILE",
-        help="gets the figures when the run ends: .json, or .html, a page with plots; may be repeated",
+        help="write the figures at the end: .json, or .html for a page with plots; may be repeated",
     )
-    option("--price-per-hour", type=float, metavar="X", help="of the machine, so that the report has the cost")
+    option("--price-per-hour", type=float, metavar="X", help="of the machine, for the cost in the report")
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     add_options(parser, "sampling parameters of lines that give none", SAMPLING)
     add_runtime_options(parser)
@@ -107,14 +109,13 @@ def add_batch_command(commands: Any) -> None:
 
 def _batch(arguments: argparse.Namespace) -> int:
     from radixrt.batch.job import Batch
+    from radixrt.batch.options import BatchConfig
     from radixrt.builtin import MODEL_PATH
     from radixrt.frontend.request_builder import builder_without_weights
     from radixrt.report.files import ReportError
 
     options = runtime_options(arguments)
-    with Batch(
-        arguments.input,
-        arguments.output,
+    batch_options = BatchConfig(
         default_params=sampling_params(arguments),
         overwrite=arguments.overwrite,
         restart=arguments.restart,
@@ -126,17 +127,18 @@ def _batch(arguments: argparse.Namespace) -> int:
         drain_seconds=arguments.drain_seconds,
         report=arguments.report,
         price_per_hour=arguments.price_per_hour,
-    ) as batch:
+    )
+    with Batch(arguments.input, arguments.output, batch_options) as batch:
         # Before the weights are loaded: mistakes show within seconds.
         builder = builder_without_weights(options.get("model", MODEL_PATH), options.get("context_length"))
-        scan = batch.look(
+        scanned = batch.scan(
             builder.tokenizer, lambda prompt, params, line: builder.build(prompt, params, index=line)
         )
-        if scan.problems:
-            print(f"radixrt: {scan.summary()}", file=sys.stderr)
+        if scanned.lines.problems:
+            print(f"radixrt: {scanned.lines.summary()}", file=sys.stderr)
         with runtime_with_cache(arguments, progress=arguments.progress) as runtime:
             try:
-                report = batch.run(runtime)
+                report = scanned.run(runtime)
             except ReportError as error:
                 _tell(error.report, arguments, ())
                 raise
@@ -145,7 +147,7 @@ def _batch(arguments: argparse.Namespace) -> int:
 
 
 def _tell(report: BatchReport, arguments: argparse.Namespace, reports: Sequence[str]) -> None:
-    """Print the figures; `reports`: files that have them, too."""
+    """Print the figures, and the names of `reports`, files that have them too."""
     from rich.console import Console
 
     from radixrt.files.standard import STANDARD, place_name

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 # A conversation has one answer a turn, and shows its text.
 _SAMPLING = tuple(option for option in SAMPLING if option.name != "n" and "logprobs" not in option.name)
 
-_BUILTIN_TURN = "\nQ: {}\nA:"  # what the built-in model was taught
+_BUILTIN_TURN = "\nQ: {}\nA:"  # the built-in model was trained on this
 
 _COMMANDS = {
-    "/reset": "begin anew; the cache keeps what it has",
+    "/reset": "begin a new conversation; the cache stays",
     "/tree": "print the cached prefixes",
     "/help": "print this",
     "/quit": "end the chat, as Ctrl-D does",
@@ -44,16 +44,16 @@ examples:
   radixrt chat --model FOLDER_OR_ID --system 'Be brief.' --max-new-tokens 512
   radixrt chat --system 'Mira likes Oslo. Tarek counts 374.' --temperature 0
 
-Each line is a turn; the answer streams, and a line behind it says how much of the prompt was found in the cache:
-all turns before it, as a rule. /help lists the commands; put a blank before a / that is none. Ctrl-C ends the
-answer after the current pass, and it is forgotten with its turn; Ctrl-D ends the chat.
+Each line is a turn. The answer streams, and the line after it shows how much of the prompt was found in the cache:
+usually all earlier turns. /help lists the commands; put a blank before a / that begins no command. Ctrl-C ends the
+answer after the current pass, and its turn is forgotten; Ctrl-D ends the chat.
 
-A base model, which has no chat template, goes on with plain text: what is said stands where the answer before
-ended, and --turn says what is written around it.
+A base model has no chat template and continues plain text: a turn is appended to the last answer, in the form that
+--turn gives.
 
-exit status: 0 all turns were answered; 1 or 2 a turn failed in a pass, or could not be run (that of the last one
-counts); 2 the options or the model cannot be used; 75 the GPU failed; 130 stopped by Ctrl-C outside an answer, on
-no terminal, 143 by SIGTERM.
+exit status: 0 all turns were answered; 1 or 2 a turn failed in a pass, or could not be run (the last such turn
+counts); 2 the options or the model cannot be used; 75 the GPU failed; 130 stopped by Ctrl-C outside an answer,
+without a terminal, 143 by SIGTERM.
 """
 
 
@@ -69,42 +69,42 @@ def add_chat_command(commands: Any) -> None:
         run=_chat,
     )
     option = parser.add_argument_group("conversation").add_argument
-    option("--system", metavar="TEXT", help="the system message; what a base model's text begins with")
+    option("--system", metavar="TEXT", help="the system message; for a base model, the beginning of its text")
     option(
         "--turn",
         metavar="TEXT",
-        help=r"of a base model: how a turn is written, {} being what was said ({}; built-in model: \nQ: {}\nA:)",
+        help=r"for a base model: the form of a turn, with {} for the line typed ({}; built-in model: \nQ: {}\nA:)",
     )
     add_options(parser, "sampling parameters", _SAMPLING)
     add_runtime_options(parser)
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    # before the model is loaded: a mistake shows at once
+    # before the model is loaded, so that a mistake shows at once
     params = sampling_params(arguments)
     turn: str | None = arguments.turn
     if turn is not None and turn.count("{}") != 1:
-        raise ParameterError(f"--turn is {turn!r}; it must hold {{}} once, where what was said goes")
+        raise ParameterError(f"--turn is {turn!r}; it must contain {{}} once, in the place of the line typed")
     options = runtime_options(arguments)
     with runtime_with_cache(arguments) as runtime:
         plain = runtime.tokenizer is None or not runtime.tokenizer.has_chat_template
         if turn is not None and not plain:
-            raise ParameterError("--turn is for models without a chat template, and this one has one")
+            raise ParameterError("--turn is for models without a chat template; this model has one")
         if turn is None:
             turn = _BUILTIN_TURN if plain and "model" not in options else "{}"
         chat = _Chat(runtime, arguments.system, turn, params)
         print("/help lists the commands, Ctrl-D ends the chat.")
         if plain:
-            print(f"The model has no chat template: its text goes on, a turn being {turn!r}.")
+            print(f"The model has no chat template: it continues plain text, each turn in the form {turn!r}.")
         return chat.run()
 
 
 class _Chat:
-    """What was said so far, and what comes next.
+    """A conversation with its commands.
 
     Args:
-        system: the system message, or what plain text begins with.
-        turn: what is said, with {} for what was typed.
+        system: the system message, or the beginning of plain text.
+        turn: the form of a turn, with {} for the line typed.
 
     Raises:
         TokenizerError: the model has no tokenizer.
@@ -118,7 +118,7 @@ class _Chat:
         self._talk = self._begin()
 
     def run(self) -> int:
-        """Answer what is typed until it ends. Returns the exit status."""
+        """Answer the lines typed until their end. Returns the exit status."""
         status = DONE
         for line in _typed_lines():
             if line == "/quit":
@@ -149,14 +149,14 @@ class _Chat:
             self._runtime.print_tree()
         else:
             if line != "/help":
-                print(f"there is no command {line}; these are:")
+                print(f"there is no command {line}; the commands are:")
             for name, what in _COMMANDS.items():
                 print(f"{name:<8}{what}")
 
     def _say(self, text: str) -> int:
-        """Stream the answer, then say how much was found in the cache. Returns FAILED if it has failed."""
+        """Stream the answer, then print its cache hits. Returns FAILED if it has failed."""
         output = None
-        # Ctrl-C is raised between two passes, those of a long prompt too; leaving the stream ends its request.
+        # Ctrl-C is raised between two passes, also of a long prompt; leaving the stream ends its request.
         try:
             for chunk in self._talk.stream(text):
                 output = chunk.output
@@ -186,7 +186,7 @@ def _hit(output: RequestOutput) -> str:
 
 
 def _note(text: str) -> None:
-    """A line that no model has said."""
+    """Print a line that is not of the model."""
     dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
     print(f"{dim}[{text}]{plain}", flush=True)
 

@@ -1,4 +1,4 @@
-"""The demo: the example questions answered by the built-in model, and what that shows."""
+"""The demo: the built-in model answers the example questions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIN_EXACT = 0.95
 """Share of the answers that must equal the expected one as strings."""
 
 MAX_LOST_HITS = 0.01
-"""How far the hit rate may stay below the best possible one."""
+"""Maximum distance of the hit rate from the best possible one."""
 
 SHOWN = 5
 """Answers to print."""

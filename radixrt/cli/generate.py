@@ -29,10 +29,10 @@ examples:
   radixrt generate 'Once upon a time' 'Once upon a day' --model FOLDER --max-new-tokens 64 --json
   cat prompt.txt | radixrt generate - --model FOLDER --stop $'\\n\\n'
 
-Prompts are taken as they are: `radixrt chat` writes them as the model's chat template has it. With several answers
-each comes after a line that says whose it is, or --json prints one object a line: text, output_ids and meta_info
-(id, finish_reason, prompt_tokens, completion_tokens, cached_tokens, e2e_latency, and log-probabilities if asked
-for), n lines for a prompt with n answers.
+Prompts are taken verbatim; `radixrt chat` applies the model's chat template. With several answers a line before
+each names its prompt, or --json prints one object a line: text, output_ids and meta_info (id, finish_reason,
+prompt_tokens, completion_tokens, cached_tokens, e2e_latency, and log-probabilities if asked for), n lines for a
+prompt with n answers.
 
 exit status: 0 done; 1 a pass failed; 2 the options, a prompt or the model cannot be used; 75 the GPU failed; 130
 stopped by Ctrl-C, 143 by SIGTERM.
@@ -46,26 +46,26 @@ def add_generate_command(commands: Any) -> None:
         "generate",
         usage="PROMPT [PROMPT ...] [options]",
         help="answer prompts given here",
-        description="Answer one prompt or several; what they share is computed once.",
+        description="Answer one prompt or several; shared prefixes are computed once.",
         epilog=_EXAMPLES,
         run=_generate,
     )
     parser.add_argument(
         "prompts", nargs="+", metavar="PROMPT", help="text; - is standard input, without the end of its last line"
     )
-    shown = parser.add_argument_group("what is printed").add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="an object a line for each answer")
+    shown = parser.add_argument_group("output").add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print each answer as an object on a line")
     shown.add_argument(
         "--stream",
         action="store_true",
-        help="the text of one prompt as it comes; on a terminal that is what happens anyway",
+        help="print the text of one answer as it comes; the default on a terminal",
     )
     add_options(parser, "sampling parameters", SAMPLING)
     add_runtime_options(parser)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    # before the model is loaded: a mistake shows at once
+    # before the model is loaded, so that a mistake shows at once
     params = sampling_params(arguments)
     if not arguments.json and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise ParameterError("log-probabilities are printed with --json only")
@@ -89,7 +89,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _prompts(given: list[str]) -> list[str]:
-    """The prompts, `-` replaced by what stands in standard input."""
+    """The prompts, with `-` replaced by the text of standard input."""
     if given.count("-") > 1:
         raise ParameterError("- is given twice; standard input is one prompt")
     try:
@@ -112,7 +112,7 @@ def _stream(runtime: Runtime, prompt: str, params: SamplingParams) -> RequestOut
 
 
 def _status(outputs: list[RequestOutput]) -> int:
-    """The exit status; says on stderr which answers have failed."""
+    """The exit status; failed answers are named on stderr."""
     status = DONE
     for output in outputs:
         for answer in output.outputs:

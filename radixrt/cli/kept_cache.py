@@ -1,4 +1,4 @@
-"""A Runtime for a command, with the cache that is kept across runs: --load-cache and --save-cache."""
+"""A Runtime for a command, with a cache kept across runs: --load-cache and --save-cache."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def runtime_with_cache(arguments: argparse.Namespace, *, progress: bool = False) -> Iterator[Runtime]:
-    """The Runtime that the options ask for. What is cached is saved when the command has done its work, not when
-    something has ended it. Raises ParameterError before the model is loaded where a file cannot be.
+    """The Runtime of the options. Its cache is saved if the command finishes without an exception.
+
+    Raises ParameterError before the model is loaded if a file cannot be read or written.
     """
     load, save = _path(arguments, "load_cache"), _path(arguments, "save_cache")
     options = runtime_options(arguments)
@@ -29,7 +30,7 @@ def runtime_with_cache(arguments: argparse.Namespace, *, progress: bool = False)
     if load is not None and not load.is_file():
         raise ParameterError(f"--load-cache {load}: there is no such file; --save-cache makes one")
     if save is not None and (save.is_dir() or not save.parent.is_dir()):
-        raise ParameterError(f"--save-cache {save}: it is a folder, or there is none to hold it")
+        raise ParameterError(f"--save-cache {save}: it is a folder, or its folder does not exist")
     with radixrt.Runtime(**options) as runtime:
         if load is not None:
             count = runtime.load_cache(load, progress=progress)

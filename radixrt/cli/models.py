@@ -1,4 +1,6 @@
-"""`radixrt models`: what can be loaded."""
+"""`radixrt models`: the architectures that can be loaded."""
+
+# Tests: tests/cli/test_cli.py
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ example:
   radixrt models
   radixrt generate 'Once upon a time' --model Qwen/Qwen3-0.6B
 
-A model is a folder or a hub id in Hugging Face format: `architectures` in its config.json is what decides.
+A model is a folder or a hub id in Hugging Face format; `architectures` in its config.json decides.
 """
 
 
@@ -25,7 +27,7 @@ def add_models_command(commands: Any) -> None:
         "models",
         usage="[--help]",
         help="list the architectures that can be loaded",
-        description="Which architectures can be loaded, and checkpoints that have them.",
+        description="List the architectures that can be loaded, with example checkpoints.",
         epilog=_EXAMPLE,
         run=_models,
     )

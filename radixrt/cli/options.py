@@ -1,4 +1,6 @@
-"""Options that several commands share: each is a keyword of `SamplingParams` or `Runtime`, told once."""
+"""Options shared by several commands: each is a keyword of `SamplingParams` or `Runtime`."""
+
+# Tests: tests/cli/test_cli.py
 
 from __future__ import annotations
 
@@ -14,16 +16,16 @@ from radixrt.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Option:
-    """One keyword as an option. What is not given is not there, so that it keeps the default of the API.
+    """A keyword as an option. Without it the keyword keeps the default of the API.
 
     Attributes:
         name: of the keyword; the option is `--name` with dashes.
-        help: what it does, with its default.
-        metavar: what its value is called; None for an option that takes none.
-        read: makes a value of the text; raises ArgumentTypeError or ValueError.
-        repeats: may be given several times; the values are listed.
-        choices: the values there are.
-        value: of an option that takes none; False makes it `--no-...`.
+        help: its effect and default.
+        metavar: name of its value; None for an option without one.
+        read: parses the value; raises ArgumentTypeError or ValueError.
+        repeats: may be given several times; the values make a list.
+        choices: the possible values.
+        value: set by an option without a value; False makes it `--no-...`.
         flag: another spelling of the option.
     """
 
@@ -79,72 +81,77 @@ def _biases(text: str) -> dict[int, float]:
 _DEFAULT = SamplingParams()
 
 SAMPLING = (
-    Option("max_new_tokens", f"most tokens to generate ({_DEFAULT.max_new_tokens})", "N", int),
-    Option("min_new_tokens", f"nothing ends an answer before it has N ({_DEFAULT.min_new_tokens})", "N", int),
+    Option("max_new_tokens", f"maximum tokens to generate ({_DEFAULT.max_new_tokens})", "N", int),
+    Option("min_new_tokens", f"minimum tokens to generate ({_DEFAULT.min_new_tokens})", "N", int),
     Option("n", f"answers to draw; the prompt is computed once for all ({_DEFAULT.n})", "N", int),
     Option("temperature", f"0 is greedy ({_DEFAULT.temperature})", "T", float),
-    Option("top_k", f"draw from the K most likely tokens; 0 is all ({_DEFAULT.top_k})", "K", int),
-    Option("top_p", f"draw from the fewest that reach probability P ({_DEFAULT.top_p})", "P", float),
-    Option("min_p", f"none less likely than P times the likeliest ({_DEFAULT.min_p})", "P", float),
+    Option("top_k", f"draw from the K likeliest tokens; 0 is all ({_DEFAULT.top_k})", "K", int),
+    Option("top_p", f"draw from the fewest tokens that reach probability P ({_DEFAULT.top_p})", "P", float),
+    Option("min_p", f"draw no token less likely than P times the likeliest ({_DEFAULT.min_p})", "P", float),
     Option(
         "repetition_penalty",
-        f"above 1: tokens of prompt and answer less likely ({_DEFAULT.repetition_penalty})",
+        f"above 1: makes tokens of prompt and answer less likely ({_DEFAULT.repetition_penalty})",
         "X",
         float,
     ),
-    Option("presence_penalty", f"off the logits of the answer's tokens ({_DEFAULT.presence_penalty})", "X", float),
-    Option("frequency_penalty", f"the same for each time they occur ({_DEFAULT.frequency_penalty})", "X", float),
+    Option(
+        "presence_penalty",
+        f"subtracted from logits of the answer's tokens ({_DEFAULT.presence_penalty})",
+        "X",
+        float,
+    ),
+    Option("frequency_penalty", f"the same for each occurrence ({_DEFAULT.frequency_penalty})", "X", float),
     Option("logit_bias", "added to logits, such as 2=-100,13=1.5", "ID=X,...", _biases),
-    Option("allowed_token_ids", "nothing else is drawn", "ID,...", _token_ids),
-    Option("bad_words", "text that is not generated; may be repeated", "TEXT", repeats=True, flag="--bad-word"),
-    Option("sampling_seed", "of each answer, in place of one from --seed and the prompt's place", "N", int),
-    Option("stop", "end where this text is complete, and before it; may be repeated", "TEXT", repeats=True),
+    Option("allowed_token_ids", "draw no other tokens", "ID,...", _token_ids),
+    Option("bad_words", "text never generated; may be repeated", "TEXT", repeats=True, flag="--bad-word"),
+    Option("sampling_seed", "of each answer, instead of one from --seed and the prompt's place", "N", int),
+    Option("stop", "end before this text; may be repeated", "TEXT", repeats=True),
     Option("include_stop_str", "end after the stop text instead"),
-    Option("stop_token_ids", "end at these tokens too", "ID,...", _token_ids),
+    Option("stop_token_ids", "also end at these tokens", "ID,...", _token_ids),
     Option("ignore_eos", "do not end at the model's end tokens"),
     Option("skip_special_tokens", "leave special tokens in the text", value=False),
     Option("logprobs", "log-probabilities of the answer, with the N likeliest tokens", "N", int),
-    Option("prompt_logprobs", "the same of the prompt", "N", int),
-    Option("prompt_logprobs_start", "the first prompt token that gets one; before it the cache serves", "N", int),
+    Option("prompt_logprobs", "the same for the prompt", "N", int),
+    Option("prompt_logprobs_start", "first prompt token with one; earlier ones may come from the cache", "N", int),
 )
 
 MODEL = (
     Option("model", "Hugging Face folder or hub id (the small built-in model)", "FOLDER_OR_ID"),
     Option("dtype", "of weights and KV, such as bfloat16", "DTYPE"),
-    Option("kv_dtype", "of KV: fp8 takes 8 bits a number (that of the weights)", choices=("auto", "fp8")),
+    Option("kv_dtype", "of KV; fp8: 8 bits a number (that of the weights)", choices=("auto", "fp8")),
     Option("device", "such as cpu, cuda or cuda:1", "DEVICE"),
-    Option("impl", "what computes: kernels or references (kernels on a GPU)", choices=("auto", "torch", "triton")),
+    Option("impl", "kernels or references (kernels on a GPU)", choices=("auto", "torch", "triton")),
     Option("load_format", "dummy: random weights from config.json alone", choices=("auto", "dummy")),
-    Option("context_length", "most tokens of a prompt with its answer", "N", int),
-    Option("seed", "of the run: what prompts without a seed of their own draw", "N", int),
+    Option("context_length", "maximum tokens of a prompt with its answer", "N", int),
+    Option("seed", "of the run, for prompts without a seed of their own", "N", int),
 )
 
 SCHEDULE = (
-    Option("memory_fraction", "share of the memory left beside the weights for KV", "X", float),
-    Option("max_total_tokens", "slots of the KV pool, whatever is free", "N", int),
-    Option("host_memory_gb", "gigabytes of the host's memory for prefixes that leave the KV pool", "GB", float),
-    Option("max_running_requests", "most requests in a pass", "N", int),
-    Option("chunked_prefill_size", "most prompt tokens in a pass", "N", int),
-    Option("schedule_policy", "longest prefix, or first come, first served", choices=("lpm", "fcfs")),
-    Option("enable_prefix_cache", "reuse nothing, keep nothing", value=False, flag="--no-prefix-cache"),
-    Option("force_miss", "find nothing in the cache, on the same code path: for measurements"),
+    Option("memory_fraction", "share for KV of the memory that the weights leave", "X", float),
+    Option("max_total_tokens", "slots of the KV pool, instead of --memory-fraction", "N", int),
+    Option("host_memory_gb", "host memory in gigabytes for prefixes evicted from the KV pool", "GB", float),
+    Option("max_running_requests", "maximum requests in a pass", "N", int),
+    Option("chunked_prefill_size", "maximum prompt tokens in a pass", "N", int),
+    Option("schedule_policy", "longest prefix match, or first come, first served", choices=("lpm", "fcfs")),
+    Option("enable_prefix_cache", "keep and reuse no prefixes", value=False, flag="--no-prefix-cache"),
+    Option("force_miss", "find nothing in the cache, on the same code path (for measurements)"),
     Option(
         "overlap",
-        "plan no pass before the one before it has ended: for measurements",
+        "plan each pass after the previous one has ended (for measurements)",
         value=False,
         flag="--no-overlap",
     ),
     Option("cuda_graphs", "replay no captured graphs", value=False, flag="--no-graphs"),
     Option(
         "attention",
-        "tree: kernels read KV that requests share once for all of them, where that is cheaper; references, as on "
-        "a CPU, read it once for each. flat: each request by itself, for comparison (tree)",
+        "tree: kernels read shared KV once for all its requests, where that is cheaper; references, as on a CPU, "
+        "read it once for each. flat: each request by itself, for comparison (tree)",
         choices=("tree", "flat"),
     ),
 )
 
 KEPT_CACHE = (
-    Option("load_cache", "begin with the prefixes that a run before this one has saved", "FILE", Path),
+    Option("load_cache", "begin with the prefixes that an earlier run has saved", "FILE", Path),
     Option("save_cache", "save all cached prefixes when the work is done, for --load-cache", "FILE", Path),
 )
 
@@ -159,7 +166,7 @@ def add_command(
     epilog: str,
     run: Callable[[argparse.Namespace], int],
 ) -> argparse.ArgumentParser:
-    """Add a command to the subparsers of `radixrt`. `run` gets what was parsed and returns the exit status."""
+    """Add a command to the subparsers of `radixrt`. `run` gets the arguments, and returns the exit status."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         usage=f"radixrt {name} {usage}",
@@ -181,19 +188,19 @@ def add_options(parser: argparse.ArgumentParser, title: str, options: Iterable[O
 
 
 def add_runtime_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `runtime_options` reads, and the files of `runtime_with_cache`."""
+    """Add the options of `runtime_options` and `runtime_with_cache`."""
     add_options(parser, "model", MODEL)
     add_options(parser, "memory and schedule", SCHEDULE)
     add_options(parser, "cache kept across runs", KEPT_CACHE)
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """The parameters that were given, the others at their defaults. Raises ParameterError."""
+    """The given parameters, and defaults for the others. Raises ParameterError."""
     return sampling_params_from_dict(_given(arguments, SAMPLING))
 
 
 def runtime_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The keywords of Runtime that were given."""
+    """The given keywords of Runtime."""
     return _given(arguments, (*MODEL, *SCHEDULE))
 
 

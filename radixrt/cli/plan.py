@@ -1,4 +1,6 @@
-"""`radixrt plan`: what a file of prompts shares, and what running it will bring."""
+"""`radixrt plan`: the shared prefixes of a file of prompts, and the hits and time to expect."""
+
+# Tests: tests/report/test_plan_view.py
 
 from __future__ import annotations
 
@@ -22,17 +24,17 @@ example:
   radixrt plan questions.jsonl --model Qwen/Qwen3-0.6B --max-new-tokens 32
   radixrt plan questions.jsonl --html plan.html
 
-Nothing is run, and no weights are read: of the model only its tokenizer and its config.json are wanted. Hits
-and time are those of a run in the planned order with the options given here; time is that of --card, from what
-the engine took over the physical bound in docs/benchmarks.md. Answers are expected to have max_new_tokens, unless
---mean-new-tokens says that they end earlier.
+Nothing is run, and no weights are read: the model's tokenizer and config.json are enough. Hits and time are those
+of a run in the planned order with the options given here. The time is for --card, by the engine's measured
+multiples of the physical bound in docs/benchmarks.md. Answers are expected to have max_new_tokens;
+--mean-new-tokens sets a lower expectation.
 """
 
 _OPTIONS = (
     Option("model", "Hugging Face folder or hub id (the small built-in model)", "FOLDER_OR_ID"),
-    Option("max_total_tokens", "tokens that the KV pool holds (what the card has room for)", "N", int),
-    Option("max_running_requests", "most requests in a pass (512)", "N", int),
-    Option("chunked_prefill_size", "most prompt tokens in a pass (16384)", "N", int),
+    Option("max_total_tokens", "slots of the KV pool (as many as fit on the card)", "N", int),
+    Option("max_running_requests", "maximum requests in a pass (512)", "N", int),
+    Option("chunked_prefill_size", "maximum prompt tokens in a pass (16384)", "N", int),
     Option("mean_new_tokens", "expected tokens of an answer, at most its max_new_tokens", "N", int),
 )
 
@@ -43,7 +45,7 @@ def add_plan_command(commands: Any) -> None:
         commands,
         "plan",
         usage="FILE [options]",
-        help="what a file of prompts shares, and what running it will bring",
+        help="show the shared prefixes of a file of prompts, and predict hits and time",
         description="Plan a file of prompts (JSON lines, as for `radixrt batch`) without running it.",
         epilog=_EXAMPLE,
         run=_plan,
@@ -51,10 +53,10 @@ def add_plan_command(commands: Any) -> None:
     option = parser.add_argument_group("files").add_argument
     option("input", metavar="FILE", help="JSON lines or parquet, one prompt each; - is standard input")
     option("--html", type=Path, metavar="FILE", help="write the plan as a page that folds and unfolds")
-    option("--prefixes", type=int, default=20, metavar="N", help="shared prefixes that are shown (20)")
+    option("--prefixes", type=int, default=20, metavar="N", help="number of shared prefixes to show (20)")
     add_options(parser, "the run", _OPTIONS)
     card = parser.add_argument_group("the card").add_argument
-    card("--card", default="h200", metavar="NAME", help="h200, which is measured (h200)")
+    card("--card", default="h200", metavar="NAME", help="a measured card: h200 (h200)")
     card("--bandwidth", type=float, metavar="BYTES/S", help="of another card's memory, such as 2.0e12")
     card("--flops", type=float, metavar="OPS/S", help="its dense products of the dtype, such as 250e12")
     card("--memory-gb", type=float, metavar="GB", help="its memory, in gigabytes (10^9 bytes)")
@@ -67,7 +69,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     from radixrt.batch.formats.line_format import LineParser
     from radixrt.batch.formats.source import read_lines
-    from radixrt.batch.prescan import prescan
+    from radixrt.batch.scan import scan_lines
     from radixrt.builtin import MODEL_PATH
     from radixrt.files.disk import temporary_folder
     from radixrt.files.standard import place_name
@@ -90,7 +92,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     builder = builder_without_weights(source)
     shape = _shape(builder.config)
     with temporary_folder() as folder:
-        scan = prescan(
+        scan = scan_lines(
             read_lines(arguments.input),
             folder,
             parser=LineParser(defaults),
@@ -120,14 +122,14 @@ def _plan(arguments: argparse.Namespace) -> int:
             "kv_bytes": shape.kv_bytes,
             "show": decoded_by(builder.tokenizer),
         }
-        print_plan(plan, console, most_prefixes=arguments.prefixes, **told)
+        print_plan(plan, console, max_prefixes=arguments.prefixes, **told)
         if page is not None:
             page.write(plan_page(plan, title=place_name(arguments.input, "input"), **told))
     return DONE
 
 
 def _shape(config: ModelConfig) -> ModelShape:
-    """The sizes of a model that decide what a token costs. Of experts, those count that a token goes through."""
+    """The sizes of a model that determine the cost of a token, with only the experts that one goes through."""
     from radixrt.models.mixtral import MixtureConfig
     from radixrt.workloads.bound import ModelShape
 

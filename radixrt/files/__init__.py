@@ -1,1 +1,1 @@
-"""Files and the disk."""
+"""Files and the disk: seams to the operating system."""

@@ -1,4 +1,6 @@
-"""A file that appears whole, or not at all."""
+"""Writes a file that appears whole or not at all."""
+
+# Tests: tests/kept_cache/test_kept_cache.py
 
 from __future__ import annotations
 
@@ -10,15 +12,15 @@ from types import TracebackType
 
 
 class AtomicFile:
-    """Bytes written one after the other to `PATH.partial`, which `finish` makes durable and renames to PATH.
+    """A file at `PATH.partial`, which `finish` makes durable and renames to PATH.
 
-    A process that is killed leaves PATH as it was, and a partial file that the next one writes over. Leaving the
+    A process that is killed leaves PATH as it was, and a partial file that the next one overwrites. Leaving the
     context without `finish` removes the partial file.
 
     Raises:
-        OSError: the disk refuses, and nothing is tried again: a second fsync may succeed with data lost. Only if
-            the folder cannot be made durable, PATH is the new file all the same. A BlockingIOError: another
-            process is writing to PATH.
+        OSError: the disk refuses. Nothing is tried again, since a second fsync may succeed with data lost. If only
+            the folder cannot be made durable, PATH is the new file. BlockingIOError: another process is writing
+            to PATH.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +66,7 @@ class AtomicFile:
             os.close(folder)
 
     def _lock(self) -> None:
-        """Be the one that writes; a lock ends with its process."""
+        """Become the only writer; the lock ends with the process."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Since it was opened, another process may have finished this very file.

@@ -1,4 +1,6 @@
-"""The calls of the operating system that a batch's files are written with."""
+"""The operating system's file calls, as an object that tests replace."""
+
+# Tests: tests/batch/journal/test_journal.py
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _REMEDIES = {
 
 
 def refusal(error: OSError) -> str:
-    """What the disk said, and what to do."""
+    """The disk's error and its remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "see to it")
     return f"{error.strerror or error}; {remedy}, then run the same command again"
 
@@ -34,21 +36,24 @@ def is_of_the_disk(error: OSError) -> bool:
 
 
 def file_error(what: str, error: OSError) -> BatchFileError:
-    """What to raise if the system refuses `what`, such as "cannot write PATH": a JournalError if the disk is at
-    fault, so that the same command can go on once it works, else a BatchFileError."""
+    """The exception to raise if the system refuses `what`, such as "cannot write PATH".
+
+    It is a JournalError if the disk is at fault, so that the same command can go on once it works; otherwise a
+    BatchFileError.
+    """
     if is_of_the_disk(error):
         return JournalError(f"{what}: {refusal(error)}")
     return BatchFileError(f"{what}: {error.strerror or error}")
 
 
 class Disk:
-    """Files through the `os` module. A test that wants a call to fail, or power to, gives an object of its own.
+    """Files through the `os` module. Tests replace it, to make calls fail or cut the power.
 
-    All calls raise OSError. One that a signal interrupts is made again, as Python does (PEP 475).
+    All calls raise OSError. Python repeats a call that a signal interrupts (PEP 475).
     """
 
     def open(self, path: Path, flags: int) -> int:
-        """A file descriptor that programs started later do not get."""
+        """A file descriptor that is not inherited."""
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def close(self, fd: int) -> None:
@@ -80,7 +85,7 @@ class Disk:
         os.rmdir(path)
 
     def flock(self, fd: int) -> None:
-        """Lock the open file, or raise BlockingIOError where another has done so."""
+        """Lock the open file, or raise BlockingIOError if another holder has."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def fstat(self, fd: int) -> os.stat_result:
@@ -93,12 +98,12 @@ class Disk:
         return os.listdir(path)
 
     def drop_cache(self, fd: int) -> None:
-        """Read the file from the disk next time, as far as the system has the call and heeds it."""
+        """Read the file from the disk next time, if the system has this call and heeds it."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write_all(self, fd: int, data: bytes) -> None:
-        """Write all of `data`, in one call unless the system takes a part of it only."""
+        """Write all of `data`, in one call unless the system takes only a part."""
         count = self.write(fd, data)
         if count == len(data):
             return
@@ -110,14 +115,14 @@ class Disk:
             rest = rest[count:]
 
     def pread_all(self, fd: int, count: int, offset: int) -> bytes:
-        """So many bytes at an offset, or as many as there are before the end of the file."""
+        """`count` bytes at an offset, or fewer at the end of the file."""
         data = self.pread(fd, count, offset)
         while len(data) < count and (more := self.pread(fd, count - len(data), offset + len(data))):
             data += more
         return data
 
     def write_file(self, path: Path, chunks: Iterator[bytes]) -> None:
-        """Make the bytes of a file durable; its name is not. A link in its place is refused."""
+        """Write a file and make its bytes durable, but not its name. A link at `path` is refused."""
         fd = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
         try:
             for chunk in chunks:
@@ -135,7 +140,7 @@ class Disk:
             self.close(fd)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder with all that is in it. Links are removed, not followed."""
+        """Remove a folder with its content. Links are removed, not followed."""
         for name in self.list(path):
             if stat.S_ISDIR(self.lstat(path / name).st_mode):
                 self.remove_tree(path / name)
@@ -144,7 +149,7 @@ class Disk:
         self.rmdir(path)
 
     def exists(self, path: Path) -> bool:
-        """Whether something has that name, be it a link to nothing."""
+        """Whether something has that name, even a dangling link."""
         try:
             self.lstat(path)
         except FileNotFoundError:
@@ -157,10 +162,10 @@ DISK = Disk()
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is gone afterwards, where the system has room for such.
+    """A folder of the system's temporary files, removed afterwards.
 
     Raises:
-        BatchFileError: there can be none; a JournalError if the disk is at fault.
+        BatchFileError: it cannot be made; a JournalError if the disk is at fault.
     """
     try:
         folder = tempfile.TemporaryDirectory()

@@ -1,11 +1,13 @@
-"""Standard input and output where a path is wanted."""
+"""Standard input and output in place of a path."""
+
+# Tests: tests/batch/formats/test_source.py
 
 from __future__ import annotations
 
 from pathlib import Path
 
 STANDARD = "-"
-"""Standard input or output where a path is wanted. A file of that name is Path("-") or "./-"."""
+"""Names standard input or output in place of a path. A file of that name is Path("-") or "./-"."""
 
 
 def place_name(place: str | Path, what: str) -> str:

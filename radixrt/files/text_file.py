@@ -1,4 +1,6 @@
-"""A text file that is written when the work is done, and checked before it begins."""
+"""A text file that is checked before the work begins, and written when it is done."""
+
+# Tests: tests/report/test_batch_report.py
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from radixrt.files.standard import STANDARD
 
 
 class TextFile:
-    """Replaces what has its name.
+    """A text file to write; an existing one is replaced.
 
     Args:
         path: in a folder that exists.
-        what: it is, for messages.
-        others: files that it must not replace, by what they are; "-" is standard input or output.
+        what: a noun for messages, such as "report".
+        others: files that it must not replace, by their nouns; "-" is standard input or output.
 
     Raises:
         BatchFileError: it cannot be written, or must not be.
@@ -37,7 +39,7 @@ class TextFile:
                 raise BatchFileError(f"the {what} {path} is the batch's {name}; give it another name")
 
     def write(self, text: str) -> None:
-        """Write it in one step, in UTF-8.
+        """Write the text in one step, in UTF-8.
 
         Raises:
             BatchFileError: the disk refuses.

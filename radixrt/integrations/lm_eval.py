@@ -1,4 +1,4 @@
-"""radixrt as a model of lm-evaluation-harness; `pip install 'radixrt[eval]'` brings the harness.
+"""radixrt as a model of lm-evaluation-harness; `pip install 'radixrt[eval]'` installs the harness.
 
 From a shell, with any option of `lm-eval run`:
 
@@ -14,7 +14,7 @@ From Python:
 Importing this module also registers the model under the name `radixrt`.
 
 All requests of one kind go to the Runtime at once, so that few-shot heads and the contexts of multiple-choice
-questions are computed once each. After each kind of requests a log line says how much was reused, and
+questions are computed once each. After each kind of requests a log line shows the reuse, and
 `results["config"]` has the same for the whole run (`RadixLM.get_model_info`).
 """
 
@@ -49,29 +49,29 @@ from radixrt.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-# Below the harness's own logger: its command line shows what comes through that one.
+# A child of the harness's own logger, whose messages its command line shows.
 _log = logging.getLogger("lm_eval.models.radixrt")
 
-# Of the harness's tasks, the first of those given counts.
-_MOST_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# Names in the harness's tasks; the first given one counts.
+_MAX_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
-# What the harness asks to be scored: texts (None for a window of a longer text), context ids, continuation ids.
+# A pair to score: texts (None for a window of a longer text), context ids, continuation ids.
 _Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
-HARNESS_DEVICE = "cuda:0"  # the harness gives this one, whether or not there is a GPU
+HARNESS_DEVICE = "cuda:0"  # the harness's default, with or without a GPU
 
 
 @register_model("radixrt")
 class RadixLM(TemplateLM):
-    """A Runtime behind the interface of the harness.
+    """A model of the harness that runs on a Runtime.
 
     Args:
         pretrained: folder or hub id of the model; None is the small built-in model.
         model: another name of `pretrained`.
-        max_length: most tokens of a context with its continuation or answer; None is the model's own.
-        max_gen_toks: most tokens to generate where a task does not say.
-        device: as that of Runtime; what the harness gives where nobody has said anything is left to Runtime too.
+        max_length: maximum tokens of a context with its continuation or answer; None is the model's own.
+        max_gen_toks: maximum tokens to generate, for tasks without a limit.
+        device: as in `Runtime`; the harness's default leaves the choice to Runtime.
         batch_size, max_batch_size: the harness always gives them; the Runtime makes its batches itself and
             results do not depend on them (see `max_running_requests` of Runtime).
         options: go to Runtime: dtype, memory_fraction, chunked_prefill_size, ...
@@ -109,7 +109,7 @@ class RadixLM(TemplateLM):
         self._device = self.runtime.device
         self._max_gen_toks = max_gen_toks
 
-    # -- what the harness wants to know of a model ---------------------------------------------------------
+    # -- properties of the model -----------------------------------------------------------------------------
 
     @property
     def max_length(self) -> int:
@@ -127,7 +127,7 @@ class RadixLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context: BOS, or the end token where there is none."""
+        """The token before a text without context: BOS, or the end token if there is none."""
         bos = self._tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -149,7 +149,7 @@ class RadixLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text that the checkpoint's template makes of messages.
+        """Messages as text, by the checkpoint's template.
 
         Args:
             add_generation_prompt: False: the last message is the beginning of the answer, and the text ends
@@ -162,13 +162,13 @@ class RadixLM(TemplateLM):
         if add_generation_prompt:
             return text
         begun = chat_history[-1]["content"]
-        for ending in (begun, begun.strip()):  # some templates strip what they are given
+        for ending in (begun, begun.strip()):  # some templates strip messages
             if ending in text:
                 return text[: text.rindex(ending) + len(ending)]
         raise TokenizerError("the chat template changes the last message, which therefore cannot be continued")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness adds to `results["config"]`: of all that this model has answered."""
+        """Entries for `results["config"]`: figures of all answers of this model."""
         stats = self.runtime.cache_stats()
         return {
             "radixrt_version": radixrt.__version__,
@@ -184,7 +184,7 @@ class RadixLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """For each pair the continuation's natural log-likelihood, and whether greedy decoding would give it.
 
-        Contexts lose as much of their left as does not fit.
+        Too long contexts are cut on the left.
 
         Raises:
             PromptError: a continuation has no token of its own, or does not fit.
@@ -227,7 +227,7 @@ class RadixLM(TemplateLM):
             pairs = get_rolling_token_windows(
                 token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length - 1,  # of what a window reads; it predicts one token more
+                max_seq_len=self.max_length - 1,  # tokens that a window reads; it predicts one more
                 context_len=1,
             )
             for context, continuation in map(make_disjoint_window, pairs):
@@ -247,7 +247,7 @@ class RadixLM(TemplateLM):
         Contexts lose as much of their left as leaves no room for the longest answer.
 
         Raises:
-            ParameterError: generation_kwargs hold what is unknown or outside its bounds.
+            ParameterError: generation_kwargs have an unknown name or a value outside its bounds.
             PassError: the model computed values that are not finite.
         """
         prompts: list[list[int]] = []
@@ -255,7 +255,7 @@ class RadixLM(TemplateLM):
         num_cut = 0
         for request in requests:
             context, given = request.args
-            own = self._sampling_params(given)
+            own = self.sampling_params(given)
             room = self.max_length - own.max_new_tokens
             if room < 1:
                 raise ParameterError(
@@ -277,13 +277,13 @@ class RadixLM(TemplateLM):
 
     # -- inside --------------------------------------------------------------------------------------------
 
-    def _sampling_params(self, generation_kwargs: Mapping[str, Any]) -> SamplingParams:
-        """What a task's generation_kwargs mean. Without do_sample and temperature: greedy."""
+    def sampling_params(self, generation_kwargs: Mapping[str, Any]) -> SamplingParams:
+        """The parameters of a task's generation_kwargs. Without do_sample and temperature: greedy."""
         given = dict(generation_kwargs)
         until = given.pop("until", None) or []
         stop = [string for string in ([until] if isinstance(until, str) else until) if string]
-        lengths = [given.pop(name, None) for name in _MOST_NEW_TOKENS]
-        most = next((length for length in lengths if length is not None), self.max_gen_toks)
+        lengths = [given.pop(name, None) for name in _MAX_NEW_TOKENS]
+        max_new_tokens = next((length for length in lengths if length is not None), self.max_gen_toks)
         temperature = given.pop("temperature", None)
         if not given.pop("do_sample", temperature is not None):
             temperature = 0.0
@@ -297,7 +297,12 @@ class RadixLM(TemplateLM):
             ids = self.tok_encode(string, add_special_tokens=False)
             if len(ids) == 1 and self._tokenizer.piece(ids[0]) == string:
                 tokens += ids
-        given |= {"stop": stop, "stop_token_ids": tokens, "max_new_tokens": most, "temperature": temperature}
+        given |= {
+            "stop": stop,
+            "stop_token_ids": tokens,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+        }
         return sampling_params_from_dict(given)
 
     def _warn_of_cut(self, num_cut: int, num_requests: int) -> None:
@@ -311,7 +316,7 @@ class RadixLM(TemplateLM):
 
     @contextmanager
     def _reported(self, kind: str, num_requests: int) -> Iterator[None]:
-        """Log what the cache has served of what is asked inside."""
+        """Log the cache hits of the block's requests."""
         before = self.runtime.cache_stats()
         yield
         after = self.runtime.cache_stats()
@@ -328,7 +333,7 @@ class RadixLM(TemplateLM):
 
 
 def _shown(texts: object) -> str:
-    """The end of what a request asks, for an error message."""
+    """The end of a request's text, for an error message."""
     shown = repr(texts)
     return shown if len(shown) <= 200 else f"...{shown[-200:]}"
 

@@ -1,4 +1,4 @@
-"""The plan of a batch: in which order its prompts run, and what that will bring. No model, no GPU, no torch."""
+"""Plans a batch: the order of its prompts, and the hits and time to expect. No model, no GPU, no torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
+from radixrt.arrays import Int32Array, Int64Array
+from radixrt.hit_rate import CountsHits
 from radixrt.limits import RunLimits
 from radixrt.planning.cache_model import ModelledRun, model_run
 from radixrt.planning.hints import Hint, find_hints
-from radixrt.planning.prefix_order import Int32Array, Int64Array, PrefixOrder, prefix_order
+from radixrt.planning.prefix_order import PrefixOrder, prefix_order
 from radixrt.planning.prefix_tree import PrefixTree, prefix_tree
 from radixrt.planning.rehearsal import rehearse
 from radixrt.planning.run_order import RunOrder, run_order
@@ -19,39 +21,35 @@ from radixrt.planning.work import Work, expected_work
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 from radixrt.workloads.statistics import TokenStatistics
 
-# What is rehearsed with the real scheduler takes about 0.4 ms a request and 0.15 ms a pass; the rest is modelled.
+# A rehearsal with the real scheduler takes about 0.4 ms a request and 0.15 ms a pass; longer runs are modelled.
 REHEARSED_PROMPTS = 2_000
 REHEARSED_PASSES = 20_000
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Hits that an order of the prompts will have.
+class Prediction(CountsHits):
+    """Expected hits of an order of the prompts.
 
     Attributes:
-        prompt_tokens, cached_tokens: of all prompts, and those of them that will be found in the cache.
-        is_rehearsed: whether the real scheduler said so; else a model of it did.
+        prompt_tokens: tokens of all prompts.
+        cached_tokens: prompt tokens expected in the cache.
+        is_rehearsed: whether the real scheduler gave these numbers, rather than a model of it.
     """
 
     prompt_tokens: int
     cached_tokens: int
     is_rehearsed: bool
 
-    @property
-    def hit_rate(self) -> float:
-        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a run within some limits will bring.
+    """Expected hits and cost of a run.
 
     Attributes:
         limits: the run's.
         planned: hits in the planned order.
-        file_order: hits if the prompts run first come, first served, as they stand in the store.
-        work: what the planned order costs, if the model and the card are known.
+        file_order: hits if the prompts run first come, first served, in the order of the store.
+        work: cost of the planned order, if the model and the card are known.
     """
 
     limits: RunLimits
@@ -62,7 +60,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The order in which the N prompts of a store run that have tokens, and what is known of them before.
+    """The order in which the N non-empty prompts of a store run, and what their tokens alone tell of the run.
 
     Attributes:
         store: the prompts.
@@ -90,17 +88,17 @@ class BatchPlan:
 
     @cached_property
     def hints(self) -> tuple[Hint, ...]:
-        """What ruins sharing, the worst first."""
+        """Groups of prompts whose sharing something small ruins, the worst first."""
         return tuple(find_hints(self.store, self.order, self.tree))
 
     @property
-    def most_tokens(self) -> int:
-        """Tokens of a pool that holds all prompts and answers at once, and from which nothing has to go."""
+    def pool_for_all(self) -> int:
+        """Tokens of a pool that holds all prompts and answers at once, without any eviction."""
         return self.statistics.distinct_tokens + int(self._grown.sum())
 
     @property
     def longest_request(self) -> int:
-        """Tokens of the longest request with its answer: a pool of so many keeps all hits, one at a time."""
+        """Tokens of the longest request with its answer: a pool of this size keeps all hits, one at a time."""
         return int((self._lengths + self._grown).max(initial=0))
 
     def pool_for(self, running: int) -> int:
@@ -118,23 +116,24 @@ class BatchPlan:
             ValueError: the pool does not hold the longest request.
         """
         self._check_fits(limits)
-        return _modelled(self._model(self._useful(limits), self.run.order, self.keep))
+        modelled = self._model(self._with_smallest_pool(limits), self.run.order, self.keep)
+        return _modelled_hits(modelled)
 
     def expect(
         self, limits: RunLimits, shape: ModelShape | None = None, speed: DeviceSpeed | None = None
     ) -> Expectation:
-        """What a run within `limits` will bring; with a model's shape and a card's speed, also what it costs.
+        """Hits of a run within `limits`; with a model's shape and a card's speed, also its cost.
 
-        Short runs are rehearsed with the real scheduler; others are modelled, which differs by less than a percent
+        Short runs are rehearsed with the real scheduler. Others are modelled, which differs by less than a percent
         in hits (docs/benchmarks.md).
 
         Raises:
             ValueError: the pool does not hold the longest request.
         """
         self._check_fits(limits)
-        useful = self._useful(limits)
-        planned, modelled = self._predict(useful, self.run.order, self.keep)
-        file_order, _ = self._predict(useful, np.sort(self.run.order), None)
+        smallest = self._with_smallest_pool(limits)
+        planned, modelled = self._predict(smallest, self.run.order, self.keep)
+        file_order, _ = self._predict(smallest, np.sort(self.run.order), None)
         work = None
         if shape is not None and speed is not None:
             new_tokens = self.new_tokens[self.run.order]
@@ -158,8 +157,8 @@ class BatchPlan:
                 f"{limits.pool_tokens:,}"
             )
 
-    def _useful(self, limits: RunLimits) -> RunLimits:
-        """The limits, with no larger pool than one that would do if nothing were shared."""
+    def _with_smallest_pool(self, limits: RunLimits) -> RunLimits:
+        """The limits with the smallest pool that gives the same run: a larger one would stay partly empty."""
         enough = int((self._lengths + self._grown).sum()) + limits.chunked_prefill_size
         return replace(limits, pool_tokens=min(limits.pool_tokens, enough))
 
@@ -173,10 +172,10 @@ class BatchPlan:
         if len(self) <= REHEARSED_PROMPTS and model.timeline.passes.sum() <= REHEARSED_PASSES:
             real = rehearse(self.store, order, self.new_tokens, limits, keep)
             return Prediction(real.prompt_tokens, real.cached_tokens, is_rehearsed=True), model
-        return _modelled(model), model
+        return _modelled_hits(model), model
 
 
-def _modelled(run: ModelledRun) -> Prediction:
+def _modelled_hits(run: ModelledRun) -> Prediction:
     return Prediction(run.prompt_tokens, run.cached_tokens, is_rehearsed=False)
 
 
@@ -185,8 +184,8 @@ def plan_batch(store: TokenStore, new_tokens: Int64Array | int, prompts: Int64Ar
 
     Args:
         new_tokens: expected tokens of each prompt's answer `[len(store)]`, or of every one: max_new_tokens, or
-            what is known of the answers' lengths.
-        prompts: numbers of those that are to run, ascending; None: all.
+            a better estimate of their lengths.
+        prompts: numbers of the prompts to run, ascending; None: all.
     """
     expected = np.maximum(1, np.broadcast_to(np.asarray(new_tokens, dtype=np.int64), len(store)))
     lengths = store.lengths

@@ -1,11 +1,13 @@
 """A model of a run over a cache of limited size: one step a request, where the engine takes many passes.
 
-The tree is that of the prompts, known beforehand, so that no tokens are compared. What is modelled: admission in
-order, as long as budget, requests and memory that is not promised to others last; followers that wait for their
-leader; prefixes that are locked while requests run on them; the least recently used leaf evicted, its tail first;
-answers that grow with time, and stay as leaves or go with all that nobody needs. What is not: that others are
-admitted while a follower waits, and that a long prompt is published chunk by chunk.
+The tree of the prompts is known beforehand, so that no tokens are compared. The model includes: admission in
+order, within budget, number of requests and unreserved memory; followers that wait for their leader; prefixes
+locked while requests run on them; eviction of the least recently used leaf, its tail first; answers that grow with
+time, and remain as leaves or leave with all other tokens that no later prompt needs. It leaves out admission of
+others while a follower waits, and publication of a long prompt chunk by chunk.
 """
+
+# Tests: tests/planning/test_batch_plan.py
 
 from __future__ import annotations
 
@@ -13,28 +15,26 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from radixrt.arrays import Float64Array, Int32Array, Int64Array
+from radixrt.hit_rate import CountsHits
 from radixrt.limits import RunLimits
-from radixrt.planning.prefix_order import Int32Array, Int64Array, PrefixOrder
+from radixrt.planning.prefix_order import PrefixOrder
 from radixrt.planning.prefix_tree import PrefixTree
 
-UNTIL_PUBLISHED = 2  # passes after the one that computes a prefix until others can be admitted that begin with it
-UNTIL_FREE = 3  # passes after a request's last one until its memory can be had: two, for one is planned ahead
-
-Float64Array = npt.NDArray[np.float64]
+UNTIL_PUBLISHED = 2  # passes from the one that computes a prefix to the first that can admit requests with it
+UNTIL_FREE = 3  # passes from a request's last one to the first that can use its memory: one is planned ahead
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What runs in a run, in stretches during which that stays the same, but for the answers' growth.
+    """A run in S stretches with the same running requests, whose answers grow.
 
     Attributes:
         passes: `[S]` float64, passes of each stretch.
-        running: `[S]` float64, requests that run.
-        distinct_tokens: `[S]` float64, tokens of KV that they read in a pass on average, what they share counted
-            once.
-        context_tokens: `[S]` float64, the same with what they share counted for each.
+        running: `[S]` float64, running requests.
+        distinct_tokens: `[S]` float64, KV tokens read in a pass on average, with shared tokens counted once.
+        context_tokens: `[S]` float64, the same with shared tokens counted for each request.
     """
 
     passes: Float64Array
@@ -44,22 +44,18 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class ModelledRun:
-    """What a run is expected to do.
+class ModelledRun(CountsHits):
+    """Expected hits and timeline of a run.
 
     Attributes:
-        prompt_tokens, cached_tokens: of all prompts, and those of them that are found in the cache.
-        timeline: what runs, and for how long.
+        prompt_tokens: tokens of all prompts.
+        cached_tokens: prompt tokens found in the cache.
+        timeline: the running requests over time.
     """
 
     prompt_tokens: int
     cached_tokens: int
     timeline: Timeline
-
-    @property
-    def hit_rate(self) -> float:
-        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 def model_run(
@@ -79,8 +75,8 @@ def model_run(
         lengths: tokens of each prompt by its number, at least one.
         new_tokens: tokens of each answer, at least one.
         run: `[N]` the numbers of the prompts in the order in which they run.
-        limits: what the run has.
-        keep: `[N]` leading tokens of the prompt at each place of `run` that later ones need; None: nobody knows.
+        limits: of the run.
+        keep: `[N]` leading tokens of the prompt at each place of `run` that later ones need; None: unknown.
     """
     place = np.zeros(len(lengths), dtype=np.int64)
     place[order.order] = np.arange(len(order.order))
@@ -101,17 +97,17 @@ def model_run(
 
 
 class _Model:
-    """Nodes of the tree have their numbers; the leaf that a request leaves behind gets the next one."""
+    """The state of a run. Nodes have the numbers of the tree; the leaf of an ended request gets the next one."""
 
     def __init__(self, tree: PrefixTree, limits: RunLimits) -> None:
         self.parent: list[int] = tree.parent.tolist()
         self.size: list[int] = tree.num_tokens.tolist()
         self.depth: list[int] = tree.depth.tolist()
-        self.have = [0] * len(tree)  # of the tokens of a node, the first ones are cached
+        self.have = [0] * len(tree)  # cached tokens of each node, its first ones
         self.locks = [0] * len(tree)
-        self.children = [0] * len(tree)  # that are cached
+        self.children = [0] * len(tree)  # cached children
         self.last_access = [0] * len(tree)
-        self.ready = [0] * len(tree)  # the pass in which others find a node that somebody computes
+        self.ready = [0] * len(tree)  # the first pass in which others find a node
         self.locks[0] = 1  # the root is never evicted
         self.evictable: list[tuple[int, int]] = []  # a heap of (last access, node), some of them outdated
         self.clock = 0
@@ -120,21 +116,27 @@ class _Model:
         self.cached_tokens = 0  # found by requests
         self.cached = 0  # tokens that nodes have
         self.locked = 0  # of nodes
-        self.own = 0  # tokens of running prompts that are no node's, as far as they have slots
-        self.starting: list[tuple[int, int]] = []  # when those of the others get theirs, and how many: a heap
-        self.promised = 0  # tokens that running requests will have beside those of nodes
+        self.own = 0  # tokens of running prompts outside nodes that have slots
+        self.starting: list[tuple[int, int]] = []  # a heap: when further such tokens get slots, and how many
+        self.promised = 0  # tokens that running requests will have outside nodes
         self.context = 0  # tokens of running prompts
         self.now = 0  # pass
         self.spent = 0  # of its budget
-        self.sum_of_starts = 0  # of decoding, of what runs
+        self.sum_of_starts = 0  # passes in which the running requests began to decode
         self.running: list[tuple[int, int, int, int, int, int, int | None]] = []  # a heap by end
-        self.active: list[int] = []  # when the running requests will have launched all they compute: a heap
-        self.last_launch = 0  # and the last of them
+        self.active: list[int] = []  # a heap: when each running request will have launched its last pass
+        self.last_launch = 0  # the maximum of these
         self.stretches: list[tuple[float, int, float, float]] = []
 
     def run(self, above: int, length: int, own: int, growth: int, keep: int | None) -> None:
-        """Admit a request as soon as it fits: its deepest node, its tokens, those that are no node's, its answer's
-        tokens that are cached, and how many leading tokens later ones need.
+        """Admit a request as soon as it fits.
+
+        Args:
+            above: the deepest node of its prompt.
+            length: tokens of its prompt.
+            own: of these, tokens outside nodes.
+            growth: cached tokens of its answer.
+            keep: leading tokens of its prompt that later requests need; None: unknown.
         """
         if self.spent >= self.budget:
             self._pass_time(self.now + self.spent // self.budget, self.spent % self.budget)
@@ -182,7 +184,7 @@ class _Model:
             self._wait_for_memory()
 
     def _wait_for_memory(self) -> None:
-        """Until a request ends; or, where nothing has anything left to launch, until all have ended."""
+        """Wait until a request ends, or, if no request has a pass left to launch, until all have ended."""
         end = self.running[0][0]
         if self.last_launch >= end:
             self._end_until(end)
@@ -262,7 +264,7 @@ class _Model:
             self.children[self.parent[node]] -= 1
 
     def _evict(self) -> None:
-        """Evict what is too much: the tails of the leaves that were used longest ago."""
+        """Evict tokens beyond the capacity: the tails of the least recently used leaves."""
         while self.starting and self.starting[0][0] <= self.now:
             self.own += heapq.heappop(self.starting)[1]
         growth = max(0, len(self.running) * self.now - self.sum_of_starts)

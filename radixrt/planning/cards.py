@@ -1,4 +1,6 @@
-"""Cards that a plan can be made for."""
+"""GPUs to plan for."""
+
+# Tests: tests/report/test_plan_view.py
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from radixrt.checks import check_float
 from radixrt.errors import ParameterError
 from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape
 
-MEMORY_FRACTION = 0.95  # as a Runtime's: of what neither weights nor passes need
-PASS_BYTES = 4e9  # about what the largest pass and its graphs need
+MEMORY_FRACTION = 0.95  # as a Runtime's: of the memory left by weights and passes
+PASS_BYTES = 4e9  # about the need of the largest pass and its graphs
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU: its memory in bytes, and what it does at best."""
+    """A GPU: its memory in bytes, and its peak speed."""
 
     memory: float
     speed: DeviceSpeed
@@ -29,10 +31,10 @@ CARDS = {"h200": Card(memory=149e9, speed=KNOWN_DEVICES["NVIDIA H200"])}
 
 
 def find_card(name: str, bandwidth: float | None, flops: float | None, memory_gb: float | None) -> Card:
-    """The card of a name; or, where its three numbers are given, one of these.
+    """The card of a name, or one of the given three numbers.
 
     Raises:
-        ParameterError: the name is unknown, a number is missing, or none that a card can have.
+        ParameterError: the name is unknown, or a number is missing or out of bounds.
     """
     numbers = {"bandwidth": bandwidth, "flops": flops, "memory_gb": memory_gb}
     given = {

@@ -1,8 +1,8 @@
-"""Sharing that something small near the start of prompts ruins: a timestamp, a counter, a name. Numpy only.
+"""Finds prompts whose sharing is ruined by something small near their start: a timestamp, a counter, a name.
 
-Below a node of the tree prompts go different ways. Where many of them come upon the same run of tokens soon after
-that, and at different places of the tree, what lies between is what keeps them apart. How much would be shared
-without it is counted, not guessed: the prompts' rests are sorted like prompts.
+Below a node of the tree, prompts branch. If many of them continue with the same run of tokens soon after that, in
+different branches, the few tokens in between keep them apart. The sharing without these tokens is counted, not
+guessed: the rests of the prompts are sorted like prompts. Numpy only.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from radixrt.planning.prefix_order import BoolArray, Int64Array, PrefixOrder, prefix_order
+from radixrt.arrays import BoolArray, Int64Array
+from radixrt.planning.prefix_order import PrefixOrder, prefix_order
 from radixrt.planning.prefix_tree import PrefixTree
 from radixrt.planning.token_store import TokenStore
 
-RUN = 16  # tokens in a row that prompts have to agree in
+RUN = 16  # length of the run of tokens that prompts have in common
 REACH = 48  # tokens that may differ before it
-SAMPLED = 512  # prompts of a node that are looked at first
-FEWEST = 4  # ways by which prompts come upon the run
-SEARCHES = 512  # the nodes with the most tokens below them are searched
-LEAST_REST = 64  # tokens that a way must have in common with others after what differs
-LEAST_SHARE = 0.01  # of all prompt tokens: what is less is not worth telling
-ROWS = 1 << 12  # prompts that are searched at once
+SAMPLED = 512  # prompts of a node in the first look
+MIN_WAYS = 4  # branches that lead to the run
+SEARCHES = 512  # nodes searched: those with the most tokens below them
+MIN_REST = 64  # tokens that a branch must share with others after the differing ones
+MIN_SHARE = 0.01  # of all prompt tokens: smaller hints are not worth telling
+ROWS = 1 << 12  # prompts searched at once
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
@@ -34,9 +35,9 @@ class Hint:
 
     Attributes:
         prompts: `[n]` int64, their numbers.
-        position: tokens that all of them begin with; what differs comes next.
-        differing: `[n]` int64, how many tokens of each differ.
-        tokens: how many more of their tokens would be shared if these came last.
+        position: length of their common beginning; the differing tokens come next.
+        differing: `[n]` int64, differing tokens of each.
+        tokens: further tokens that would be shared if the differing ones came last.
     """
 
     prompts: Int64Array
@@ -46,15 +47,15 @@ class Hint:
 
 
 def find_hints(store: TokenStore, order: PrefixOrder, tree: PrefixTree) -> list[Hint]:
-    """What ruins sharing, the worst first; nothing unless all together would save LEAST_SHARE of the tokens."""
+    """Hints, the worst first; none unless all together would save MIN_SHARE of the tokens."""
     hints = sorted(_Search(store, order, tree).hints(), key=lambda hint: -hint.tokens)
-    enough = LEAST_SHARE * int((store.offsets[order.order + 1] - store.offsets[order.order]).sum())
+    enough = MIN_SHARE * int((store.offsets[order.order + 1] - store.offsets[order.order]).sum())
     return hints if sum(hint.tokens for hint in hints) >= max(1, enough) else []
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Places whose prompts hold a run, and where in their window it begins."""
+    """Places whose prompts contain a run, and its beginning in each window."""
 
     places: Int64Array
     at: Int64Array
@@ -71,7 +72,7 @@ class _Search:
         self._explained = np.zeros(len(order.order), dtype=bool)
 
     def hints(self) -> list[Hint]:
-        """Those of each node as one: what differs is in the same place in all of them."""
+        """Hints, with those of one node united: their prompts differ at the same position."""
         tree, left = self._tree, SEARCHES
         hints: dict[int, list[Hint]] = {}  # by the deepest node above all of their prompts
         distinct = np.concatenate([[0], np.cumsum(self._ends - self._starts - self._shared)])
@@ -100,8 +101,8 @@ class _Search:
         return node
 
     def _common_run(self, places: Int64Array, depth: int) -> np.uint64 | None:
-        """The hash of the run upon which the most ways lead, if there are some."""
-        if len(places) < FEWEST:
+        """The hash of the run that the most branches lead to, if there is one."""
+        if len(places) < MIN_WAYS:
             return None
         places = places[np.unique(np.linspace(0, len(places) - 1, SAMPLED).astype(np.int64))]
         hashes, is_run = self._hashes(places, depth)
@@ -113,18 +114,18 @@ class _Search:
         row, at, run = row[ranks], at[ranks], run[ranks]
         is_first = np.append(True, (run[1:] != run[:-1]) | (row[1:] != row[:-1]))  # of its row
         row, at, run = row[is_first], at[is_first], run[is_first]
-        # Another way parts from that of the row before, of those with this run, before the run begins.
+        # A new branch: the prompt leaves that of the row before, among rows with this run, before the run begins.
         is_same = run[1:] == run[:-1]
-        common = _least_between_all(_least_between(self._shared, places))
+        common = _min_between_all(_min_between(self._shared, places))
         is_other_way = is_same & (common[row[:-1], row[1:]] < depth + at[1:])
         begins = np.flatnonzero(np.append(True, ~is_same))
         ways = 1 + np.add.reduceat(np.append(False, is_other_way), begins, dtype=np.int64)
         mean_at = np.add.reduceat(at, begins) / np.diff(np.append(begins, len(run)))
         best = np.lexsort((mean_at, -ways))[0]
-        return np.uint64(run[begins[best]]) if ways[best] >= FEWEST else None
+        return np.uint64(run[begins[best]]) if ways[best] >= MIN_WAYS else None
 
     def _find(self, places: Int64Array, depth: int, run: np.uint64) -> _Found:
-        """All of the places whose prompts come upon the run."""
+        """All places whose prompts contain the run."""
         found, where = [], []
         for first in range(0, len(places), ROWS):
             part = places[first : first + ROWS]
@@ -139,17 +140,17 @@ class _Search:
         places, at = found.places, found.at
         starts = self._starts[places] + depth + at
         rests = prefix_order(self._store.tokens, starts, self._ends[places], self._store.forget)
-        common = _least_between(self._shared, places)
+        common = _min_between(self._shared, places)
         already = np.maximum(0, common - depth - at[1:])
         ways = 1 + int((common < depth + at[1:]).sum())
         more = int(rests.shared.sum()) - int(already.sum())
-        if ways < FEWEST or more < LEAST_REST * (ways - 1):
+        if ways < MIN_WAYS or more < MIN_REST * (ways - 1):
             return None
         position = int(common.min())
         return Hint(self._order[places], position, at + depth - position, more)
 
     def _hashes(self, places: Int64Array, depth: int) -> tuple[npt.NDArray[np.uint64], BoolArray]:
-        """Hashes `[R, REACH]` of the runs that begin at each token from `depth` on; which of them are there."""
+        """Hashes `[R, REACH]` of the runs from each token on after `depth`, and whether each is complete."""
         at = self._starts[places, None] + depth + np.arange(REACH + RUN - 1)
         is_there = at < self._ends[places, None]
         tokens = np.zeros(at.shape, dtype=np.uint64)
@@ -161,7 +162,7 @@ class _Search:
 
 
 def _united(hints: list[Hint]) -> Hint:
-    """Several of the same position as one."""
+    """Several hints of the same position as one."""
     return Hint(
         np.concatenate([hint.prompts for hint in hints]),
         hints[0].position,
@@ -170,16 +171,16 @@ def _united(hints: list[Hint]) -> Hint:
     )
 
 
-def _least_between_all(common: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """What neighbours share `[n - 1]` -> what the i-th and the j-th do, i < j: `[n, n]`."""
-    least = np.zeros((len(common) + 1, len(common) + 1), dtype=np.int32)
+def _min_between_all(common: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """From tokens shared by neighbours `[n - 1]` to those shared by the i-th and the j-th, i < j: `[n, n]`."""
+    shared = np.zeros((len(common) + 1, len(common) + 1), dtype=np.int32)
     for i in range(len(common)):
-        least[i, i + 1 :] = np.minimum.accumulate(common[i:])
-    return least
+        shared[i, i + 1 :] = np.minimum.accumulate(common[i:])
+    return shared
 
 
-def _least_between(shared: npt.NDArray[np.int32], places: Int64Array) -> npt.NDArray[np.int32]:
-    """What the prompts at neighbouring ones of some ascending `places` `[n]` share, `[n - 1]`."""
+def _min_between(shared: npt.NDArray[np.int32], places: Int64Array) -> npt.NDArray[np.int32]:
+    """Tokens shared by the prompts at neighbouring `places` `[n]`, ascending: `[n - 1]`."""
     if len(places) < 2:
         return np.zeros(0, dtype=np.int32)
     return np.minimum.reduceat(shared[: places[-1] + 1], places[:-1] + 1)

@@ -1,9 +1,9 @@
-"""Many token sequences in lexicographic order, and what each shares with the one before it. Numpy only.
+"""Sorts many token sequences, and counts the tokens that each shares with the one before it. Numpy only.
 
-Sequences are told apart by windows of tokens, the first ones first: those that agree so far are a group, and only
-groups of more than one go on. A group whose members all agree in a window passes it without being sorted, and its
-next window is wider. So every token is looked at about once, as long as somebody shares it. Large files are read
-region by region, in order, and what was read is forgotten.
+Sequences are compared window by window from their beginning. Those that agree so far are a group, and only groups
+of two or more go on. A group whose members all agree in a window is not sorted there, and its next window is
+wider. So each shared token is read about once. Large files are read region by region, in order, and then
+forgotten.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
+from radixrt.arrays import BoolArray, Int32Array, Int64Array
 
-WINDOWS = (32, 64, 128, 256, 512)  # tokens that are compared at a time: the next one after each that all agree in
-CELLS = 1 << 23  # tokens that are compared at once
-ROWS = 1 << 17  # of a window that are sorted at once; in more of them it is narrower
+WINDOWS = (32, 64, 128, 256, 512)  # tokens compared at a time; the next size after each window in which all agree
+CELLS = 1 << 23  # tokens compared at once
+ROWS = 1 << 17  # sequences sorted at once; with more of them the window is narrower
 REGION = 1 << 26  # tokens that may be resident at once
 
 
@@ -29,8 +27,8 @@ class PrefixOrder:
     """N sequences in lexicographic order of their tokens; of equal ones the first comes first.
 
     Attributes:
-        order: `[N]` int64, which sequence is at each place.
-        shared: `[N]` int32, leading tokens that it has in common with the one at the place before; 0 at first.
+        order: `[N]` int64, the number of the sequence at each place.
+        shared: `[N]` int32, leading tokens that it shares with the one before; 0 for the first.
     """
 
     order: Int64Array
@@ -42,7 +40,7 @@ def prefix_order(
 ) -> PrefixOrder:
     """Sort the sequences tokens[starts[i] : ends[i]], `[N]` each, of ids that are not negative.
 
-    `forget` is called after no more than REGION tokens have been read, which need not stay resident then.
+    `forget` is called after at most REGION tokens were read: they need not stay resident.
     """
     return _Sorting(tokens, starts, ends, forget).run()
 
@@ -76,7 +74,7 @@ class _Groups:
         return np.arange(len(group)) - (first - self.begin)[group], group
 
     def parts(self, rows: int) -> Iterator[_Groups]:
-        """The groups, some at a time: about `rows` sequences, but at least one group."""
+        """The groups in parts of about `rows` sequences, at least one group each."""
         upto = np.cumsum(self.end - self.begin)
         first = 0
         while first < len(self):
@@ -93,7 +91,7 @@ class _Sorting:
     def __init__(
         self, tokens: Int32Array, starts: Int64Array, ends: Int64Array, forget: Callable[[], None]
     ) -> None:
-        # so that one more than an id is a number too
+        # unsigned, so that one more than the largest id is a number too
         self._tokens = tokens.view(np.uint32) if len(tokens) else np.zeros(1, dtype=np.uint32)
         self._starts = starts
         self._ends = ends
@@ -129,7 +127,7 @@ class _Sorting:
             self._split(part)
 
     def _agreeing(self, groups: _Groups, window: int) -> Int64Array:
-        """How many of the next `window` tokens the sequences of each group agree in, `[G]`."""
+        """Leading tokens among the next `window` in which the sequences of each group agree, `[G]`."""
         places, group = groups.places()
         firsts = self._window(groups.begin, groups.depth, window)
         found = np.full(len(groups), window, dtype=np.int64)
@@ -141,7 +139,7 @@ class _Sorting:
         return found
 
     def _split(self, groups: _Groups) -> None:
-        """Sort each group by its next tokens. What still agrees then are the next groups."""
+        """Sort each group by its next tokens. Sequences that still agree are the next groups."""
         places, group = groups.places()
         window = WINDOWS[0] if len(places) <= ROWS else WINDOWS[0] // 4
         depth = groups.depth[group]
@@ -165,7 +163,7 @@ class _Sorting:
         self._add(0, runs[~are_equal])
 
     def _share(self, groups: _Groups, lengths: Int64Array) -> None:
-        """The sequences of each group are equal, and of these lengths."""
+        """Note that the sequences of each group are equal, with these lengths."""
         places, group = groups.places()
         inner = places != groups.begin[group]
         self._shared[places[inner]] = lengths[group[inner]]
@@ -191,7 +189,7 @@ class _Sorting:
         return block
 
     def _regions(self, at: Int64Array) -> Iterator[Int64Array]:
-        """Which of the places `at` `[R]` lie in the same region of the tokens, region after region."""
+        """Indices into `at` `[R]` for each region of the tokens, region after region."""
         ascending = np.argsort(at)
         bounds = np.searchsorted(at[ascending], np.arange(0, len(self._tokens), REGION)[1:])
         return (part for part in np.split(ascending, bounds) if len(part))

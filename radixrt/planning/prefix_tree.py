@@ -1,4 +1,6 @@
-"""The radix tree of many token sequences, as arrays. Numpy only."""
+"""The radix tree of many token sequences, in arrays. Numpy only."""
+
+# Tests: tests/planning/test_prefix_order.py
 
 from __future__ import annotations
 
@@ -6,15 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixrt.planning.prefix_order import Int64Array, PrefixOrder
+from radixrt.arrays import Int64Array
+from radixrt.planning.prefix_order import PrefixOrder
 
 
 @dataclass(frozen=True)
 class PrefixTree:
     """The nodes of the radix tree of N sequences that two or more of them share, parents before children.
 
-    What a sequence shares with no other, its leaf, is no node here. Places are those of the lexicographic order,
-    in which the sequences below a node stand side by side. Node 0 is the root: of all sequences, of no tokens.
+    The leaf of a sequence, its tokens shared with no other, is no node here. Places are those of the lexicographic
+    order, in which the sequences below a node are neighbours. Node 0 is the root: of all sequences, without
+    tokens.
 
     Attributes:
         begin, end: `[K]` int64, the places [begin, end) of the sequences below each node.
@@ -50,7 +54,7 @@ class PrefixTree:
 
     @property
     def saved_tokens(self) -> Int64Array:
-        """Tokens that need not be computed since each node's sequences share its edge, `[K]`."""
+        """Tokens saved because each node's sequences share its edge, `[K]`."""
         return self.num_tokens * (self.num_sequences - 1)
 
 
@@ -86,7 +90,7 @@ def prefix_tree(order: PrefixOrder) -> PrefixTree:
     number[preorder] = np.arange(len(preorder))
     parents = parents[preorder]
     parents[1:] = number[parents[1:]]
-    # The deeper one of those that it shares with its neighbours; after the last one there is only the root.
+    # The deeper of the nodes shared with its two neighbours; after the last sequence that is the root.
     before = np.concatenate([[0], nodes[:-1]])[:count]
     above = np.where(depths[before] >= depths[nodes], before, nodes)
     return PrefixTree(begins[preorder], ends[preorder], depths[preorder], parents, number[above])

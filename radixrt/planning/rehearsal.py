@@ -15,10 +15,10 @@ import numpy as np
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
+from radixrt.arrays import Int32Array, Int64Array
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.engine.engine import Engine
 from radixrt.limits import RunLimits
-from radixrt.planning.prefix_order import Int32Array, Int64Array
 from radixrt.planning.token_store import TokenStore
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.passes import Pass, PassResult

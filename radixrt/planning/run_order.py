@@ -1,11 +1,13 @@
 """The order in which known prompts run: depth-first in their radix tree, long answers first. Numpy only.
 
-Depth-first order wants the fewest tokens computed of any order, as soon as the cache holds the longest request
-(Zheng et al. 2024, "SGLang", theorem 3.1): all that share a prefix come one after the other, so that it is needed
-from the first of them to the last, and never again. That holds whatever the order of a node's children is, as only
-whole subtrees change places. So children are sorted, those with the longest answer below them first: what begins
-last has short answers, and the end of a run does not wait for a few long ones.
+Depth-first order computes the fewest tokens of any order, if the cache holds the longest request (Zheng et al.
+2024, "SGLang", theorem 3.1): prompts with a common prefix follow one another, so that the prefix is needed from
+the first of them to the last, and never again. The order of a node's children does not matter for that. They are
+sorted by the longest answer below them, longest first: the last prompts have short answers, and the end of a run
+does not wait for a few long ones.
 """
+
+# Tests: tests/planning/test_prefix_order.py
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixrt.planning.prefix_order import Int32Array, Int64Array, PrefixOrder
+from radixrt.arrays import Int32Array, Int64Array
+from radixrt.planning.prefix_order import PrefixOrder
 from radixrt.planning.prefix_tree import PrefixTree
 
 
@@ -22,9 +25,9 @@ class RunOrder:
     """The order in which N prompts run.
 
     Attributes:
-        order: `[N]` int64, which prompt runs at each place.
-        shared: `[N]` int32, leading tokens that it has in common with the one before it, and no more with any that
-            ran before; 0 at first.
+        order: `[N]` int64, the number of the prompt at each place.
+        shared: `[N]` int32, leading tokens that it shares with the one before it, and it shares no more with any
+            earlier one; 0 for the first.
     """
 
     order: Int64Array
@@ -32,9 +35,9 @@ class RunOrder:
 
     @property
     def keep(self) -> Int32Array:
-        """Leading tokens of the prompt at each place that one after it needs, `[N]` int32; 0 of the last.
+        """Leading tokens of the prompt at each place that later ones need, `[N]` int32; 0 for the last.
 
-        In a depth-first order no later one shares more with it than the next does.
+        In a depth-first order no later prompt shares more with it than the next one does.
         """
         return np.append(self.shared[1:], np.zeros(min(1, len(self.shared)), dtype=np.int32))
 
@@ -42,14 +45,14 @@ class RunOrder:
 def run_order(order: PrefixOrder, tree: PrefixTree, lengths: Int64Array, new_tokens: Int64Array) -> RunOrder:
     """Depth-first order with the longest answers first.
 
-    A prompt that ends at a node comes before all others below it, since the other way round it would be wholly
-    cached and still compute its last token. Equals stay in lexicographic order.
+    A prompt that ends at a node comes before all others below it: after them it would be wholly cached and still
+    compute its last token. Equal ones stay in lexicographic order.
 
     Args:
         order: of the N prompts.
         tree: of that order.
         lengths: tokens of each prompt, by its number.
-        new_tokens: tokens that are expected of its answer, likewise.
+        new_tokens: expected tokens of each answer, by the number of its prompt.
     """
     count, nodes = len(order.order), len(tree)
     expected, ends_there = new_tokens[order.order], lengths[order.order] == tree.depth[tree.leaf_parent]
@@ -64,19 +67,21 @@ def run_order(order: PrefixOrder, tree: PrefixTree, lengths: Int64Array, new_tok
     begin = np.concatenate([tree.begin[1:], np.arange(count)])
     ranks = np.lexsort((begin, -np.concatenate([longest[1:], expected]), comes_later, parent))
 
-    # Behind how many prompts of the same parent each child begins.
+    # The number of prompts below the same parent that run before each child.
     parent = parent[ranks]
     upto = np.cumsum(size[ranks]) - size[ranks]
     is_first = np.concatenate([[True], parent[1:] != parent[:-1]])[: len(parent)]
-    behind = np.empty_like(upto)
-    behind[ranks] = upto - np.repeat(upto[is_first], np.diff(np.append(np.flatnonzero(is_first), len(parent))))
+    prompts_before = np.empty_like(upto)
+    prompts_before[ranks] = upto - np.repeat(
+        upto[is_first], np.diff(np.append(np.flatnonzero(is_first), len(parent)))
+    )
 
-    place = _places(tree, behind[: nodes - 1])
-    places = np.concatenate([place[1:], place[tree.leaf_parent] + behind[nodes - 1 :]])
+    place = _places(tree, prompts_before[: nodes - 1])
+    places = np.concatenate([place[1:], place[tree.leaf_parent] + prompts_before[nodes - 1 :]])
     out = np.empty(count, dtype=np.int64)
     out[places[nodes - 1 :]] = order.order
     shared = np.zeros(count, dtype=np.int32)
-    later = behind > 0
+    later = prompts_before > 0
     shared[places[later]] = tree.depth[np.concatenate([tree.parent[1:], tree.leaf_parent])[later]]
     return RunOrder(out, shared)
 
@@ -91,9 +96,9 @@ def _greatest_below(tree: PrefixTree, own: Int64Array) -> Int64Array:
     return np.array(greatest, dtype=np.int64)
 
 
-def _places(tree: PrefixTree, behind: Int64Array) -> Int64Array:
-    """Where each node begins in the run, `[K]`, from where the nodes 1.. `[K - 1]` begin below their parents."""
+def _places(tree: PrefixTree, prompts_before: Int64Array) -> Int64Array:
+    """The first place of each node in the run, `[K]`, from those relative to the parents `[K - 1]`."""
     place = [0]
-    for above, offset in zip(tree.parent[1:].tolist(), behind.tolist(), strict=True):
+    for above, offset in zip(tree.parent[1:].tolist(), prompts_before.tolist(), strict=True):
         place.append(place[above] + offset)
     return np.array(place, dtype=np.int64)

@@ -18,11 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from radixrt.arrays import Int32Array, Int64Array
 from radixrt.errors import BatchFileError
 from radixrt.files.disk import file_error
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 TOKENS_FILE, OFFSETS_FILE = "tokens.i32", "offsets.i64"
 
@@ -47,7 +45,7 @@ class TokenStore:
 
     @classmethod
     def of(cls, prompts: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> TokenStore:
-        """A store in memory, for a list that is small."""
+        """A store in memory, for a small list."""
         listed = [_checked(prompt) for prompt in prompts]
         offsets = np.zeros(len(listed) + 1, dtype=np.int64)
         np.cumsum([len(prompt) for prompt in listed], out=offsets[1:])
@@ -55,7 +53,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, folder: Path) -> TokenStore:
-        """The store that a `TokenWriter` has finished.
+        """Open the store that a `TokenWriter` has finished.
 
         Raises:
             BatchFileError: there is none, or it is cut short.
@@ -85,19 +83,19 @@ class TokenStore:
         return np.diff(self.offsets)
 
     def forget(self) -> None:
-        """Tell the operating system that what was read need not stay in this process. Reading goes on."""
+        """Let the operating system drop pages that were read. Reading stays possible."""
         if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class TokenWriter:
-    """Writes a store, prompt after prompt. Leaving the context without `finish` leaves no store behind.
+    """Writes a store, prompt after prompt. Leaving the context without `finish` removes it.
 
     Args:
         folder: made if there is none; a store in it is replaced.
 
     Raises:
-        BatchFileError: there can be no such files.
+        BatchFileError: the files cannot be made.
         JournalError: the disk refuses. Nothing is tried again.
     """
 
@@ -138,7 +136,7 @@ class TokenWriter:
         self.num_tokens = int(ends[-1])
 
     def finish(self) -> TokenStore:
-        """Close the files and open what they hold. A store is not made durable: it can be made again."""
+        """Close the files and open the store. It is not made durable, since it can be made again."""
         with self._refusals():
             for file in self._files:
                 file.close()
@@ -154,7 +152,7 @@ class TokenWriter:
 
     def _abandon(self) -> None:
         for file in self._files:
-            with suppress(OSError):  # what is buffered is not wanted any more
+            with suppress(OSError):  # the buffered rest is not needed
                 file.close()
         for name in (OFFSETS_FILE, TOKENS_FILE):
             with suppress(OSError):
@@ -177,7 +175,7 @@ def _checked(prompt: Sequence[int] | npt.NDArray[np.integer]) -> Int32Array:
 
 
 def _mapped(path: Path, dtype: np.dtype[np.signedinteger]) -> tuple[npt.NDArray[Any], mmap.mmap | None]:
-    """The numbers in a file, and what maps it; nothing does if it is empty."""
+    """The numbers in a file and its mapping; an empty file has none."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size % dtype.itemsize:

@@ -1,10 +1,12 @@
-"""What a run will cost on a card: operations, bytes, and the seconds between which it should take. Numpy only.
+"""Expected cost of a run on a card: operations, bytes, and a range of seconds. Numpy only.
 
-The least time is the bound of `radixrt.workloads.bound`, for no more requests at once than the run's limits allow:
-every computed token once through the layers with its causal attention, and every decode step the larger of its
-bytes over bandwidth and its operations over speed, distinct KV read once. No engine is as fast as that; the range
-comes from what this one took of it in docs/benchmarks.md.
+The minimum time is the bound of `radixrt.workloads.bound`, for no more requests at once than the run's limits
+allow: every computed token once through the layers with its causal attention, and every decode step the larger of
+its bytes over bandwidth and its operations over speed, distinct KV read once. No engine is as fast as that; the
+range comes from measured multiples of it in docs/benchmarks.md.
 """
+
+# Tests: tests/planning/test_batch_plan.py
 
 from __future__ import annotations
 
@@ -12,23 +14,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from radixrt.arrays import Int32Array, Int64Array
 from radixrt.planning.cache_model import ModelledRun
-from radixrt.planning.prefix_order import Int32Array, Int64Array
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 
-# What was measured over the bound, for five lists at two shapes (docs/benchmarks.md, "What stands").
+# Measured times over the bound, for five lists at two shapes (docs/benchmarks.md, "What stands").
 QUICKEST, SLOWEST = 1.2, 2.7
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a run, and the least seconds that it takes.
+    """The work of a run, and the minimum seconds that it takes.
 
     Attributes:
         computed_tokens: prompt tokens that go through the layers.
         generated_tokens: tokens of all answers.
         decode_steps: passes in which requests decode.
-        prefill_seconds, decode_seconds: what no engine can beat.
+        prefill_seconds, decode_seconds: minimum times that no engine can beat.
     """
 
     computed_tokens: int
@@ -38,14 +40,14 @@ class Work:
     decode_seconds: float
 
     @property
-    def least_seconds(self) -> float:
-        """What no engine can beat."""
+    def min_seconds(self) -> float:
+        """The time that no engine can beat."""
         return self.prefill_seconds + self.decode_seconds
 
     @property
     def expected_seconds(self) -> tuple[float, float]:
-        """Between which this engine should be, going by what it took of the bound before."""
-        return QUICKEST * self.least_seconds, SLOWEST * self.least_seconds
+        """The range in which this engine should be, by its measured multiples of the bound."""
+        return QUICKEST * self.min_seconds, SLOWEST * self.min_seconds
 
 
 def expected_work(
@@ -59,7 +61,7 @@ def expected_work(
     """The work of N prompts in the order of their run.
 
     Args:
-        run: what is expected of the run.
+        run: the modelled run.
         lengths: `[N]` tokens of each prompt.
         shared: `[N]` leading tokens that it shares with the one before it.
         new_tokens: `[N]` tokens of its answer.

@@ -1,4 +1,4 @@
-"""What a batch did, in numbers."""
+"""Figures of a batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from radixrt.hit_rate import CountsHits
 from radixrt.report.figures import seconds as duration
 from radixrt.report.timeline import Sample, columns
 
@@ -17,25 +18,25 @@ MILLION = 1_000_000
 
 
 @dataclass(frozen=True)
-class RunFigures:
-    """What one process did for a batch. Tokens are those of the requests that ended without an error.
+class RunFigures(CountsHits):
+    """Figures of one process's work on a batch. Only requests that ended without an error count tokens.
 
     Attributes:
         started: Unix time in seconds.
-        answered: requests that ended, those with an error too.
-        prompt_tokens, cached_tokens: tokens of the prompts, and those of them that were found in the cache.
+        answered: requests that ended, with or without an error.
+        prompt_tokens: tokens of the prompts.
+        cached_tokens: prompt tokens found in the cache.
         completion_tokens: generated tokens.
-        best_hit_rate: the hit rate that no engine can exceed on the prompts that were to run, from an empty cache;
-            None if there were none.
-        predicted_hit_rate: the one that their plan expected; None where it was not followed, the cache was not
-            empty at first, or had a second tier.
-        seconds: from the first request submitted to the last one finished; neither loading the weights nor reading
-            the input is in it.
-        prefill_seconds, decode_seconds: of them, the device's in passes that compute tokens of prompts, and in
-            those that only decode.
+        best_hit_rate: the highest hit rate possible on the prompts of this run, from an empty cache; None if there
+            were none.
+        predicted_hit_rate: the hit rate that the plan expected; None if the plan was not followed, the cache was
+            not empty at first, or it had a second tier.
+        seconds: from the first submission to the last output, without loading weights and reading the input.
+        prefill_seconds: of these, the device's in passes that compute prompt tokens.
+        decode_seconds: of these, the device's in passes that only decode.
         scheduling_seconds: the host's, for planning and booking passes; the device may compute meanwhile.
         passes: of the model.
-        most_running: requests that ran at once at most.
+        most_running: the most requests that ran at once.
     """
 
     started: float = 0.0
@@ -53,13 +54,8 @@ class RunFigures:
     most_running: int = 0
 
     @property
-    def hit_rate(self) -> float:
-        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
-        return _ratio(self.cached_tokens, self.prompt_tokens)
-
-    @property
     def idle_seconds(self) -> float:
-        """Seconds in which the device computed nothing; passes that failed count as nothing."""
+        """Seconds in which the device computed nothing; failed passes count as idle."""
         return max(0.0, self.seconds - self.prefill_seconds - self.decode_seconds)
 
     @property
@@ -70,13 +66,13 @@ class RunFigures:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run costs, in the currency of the price. Only its `seconds` count.
+    """Cost of a run's `seconds`, in the currency of the price.
 
     Attributes:
         price_per_hour: of the machine.
         run: of the whole run.
         per_million_generated: of 1,000,000 generated tokens; None if there are none.
-        per_million_tokens: of 1,000,000 tokens, be they of prompts or generated; None if there are none.
+        per_million_tokens: of 1,000,000 tokens, prompt and generated; None if there are none.
     """
 
     price_per_hour: float
@@ -86,20 +82,21 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class BatchReport:
-    """Figures of one batch. Tokens are those of the requests that ended without an error.
+class BatchReport(CountsHits):
+    """Figures of one batch. Only requests that ended without an error count tokens.
 
     Attributes:
         output_path: the file with the records; the run's folder if the batch was interrupted; None for
             standard output.
         requests: input lines that are not blank.
-        written: records that there are: `requests`, unless the batch was interrupted.
-        errors: records with an error, be it in one of several answers.
-        prompt_tokens, cached_tokens: tokens of the prompts, and those of them that were found in the cache.
+        written: number of records: `requests`, unless the batch was interrupted.
+        errors: records with an error, at least in one of several answers.
+        prompt_tokens: tokens of the prompts.
+        cached_tokens: prompt tokens found in the cache.
         completion_tokens: generated tokens.
-        kept: records that earlier runs had left, and this one went on from.
+        kept: records of earlier runs.
         run: figures of this run alone.
-        price_per_hour: of the machine, in any currency; None if it is not known.
+        price_per_hour: of the machine, in any currency; None if unknown.
         timeline: of this run.
         is_complete: whether each line has its record.
     """
@@ -119,27 +116,22 @@ class BatchReport:
 
     @classmethod
     def of_nothing(cls) -> BatchReport:
-        """That of a batch that has not begun to run."""
+        """The report of a batch that has not begun to run."""
         return cls(None, 0, 0, 0, 0, 0, 0, is_complete=False)
 
     @property
-    def hit_rate(self) -> float:
-        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
-        return _ratio(self.cached_tokens, self.prompt_tokens)
-
-    @property
     def best_hit_rate(self) -> float | None:
-        """The hit rate that no engine can exceed on the prompts of this run: to compare `run.hit_rate` with."""
+        """The highest hit rate possible on the prompts of this run, to compare `run.hit_rate` with."""
         return self.run.best_hit_rate
 
     @property
     def predicted_hit_rate(self) -> float | None:
-        """The one that the plan of this run expected; None where it was not followed, or could not be."""
+        """The hit rate that the plan of this run expected; None if it was not followed, or could not be."""
         return self.run.predicted_hit_rate
 
     @property
     def seconds(self) -> float:
-        """Of this run."""
+        """Seconds of this run."""
         return self.run.seconds
 
     @property
@@ -149,7 +141,7 @@ class BatchReport:
 
     @property
     def cost(self) -> Cost | None:
-        """Of this run; None without a price."""
+        """Cost of this run; None without a price."""
         if self.price_per_hour is None:
             return None
         run, generated = self.price_per_hour * self.run.seconds / 3600, self.run.completion_tokens
@@ -162,12 +154,12 @@ class BatchReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as JSON values; keys are only ever added.
+        """The figures as JSON values; later versions only add keys.
 
-        Of the whole file, besides attributes by their names, are `output` (a path; null for standard output),
-        `complete` and `hit_rate`. `run` holds the attributes and properties of `RunFigures`, `started` as a date
-        of ISO 8601. `cost` is null, or holds the attributes of `Cost`. `timeline` has a list for each attribute
-        of `Sample`, all of the same length.
+        Besides attributes by their names there are `output` (a path; null for standard output), `complete` and
+        `hit_rate`, of the whole file. `run` holds the attributes and properties of `RunFigures`, `started` as a
+        date of ISO 8601. `cost` is null, or holds the attributes of `Cost`. `timeline` has a list for each
+        attribute of `Sample`, all of the same length.
         """
         run, cost = self.run, self.cost
         return {
@@ -194,7 +186,7 @@ class BatchReport:
 
 
 def file_figures(report: BatchReport) -> dict[str, str]:
-    """Names and values of the whole file, in the order in which they are read."""
+    """Names and values of the whole file's figures, in reading order."""
     kept = f" ({report.kept:,} from earlier runs)" if report.kept else ""
     written = "" if report.is_complete else f"{report.written:,} of "
     return {
@@ -208,7 +200,7 @@ def file_figures(report: BatchReport) -> dict[str, str]:
 
 
 def run_figures(run: RunFigures) -> dict[str, str]:
-    """What this run did of it, likewise."""
+    """Names and values of this run's figures."""
     return {
         "answered": f"{run.answered:,} requests",
         "prompt tokens": f"{run.prompt_tokens:,}",
@@ -219,7 +211,7 @@ def run_figures(run: RunFigures) -> dict[str, str]:
 
 
 def time_figures(report: BatchReport) -> dict[str, str]:
-    """What this run took, likewise."""
+    """Names and values of this run's time and cost."""
     run, cost = report.run, report.cost
     parts = ", ".join(f"{name} {duration(value)}" for name, value in device_seconds(run).items())
     passes = f"{run.passes:,} passes of at most {run.most_running:,} requests"
@@ -237,17 +229,17 @@ def time_figures(report: BatchReport) -> dict[str, str]:
 
 
 def device_seconds(run: RunFigures) -> dict[str, float]:
-    """What the device did with the seconds of a run."""
+    """Seconds of a run by the device's activity."""
     return {"prefill": run.prefill_seconds, "decode": run.decode_seconds, "idle": run.idle_seconds}
 
 
 def money(amount: float) -> str:
-    """An amount in two decimals, or in as many as show something."""
+    """An amount with two decimals, or with two significant digits if it is small."""
     return f"{amount:,.2f}" if amount >= 0.1 or not amount else f"{amount:.2g}"
 
 
 def print_report(report: BatchReport, console: Console, **more: str) -> None:
-    """Print the figures as a small table, those of `more` at its end."""
+    """Print the figures as a small table, followed by those of `more`."""
     rows = file_figures(report)
     if report.kept and report.run.answered:
         own = run_figures(report.run)
@@ -261,7 +253,7 @@ def print_report(report: BatchReport, console: Console, **more: str) -> None:
 
 
 def bounds(run: RunFigures) -> str:
-    """What the hit rate of a run is to be compared with; "" if nothing was to run."""
+    """The best possible and the predicted hit rate of a run in words; "" without prompts."""
     if run.best_hit_rate is None:
         return ""
     predicted = "" if run.predicted_hit_rate is None else f", predicted {run.predicted_hit_rate:.2%}"

@@ -1,4 +1,6 @@
-"""The figures and hints of a plan in words, for the terminal and for a page."""
+"""Figures and hints of a plan in words."""
+
+# Tests: tests/report/test_plan_view.py
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ HINTS_TOLD = 5
 
 
 def plan_figures(plan: BatchPlan, expectation: Expectation | None, kv_bytes: int | None) -> dict[str, str]:
-    """Names and values, in the order in which they are read.
+    """Names and values of a plan's figures, in reading order.
 
     Args:
-        expectation: what a run will bring; None leaves that out.
-        kv_bytes: of one token's keys and values; None leaves bytes out.
+        expectation: of a run; None omits its figures.
+        kv_bytes: of one token's keys and values; None omits bytes.
     """
     counts = plan.statistics
 
@@ -40,22 +42,22 @@ def plan_figures(plan: BatchPlan, expectation: Expectation | None, kv_bytes: int
         figures[f"memory, {running:,} at once"] = memory(plan.pool_for(running))
         work = expectation.work
         if work is not None:
-            least, most = work.expected_seconds
+            low, high = work.expected_seconds
             figures |= {
                 "prefill": f"{work.computed_tokens:,} tokens, at least {seconds(work.prefill_seconds)}",
                 "decode": f"{work.generated_tokens:,} tokens in about {work.decode_steps:,} passes, "
                 f"at least {seconds(work.decode_seconds)}",
-                "time": f"{seconds(least)} to {seconds(most)} (no engine below {seconds(work.least_seconds)})",
+                "time": f"{seconds(low)} to {seconds(high)} (no engine below {seconds(work.min_seconds)})",
             }
     return figures
 
 
 def hint_texts(hints: tuple[Hint, ...]) -> list[str]:
-    """A sentence a hint, the worst first; how many more there are comes last."""
+    """A sentence for each hint, the worst first, then the number of further ones."""
     texts = []
     for hint in hints[:HINTS_TOLD]:
-        fewest, most = int(hint.differing.min()), int(hint.differing.max())
-        count = counted(most, "token") if fewest == most else f"{fewest} to {most} tokens"
+        low, high = int(hint.differing.min()), int(hint.differing.max())
+        count = counted(high, "token") if low == high else f"{low} to {high} tokens"
         where = f"after their first {counted(hint.position, 'token')}" if hint.position else "at their beginning"
         texts.append(
             f"{len(hint.prompts):,} prompts differ in {count} {where} and agree after that: about "
@@ -70,7 +72,7 @@ def hint_texts(hints: tuple[Hint, ...]) -> list[str]:
 
 
 def seconds(value: float) -> str:
-    """A duration, as exact as it is worth."""
+    """A duration, rounded to a readable unit."""
     if value < 10:
         return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.1f} s"
     if value < 120:

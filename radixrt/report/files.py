@@ -1,4 +1,6 @@
-"""The files that a batch's report goes to: checked before anything runs, written when it has ended."""
+"""The files of a batch's report: checked before anything runs, written at the end."""
+
+# Tests: tests/report/test_batch_report.py
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class ReportError(BatchFileError):
     """A batch is complete, but its report cannot be written.
 
     Attributes:
-        report: what it would have told.
+        report: the report that was not written.
     """
 
     def __init__(self, message: str, report: BatchReport) -> None:
@@ -33,14 +35,14 @@ class ReportError(BatchFileError):
 
 
 class ReportFiles:
-    """Files of one report: JSON or a page, by their suffix. They replace what has their name.
+    """Files of one report: JSON or a page, by their suffix. Existing files are replaced.
 
     Args:
-        paths: one, or several; () is none.
+        paths: one or several; () for none.
         input_path, output_path: of the batch; "-" is standard input or output.
 
     Raises:
-        BatchFileError: one of them cannot be written, must not be, or needs a package that is missing.
+        BatchFileError: one of them cannot or must not be written, or needs a missing package.
     """
 
     def __init__(self, paths: Paths, input_path: str | Path, output_path: str | Path) -> None:
@@ -55,11 +57,11 @@ class ReportFiles:
 
     @property
     def has_page(self) -> bool:
-        """Whether one of them is a page, which shows the shared prefixes."""
+        """Whether one of the files is a page, which shows the shared prefixes."""
         return any(file.path.suffix == PAGE for file in self._files)
 
     def write(self, report: BatchReport, plan: BatchPlan | None, tokenizer: Tokenizer | None) -> None:
-        """Write all of them, each in one step.
+        """Write all files, each in one step.
 
         Args:
             plan: for a page; None if there is none.
@@ -86,6 +88,6 @@ def _json(report: BatchReport) -> str:
 
 
 def _page(report: BatchReport, title: str, plan: BatchPlan | None, show: Show) -> str:
-    from radixrt.report.page import report_page  # matplotlib, which not everybody has, takes half a second
+    from radixrt.report.page import report_page  # matplotlib is optional, and takes half a second
 
     return report_page(report, title=title, plan=plan, show=show)

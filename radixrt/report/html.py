@@ -1,4 +1,6 @@
-"""Pages that stand alone: one HTML file, no scripts, nothing loaded, for light and dark, wide and narrow."""
+"""Self-contained HTML pages: one file, no scripts, nothing loaded, for light and dark, wide and narrow."""
+
+# Tests: tests/report/test_plan_view.py
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from html import escape
 
 from radixrt.report.outline import Prefix, Show, counted, shortened
 
-OPEN_PROMPTS = 0.2  # a prefix of so large a share of the prompts is unfolded at first
+OPEN_PROMPTS = 0.2  # prefixes of this share of the prompts or more are unfolded at first
 
 _STYLE = """
 :root {
@@ -72,11 +74,11 @@ def figure_table(figures: Mapping[str, str]) -> str:
 
 
 def prefix_branches(top: Prefix, show: Show, saved: int) -> str:
-    """An outline as a tree that folds and unfolds. A bar is a prefix's share of all that sharing saves.
+    """An outline as a tree that folds and unfolds. A bar is a prefix's share of all saved tokens.
 
     Args:
         show: token ids to text.
-        saved: tokens that sharing saves in all.
+        saved: all tokens saved by sharing.
     """
     branches = "".join(_branches(top, show, max(1, saved)))
     return f'<div class="tree">\n{branches}</div>\n' if branches else "<p>The prompts share nothing.</p>\n"

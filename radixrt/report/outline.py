@@ -1,4 +1,6 @@
-"""The largest shared prefixes of a plan, as a tree that people can read."""
+"""The largest shared prefixes of a plan, as a tree for readers."""
+
+# Tests: tests/report/test_plan_view.py
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from radixrt.arrays import Int32Array
 from radixrt.planning.batch_plan import BatchPlan
-from radixrt.planning.prefix_order import Int32Array
 from radixrt.text.tokenizer import Tokenizer
 
 Show = Callable[[Int32Array], str]  # token ids `[n]` -> text
@@ -16,15 +18,15 @@ Show = Callable[[Int32Array], str]  # token ids `[n]` -> text
 
 @dataclass
 class Prefix:
-    """A shared prefix, less what the one above it in the outline has.
+    """A shared prefix, without the tokens of its parent in the outline.
 
     Attributes:
         tokens: `[n]` int32.
-        prompts: that begin with it.
-        ways: in which these go on.
-        saved_tokens: that need not be computed since `tokens` are shared.
-        children: the shared prefixes below it that are in the outline, those that save most first.
-        others: shared prefixes below it that are not, and below none of the children.
+        prompts: number of prompts that begin with it.
+        ways: number of different continuations.
+        saved_tokens: tokens saved by sharing `tokens`.
+        children: shared prefixes below it in the outline, the ones that save most first.
+        others: number of shared prefixes below it that neither the outline nor a child has.
     """
 
     tokens: Int32Array
@@ -35,11 +37,11 @@ class Prefix:
     others: int = 0
 
 
-def outline(plan: BatchPlan, most: int) -> Prefix:
-    """The `most` shared prefixes that save the most tokens, below the empty one that all prompts begin with."""
+def outline(plan: BatchPlan, max_prefixes: int) -> Prefix:
+    """The `max_prefixes` shared prefixes that save the most tokens, below the empty one of all prompts."""
     tree = plan.tree
     saved, prompts, ways = tree.saved_tokens, tree.num_sequences, tree.fan_out
-    largest = np.argsort(-saved, kind="stable")[:most]
+    largest = np.argsort(-saved, kind="stable")[:max_prefixes]
     chosen = {int(node) for node in largest if saved[node] > 0} | {0}
     listed: dict[int, Prefix] = {}
     above: list[int] = []  # the nearest chosen node at or above each
@@ -61,29 +63,29 @@ def outline(plan: BatchPlan, most: int) -> Prefix:
     return listed[0]
 
 
-def shortened(tokens: Int32Array, show: Show, most_tokens: int, most_characters: int) -> str:
-    """The beginning of a text in one line; dots stand for what is left out."""
-    shown = show(tokens[:most_tokens])
+def shortened(tokens: Int32Array, show: Show, max_tokens: int, max_characters: int) -> str:
+    """The beginning of a text in one line, with dots for the omitted rest."""
+    shown = show(tokens[:max_tokens])
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in shown)
-    if len(tokens) <= most_tokens and len(text) <= most_characters:
+    if len(tokens) <= max_tokens and len(text) <= max_characters:
         return text
-    return text[: most_characters - 3] + "..."
+    return text[: max_characters - 3] + "..."
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things."""
+    """A number with its noun, in the plural unless it is 1."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def decoded_by(tokenizer: Tokenizer | None) -> Show:
-    """Text with special tokens, or token ids if there is no tokenizer."""
+    """A function from token ids to text with special tokens; without a tokenizer, to the ids as text."""
     if tokenizer is None:
         return as_ids
     return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def as_ids(tokens: Int32Array) -> str:
-    """Token ids as text, where there is no tokenizer."""
+    """Token ids as text."""
     return " ".join(map(str, tokens.tolist()))
 
 

@@ -1,4 +1,6 @@
-"""A report as a page that stands alone: figures, where the time went, plots, and the shared prefixes."""
+"""A report as a self-contained HTML page: figures, time by activity, plots, and the shared prefixes."""
+
+# Tests: tests/report/test_batch_report.py
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from radixrt.report.html import figure_table, html_page, prefix_branches
 from radixrt.report.outline import Show, outline
 from radixrt.report.plots import timeline_plots
 
-MOST_PREFIXES = 500
+MAX_PREFIXES = 500
 
 _STYLE = """
 .tiles { display: grid; gap: .7rem; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); }
@@ -64,7 +66,7 @@ def report_page(report: BatchReport, *, title: str, plan: BatchPlan | None, show
 
 
 def _prefixes(plan: BatchPlan, show: Show) -> str:
-    branches = prefix_branches(outline(plan, MOST_PREFIXES), show, int(plan.tree.saved_tokens.sum()))
+    branches = prefix_branches(outline(plan, MAX_PREFIXES), show, int(plan.tree.saved_tokens.sum()))
     return f"<h2>Shared prefixes</h2>\n{branches}"
 
 
@@ -116,9 +118,9 @@ def _time(report: BatchReport) -> str:
 
 
 def _bar(what: str, parts: dict[str, float], whole: float) -> str:
-    """A bar with a key below. The first word of a part's name is its class in the style sheet."""
+    """A bar and its key. The first word of a part's name is its class in the style sheet."""
     texts = {name: f"{name} {_clock(value)} ({value / whole:.0%})" for name, value in parts.items()}
-    # What is measured apart from the whole may exceed it by what clocks differ.
+    # The parts are measured by other clocks than the whole, and may exceed it a little.
     scale = 100 / max(whole, sum(parts.values()))
     blocks = "".join(
         f'<i class="{name.split()[0]}" style="width: {scale * value:.2f}%"></i>' for name, value in parts.items()
@@ -144,7 +146,7 @@ def _plots(report: BatchReport) -> str:
 
 
 def _clock(value: float) -> str:
-    """A duration as people say it, two units of it."""
+    """A duration in two units."""
     if value < 120:
         return duration(value)
     minutes, rest = divmod(round(value), 60)

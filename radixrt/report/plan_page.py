@@ -1,4 +1,6 @@
-"""A plan as a page that stands alone: figures, hints, and branches that fold."""
+"""A plan as a self-contained HTML page: figures, hints, and a tree that folds."""
+
+# Tests: tests/report/test_plan_view.py
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def plan_page(
     expectation: Expectation | None = None,
     kv_bytes: int | None = None,
     show: Show = as_ids,
-    most_prefixes: int = 1000,
+    max_prefixes: int = 1000,
 ) -> str:
     """The page as HTML: figures, hints, and the largest shared prefixes as a tree that folds and unfolds.
 
@@ -25,9 +27,9 @@ def plan_page(
         title: of the page, such as the input's name.
         expectation, kv_bytes: see `plan_figures`.
         show: token ids to text.
-        most_prefixes: prefixes that are shown.
+        max_prefixes: limit on shown prefixes.
     """
     figures = figure_table(plan_figures(plan, expectation, kv_bytes))
     hints = "".join(f'<p class="hint">{escape(text)}</p>\n' for text in hint_texts(plan.hints))
-    branches = prefix_branches(outline(plan, most_prefixes), show, int(plan.tree.saved_tokens.sum()))
+    branches = prefix_branches(outline(plan, max_prefixes), show, int(plan.tree.saved_tokens.sum()))
     return html_page(f"Plan of {title}", f"{figures}{hints}<h2>Shared prefixes</h2>\n{branches}")

@@ -19,20 +19,20 @@ def print_plan(
     expectation: Expectation | None = None,
     kv_bytes: int | None = None,
     show: Show = as_ids,
-    most_prefixes: int = 20,
+    max_prefixes: int = 20,
 ) -> None:
     """Print figures, the largest shared prefixes as a tree, and hints.
 
     Args:
         expectation, kv_bytes: see `plan_figures`.
         show: token ids to text.
-        most_prefixes: prefixes that are shown.
+        max_prefixes: limit on shown prefixes.
     """
     figures = plan_figures(plan, expectation, kv_bytes)
     width = max(map(len, figures)) + 2
     for name, text in figures.items():
         console.print(Text.assemble((f"{name:<{width}}", "dim"), text), soft_wrap=True)
-    top = outline(plan, most_prefixes)
+    top = outline(plan, max_prefixes)
     if top.children:
         console.print()
         console.print(view_outline(top, show))
@@ -42,7 +42,7 @@ def print_plan(
 
 
 def view_outline(top: Prefix, show: Show) -> Tree:
-    """A rich Tree of an outline; `show` makes text of token ids."""
+    """An outline as a rich Tree; `show` makes text of token ids."""
     view = Tree(counted(top.prompts, "prompt"))
     stack = [(top, view)]
     while stack:

@@ -1,7 +1,9 @@
-"""The timeline of a run as plots in SVG. Needs matplotlib, which is in the extra `report`.
+"""The timeline of a run as SVG plots. Needs matplotlib, which is in the extra `report`.
 
-Colours are variables of the page's style sheet, so that the plots are drawn as the page is, light or dark.
+Colours are variables of the page's style sheet, so that the plots follow the page, light or dark.
 """
+
+# Tests: tests/report/test_batch_report.py
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from radixrt.arrays import Float64Array
 from radixrt.report.batch_report import BatchReport
 from radixrt.report.timeline import columns
 
-MOST_BARS = 80  # intervals of time that a rate is drawn for
+MAX_BARS = 80  # intervals of time in the plot of a rate
 _SIZE = (4.8, 2.2)  # inches
 _INK, _LINE, _STRONG, _SOFT, _WARM = "#010101", "#020202", "#030303", "#040404", "#050505"
 _VARIABLES = {
@@ -31,9 +33,7 @@ _VARIABLES = {
     _SOFT: "var(--soft)",
     _WARM: "var(--warm)",
 }
-_CAPACITY_SHOWN = 0.25  # share of the pool from which on its end is in the picture
-
-Float64Array = npt.NDArray[np.float64]
+_CAPACITY_SHOWN = 0.25  # used share of the pool from which on its capacity is drawn
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Plot:
     """A plot.
 
     Attributes:
-        title: what it shows.
-        told: the same in a sentence, for those who do not see it.
+        title: its subject.
+        told: its content in a sentence, for screen readers.
         svg: an element for an HTML page.
     """
 
@@ -52,7 +52,7 @@ class Plot:
 
 
 def timeline_plots(report: BatchReport) -> list[Plot]:
-    """Tokens a second, requests, pool and hit rate over time; nothing if the run took no time."""
+    """Plots of tokens a second, requests, pool and hit rate over time; none if the run took no time."""
     samples = report.timeline
     series = {name: np.array(values, dtype=np.float64) for name, values in columns(samples).items()}
     if len(samples) < 2 or samples[-1].seconds <= 0:
@@ -69,8 +69,8 @@ def timeline_plots(report: BatchReport) -> list[Plot]:
 
 
 def _prompt_rate(series: dict[str, Float64Array]) -> Plot:
-    edges, asked = _rate(series, "prompt_tokens")
-    _, computed = _rate(series, "computed_tokens")
+    edges, asked = rate_bars(series, "prompt_tokens")
+    _, computed = rate_bars(series, "computed_tokens")
     seconds = series["seconds"][-1]
 
     def draw(axes: Any) -> None:
@@ -85,11 +85,11 @@ def _prompt_rate(series: dict[str, Float64Array]) -> Plot:
 
 
 def _generated_rate(series: dict[str, Float64Array], report: BatchReport) -> Plot:
-    edges, rate = _rate(series, "sampled_tokens")
+    edges, rate = rate_bars(series, "sampled_tokens")
     sampled = generated = series["sampled_tokens"][-1]
-    if report.is_complete:  # else nobody knows which tokens belong to requests that go on
+    if report.is_complete:  # otherwise some tokens belong to requests that go on
         generated = report.run.completion_tokens
-        rate = rate * (generated / max(1, sampled))  # as if those thrown away were spread evenly
+        rate = rate * (generated / max(1, sampled))  # as if the discarded ones were spread evenly
     average = generated / series["seconds"][-1]
     told = f"{average:,.0f} on average, {rate.max():,.0f} at most"
     return _plot(
@@ -143,10 +143,10 @@ def _filled(series: dict[str, Float64Array], values: Float64Array) -> Callable[[
     return draw
 
 
-def _rate(series: dict[str, Float64Array], name: str) -> tuple[Float64Array, Float64Array]:
-    """Edges of intervals of time `[B + 1]`, and how much a count grows a second in each, `[B]`."""
+def rate_bars(series: dict[str, Float64Array], name: str) -> tuple[Float64Array, Float64Array]:
+    """Edges of intervals of time `[B + 1]`, and the growth of a count a second in each, `[B]`."""
     seconds = series["seconds"]
-    bars = min(MOST_BARS, max(1, (len(seconds) - 1) // 2))
+    bars = min(MAX_BARS, max(1, (len(seconds) - 1) // 2))
     edges = np.linspace(0, seconds[-1], bars + 1)
     return edges, np.diff(np.interp(edges, seconds, series[name])) / np.diff(edges)
 
@@ -196,7 +196,7 @@ class _Steps(MaxNLocator):
 
 
 def _svg(figure: Figure, title: str, told: str) -> str:
-    """The figure as an element whose ids are its own, without what belongs to a file of its own."""
+    """The figure as an element with unique ids, without the header and metadata of a file."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(_METADATA))
     text = file.getvalue()

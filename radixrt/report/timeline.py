@@ -1,11 +1,11 @@
-"""What a run was doing at some hundred moments."""
+"""Samples of a run at some hundred moments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-MOST_SAMPLES = 500
+MAX_SAMPLES = 500
 FIRST_INTERVAL = 0.05  # seconds between two samples, until there are too many
 
 
@@ -15,15 +15,17 @@ class Sample:
 
     Attributes:
         seconds: since the run began.
-        finished: records that there are, those of earlier runs too.
-        prompt_tokens, cached_tokens: of all requests that have begun, and those of them that were in the cache.
-        computed_tokens: tokens of prompts that were computed.
-        sampled_tokens: generated tokens, with those that were thrown away since their request had ended: about one
-            an answer.
-        running, waiting: requests that the runtime computes, and those that it has not begun.
-        pool_tokens: slots of the KV pool that hold something.
-        pool_evictable: those of them that no request needs now; they are kept for later ones.
-        pool_capacity: slots that there are.
+        finished: records, including those of earlier runs.
+        prompt_tokens: of all requests that have begun.
+        cached_tokens: of these, tokens found in the cache.
+        computed_tokens: computed prompt tokens.
+        sampled_tokens: generated tokens, including about one an answer that was discarded because its request had
+            ended.
+        running: requests in the runtime that have begun.
+        waiting: requests in the runtime that have not.
+        pool_tokens: used slots of the KV pool.
+        pool_evictable: of these, slots that no request needs now, kept for later ones.
+        pool_capacity: slots of the KV pool.
     """
 
     seconds: float
@@ -40,30 +42,30 @@ class Sample:
 
 
 class Timeline:
-    """Samples of a run of any length: when there are `most`, every other one goes, and they come half as often.
+    """Samples of a run of any length: beyond `max_samples` every other one is dropped, and the interval doubles.
 
     Args:
-        most: an even number.
+        max_samples: an even number.
         interval: seconds.
     """
 
-    def __init__(self, most: int = MOST_SAMPLES, interval: float = FIRST_INTERVAL) -> None:
-        self._most = most
+    def __init__(self, max_samples: int = MAX_SAMPLES, interval: float = FIRST_INTERVAL) -> None:
+        self._max_samples = max_samples
         self._interval = interval
         self._samples: list[Sample] = []
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """In the order of time, the first and the last one among them."""
+        """The samples in the order of time, including the first and the last."""
         return tuple(self._samples)
 
     def is_due(self, seconds: float) -> bool:
-        """Whether the next sample is wanted."""
+        """Whether the next sample is due."""
         return not self._samples or seconds >= self._samples[-1].seconds + self._interval
 
     def add(self, sample: Sample) -> None:
-        """Take a sample in, later than all others."""
-        if len(self._samples) == self._most:
+        """Add a sample, later than all others."""
+        if len(self._samples) == self._max_samples:
             self._samples = self._samples[::2]
             self._interval *= 2
         self._samples.append(sample)

@@ -1,4 +1,4 @@
-"""Lists and programs of prompts that share prefixes, and what an engine can gain from that at best."""
+"""Lists and programs of prompts that share prefixes, and the best possible gain from sharing."""
 
 from radixrt.workloads.statistics import TokenStatistics, best_hit_rate, token_statistics
 

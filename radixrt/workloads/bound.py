@@ -1,5 +1,7 @@
 """The time that no engine can beat on a list of prompts: bytes over bandwidth, operations over speed."""
 
+# Tests: tests/workloads/test_workloads.py
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -7,26 +9,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixrt.workloads.lists import Ask
+from radixrt.workloads.lists import WorkloadPrompt
 from radixrt.workloads.programs import Round, with_history
 from radixrt.workloads.statistics import Prompt, shared_prefixes, token_statistics
 
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """What a device was measured to do at best: memory `bandwidth` in bytes/s, dense `flops` in operations/s."""
+    """Measured peak speed of a device: memory `bandwidth` in bytes/s, dense `flops` in operations/s."""
 
     bandwidth: float
     flops: float
 
 
-# By the name that CUDA gives them; dense products are of bf16.
+# By CUDA's names; dense products are of bf16.
 KNOWN_DEVICES = {"NVIDIA H200": DeviceSpeed(bandwidth=4.26e12, flops=790e12)}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder that decide what a token costs. Norms and biases are left out: they are small."""
+    """The sizes of a decoder that determine the cost of a token, without norms and biases, which are small."""
 
     num_layers: int
     hidden_size: int
@@ -60,37 +62,40 @@ class ModelShape:
 
 
 def list_bound(
-    asks: Sequence[Ask], shape: ModelShape, speed: DeviceSpeed, computed_before: Sequence[Prompt] = ()
+    prompts: Sequence[WorkloadPrompt],
+    shape: ModelShape,
+    speed: DeviceSpeed,
+    computed_before: Sequence[Prompt] = (),
 ) -> float:
-    """Seconds that no engine can beat for `asks`, submitted together.
+    """Seconds that no engine can beat for `prompts`, submitted together.
 
     Prefill: every distinct prompt token that is not part of `computed_before` goes once through the layers, with
-    its causal attention, and one row a request through the head. Decode: all requests run from the first step on,
-    however many they are. A step costs its bytes over bandwidth (all weights once, each distinct KV once) or its
+    its causal attention, and one row a request through the head. Decode: all requests run from the first step on.
+    A step costs its bytes over bandwidth (all weights once, each distinct KV once) or its
     operations over flops, whichever is more. The prompts' distinct tokens count for the share of the requests
     that still run.
     """
-    prompts = [ask.input_ids for ask in asks]
-    work = shared_prefixes(prompts, computed_before)
+    inputs = [prompt.input_ids for prompt in prompts]
+    work = shared_prefixes(inputs, computed_before)
     attended = sum(w.distinct * w.shared + w.distinct * (w.distinct + 1) / 2 for w in work)
     prefill_ops = (
         2 * shape.layer_weights * sum(w.distinct for w in work)
-        + 2 * shape.head_weights * len(asks)
+        + 2 * shape.head_weights * len(prompts)
         + shape.attention_ops * attended
     )
 
     # A request of n new tokens takes part in decode steps 1 to n - 1: its first token comes from its prefill.
-    new_tokens = np.array([ask.max_new_tokens for ask in asks])
+    new_tokens = np.array([prompt.max_new_tokens for prompt in prompts])
     by_length = np.argsort(new_tokens)
     steps = np.arange(1, new_tokens.max(initial=1))
     ended = np.searchsorted(new_tokens[by_length], steps, side="right")
-    running = len(asks) - ended
-    lengths = np.array([len(prompt) for prompt in prompts])[by_length]
+    running = len(prompts) - ended
+    lengths = np.array([len(tokens) for tokens in inputs])[by_length]
     prompt_context = lengths.sum() - np.concatenate([[0], np.cumsum(lengths)])[ended]
 
     weights = shape.layer_weights + shape.head_weights
-    distinct = token_statistics(prompts).distinct_tokens
-    kv_tokens = distinct * running / max(1, len(asks)) + running * steps
+    distinct = token_statistics(inputs).distinct_tokens
+    kv_tokens = distinct * running / max(1, len(prompts)) + running * steps
     step_bytes = weights * shape.bytes_per_value + kv_tokens * shape.kv_bytes
     step_ops = 2 * weights * running + shape.attention_ops * (prompt_context + running * steps)
     decode = np.maximum(step_bytes / speed.bandwidth, step_ops / speed.flops).sum()
@@ -99,4 +104,4 @@ def list_bound(
 
 def program_bound(rounds: Iterable[Round], shape: ModelShape, speed: DeviceSpeed) -> float:
     """Seconds that no engine can beat for a program: its rounds one after the other, none computed twice."""
-    return sum(list_bound(played.asks, shape, speed, history) for played, history in with_history(rounds))
+    return sum(list_bound(played.prompts, shape, speed, history) for played, history in with_history(rounds))

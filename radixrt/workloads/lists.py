@@ -1,8 +1,10 @@
-"""Five lists of prompts that are known beforehand, the same for the same seed.
+"""Five lists of prompts, determined by their seed.
 
-Their tokens are random: what a run costs depends on lengths and on sharing, not on meaning. Sizes that vary are
-given as (least, most), both included.
+Their tokens are random: the cost of a run depends on lengths and sharing, not on meaning. Sizes that vary are
+ranges (minimum, maximum), both included.
 """
+
+# Tests: tests/workloads/test_workloads.py
 
 from __future__ import annotations
 
@@ -13,20 +15,20 @@ import numpy as np
 
 from radixrt.cache.radix_tree import Tokens
 
-FIRST_ID = 10  # below it are the tokens that mean something to many models
+FIRST_ID = 10  # lower ids are special tokens of many models
 VOCAB_SIZE = 10_000
 
 Range = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Ask:
-    """What is wanted of a model for one prompt.
+class WorkloadPrompt:
+    """A prompt with the length of its answer, or with a continuation to score.
 
     Attributes:
         prompt_ids: `[n >= 1]` int32.
         max_new_tokens: tokens to generate.
-        continuation_ids: `[m >= 1]` int32: the likelihood of these after the prompt is wanted, not an answer.
+        continuation_ids: `[m >= 1]` int32: score these after the prompt, instead of generating an answer.
     """
 
     prompt_ids: Tokens
@@ -35,19 +37,19 @@ class Ask:
 
     @property
     def input_ids(self) -> Tokens:
-        """All that the model reads: the prompt, then the continuation. `[n + m]` int32."""
+        """The tokens that the model reads: the prompt, then the continuation. `[n + m]` int32."""
         if self.continuation_ids is None:
             return self.prompt_ids
         return np.concatenate([self.prompt_ids, self.continuation_ids])
 
     @property
     def num_computed(self) -> int:
-        """Tokens at its end that no cache can serve: their logits are wanted."""
+        """Tokens at its end that no cache can serve, because their logits are needed."""
         return 1 if self.continuation_ids is None else len(self.continuation_ids) + 1
 
 
 class TokenSource:
-    """Random tokens and lengths from a seed. `vocab_size`: ids are below it."""
+    """Random tokens, with ids below `vocab_size`, and lengths from a seed."""
 
     def __init__(self, seed: int, vocab_size: int = VOCAB_SIZE) -> None:
         if vocab_size <= FIRST_ID:
@@ -73,11 +75,11 @@ def unshared(
     prompt_len: Range = (100, 1024),
     new_tokens: Range = (100, 1024),
     vocab_size: int = VOCAB_SIZE,
-) -> list[Ask]:
-    """Prompts that have nothing in common: what the cache costs where it cannot help."""
+) -> list[WorkloadPrompt]:
+    """Prompts without common tokens, to measure the cost of the cache where it cannot help."""
     source = TokenSource(seed, vocab_size)
     prompts = [source.some_tokens(prompt_len) for _ in range(requests)]
-    return [Ask(prompt, source.length(new_tokens)) for prompt in prompts]
+    return [WorkloadPrompt(prompt, source.length(new_tokens)) for prompt in prompts]
 
 
 def fewshot(
@@ -90,16 +92,16 @@ def fewshot(
     question_len: Range = (40, 120),
     new_tokens: int = 8,
     vocab_size: int = VOCAB_SIZE,
-) -> list[Ask]:
-    """A few-shot evaluation: all prompts share a head, those of a subject its examples. Shuffled."""
+) -> list[WorkloadPrompt]:
+    """A few-shot evaluation: all prompts share a head, prompts of one subject its examples. Shuffled."""
     source = TokenSource(seed, vocab_size)
     head = source.tokens(head_len)
-    asks = []
+    prompts = []
     for _ in range(subjects):
         shared = np.concatenate([head, source.some_tokens(examples_len)])
-        asks += [_continued(shared, source.some_tokens(question_len), new_tokens) for _ in range(questions)]
-    source.random.shuffle(asks)
-    return asks
+        prompts += [_continued(shared, source.some_tokens(question_len), new_tokens) for _ in range(questions)]
+    source.random.shuffle(prompts)
+    return prompts
 
 
 def docqa(
@@ -111,15 +113,15 @@ def docqa(
     question_len: Range = (20, 60),
     new_tokens: int = 128,
     vocab_size: int = VOCAB_SIZE,
-) -> list[Ask]:
+) -> list[WorkloadPrompt]:
     """Many questions about each of a few long documents. Shuffled."""
     source = TokenSource(seed, vocab_size)
-    asks = []
+    prompts = []
     for _ in range(documents):
         document = source.tokens(document_len)
-        asks += [_continued(document, source.some_tokens(question_len), new_tokens) for _ in range(questions)]
-    source.random.shuffle(asks)
-    return asks
+        prompts += [_continued(document, source.some_tokens(question_len), new_tokens) for _ in range(questions)]
+    source.random.shuffle(prompts)
+    return prompts
 
 
 def system_prompt(
@@ -130,8 +132,8 @@ def system_prompt(
     user_len: Range = (32, 256),
     new_tokens: Range = (64, 256),
     vocab_size: int = VOCAB_SIZE,
-) -> list[Ask]:
-    """Many users behind one system prompt."""
+) -> list[WorkloadPrompt]:
+    """Many users after one system prompt."""
     source = TokenSource(seed, vocab_size)
     system = source.tokens(system_len)
     return [_continued(system, source.some_tokens(user_len), source.length(new_tokens)) for _ in range(requests)]
@@ -145,12 +147,12 @@ def samples(
     samples: int = 32,
     new_tokens: int = 512,
     vocab_size: int = VOCAB_SIZE,
-) -> list[Ask]:
+) -> list[WorkloadPrompt]:
     """Several answers to each of a few prompts."""
     source = TokenSource(seed, vocab_size)
     drawn = [source.tokens(prompt_len) for _ in range(prompts)]
-    return [Ask(prompt, new_tokens) for prompt in drawn for _ in range(samples)]
+    return [WorkloadPrompt(prompt, new_tokens) for prompt in drawn for _ in range(samples)]
 
 
-def _continued(shared: Tokens, own: Tokens, new_tokens: int) -> Ask:
-    return Ask(np.concatenate([shared, own]), new_tokens)
+def _continued(shared: Tokens, own: Tokens, new_tokens: int) -> WorkloadPrompt:
+    return WorkloadPrompt(np.concatenate([shared, own]), new_tokens)

@@ -1,8 +1,10 @@
-"""Programs: rounds of prompts, each of which may depend on the answers to those before.
+"""Programs: rounds of prompts that may depend on the answers of earlier rounds.
 
-A program is a generator that yields what it asks in a round and is sent the answers, in the same order. All of a
-round is known at once. A list that is known beforehand is a program of one round.
+A program is a generator that yields all prompts of a round and is sent the answers, in the same order. A list of
+prompts is a program of one round.
 """
+
+# Tests: tests/workloads/test_workloads.py
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ import numpy as np
 from radixrt.cache.radix_tree import Tokens
 from radixrt.workloads.lists import (
     VOCAB_SIZE,
-    Ask,
     Range,
     TokenSource,
+    WorkloadPrompt,
     docqa,
     fewshot,
     samples,
@@ -26,44 +28,44 @@ from radixrt.workloads.lists import (
 from radixrt.workloads.statistics import TokenStatistics, token_statistics
 
 Answer = Sequence[int]
-Program = Generator[Sequence[Ask], Sequence[Answer], None]
+Program = Generator[Sequence[WorkloadPrompt], Sequence[Answer], None]
 
 
 @dataclass(frozen=True)
 class Round:
-    """What was asked together, and the answer to each (empty where a likelihood was asked for)."""
+    """The prompts of a round, and the answer to each (empty for a score)."""
 
-    asks: Sequence[Ask]
+    prompts: Sequence[WorkloadPrompt]
     answers: Sequence[Answer]
 
     @property
-    def prompts(self) -> list[Tokens]:
-        """All that the model read of each ask, int32."""
-        return [ask.input_ids for ask in self.asks]
+    def inputs(self) -> list[Tokens]:
+        """The tokens that the model read for each prompt, int32."""
+        return [prompt.input_ids for prompt in self.prompts]
 
     @property
     def computed(self) -> list[Tokens]:
         """The tokens whose KV the round computed, int32: the last token of an answer was sampled, but not read."""
         return [
-            np.concatenate([ask.input_ids, np.asarray(answer[:-1], dtype=np.int32)])
-            for ask, answer in zip(self.asks, self.answers, strict=True)
+            np.concatenate([prompt.input_ids, np.asarray(answer[:-1], dtype=np.int32)])
+            for prompt, answer in zip(self.prompts, self.answers, strict=True)
         ]
 
 
-def play(program: Program, answer: Callable[[Sequence[Ask]], Sequence[Answer]]) -> Iterator[Round]:
-    """Run a program: `answer` is called with each round's asks and returns an answer to each."""
+def play(program: Program, answer: Callable[[Sequence[WorkloadPrompt]], Sequence[Answer]]) -> Iterator[Round]:
+    """Run a program: `answer` is called with each round's prompts and returns an answer to each."""
     try:
-        asks = next(program)
+        prompts = next(program)
         while True:
-            answers = answer(asks)
-            yield Round(asks, answers)
-            asks = program.send(answers)
+            answers = answer(prompts)
+            yield Round(prompts, answers)
+            prompts = program.send(answers)
     except StopIteration:
         return
 
 
 def with_history(rounds: Iterable[Round]) -> Iterator[tuple[Round, list[Tokens]]]:
-    """Each round, and the token sequences that the rounds before it have computed."""
+    """Each round, and the token sequences that earlier rounds have computed."""
     history: list[Tokens] = []
     for played in rounds:
         yield played, history
@@ -71,25 +73,25 @@ def with_history(rounds: Iterable[Round]) -> Iterator[tuple[Round, list[Tokens]]
 
 
 def program_statistics(rounds: Iterable[Round]) -> TokenStatistics:
-    """Token counts of a program that has been played; its best_hit_rate is the best possible one.
+    """Token counts of a played program; its best_hit_rate is the best possible one.
 
-    From the token lists alone: a prompt can hit any prefix that was computed before it, of prompts or of prompts
-    with their answers, but for the last token of each answer, which was sampled and never read. In a round,
-    prompts can hit one another, in the order that is best; the answers of a round come after all its prompts.
-    The cache is empty at first and has no limit.
+    They follow from the tokens alone. A prompt can hit any prefix computed before it, of prompts with their
+    answers, without the last token of each answer, which was sampled and never read. Prompts of one round can hit
+    one another, in the best order; the answers of a round come after all its prompts. The cache is empty at first
+    and unlimited.
     """
     return sum(
         (
-            token_statistics(played.prompts, history, [ask.num_computed for ask in played.asks])
+            token_statistics(played.inputs, history, [prompt.num_computed for prompt in played.prompts])
             for played, history in with_history(rounds)
         ),
         TokenStatistics(),
     )
 
 
-def one_round(asks: Sequence[Ask]) -> Program:
-    """A list that is known beforehand."""
-    yield asks
+def one_round(prompts: Sequence[WorkloadPrompt]) -> Program:
+    """A list of prompts as a program."""
+    yield prompts
 
 
 def chat(
@@ -102,17 +104,17 @@ def chat(
     new_tokens: Range = (64, 256),
     vocab_size: int = VOCAB_SIZE,
 ) -> Program:
-    """Conversations behind one system prompt: a turn's prompt is all that was said, and what the user adds."""
+    """Conversations after one system prompt: a turn's prompt is the whole conversation so far."""
     source = TokenSource(seed, vocab_size)
     system = source.tokens(system_len)
     histories = [system] * conversations
     for _ in range(turns):
-        asks = [
-            Ask(np.concatenate([history, source.some_tokens(user_len)]), source.length(new_tokens))
+        prompts = [
+            WorkloadPrompt(np.concatenate([history, source.some_tokens(user_len)]), source.length(new_tokens))
             for history in histories
         ]
-        answers = yield asks
-        histories = [_extended(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
+        answers = yield prompts
+        histories = [_extended(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def choices(
@@ -125,14 +127,14 @@ def choices(
     choice_len: Range = (4, 32),
     vocab_size: int = VOCAB_SIZE,
 ) -> Program:
-    """Multiple choice: the likelihood of each choice after its question, all questions after the same examples."""
+    """Multiple choice: scores each choice after its question, with the same examples before all questions."""
     source = TokenSource(seed, vocab_size)
     examples = source.tokens(examples_len)
-    asks = []
+    prompts = []
     for _ in range(questions):
         question = np.concatenate([examples, source.some_tokens(question_len)])
-        asks += [Ask(question, 1, source.some_tokens(choice_len)) for _ in range(choices)]
-    yield asks
+        prompts += [WorkloadPrompt(question, 1, source.some_tokens(choice_len)) for _ in range(choices)]
+    yield prompts
 
 
 def tree_search(
@@ -146,27 +148,27 @@ def tree_search(
     new_tokens: int = 64,
     vocab_size: int = VOCAB_SIZE,
 ) -> Program:
-    """Branching programs: each round, every kept text is continued in several ways, and few of these are kept.
+    """Branching programs: each round continues every kept text in several ways, and keeps a few of these.
 
-    Chance decides which, in place of a judge.
+    The choice is random, in place of a judge.
     """
     source = TokenSource(seed, vocab_size)
     trees = [[source.tokens(root_len)] for _ in range(roots)]
     for _ in range(rounds):
-        asks = [Ask(text, new_tokens) for texts in trees for text in texts for _ in range(branches)]
-        answers = yield asks
-        children = iter([_extended(ask, answer) for ask, answer in zip(asks, answers, strict=True)])
+        prompts = [WorkloadPrompt(text, new_tokens) for texts in trees for text in texts for _ in range(branches)]
+        answers = yield prompts
+        children = iter([_extended(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)])
         trees = [
             source.random.sample(grown, min(kept, len(grown)))
             for grown in [[next(children) for _ in range(len(texts) * branches)] for texts in trees]
         ]
 
 
-def _extended(ask: Ask, answer: Answer) -> Tokens:
-    return np.concatenate([ask.prompt_ids, np.asarray(answer, dtype=np.int32)])
+def _extended(prompt: WorkloadPrompt, answer: Answer) -> Tokens:
+    return np.concatenate([prompt.prompt_ids, np.asarray(answer, dtype=np.int32)])
 
 
-def _listed(make: Callable[..., list[Ask]]) -> Callable[..., Program]:
+def _listed(make: Callable[..., list[WorkloadPrompt]]) -> Callable[..., Program]:
     def program(seed: int, **sizes: object) -> Program:
         return one_round(make(seed, **sizes))
 

@@ -1,4 +1,6 @@
-"""What a list of prompts can gain from prefix reuse, from its tokens alone."""
+"""Computes the possible gain of prefix reuse from the tokens of a list of prompts."""
+
+# Tests: tests/workloads/test_workloads.py
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ class TokenStatistics:
 
     Attributes:
         prompt_tokens: tokens of all prompts.
-        distinct_tokens: nodes of the prompts' token trie: what one unlimited cache would hold. Those that were
-            computed before are not counted.
-        best_cached_tokens: prompt tokens that such a cache can serve. A prompt that is wholly cached still
-            computes its last token, for the logits.
+        distinct_tokens: nodes of the prompts' token trie, the content of an unlimited cache, without nodes that
+            were computed before.
+        best_cached_tokens: prompt tokens that such a cache can serve. A wholly cached prompt still computes its
+            last token, for the logits.
     """
 
     prompt_tokens: int = 0
@@ -33,7 +35,7 @@ class TokenStatistics:
         return self.best_cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def __add__(self, other: TokenStatistics) -> TokenStatistics:
-        """Of two lists, where the tokens of the first were computed before the second."""
+        """The counts of two lists, with the first one's tokens computed before the second."""
         return TokenStatistics(
             self.prompt_tokens + other.prompt_tokens,
             self.distinct_tokens + other.distinct_tokens,
@@ -43,10 +45,10 @@ class TokenStatistics:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Of one prompt: its length, and how many of its tokens it shares with what is computed before it.
+    """The length of a prompt, and the number of leading tokens it shares with sequences computed before it.
 
-    Its last `computed` tokens are computed in any case, for their logits: one; or those that are scored, and the
-    one before them.
+    Its last `computed` tokens are computed in any case, for their logits: one, or the scored ones and the one
+    before them.
     """
 
     length: int
@@ -59,20 +61,19 @@ class SharedPrefix:
 
     @property
     def cached(self) -> int:
-        """How many of its tokens the cache can serve at best."""
+        """Maximum number of its tokens that the cache can serve."""
         return max(0, min(self.shared, self.length - self.computed))
 
 
 def shared_prefixes(
     prompts: Sequence[Prompt], computed_before: Sequence[Prompt] = (), computed: Sequence[int] | None = None
 ) -> list[SharedPrefix]:
-    """For each of `prompts`, in lexicographic order: what it shares with the ones before it in that order, or
-    with any of `computed_before`. The shared tokens are then as many as in any other order, or more.
+    """For each of `prompts`, in lexicographic order: the prefix it shares with earlier ones or with any of
+    `computed_before`. No other order shares more tokens.
 
-    Each is a list of ids that fit in int32, or int32 [num_tokens]. The longest prefix that a sequence shares
-    with any before it in lexicographic order is the one that it shares with its neighbour, and likewise for
-    those after it. Any order of the tokens will do, so the sequences are sorted as bytes. `computed` is
-    `SharedPrefix.computed` of each prompt; None: 1.
+    Each is a list of ids that fit in int32, or int32 [num_tokens]. In lexicographic order a sequence shares its
+    longest prefix with a neighbour, on either side. Any order of the tokens will do, so the sequences are sorted
+    as bytes. `computed` is `SharedPrefix.computed` of each prompt; None: 1.
     """
     each = [1] * len(prompts) if computed is None else computed
     ordered = sorted(
@@ -83,7 +84,7 @@ def shared_prefixes(
         ]
     )
     found = []
-    following = b""  # the next sequence that was computed before
+    following = b""  # the next sequence of `computed_before`
     for i in reversed(range(len(ordered))):
         current, is_new, own = ordered[i]
         if not is_new:
@@ -114,13 +115,13 @@ def token_statistics(
 def best_hit_rate(prompts: Sequence[Prompt]) -> float:
     """The hit rate, 0 to 1, that no order and no cache size can exceed, starting from an empty cache.
 
-    Hits on generated tokens are not in it.
+    Hits on generated tokens do not count.
     """
     return token_statistics(prompts).best_hit_rate
 
 
 def _common_prefix(a: bytes, b: bytes) -> int:
-    """How many int32 tokens two sequences have in common at their beginnings."""
+    """The number of leading int32 tokens that two sequences share."""
     length = min(len(a), len(b)) // 4
     differ = np.frombuffer(a, np.int32, length) != np.frombuffer(b, np.int32, length)
     first = int(differ.argmax()) if length else 0

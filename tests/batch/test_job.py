@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-import radixrt.batch.batch_run
 import radixrt.batch.job
-import radixrt.batch.progress
+import radixrt.batch.meter
+import radixrt.batch.run
 from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.journal.run_folder import has_run, run_path
+from radixrt.batch.options import BatchConfig, BatchOptions
 from radixrt.batch.tally import Tally
 from radixrt.errors import BatchFileError, JournalError, RadixrtError, SchedulerError
 from radixrt.files.disk import DISK
@@ -287,7 +289,7 @@ def test_a_run_that_goes_on_and_is_stopped_plans_once(
     write(files[0], [good(n) for n in range(9)])
     planned: list[int] = []
     done: list[int] = []
-    plan_batch, progress_bar = radixrt.batch.batch_run.plan_batch, radixrt.batch.batch_run.progress_bar
+    plan_batch, progress_bar = radixrt.batch.run.plan_batch, radixrt.batch.run.progress_bar
 
     def watched_plan(store: TokenStore, new_tokens: Any, prompts: Any) -> Any:
         planned.append(len(prompts))
@@ -298,8 +300,8 @@ def test_a_run_that_goes_on_and_is_stopped_plans_once(
         done.append(bar.n)
         return bar
 
-    monkeypatch.setattr(radixrt.batch.batch_run, "plan_batch", watched_plan)
-    monkeypatch.setattr(radixrt.batch.batch_run, "progress_bar", watched_bar)
+    monkeypatch.setattr(radixrt.batch.run, "plan_batch", watched_plan)
+    monkeypatch.setattr(radixrt.batch.run, "progress_bar", watched_bar)
     page = files[1].with_name("report.html")
     for _ in range(2):
         runtime = FakeRuntime()
@@ -313,7 +315,7 @@ def test_a_run_that_goes_on_and_is_stopped_plans_once(
 
 
 def test_the_printed_figures(files: tuple[Path, Path]) -> None:
-    """First those of all records, then those of the process."""
+    """First the figures of all records, then the process's own."""
     write(
         files[0], [b"{", *[good(n) for n in range(1, 6)], b'{"token_ids": [6, 6, 6]}', b'{"token_ids": [7, 7, 7]}']
     )
@@ -407,8 +409,8 @@ def test_an_output_that_came_in_between_is_not_replaced(files: tuple[Path, Path]
 
 def test_few_at_a_time(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime never knows of more than so many requests, those with a prefix in common one after the other."""
-    monkeypatch.setattr(radixrt.batch.batch_run, "ENOUGH_WAITING", 4)
-    monkeypatch.setattr(radixrt.batch.batch_run, "SUBMITTED_AT_ONCE", 4)
+    monkeypatch.setattr(radixrt.batch.run, "ENOUGH_WAITING", 4)
+    monkeypatch.setattr(radixrt.batch.run, "SUBMITTED_AT_ONCE", 4)
     lines = [{"token_ids": [n % 5] * 3 + [n]} for n in range(50)]
     write(files[0], [json.dumps(line).encode() for line in lines])
     runtime = FakeRuntime()
@@ -594,7 +596,7 @@ def test_standard_input_and_output(
 def test_records_that_wait_for_standard_output_are_on_disk(
     files: tuple[Path, Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All do if the last line ends first. If there is no room for them, those that have found some are printed."""
+    """All lines wait if the last one ends first. If the disk is too small, the lines that fit are printed."""
     files[0].write_bytes(b"\n".join(good(index) for index in range(40)))
     scratch = files[0].parent / "scratch"
     scratch.mkdir()
@@ -728,7 +730,7 @@ def test_progress(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(files[0], [good(0), b"{", good(2)])
-    monkeypatch.setattr(radixrt.batch.progress, "LOG_INTERVAL", 0.0)
+    monkeypatch.setattr(radixrt.batch.meter, "LOG_INTERVAL", 0.0)
     run_batch(FakeRuntime(), *files, progress=True)
     shown = capsys.readouterr()
     assert "3/3" in shown.err
@@ -790,3 +792,7 @@ def test_killed_at_random_points(files: tuple[Path, Path], kills: int) -> None:
     assert start(kills).wait() == 0
     assert files[1].read_bytes() == whole.read_bytes()
     assert sorted(os.listdir(files[0].parent)) == ["in.jsonl", "out.jsonl", "whole"]
+
+
+def test_keywords_are_the_fields_of_the_configuration() -> None:
+    assert list(BatchOptions.__annotations__) == [field.name for field in fields(BatchConfig)]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from radixrt.batch.journal.run_folder import run_path
-from radixrt.bench.shapes import write_shape
+from radixrt.bench.catalogue import write_shape
 from radixrt.planning.batch_plan import plan_batch
 from radixrt.planning.token_store import TokenStore
 from radixrt.workloads.lists import fewshot
@@ -32,18 +32,18 @@ KILLS = 3
     ],
 )
 def test_killed_three_times(tmp_path: Path, shape: str, device: str, subjects: int, questions: int) -> None:
-    """Each line has one record, and those that the journal had after a kill are in the output to the last byte."""
+    """Each line has one record, and records kept after a kill are in the output byte for byte."""
     model, files = tmp_path / "model", (tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     model.mkdir()
     write_shape(shape, model)
-    asks = fewshot(subjects=subjects, questions=questions)
+    prompts = fewshot(subjects=subjects, questions=questions)
     with files[0].open("w") as lines:
-        for number, ask in enumerate(asks):
-            line = {"token_ids": ask.prompt_ids.tolist(), "custom_id": f"line {number}"}
+        for number, prompt in enumerate(prompts):
+            line = {"token_ids": prompt.prompt_ids.tolist(), "custom_id": f"line {number}"}
             lines.write(json.dumps(line) + "\n")
     journal = run_path(files[1]) / "journal"
     options = ["--model", str(model), "--load-format", "dummy", "--device", device, "--max-total-tokens", "400000"]
-    options += ["--max-new-tokens", str(asks[0].max_new_tokens), "--ignore-eos", "--temperature", "0"]
+    options += ["--max-new-tokens", str(prompts[0].max_new_tokens), "--ignore-eos", "--temperature", "0"]
 
     def start() -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "radixrt", "batch", "--input", files[0], "--output", files[1], *options]
@@ -57,7 +57,7 @@ def test_killed_three_times(tmp_path: Path, shape: str, device: str, subjects: i
     kept: list[bytes] = []
     rng = random.Random(0)
     for kill in range(KILLS):
-        enough = len(kept) + rng.uniform(0.05, 0.25) * len(asks)
+        enough = len(kept) + rng.uniform(0.05, 0.25) * len(prompts)
         process = start()
         deadline = time.monotonic() + 300
         while len(journalled()) < enough:
@@ -68,9 +68,9 @@ def test_killed_three_times(tmp_path: Path, shape: str, device: str, subjects: i
         process.communicate()
         assert not files[1].exists()
         found = journalled()
-        print(f"kill {kill + 1}: {len(found):,} of {len(asks):,} records in the journal")
+        print(f"kill {kill + 1}: {len(found):,} of {len(prompts):,} records in the journal")
         assert found[: len(kept)] == kept
-        assert len(kept) < len(found) < len(asks)
+        assert len(kept) < len(found) < len(prompts)
         kept = found
     process = start()
     told, _ = process.communicate()
@@ -78,12 +78,14 @@ def test_killed_three_times(tmp_path: Path, shape: str, device: str, subjects: i
     assert process.returncode == 0
     assert not run_path(files[1]).exists()
     lines = files[1].read_bytes().splitlines()
-    assert [json.loads(line)["custom_id"] for line in lines] == [f"line {n}" for n in range(len(asks))]
+    assert [json.loads(line)["custom_id"] for line in lines] == [f"line {n}" for n in range(len(prompts))]
     for record in kept:
         assert lines[json.loads(record)["index"]] == record
     records = [json.loads(line) for line in lines]
     assert all(record["error"] is None for record in records)
-    best = plan_batch(TokenStore.of([ask.prompt_ids for ask in asks]), np.array([1])).statistics.best_hit_rate
+    best = plan_batch(
+        TokenStore.of([prompt.prompt_ids for prompt in prompts]), np.array([1])
+    ).statistics.best_hit_rate
     usage = [record["usage"] for record in records]
     hit_rate = sum(u["cached_tokens"] for u in usage) / sum(u["prompt_tokens"] for u in usage)
     print(f"hit rate of all four runs {hit_rate:.2%}, best possible in one {best:.2%}")

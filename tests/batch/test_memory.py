@@ -16,7 +16,7 @@ import json, sys, time
 from pathlib import Path
 
 import radixrt.batch.job as job
-from radixrt.batch.batch_run import BatchRun
+from radixrt.batch.run import BatchRun
 from radixrt.batch.journal.run_folder import RunFolder
 from tests.support.scheduled_runtime import ScheduledRuntime
 
@@ -35,8 +35,8 @@ def measured(what, call):
 
 runtime = ScheduledRuntime(pool_tokens=400_000, context_length=1100)
 loaded, parts = memory("VmRSS"), {}
-job.Batch.look = measured("look", job.Batch.look)
-BatchRun._planned = measured("order", BatchRun._planned)
+job.Batch.scan = measured("scan", job.Batch.scan)
+BatchRun.planned_lines = measured("order", BatchRun.planned_lines)
 RunFolder.finish = measured("output", RunFolder.finish)
 BatchRun.run = measured("run", BatchRun.run)  # the order among it
 report = job.run_batch(runtime, sys.argv[1], sys.argv[2])

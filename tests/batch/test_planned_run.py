@@ -11,6 +11,7 @@ import pytest
 
 import radixrt
 from radixrt.batch.job import Batch, run_batch
+from radixrt.batch.options import BatchConfig
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ParameterError
 from radixrt.frontend.request_builder import builder_without_weights
@@ -77,7 +78,7 @@ def test_it_submits_what_was_planned(files: tuple[Path, Path]) -> None:
     prompts = a_tree(2)
     plan = planned(prompts)
     write(files[0], prompts)
-    runtime = Watched(plan.most_tokens - 1)
+    runtime = Watched(plan.pool_for_all - 1)
     run_batch(runtime, *files)
     assert [request.index for request in runtime.submitted] == plan.run.order.tolist()
     assert [request.keep for request in runtime.submitted] == plan.keep.tolist()
@@ -89,7 +90,7 @@ def test_what_need_not_go_stays(files: tuple[Path, Path], more: int, options: di
     prompts = a_tree(2)
     plan = planned(prompts)
     write(files[0], prompts)
-    runtime = Watched(plan.most_tokens + more)
+    runtime = Watched(plan.pool_for_all + more)
     run_batch(runtime, *files, **options)
     assert [request.index for request in runtime.submitted] == plan.run.order.tolist()
     assert {request.keep for request in runtime.submitted} == {None}
@@ -194,11 +195,11 @@ def test_one_prompt_that_is_too_long_is_left_out_of_the_plan(files: tuple[Path, 
     short = [([5, 6, 7, 8, n], 2) for n in range(10, 20)]
     write(files[0], [*short[:4], ([9] * 150, 2), *short[4:]])
     builder = builder_without_weights(MODEL_PATH)  # which does not know of the pool, as in the command
-    with Batch(*files) as batch:
-        scan = batch.look(builder.tokenizer, lambda ids, params, line: builder.build(ids, params, index=line))
-        assert not scan.problems
+    with Batch(*files, BatchConfig()) as batch:
+        scanned = batch.scan(builder.tokenizer, lambda ids, params, line: builder.build(ids, params, index=line))
+        assert not scanned.lines.problems
         with radixrt.Runtime(device="cpu", max_total_tokens=100) as runtime:
-            report = batch.run(runtime)
+            report = scanned.run(runtime)
     records = [json.loads(line) for line in files[1].open()]
     assert [record["index"] for record in records if record["error"]] == [4]
     assert report.best_hit_rate == planned(short).statistics.best_hit_rate

@@ -65,7 +65,7 @@ def signalled(phase: str, arguments: list[str], signals: tuple[int, ...]) -> tup
 
 
 def check_completed(arguments: list[str], before: dict[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same command ends with each record once, those that were there unchanged."""
+    """The same command ends with each record once; kept records are unchanged."""
     output = Path(arguments[-1])
     with monkeypatch.context() as patch:
         for names, name, value in stand_in(AnyRuntime, Builder):

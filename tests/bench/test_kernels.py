@@ -22,18 +22,17 @@ from torch import Tensor
 
 import layers.linear
 import radixrt
+from radixrt.bench.catalogue import GROUPS
 from radixrt.bench.kernels import elementwise, kv_copy, linear, run, sampling
 from radixrt.bench.kernels import tree as tree_bench
 from radixrt.bench.kernels.attention import decode_case, extend_case
 from radixrt.bench.kernels.attention_inputs import AttentionShape, attention_inputs
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected, PlanFigures, worst_error
 from radixrt.bench.kernels.goals import GOALS, GROUP_GOALS, PUBLISHED, Goal, goal_of
-from radixrt.bench.kernels.groups import GROUPS
-from radixrt.bench.kernels.measurement import Measurement, Result, measure
+from radixrt.bench.kernels.measurement import Measurement, Result, copies_beyond_l2, measure
 from radixrt.bench.kernels.roofline import Machine, Work, decode_work, extend_work
 from radixrt.bench.kernels.run import Options, choose_cases, describe, run_benchmark
 from radixrt.bench.kernels.table import Report
-from radixrt.bench.kernels.timing import copies_beyond_l2
 from radixrt.bench.kernels.tree import FLAT, tree_case, tree_shape
 from radixrt.cli import main
 from radixrt.errors import ParameterError
@@ -604,8 +603,7 @@ def test_figure_of_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from radixrt.bench.kernels.plot import plot
-    from radixrt.bench.kernels.tree_plot import is_tree_sweep
+    from radixrt.bench.kernels.plot import is_tree_sweep, plot
 
     results = json.loads(json.dumps(swept_trees()))
     drawn: list[Any] = []

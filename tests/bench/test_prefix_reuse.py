@@ -18,11 +18,10 @@ from rich.console import Console
 
 import radixrt
 from radixrt.bench import prefix_reuse
+from radixrt.bench.catalogue import SCALES, SHAPES, WORKLOADS, size_table, write_shape
 from radixrt.bench.comparison import Comparison
 from radixrt.bench.prefix_reuse import Options, compare, print_comparisons, run_benchmark
 from radixrt.bench.run import Run
-from radixrt.bench.scales import SCALES, WORKLOADS, size_table
-from radixrt.bench.shapes import SHAPES, write_shape
 from radixrt.cli import main
 from radixrt.errors import RadixrtError
 from radixrt.models.config import ModelConfig

@@ -20,11 +20,12 @@ import torch
 from rich.console import Console
 
 import radixrt
+from radixrt.bench.catalogue import CONFIGS, LISTS, SHAPES, write_shape
+from radixrt.bench.kernels.goals import CARD
 from radixrt.bench.run import Run
-from radixrt.bench.shapes import SHAPES, write_shape
-from radixrt.bench.throughput import benchmark, goals, measurement, passes
-from radixrt.bench.throughput.device_time import busy_seconds, costs, device_intervals
+from radixrt.bench.throughput import benchmark, passes
 from radixrt.bench.throughput.figures import (
+    GOALS,
     BaselineRun,
     KernelCost,
     Profile,
@@ -32,11 +33,10 @@ from radixrt.bench.throughput.figures import (
     StartUp,
     StepTime,
     WorkloadFigures,
+    goal_of,
 )
-from radixrt.bench.throughput.goals import GOALS, goal_of
-from radixrt.bench.throughput.names import CONFIGS, LISTS
 from radixrt.bench.throughput.options import Options
-from radixrt.bench.throughput.passes import measure_step, profile_passes
+from radixrt.bench.throughput.passes import busy_seconds, costs, device_intervals, measure_step, profile_passes
 from radixrt.bench.throughput.plot import plot_figures
 from radixrt.bench.throughput.start_up import cold_and_warm, measure_start_up
 from radixrt.bench.throughput.table import print_comparison, print_details, print_start_up, print_workloads
@@ -48,7 +48,6 @@ from radixrt.workloads import lists
 from tests.support.tiny_workloads import make_tiny
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
-CARD = goals.CARD
 RUN = Run(
     seconds=2.0,
     requests=3,
@@ -105,7 +104,7 @@ def test_everything_at_once(
         made.append(options)
         return Runtime(**options)
 
-    monkeypatch.setattr(measurement, "Runtime", runtime)
+    monkeypatch.setattr(benchmark, "Runtime", runtime)
     options = shlex.split("""
         --scale cpu --repeat 2 --device cpu --bandwidth 1e6 --flops 1e9
         --no-prefix-cache --no-overlap --no-graphs --flat
@@ -211,8 +210,8 @@ def test_answers_of_another_length_are_no_figures(
 ) -> None:
     started = TransformersBatching._started
 
-    def shorter(self: TransformersBatching, asks: Any) -> Any:
-        manager = started(self, asks)
+    def shorter(self: TransformersBatching, prompts: Any) -> Any:
+        manager = started(self, prompts)
         add = manager.add_request
         manager.add_request = lambda ids, max_new_tokens: add(ids, max_new_tokens=max_new_tokens - 1)
         return manager
@@ -242,7 +241,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measurement, "run_once", interrupted)
+    monkeypatch.setattr(benchmark, "run_once", interrupted)
     assert main(["bench", "throughput", "--scale", "cpu", "--workload", "samples", "--device", "cpu"]) == 130
     assert capsys.readouterr().err.endswith("radixrt: interrupted\n")
 
@@ -326,8 +325,8 @@ def test_a_decode_step_is_taken_apart(runtime: Runtime) -> None:
 
 
 def test_profiles(runtime: Runtime, tmp_path: Path) -> None:
-    asks = lists.unshared(requests=4, prompt_len=(20, 30))
-    prefill, decode = profile_passes(runtime, asks, tmp_path, "it")
+    prompts = lists.unshared(requests=4, prompt_len=(20, 30))
+    prefill, decode = profile_passes(runtime, prompts, tmp_path, "it")
     assert (prefill.steps, decode.steps) == (1, passes.DECODES_PROFILED)
     for profile in (prefill, decode):
         assert Path(profile.file).stat().st_size > 1000

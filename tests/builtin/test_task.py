@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from radixrt.builtin import MODEL_PATH, task, training
+from radixrt.builtin import MODEL_PATH, task
+from scripts import train_tiny_model as training
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from radixrt.runtime import Runtime
 FACTS = "Mira likes Oslo. Tarek counts 374. Ines paints blue."
 GREEDY = ("--temperature", "0", "--max-new-tokens", "8")
 HELP = "/help lists the commands, Ctrl-D ends the chat."
-PLAIN = r"The model has no chat template: its text goes on, a turn being '\nQ: {}\nA:'."
+PLAIN = r"The model has no chat template: it continues plain text, each turn in the form '\nQ: {}\nA:'."
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_commands(runtime: Runtime, typed: Typist) -> None:
     text = "\n".join(out)
     assert "\nOslo\n[0 of 23 prompt tokens cached; 2 generated]\n24 cached tokens, 0 in use\n" in text
     assert "[a new conversation]\nOslo\n[22 of 23 prompt tokens cached; 2 generated]\n/reset " in text
-    assert "there is no command /nonsense; these are:\n/reset" in text
+    assert "there is no command /nonsense; the commands are:\n/reset" in text
     assert out[-1].startswith("/quit")
 
 
@@ -98,7 +98,7 @@ def test_turns_of_a_base_model(runtime: Runtime, typed: Typist, monkeypatch: pyt
     assert seen == [f"{FACTS}<a>", f"{FACTS}<a>< /b>"]
     out, _ = typed("a", options=("--model", "other"))
     assert seen[-1] == f"{FACTS}a"
-    assert out[1].endswith("a turn being '{}'.")
+    assert out[1].endswith("each turn in the form '{}'.")
 
 
 def output(prompt: list[int], reason: FinishReason, error: str | None = None) -> RequestOutput:
@@ -124,7 +124,7 @@ def test_a_chat_template_writes_the_turns(typed: Typist, tmp_path: Path) -> None
         "[23 of 35 prompt tokens cached; 3 generated]",
     ]
     _, err = typed(options=("--turn", "{}", *options), status=2)
-    assert err == "radixrt: error: --turn is for models without a chat template, and this one has one\n"
+    assert err == "radixrt: error: --turn is for models without a chat template; this model has one\n"
 
 
 def test_ctrl_c_ends_the_answer_and_the_turn_is_forgotten(
@@ -226,7 +226,7 @@ def test_mistakes(
     runtime: Runtime, typed: Typist, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, err = typed(options=("--turn", "x"), status=2)
-    assert err == "radixrt: error: --turn is 'x'; it must hold {} once, where what was said goes\n"
+    assert err == "radixrt: error: --turn is 'x'; it must contain {} once, in the place of the line typed\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
     assert main(["chat"]) == 2
     assert "standard input is not text: " in capsys.readouterr().err

@@ -298,7 +298,7 @@ def test_empty_input(batch: list[str], capsys: pytest.CaptureFixture[str]) -> No
 def test_a_disk_that_is_full_before_anything_runs(
     batch: list[str], capsys: pytest.CaptureFixture[str], output: str
 ) -> None:
-    """The same command can be given again: nothing is left behind that would be in its way."""
+    """The same command can run again: no remains block it."""
     source = Path(batch[2])
     batch[-1] = output if output == "-" else batch[-1]
     source.write_text(json.dumps({"prompt": "ab", "metadata": "x" * 50_000}))

@@ -29,8 +29,8 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     for arguments, message in (
         (["--load-cache", str(tmp_path / "none")], f"--load-cache {tmp_path / 'none'}: there is no such file"),
-        (["--save-cache", str(tmp_path)], "it is a folder, or there is none to hold it"),
-        (["--save-cache", str(tmp_path / "none" / "x")], "it is a folder, or there is none to hold it"),
+        (["--save-cache", str(tmp_path)], "it is a folder, or its folder does not exist"),
+        (["--save-cache", str(tmp_path / "none" / "x")], "it is a folder, or its folder does not exist"),
         (["--load-cache", str(path), "--no-prefix-cache"], "--no-prefix-cache keeps nothing"),
     ):
         assert main(["generate", "x", *options, *arguments]) == 2

@@ -1,4 +1,4 @@
-"""radixrt behind lm-evaluation-harness: local tasks, and every number beside a dense pass."""
+"""radixrt in lm-evaluation-harness: local tasks, and every number compared with a dense pass."""
 
 from __future__ import annotations
 
@@ -309,17 +309,17 @@ def test_generation_obeys_until(builtin: RadixLM) -> None:
 
 
 def test_until_names_a_special_token(tiny: RadixLM) -> None:
-    own = tiny._sampling_params({"until": ["<|im_end|>", "\n\n"], "max_gen_toks": 3})
+    own = tiny.sampling_params({"until": ["<|im_end|>", "\n\n"], "max_gen_toks": 3})
     assert own.stop_token_ids == tuple(tiny.tok_encode("<|im_end|>"))
     assert own.stop == ("<|im_end|>", "\n\n")
 
 
 def test_sampling(tiny: RadixLM) -> None:
-    assert tiny._sampling_params({}).temperature == 0.0
-    assert tiny._sampling_params({}).max_new_tokens == 256
-    assert tiny._sampling_params({"temperature": 0.5}).temperature == 0.5
-    assert tiny._sampling_params({"temperature": 0.5, "do_sample": False}).temperature == 0.0
-    assert tiny._sampling_params({"do_sample": True, "top_p": 0.9}).temperature == 1.0
+    assert tiny.sampling_params({}).temperature == 0.0
+    assert tiny.sampling_params({}).max_new_tokens == 256
+    assert tiny.sampling_params({"temperature": 0.5}).temperature == 0.5
+    assert tiny.sampling_params({"temperature": 0.5, "do_sample": False}).temperature == 0.0
+    assert tiny.sampling_params({"do_sample": True, "top_p": 0.9}).temperature == 1.0
     drawn = answers(tiny, *[("the fox", {"do_sample": True, "temperature": 1.5, "max_gen_toks": 12})] * 4)
     assert len(set(drawn)) == 4  # the harness repeats a request to draw again
     for wrong, named in (({"num_beams": 4}, "num_beams"), ({"top_pp": 0.5}, "top_pp"), ({"top_p": 2}, "top_p")):

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixrt.bench.batch_plan import CASES, measure_speed, random_tree
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.limits import RunLimits
 from radixrt.planning import batch_plan, rehearsal
@@ -30,16 +29,17 @@ from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.workloads import token_statistics
 from radixrt.workloads.bound import DeviceSpeed, ModelShape, list_bound
-from radixrt.workloads.lists import Ask, docqa, fewshot, samples, system_prompt, unshared
+from radixrt.workloads.lists import WorkloadPrompt, docqa, fewshot, samples, system_prompt, unshared
+from scripts.bench_batch_plan import CASES, measure_speed, random_tree
 from tests.planning.test_prefix_order import prompt_lists
 
 BUDGETS = (2048, 8192, 16384)
 
-FULL: dict[str, Callable[[], list[Ask]]] = {
+FULL: dict[str, Callable[[], list[WorkloadPrompt]]] = {
     make.__name__: make for make in (unshared, fewshot, docqa, system_prompt, samples)
 }
 # The same in small, with budgets of an eighth: prefixes are as long as passes, or longer.
-SMALL: dict[str, Callable[[], list[Ask]]] = {
+SMALL: dict[str, Callable[[], list[WorkloadPrompt]]] = {
     "unshared": lambda: unshared(requests=60, prompt_len=(10, 100), new_tokens=(10, 100)),
     "fewshot": lambda: fewshot(subjects=15, questions=12, examples_len=(50, 180), question_len=(5, 15)),
     "docqa": lambda: docqa(documents=4, document_len=1000, questions=16, question_len=(5, 15), new_tokens=20),
@@ -50,15 +50,15 @@ SMALL: dict[str, Callable[[], list[Ask]]] = {
 }
 
 
-def chain(links: int, length: int) -> list[Ask]:
+def chain(links: int, length: int) -> list[WorkloadPrompt]:
     """Each prompt goes on where another one ends, as turns of a conversation do."""
     tokens = np.arange(links * length, dtype=np.int32)
-    return [Ask(tokens[: (i * 37 % links + 1) * length], 1 + i % 7) for i in range(links)]
+    return [WorkloadPrompt(tokens[: (i * 37 % links + 1) * length], 1 + i % 7) for i in range(links)]
 
 
-def plan_of(asks: Sequence[Ask]) -> tuple[BatchPlan, np.ndarray]:
-    new_tokens = np.array([ask.max_new_tokens for ask in asks], dtype=np.int64)
-    return plan_batch(TokenStore.of([ask.prompt_ids for ask in asks]), new_tokens), new_tokens
+def plan_of(prompts: Sequence[WorkloadPrompt]) -> tuple[BatchPlan, np.ndarray]:
+    new_tokens = np.array([prompt.max_new_tokens for prompt in prompts], dtype=np.int64)
+    return plan_batch(TokenStore.of([prompt.prompt_ids for prompt in prompts]), new_tokens), new_tokens
 
 
 def real_run(plan: BatchPlan, limits: RunLimits, *, planned: bool = True) -> Rehearsal:
@@ -112,9 +112,9 @@ def test_plans_without_torch() -> None:
 # -- hits with the real scheduler --------------------------------------------------------------------------
 
 
-def check_planned_hits(asks: list[Ask], budget: int) -> None:
+def check_planned_hits(prompts: list[WorkloadPrompt], budget: int) -> None:
     """With a pool of twice the longest request: 99 % of the best possible in the planned order."""
-    plan, _ = plan_of(asks)
+    plan, _ = plan_of(prompts)
     best = plan.statistics.best_hit_rate
     limits = RunLimits(2 * plan.longest_request, chunked_prefill_size=budget)
     planned, file_order = real_run(plan, limits), real_run(plan, limits, planned=False)
@@ -156,10 +156,10 @@ def test_file_order_hits_less() -> None:
 )
 def test_followers_wait_under_every_budget(name: str, budget: int) -> None:
     """With memory for all: nothing is computed twice but the last token of a prompt, however passes are cut."""
-    asks = SMALL[name]()
+    prompts = SMALL[name]()
     if budget < 16:
-        asks = sorted(asks, key=lambda ask: len(ask.prompt_ids))[:40]
-    plan, new_tokens = plan_of(asks)
+        prompts = sorted(prompts, key=lambda prompt: len(prompt.prompt_ids))[:40]
+    plan, new_tokens = plan_of(prompts)
     limits = RunLimits(int(plan.store.lengths.sum() + new_tokens.sum()), chunked_prefill_size=budget)
     for planned in (True, False):
         run = real_run(plan, limits, planned=planned)
@@ -260,12 +260,12 @@ def test_what_others_that_wait_need_stays(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize("name", ["fewshot", "three levels", pytest.param("docqa", marks=pytest.mark.long)])
 def test_the_model_predicts_what_the_scheduler_does(name: str, planned: bool, part: int) -> None:
-    asks = {
+    prompts = {
         "fewshot": lambda: fewshot(subjects=200, questions=10, examples_len=(40, 140), question_len=(4, 12)),
         "three levels": lambda: random_tree(7, (12, 10, 20), ((20, 60), (10, 50), (1, 30)), (1, 40)),
         "docqa": lambda: docqa(documents=60, document_len=400, questions=40, question_len=(2, 6), new_tokens=32),
     }[name]()
-    plan, _ = plan_of(asks)
+    plan, _ = plan_of(prompts)
     limits = RunLimits(max(2 * plan.longest_request, plan.statistics.distinct_tokens // part))
     real, model = real_run(plan, limits, planned=planned), modelled_run(plan, limits, planned=planned)
     assert abs(model.hit_rate - real.hit_rate) < 0.01
@@ -319,16 +319,16 @@ MEASURED = {
 
 @pytest.mark.parametrize("name", FULL)
 def test_time_is_where_the_engine_was(name: str) -> None:
-    asks = FULL[name]()
-    plan, new_tokens = plan_of(asks)
+    prompts = FULL[name]()
+    plan, new_tokens = plan_of(prompts)
     model = modelled_run(plan, RunLimits(900_000))
     run = plan.run
     for shape, seconds in zip((QWEN3, LLAMA), MEASURED[name], strict=True):
         work = expected_work(model, plan.store.lengths[run.order], run.shared, new_tokens[run.order], shape, H200)
-        bound = list_bound(asks, shape, H200)
-        assert work.least_seconds == pytest.approx(bound, rel=0.1)
+        bound = list_bound(prompts, shape, H200)
+        assert work.min_seconds == pytest.approx(bound, rel=0.1)
         least, most = work.expected_seconds
-        assert (least, most) == (QUICKEST * work.least_seconds, SLOWEST * work.least_seconds)
+        assert (least, most) == (QUICKEST * work.min_seconds, SLOWEST * work.min_seconds)
         assert least <= seconds <= most
         assert work.computed_tokens == plan.statistics.distinct_tokens + wholly_cached(plan)
         assert work.generated_tokens == new_tokens.sum()
@@ -363,8 +363,8 @@ def test_fewer_requests_at_once_take_longer() -> None:
 
 def test_long_answers_first_leave_no_tail() -> None:
     """What runs alone at the end is short: fewer passes than with the long answer last."""
-    asks = [Ask(np.array([i, 1], dtype=np.int32), 500 if i == 70 else 20) for i in range(100)]
-    plan, _ = plan_of(asks)
+    prompts = [WorkloadPrompt(np.array([i, 1], dtype=np.int32), 500 if i == 70 else 20) for i in range(100)]
+    plan, _ = plan_of(prompts)
     limits = RunLimits(1000, max_running_requests=10)
     assert real_run(plan, limits).passes < 520 < 600 < real_run(plan, limits, planned=False).passes
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from radixrt.bench.batch_plan import random_tree
 from radixrt.builtin import MODEL_PATH
 from radixrt.planning.batch_plan import plan_batch
-from radixrt.planning.hints import LEAST_SHARE, Hint
+from radixrt.planning.hints import MIN_SHARE, Hint
 from radixrt.planning.token_store import TokenStore
 from radixrt.text.tokenizer import load_tokenizer
 from radixrt.workloads import token_statistics
-from radixrt.workloads.lists import Ask, docqa, fewshot, samples, system_prompt, unshared
+from radixrt.workloads.lists import WorkloadPrompt, docqa, fewshot, samples, system_prompt, unshared
+from scripts.bench_batch_plan import random_tree
 
 RNG = np.random.default_rng(0)
 
@@ -98,19 +98,19 @@ def test_where_only_some_have_it() -> None:
 def test_what_would_save_little_is_not_told() -> None:
     body = words(100)
     texts = [stamp(6) + body for _ in range(10)]
-    rest = [words(1000) for _ in range(int(10 * 100 / (LEAST_SHARE * 1000)))]
+    rest = [words(1000) for _ in range(int(10 * 100 / (MIN_SHARE * 1000)))]
     assert hints_of(texts)
     assert not hints_of(texts + rest)
 
 
 def test_what_is_alike_only_for_a_while_is_not_told() -> None:
-    """A phrase behind what differs is too short to matter, and a text that comes late is no beginning."""
+    """A phrase after the differing tokens is too short to matter, and a text that comes late is no beginning."""
     phrase, body = words(40), words(500)
     assert not hints_of([words(6) + phrase + words(200) for _ in range(100)])
     assert not hints_of([words(80) + body for _ in range(100)])
 
 
-LISTS: dict[str, Callable[[], list[Ask]]] = {
+LISTS: dict[str, Callable[[], list[WorkloadPrompt]]] = {
     "unshared": lambda: unshared(requests=60, prompt_len=(10, 100)),
     "fewshot": lambda: fewshot(subjects=15, questions=12),
     "docqa": lambda: docqa(document_len=1000),
@@ -123,13 +123,13 @@ LISTS: dict[str, Callable[[], list[Ask]]] = {
 
 @pytest.mark.parametrize("name", LISTS)
 def test_no_alarm_where_nothing_is_ruined(name: str) -> None:
-    assert not hints_of([ask.prompt_ids.tolist() for ask in LISTS[name]()])
+    assert not hints_of([prompt.prompt_ids.tolist() for prompt in LISTS[name]()])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("make", [unshared, fewshot, docqa, system_prompt, samples])
-def test_no_alarm_at_full_size(make: Callable[[], list[Ask]]) -> None:
-    assert not hints_of([ask.prompt_ids.tolist() for ask in make()])
+def test_no_alarm_at_full_size(make: Callable[[], list[WorkloadPrompt]]) -> None:
+    assert not hints_of([prompt.prompt_ids.tolist() for prompt in make()])
 
 
 def test_text() -> None:

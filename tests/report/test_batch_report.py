@@ -30,8 +30,8 @@ from radixrt.planning.token_store import TokenStore
 from radixrt.report.batch_report import BatchReport, Cost, RunFigures, print_report
 from radixrt.report.files import ReportFiles
 from radixrt.report.page import report_page
-from radixrt.report.plots import MOST_BARS, _rate, timeline_plots
-from radixrt.report.timeline import MOST_SAMPLES, Sample
+from radixrt.report.plots import MAX_BARS, rate_bars, timeline_plots
+from radixrt.report.timeline import MAX_SAMPLES, Sample
 from radixrt.schedule.activity import Activity
 from tests.report.test_plan_view import Page, letters, plan_of
 from tests.support.fake_runtime import FakeRuntime
@@ -149,7 +149,7 @@ def test_a_meter_counts_from_where_it_begins() -> None:
             decode_seconds=6.0 + done / 2,
             scheduling_seconds=7.0 + done / 4,
         )
-        meter.look(finished=3 + done, ended=1)
+        meter.end_pass(finished=3 + done, ended=1)
     clock.now += 1.0
     meter.end(finished=9)
     run = meter.figures(best_hit_rate=0.6, predicted_hit_rate=0.5)
@@ -203,7 +203,7 @@ def test_a_whole_run(files: tuple[Path, Path]) -> None:
     assert (first.seconds, first.finished, first.prompt_tokens) == (0.0, 1, 0)
     assert (last.finished, last.prompt_tokens, last.cached_tokens, last.sampled_tokens) == (9, 64, 32, 16)
     assert last.seconds == run.seconds
-    assert len(report.timeline) <= MOST_SAMPLES
+    assert len(report.timeline) <= MAX_SAMPLES
 
 
 def test_a_resumed_run_is_told_apart_from_the_file(files: tuple[Path, Path]) -> None:
@@ -394,8 +394,8 @@ def test_plots_say_their_unit_of_time(factor: float, unit: str) -> None:
 def test_a_rate_is_drawn_in_few_bars_and_keeps_its_sum() -> None:
     seconds = np.cumsum(np.random.default_rng(0).random(400))
     series = {"seconds": seconds - seconds[0], "finished": np.arange(400.0) ** 2}
-    edges, rate = _rate(series, "finished")
-    assert len(rate) == MOST_BARS
+    edges, rate = rate_bars(series, "finished")
+    assert len(rate) == MAX_BARS
     assert (rate * np.diff(edges)).sum() == pytest.approx(399.0**2)
 
 

@@ -193,7 +193,7 @@ def test_the_page_stands_alone_and_folds() -> None:
 @given(prompts=prompt_lists(), most=st.integers(0, 9))
 def test_every_page_is_whole(prompts: list[list[int]], most: int) -> None:
     plan = plan_batch(TokenStore.of(prompts), 1)
-    page = Page(plan_page(plan, title="x", most_prefixes=most))
+    page = Page(plan_page(plan, title="x", max_prefixes=most))
     assert ("The prompts share nothing." in page.said) == (
         plan.tree.saved_tokens.sum() == 0 or (most == 0 and len(plan.tree) == 1)
     )
@@ -202,8 +202,8 @@ def test_every_page_is_whole(prompts: list[list[int]], most: int) -> None:
 def test_a_deep_tree_is_no_recursion() -> None:
     tokens = list(range(3000))
     plan = plan_batch(TokenStore.of([tokens[:length] for length in range(1, 3001)]), 1)
-    assert Page(plan_page(plan, title="x", most_prefixes=3000)).tags.count("details") > 2500
-    assert printed(plan, most_prefixes=30).count("saves") == 30
+    assert Page(plan_page(plan, title="x", max_prefixes=3000)).tags.count("details") > 2500
+    assert printed(plan, max_prefixes=30).count("saves") == 30
 
 
 # -- the command -------------------------------------------------------------------------------------------

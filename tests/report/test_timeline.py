@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixrt.report.timeline import MOST_SAMPLES, Sample, Timeline, columns
+from radixrt.report.timeline import MAX_SAMPLES, Sample, Timeline, columns
 
 
 def sample(seconds: float, finished: int = 0) -> Sample:
@@ -55,7 +55,7 @@ def test_a_night_is_few_samples() -> None:
     for tick in range(400_000):
         if timeline.is_due(tick / 20):
             timeline.add(sample(tick / 20))
-    assert MOST_SAMPLES / 2 <= len(timeline.samples) <= MOST_SAMPLES
+    assert MAX_SAMPLES / 2 <= len(timeline.samples) <= MAX_SAMPLES
 
 
 def test_columns() -> None:

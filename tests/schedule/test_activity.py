@@ -17,7 +17,7 @@ from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt import Activity, Runtime, SamplingParams
-from radixrt.bench.throughput.device_time import busy_seconds, device_intervals, device_profiler
+from radixrt.bench.throughput.passes import busy_seconds, device_intervals, device_profiler
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.engine.engine import Engine
 from radixrt.execution import pass_timer

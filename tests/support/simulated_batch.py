@@ -61,7 +61,7 @@ class Witness:
         self.required: set[int] = set()
         self._journal: Journal | None = None  # the last that was opened
         self._is_open = False
-        self._order: list[int] = []  # of the positions written, those that were found before all others
+        self._order: list[int] = []  # positions in the order of writing, after the ones found
 
     def opened(self, journal: Journal) -> None:
         found = dict(zip(np.flatnonzero(journal.finished).tolist(), journal.records(), strict=True))

@@ -35,7 +35,7 @@ class Inode:
     names: dict[str, Inode] | None = None
     data: bytes = b""  # as processes see it
     on_disk: bytes = b""
-    lost: list[tuple[int, int]] = field(default_factory=list)  # what a failed fsync has left in memory alone
+    lost: list[tuple[int, int]] = field(default_factory=list)  # data that a failed fsync left only in memory
     links: int = 0
     holder: tuple[Process, int] | None = None  # of its lock: a file descriptor
 
@@ -194,7 +194,7 @@ class Process(Disk):
 
     Attributes:
         calls: how often each kind of call was made; "all" are all of them.
-        fault: what a call raises in place of its effect, by its kind and its number among those of its kind.
+        fault: the exception that a call raises instead of its effect, by its kind and its number in that kind.
         late_fault: what it raises after its effect.
         kill_at: the process ends at the call of that number among all: "before" it, "after" it, or in the "middle"
             if it is a write.

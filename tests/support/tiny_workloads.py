@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from radixrt.bench.scales import SCALES, Size
+from radixrt.bench.catalogue import SCALES, Size
 
 SIZES: dict[str, dict[str, Size]] = {
     "unshared": {"requests": 4, "prompt_len": (4, 20), "new_tokens": (1, 5)},

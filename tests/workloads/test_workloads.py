@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixrt.bench.scales import SCALES, WORKLOADS
+from radixrt.bench.catalogue import SCALES, WORKLOADS
 from radixrt.workloads import TokenStatistics, best_hit_rate, token_statistics
 from radixrt.workloads.bound import DeviceSpeed, ModelShape, list_bound, program_bound
-from radixrt.workloads.lists import Ask, docqa, fewshot, samples, system_prompt, unshared
+from radixrt.workloads.lists import WorkloadPrompt, docqa, fewshot, samples, system_prompt, unshared
 from radixrt.workloads.programs import (
     PROGRAMS,
     Answer,
@@ -78,10 +78,13 @@ def test_ids_beyond_int32_are_refused() -> None:
 def programs(draw: st.DrawFn) -> list[Round]:
     rounds = []
     for _ in range(draw(st.integers(1, 3))):
-        prompts = draw(st.lists(st.lists(TOKENS, min_size=1, max_size=5), max_size=5))
-        answers = [draw(st.lists(TOKENS, max_size=3)) for _ in prompts]
-        asks = [Ask(np.array(prompt, dtype=np.int32), len(a)) for prompt, a in zip(prompts, answers, strict=True)]
-        rounds.append(Round(asks, answers))
+        texts = draw(st.lists(st.lists(TOKENS, min_size=1, max_size=5), max_size=5))
+        answers = [draw(st.lists(TOKENS, max_size=3)) for _ in texts]
+        prompts = [
+            WorkloadPrompt(np.array(prompt, dtype=np.int32), len(a))
+            for prompt, a in zip(texts, answers, strict=True)
+        ]
+        rounds.append(Round(prompts, answers))
     return rounds
 
 
@@ -90,31 +93,31 @@ def test_a_program_is_what_an_unlimited_cache_reaches_round_by_round(rounds: lis
     cache: set[tuple[int, ...]] = set()
     total = distinct = cached = 0
     for played in rounds:
-        for ask in sorted(played.asks, key=lambda ask: len(ask.prompt_ids)):
-            prefixes = [tuple(ask.prompt_ids[:n].tolist()) for n in range(1, len(ask.prompt_ids) + 1)]
+        for one in sorted(played.prompts, key=lambda one: len(one.prompt_ids)):
+            prefixes = [tuple(one.prompt_ids[:n].tolist()) for n in range(1, len(one.prompt_ids) + 1)]
             total += len(prefixes)
             distinct += sum(prefix not in cache for prefix in prefixes)
             cached += sum(prefix in cache for prefix in prefixes[:-1])
             cache.update(prefixes)
-        for ask, answer in zip(played.asks, played.answers, strict=True):
-            prompt = ask.prompt_ids.tolist()
+        for one, answer in zip(played.prompts, played.answers, strict=True):
+            prompt = one.prompt_ids.tolist()
             cache.update(tuple(prompt + list(answer[:n])) for n in range(1, len(answer)))  # not the last one
     assert program_statistics(rounds) == TokenStatistics(total, distinct, cached)
 
 
 def test_the_last_token_of_an_answer_is_not_cached() -> None:
     def two_turns() -> Program:
-        (answer,) = yield [ask([1, 2, 3], 3)]
-        yield [ask([1, 2, 3, *answer, 9], 1)]
+        (answer,) = yield [prompt([1, 2, 3], 3)]
+        yield [prompt([1, 2, 3, *answer, 9], 1)]
 
-    rounds = list(play(two_turns(), lambda asks: [[4, 5, 6]] * len(asks)))
-    assert [played.prompts[0].tolist() for played in rounds] == [[1, 2, 3], [1, 2, 3, 4, 5, 6, 9]]
+    rounds = list(play(two_turns(), lambda prompts: [[4, 5, 6]] * len(prompts)))
+    assert [played.inputs[0].tolist() for played in rounds] == [[1, 2, 3], [1, 2, 3, 4, 5, 6, 9]]
     assert program_statistics(rounds) == TokenStatistics(10, 5, 5)
 
 
 # -- the lists ---------------------------------------------------------------------------------------------
 
-LISTS: list[Callable[..., list[Ask]]] = [unshared, fewshot, docqa, system_prompt, samples]
+LISTS: list[Callable[..., list[WorkloadPrompt]]] = [unshared, fewshot, docqa, system_prompt, samples]
 
 # Of the definition's lists, for its own seeds and for seed 17.
 GOLDEN = {
@@ -140,28 +143,32 @@ QWEN3 = ModelShape(28, 1024, 3072, 16, 8, 128, 151936)
 LLAMA = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
 
 
-def ask(prompt: Sequence[int], new_tokens: int) -> Ask:
-    return Ask(np.array(prompt, dtype=np.int32), new_tokens)
+def prompt(prompt: Sequence[int], new_tokens: int) -> WorkloadPrompt:
+    return WorkloadPrompt(np.array(prompt, dtype=np.int32), new_tokens)
 
 
-def digest(asks: Sequence[Ask]) -> str:
+def digest(prompts: Sequence[WorkloadPrompt]) -> str:
     """Of lengths, tokens and answers' lengths."""
     of_all = hashlib.sha256()
-    for one in asks:
+    for one in prompts:
         of_all.update(np.array([len(one.prompt_ids), *one.prompt_ids, one.max_new_tokens], np.int32).tobytes())
     return of_all.hexdigest()[:16]
 
 
 @pytest.mark.parametrize("make", LISTS, ids=lambda make: make.__name__)
-def test_lists_are_those_of_the_definition(make: Callable[..., list[Ask]]) -> None:
-    asks = make()
-    assert (digest(asks), digest(make(17))) == GOLDEN[make.__name__]
-    statistics = token_statistics([one.prompt_ids for one in asks])
+def test_lists_are_those_of_the_definition(make: Callable[..., list[WorkloadPrompt]]) -> None:
+    prompts = make()
+    assert (digest(prompts), digest(make(17))) == GOLDEN[make.__name__]
+    statistics = token_statistics([one.prompt_ids for one in prompts])
     requests, prompt_tokens, distinct, new_tokens, qwen3, llama = FIGURES[make.__name__]
-    assert (len(asks), statistics.prompt_tokens, statistics.distinct_tokens) == (requests, prompt_tokens, distinct)
-    assert sum(one.max_new_tokens for one in asks) == new_tokens
-    assert list_bound(asks, QWEN3, H200) == pytest.approx(qwen3, rel=1e-12)
-    assert list_bound(asks, LLAMA, H200) == pytest.approx(llama, rel=1e-12)
+    assert (len(prompts), statistics.prompt_tokens, statistics.distinct_tokens) == (
+        requests,
+        prompt_tokens,
+        distinct,
+    )
+    assert sum(one.max_new_tokens for one in prompts) == new_tokens
+    assert list_bound(prompts, QWEN3, H200) == pytest.approx(qwen3, rel=1e-12)
+    assert list_bound(prompts, LLAMA, H200) == pytest.approx(llama, rel=1e-12)
 
 
 def test_lists_of_other_sizes_are_those_of_the_definition() -> None:
@@ -194,9 +201,9 @@ def test_shape() -> None:
 
 def test_bound_of_a_prefill() -> None:
     # 3 tokens through the layers, 1 + 2 + 3 pairs, one row of the head.
-    assert list_bound([ask([1, 2, 3], 1)], TOY, DeviceSpeed(1.0, 1.0)) == 3 * 84 + 6 * 16 + 20
+    assert list_bound([prompt([1, 2, 3], 1)], TOY, DeviceSpeed(1.0, 1.0)) == 3 * 84 + 6 * 16 + 20
     # The second prompt adds one token, which attends to three.
-    twice = [ask([1, 2, 3], 1), ask([1, 2, 4], 1)]
+    twice = [prompt([1, 2, 3], 1), prompt([1, 2, 4], 1)]
     assert list_bound(twice, TOY, DeviceSpeed(1.0, 1.0)) == 4 * 84 + 9 * 16 + 2 * 20
     # What was computed before costs nothing but to be attended to.
     known = [np.array([1, 2], dtype=np.int32)]
@@ -205,7 +212,7 @@ def test_bound_of_a_prefill() -> None:
 
 
 def test_bound_of_a_decode() -> None:
-    two = [ask([1, 2, 3], 3), ask([1, 2, 4], 2)]
+    two = [prompt([1, 2, 3], 3), prompt([1, 2, 4], 2)]
     # Bytes: step 1 reads 52 weights of 2 bytes, 4 distinct tokens and 2 new ones; step 2 half the prompts' tokens
     # and the 2 tokens of the one that is left. KV is 8 bytes a token.
     assert list_bound(two, TOY, DeviceSpeed(1.0, FAST)) == pytest.approx(104 + 6 * 8 + 104 + (2 + 2) * 8)
@@ -217,9 +224,9 @@ def test_bound_of_a_decode() -> None:
 
 
 def test_bound_of_a_program_is_that_of_its_rounds() -> None:
-    rounds = [Round([ask([1, 2], 2)], [[3, 4]]), Round([ask([1, 2, 3, 4], 1)], [[5]])]
+    rounds = [Round([prompt([1, 2], 2)], [[3, 4]]), Round([prompt([1, 2, 3, 4], 1)], [[5]])]
     speed = DeviceSpeed(1.0, 1.0)
-    first = list_bound(rounds[0].asks, TOY, speed)
+    first = list_bound(rounds[0].prompts, TOY, speed)
     second = 84 + 4 * 16 + 20  # the token that was sampled last is the only new one
     assert program_bound(rounds, TOY, speed) == first + second
 
@@ -227,17 +234,17 @@ def test_bound_of_a_program_is_that_of_its_rounds() -> None:
 # -- the programs ------------------------------------------------------------------------------------------
 
 
-def echo(asks: Sequence[Ask]) -> list[Answer]:
-    """Answers that differ: the ask's place, repeated."""
-    return [[20_000 + i] * one.max_new_tokens for i, one in enumerate(asks)]
+def echo(prompts: Sequence[WorkloadPrompt]) -> list[Answer]:
+    """Answers that differ: the prompt's place, repeated."""
+    return [[20_000 + i] * one.max_new_tokens for i, one in enumerate(prompts)]
 
 
 def test_chat_appends_the_answers() -> None:
     rounds = list(play(chat(0, conversations=3, turns=3, system_len=7, user_len=(2, 4), new_tokens=(1, 3)), echo))
-    assert [len(played.asks) for played in rounds] == [3, 3, 3]
-    assert len({tuple(prompt[:7]) for played in rounds for prompt in played.prompts}) == 1
+    assert [len(played.prompts) for played in rounds] == [3, 3, 3]
+    assert len({tuple(prompt[:7]) for played in rounds for prompt in played.inputs}) == 1
     for before, after in pairwise(rounds):
-        for prompt, answer, following in zip(before.prompts, before.answers, after.prompts, strict=True):
+        for prompt, answer, following in zip(before.inputs, before.answers, after.inputs, strict=True):
             said = [*prompt, *answer]
             assert following[: len(said)].tolist() == said
             assert 2 <= len(following) - len(said) <= 4
@@ -247,30 +254,30 @@ def test_choices_share_their_question() -> None:
     (played,) = play(
         choices(0, questions=3, choices=2, examples_len=9, question_len=(2, 4), choice_len=(1, 3)), echo
     )
-    assert len(played.asks) == 6
-    assert len({tuple(one.prompt_ids) for one in played.asks}) == 3
-    for one in played.asks:
+    assert len(played.prompts) == 6
+    assert len({tuple(one.prompt_ids) for one in played.prompts}) == 3
+    for one in played.prompts:
         assert one.continuation_ids is not None
         assert one.input_ids.tolist() == [*one.prompt_ids, *one.continuation_ids]
 
 
 def test_tree_search_continues_what_it_keeps() -> None:
     rounds = list(play(tree_search(0, roots=2, root_len=6, rounds=3, branches=4, kept=3, new_tokens=2), echo))
-    assert [len(played.asks) for played in rounds] == [8, 24, 24]
+    assert [len(played.prompts) for played in rounds] == [8, 24, 24]
     for before, after in pairwise(rounds):
-        grown = [[*prompt, *answer] for prompt, answer in zip(before.prompts, before.answers, strict=True)]
-        texts = [prompt.tolist() for prompt in after.prompts]
+        grown = [[*prompt, *answer] for prompt, answer in zip(before.inputs, before.answers, strict=True)]
+        texts = [prompt.tolist() for prompt in after.inputs]
         assert all(text in grown for text in texts)
         assert texts[0] == texts[3]
         assert texts[0] != texts[4]
-    assert len({tuple(prompt[:6]) for prompt in rounds[-1].prompts}) == 2  # no root is lost
+    assert len({tuple(prompt[:6]) for prompt in rounds[-1].inputs}) == 2  # no root is lost
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_programs_depend_on_their_seed_alone(name: str) -> None:
     def asked(seed: int) -> list[list[Any]]:
         rounds = play(PROGRAMS[name](seed, **SCALES["cpu"].sizes[name]), echo)
-        return [[one.input_ids.tolist(), one.max_new_tokens] for played in rounds for one in played.asks]
+        return [[one.input_ids.tolist(), one.max_new_tokens] for played in rounds for one in played.prompts]
 
     assert asked(0) == asked(0)
     assert asked(0) != asked(1)

@@ -1,1 +1,1 @@
-"""What lines and records of batch files look like."""
+"""Formats of batch files: lines, records, compression."""

@@ -1,4 +1,4 @@
-"""How an output is compressed, by its name."""
+"""Compresses an output according to its name."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ class _Encoder(Protocol):
 
 
 def check_output_name(path: str | Path) -> None:
-    """Raise BatchFileError where an output of that name cannot be written, whatever is on the disk."""
+    """Raise BatchFileError if an output cannot have that name."""
     if path != STANDARD:
         _encoder(Path(path))
 
 
 def encoded(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """What is to stand in a file of that name for the bytes of `chunks`: they themselves, or compressed.
+    """The content of an output file: the bytes of `chunks`, compressed if the name asks for it.
 
-    PATH.gz is compressed by gzip, PATH.zst by zstd, without a time or a name inside: the same bytes make the same
-    file.
+    PATH.gz is compressed by gzip, PATH.zst by zstd, without a time or a name inside: equal bytes make equal files.
 
     Raises:
         BatchFileError: as in `check_output_name`.

@@ -1,4 +1,6 @@
-"""Lines and records of a batch in whatever format they are: what everything else of a batch goes through."""
+"""Parses lines and formats records, in radixrt's format or OpenAI's: the rest of a batch knows neither."""
+
+# Tests: tests/batch/formats/test_record.py
 
 from __future__ import annotations
 
@@ -23,18 +25,18 @@ from radixrt.text.token_spelling import TokenSpelling
 
 
 class LineParser:
-    """Reads the lines of one file, each in the format that it is in.
+    """Parses the lines of one file, each in its own format.
 
-    A line with `body`, `url` or `method` is in OpenAI's format, one with a prompt in radixrt's own. A line that
-    does not tell, such as one that is not JSON, is answered in the format of the file: that of the first line
-    that tells. Before that one, what its text looks like decides.
+    A line with `body`, `url` or `method` is in OpenAI's format, one with a prompt in radixrt's own. The first such
+    line sets the format of the file, in which lines of unknown format are answered, such as one that is not JSON.
+    Before that line, a guess from the text decides.
 
     Args:
-        default_params: for what a line does not give.
-        file_format: of the file, where it is known: a part of a file is then read as the whole would be.
+        default_params: for parameters that a line does not give.
+        file_format: of the file, if it is known, so that a part of a file is read like the whole.
 
     Attributes:
-        file_format: of the file, or None until a line has told.
+        file_format: of the file; None until a line has set it.
     """
 
     def __init__(self, default_params: SamplingParams, file_format: Format | None = None) -> None:
@@ -42,7 +44,7 @@ class LineParser:
         self._parameters = ParameterReader(default_params)
 
     def parse(self, line: bytes | BadLine) -> InputRecord:
-        """What a line that is not blank asks for.
+        """Parse a line that is not blank.
 
         Raises:
             LineError: it is a bad one.
@@ -78,7 +80,7 @@ class LineParser:
 
 
 def _format(line: dict[str, Any]) -> Format | None:
-    """The format that a line is in, as far as it tells."""
+    """The format of a line; None if its keys do not tell."""
     if "body" in line or "url" in line or "method" in line:
         return Format.OPENAI
     return Format.PLAIN if any(key in line for key in PROMPTS) else None
@@ -92,8 +94,8 @@ def output_line(
     Args:
         index: place of the line in its file, from 0.
         reply: of its InputRecord.
-        created: Unix time of the run in seconds, the same after it is resumed. OpenAI's format has it.
-        spelling: of the model's tokens. Log-probabilities in OpenAI's format are of their texts.
+        created: Unix time in seconds, for OpenAI's format.
+        spelling: of the model's tokens; log-probabilities in OpenAI's format name tokens by their texts.
     """
     if reply["format"] == Format.OPENAI:
         return dump_line(openai_answer(index, reply, output, created=created, spelling=spelling))
@@ -107,7 +109,7 @@ def error_line(index: int, error: LineError) -> bytes:
 
 
 def record_tally(record: dict[str, Any]) -> Tally:
-    """The numbers of one record that `output_line` or `error_line` has made, as a JSON value."""
+    """The counts of a record of `output_line` or `error_line`, given as a JSON value."""
     return openai_tally(record) if "response" in record else plain_tally(record)
 
 

@@ -1,4 +1,4 @@
-"""Lines in radixrt's own format: the prompt that one asks for, and the record that answers it.
+"""radixrt's own format of lines and records.
 
 An input line is a JSON object with
 
@@ -6,7 +6,7 @@ An input line is a JSON object with
     messages          a chat, in place of `prompt`: a list of {"role", "content"};
     token_ids         a list of token ids, in place of `prompt`;
     sampling_params   fields of `SamplingParams`, in the spelling of SGLang or vLLM if you like; those not given
-                      keep the run's defaults (optional). They may stand in the line itself as well, as in
+                      keep the run's defaults (optional). The line itself may have them as well, as in
                       {"prompt": "...", "max_tokens": 8};
     custom_id         a string of the user's, no two lines the same (optional);
     metadata          any JSON value, returned as it came (optional).
@@ -26,11 +26,13 @@ An output line is a JSON object with
     metadata          as given, or null;
     error             null, or {"type": see `LineErrorType`, "message"}; then text and token_ids are null;
     outputs           with n > 1: text, token_ids, finish_reason and, if asked for, logprobs of each answer; the
-                      first one's are also those of the record. If one of them failed, the record is an error, and
-                      the others stand here;
+                      first one's are also the record's own. If one of them failed, the record is an error, and
+                      the others are only here;
     logprobs          if asked for: for each token {"token_id", "logprob", "rank", "top": [[id, logprob], ...]};
     prompt_logprobs   if asked for: the same for tokens of the prompt.
 """
+
+# Tests: tests/batch/formats/test_record.py
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ from radixrt.output import FinishReason, RequestOutput, TokenLogprob
 from radixrt.text.chat import checked_messages
 
 PROMPTS = ("prompt", "messages", "token_ids")
-MAX_DEPTH = 100  # of metadata: what is read once is written again, in processes with other limits of recursion
+MAX_DEPTH = 100  # of metadata, which is written again in processes with other recursion limits
 _KEYS = (*PROMPTS, "sampling_params", "custom_id", "metadata")
 _PARAMETERS = known_parameters().keys()
 _ALLOWED = dict.fromkeys((*_KEYS, *_PARAMETERS)).keys()
@@ -59,7 +61,7 @@ def plain_reply(custom_id: str | None = None, metadata: Any = None) -> Reply:
 
 
 def read_plain(line: dict[str, Any], parameters: ParameterReader) -> InputRecord:
-    """What a line asks for. Raises LineError."""
+    """Read a line. Raises LineError."""
     custom_id, metadata = line.get("custom_id"), line.get("metadata")
     too_deep = nests_deeper(metadata, MAX_DEPTH)
     reply = plain_reply(custom_id if isinstance(custom_id, str) else None, None if too_deep else metadata)
@@ -114,7 +116,7 @@ def _prompt(name: str, value: Any) -> str | list[int] | list[dict[str, str]]:
 
 
 def check_token_ids(name: str, ids: list[Any]) -> None:
-    """Raise PromptError, which names the first that is none, unless these are token ids of some model."""
+    """Raise PromptError, which names the first wrong one, unless these are token ids of some model."""
     if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) <= _MAX_TOKEN_ID)):
         return
     for position, token in enumerate(ids):
@@ -125,14 +127,14 @@ def check_token_ids(name: str, ids: list[Any]) -> None:
 
 
 def _given(line: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a line, from both places where they may stand. Raises ParameterError."""
+    """The parameters of a line, from the line itself and its sampling_params. Raises ParameterError."""
     own = line.get("sampling_params")
     own = {} if own is None else own
     if not isinstance(own, dict):
         raise ParameterError(f"sampling_params is {kind(own)}; it must be an object")
     beside = {key: value for key, value in line.items() if key in _PARAMETERS and value is not None}
     if twice := [key for key in beside if key in own]:
-        raise ParameterError(f"{twice[0]} stands in sampling_params and beside it; give it once")
+        raise ParameterError(f"{twice[0]} is given in sampling_params and beside it; give it once")
     return own | beside if beside else own
 
 
@@ -189,7 +191,7 @@ def plain_error(index: int, error: LineError) -> dict[str, object]:
 
 
 def plain_tally(record: dict[str, Any]) -> Tally:
-    """The numbers of a record of this format."""
+    """The counts of a record of this format."""
     if record["error"] is not None:
         return ERROR_RECORD
     usage = record["usage"]

@@ -1,4 +1,4 @@
-"""What a line of a batch asks for, in whatever format it is written."""
+"""A line of a batch and its errors, independent of the line's format."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from radixrt.batch.formats.strict_json import short
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
 
-_REMEMBERED = 1024
+_MAX_REMEMBERED = 1024
 _MAX_MESSAGE = 1000  # characters: a message may show a value of any length
 
 Reply = dict[str, Any]
-"""How the record that answers a line is written: JSON, made when the line is read, which `line_format` alone
-looks into, and which holds the line's custom_id and metadata. A run may keep it on disk until the answer is there.
+"""Values of a line that its record repeats: format, custom_id, metadata and the like, as JSON. Only `line_format`
+reads them. A run keeps them on disk until the line has its answer.
 """
 
 
 class Format(str, Enum):
-    """How a line is written."""
+    """The format of a line."""
 
     PLAIN = "plain"  # radixrt's own: `plain_lines`
     OPENAI = "openai"  # OpenAI's batches: `openai_batch`
 
 
 class LineErrorType(str, Enum):
-    """What is wrong with a line."""
+    """Kinds of errors of a line."""
 
-    INVALID_LINE = "invalid_line"  # not UTF-8, not JSON, too long, not an object, or a key that is wrong
+    INVALID_LINE = "invalid_line"  # not UTF-8, not JSON, too long, not an object, or with a wrong key
     INVALID_PROMPT = "invalid_prompt"  # none, empty, too long, or tokens that the model does not have
     INVALID_PARAMETERS = "invalid_parameters"
     DUPLICATE_CUSTOM_ID = "duplicate_custom_id"  # of a line before it that is sound
@@ -40,9 +40,9 @@ class LineError(Exception):
     """A line that cannot be answered.
 
     Attributes:
-        type: what is wrong.
-        message: the same for people.
-        reply: how its record is written, with custom_id and metadata as far as they could be read.
+        type: kind of error.
+        message: for people.
+        reply: with custom_id and metadata as far as they could be read.
     """
 
     def __init__(self, type: LineErrorType, message: str, reply: Reply) -> None:
@@ -54,12 +54,12 @@ class LineError(Exception):
 
 @dataclass(frozen=True)
 class InputRecord:
-    """What one sound line asks for.
+    """A sound line.
 
     Attributes:
-        prompt: text, token ids, or chat messages, not empty. Its length and vocabulary are the model's to check.
+        prompt: text, token ids, or chat messages, not empty. Its length and vocabulary are not checked yet.
         sampling_params: the run's defaults with the line's own on top.
-        reply: how its record is written.
+        reply: see `Reply`.
     """
 
     prompt: str | list[int] | list[dict[str, str]]
@@ -74,15 +74,15 @@ class InputRecord:
 
     @property
     def metadata(self) -> Any:
-        """What the user wants back with the answer; None in OpenAI's format."""
+        """The user's metadata, returned with the answer; None in OpenAI's format."""
         return self.reply.get("metadata")
 
 
 class ParameterReader:
-    """Makes SamplingParams from what lines give, the same object for the same parameters.
+    """Makes SamplingParams of the parameters in lines, the same object for equal parameters.
 
     Args:
-        defaults: for what a line does not give.
+        defaults: for parameters that a line does not give.
     """
 
     def __init__(self, defaults: SamplingParams) -> None:
@@ -97,7 +97,7 @@ class ParameterReader:
         params = self._known.get(text)
         if params is None:
             params = sampling_params_from_dict(given, self._defaults)
-            if len(self._known) == _REMEMBERED:
+            if len(self._known) == _MAX_REMEMBERED:
                 self._known.clear()
             self._known[text] = params
         return params

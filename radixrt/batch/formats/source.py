@@ -21,12 +21,12 @@ from radixrt.files.standard import STANDARD, place_name
 MAX_LINE = 64 * 2**20  # bytes
 
 _BOM = b"\xef\xbb\xbf"
-_BLANK = b" \t\r\n"  # what JSON takes for blanks
+_BLANK = b" \t\r\n"  # white space in JSON
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_ZSTD_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a frame of notes, which may come first
+_ZSTD_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a frame of metadata, which may come first
 _PARQUET = b"PAR1"
-_NEVER_SHORT = (".gz", ".zst", ".zstd", ".parquet")  # even of nothing these are longer than their first bytes
+_NEVER_SHORT = (".gz", ".zst", ".zstd", ".parquet")  # formats in which even an empty file has four bytes
 _BUFFER = 2**20
 _ROWS = 256  # of parquet at once
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # a column that pandas adds
@@ -34,10 +34,10 @@ _PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # a column that pandas adds
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that is not handed out.
+    """A line that cannot be read.
 
     Attributes:
-        message: why.
+        message: the reason.
     """
 
     message: str
@@ -48,20 +48,20 @@ class _Lines(Protocol):
 
 
 def read_lines(source: str | Path, *, max_line: int = MAX_LINE) -> Iterator[tuple[int, bytes | BadLine]]:
-    """The lines that are not blank, without blanks around them, each with its place in the file from 0.
+    """Yield the lines that are not blank, stripped, each with its place in the file from 0.
 
-    What the file is, its first bytes tell: gzip, zstd, parquet, else JSON lines as they are. A byte order mark is
-    left out. Of a parquet file each row is a line, a JSON object with a key for each column that is not null.
+    The first bytes of the file tell its format: gzip, zstd, parquet, otherwise plain JSON lines. A byte order mark
+    is skipped. Each row of a parquet file is a line: a JSON object with a key for each column that is not null.
 
     At most one line of JSON and a buffer of a megabyte are in memory, or some hundred rows of parquet.
 
     Args:
         source: a file, or "-" for standard input, where parquet cannot be read.
-        max_line: bytes of the longest line. Of a longer one comes a BadLine.
+        max_line: bytes of the longest line. A longer one becomes a BadLine.
 
     Raises:
-        BatchFileError: it cannot be read to its end: it is damaged or cut short, or a package is missing. The
-            message says how far it was read; all lines before have been handed out.
+        BatchFileError: the file cannot be read to its end: it is damaged or cut short, or a package is missing.
+            The message says how far it was read; all lines before that have been yielded.
     """
     name = place_name(source, "input")
     with _opened(source, name) as file:
@@ -107,7 +107,7 @@ def _head(file: IO[bytes], name: str) -> bytes:
 
 
 class _Rejoined(io.RawIOBase):
-    """A file from its beginning, though its head was read already: standard input cannot go back."""
+    """A file whose head was already read, from its beginning: standard input cannot seek back."""
 
     def __init__(self, head: bytes, rest: Any) -> None:
         self._head = head
@@ -142,7 +142,7 @@ def _json_lines(
                 yield index, BadLine(f"the line has {length:,} bytes; at most {max_line:,} are read")
                 continue
             text = (line.removeprefix(_BOM) if index == 0 else line).strip(_BLANK)
-            line = b""  # while the next one is read, this one is the caller's alone
+            line = b""  # free it, unless the caller keeps it, while the next one is read
             if text:
                 yield index, text
             text = b""
@@ -155,7 +155,7 @@ def _json_lines(
 
 
 def _decompressed(file: io.BufferedReader, head: bytes, name: str) -> tuple[_Lines, tuple[type[Exception], ...]]:
-    """The text of a file, and what reading it raises where the file is damaged or cut short."""
+    """The text of a file, and the exceptions that reading it raises if it is damaged or cut short."""
     if head.startswith(_GZIP):
         return gzip.GzipFile(fileobj=file), (EOFError, zlib.error, gzip.BadGzipFile)
     if head == _ZSTD or _ZSTD_SKIPPABLE.fullmatch(head):
@@ -165,7 +165,7 @@ def _decompressed(file: io.BufferedReader, head: bytes, name: str) -> tuple[_Lin
 
 
 def zstd_module(name: str) -> Any:
-    """Python's own zstd, or the same from backports.zstd where it has none. Raises BatchFileError."""
+    """Python's zstd module, or backports.zstd before Python 3.14. Raises BatchFileError."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd
@@ -199,7 +199,7 @@ def _rows(path: Path, name: str, max_line: int) -> Iterator[tuple[int, bytes | B
 
 
 def _row_line(row: dict[str, Any], max_line: int) -> bytes | BadLine:
-    """A row of a parquet file as the line that it stands for."""
+    """A row of a parquet file as a JSON line."""
     try:
         line = {
             column: _cell(column, value)

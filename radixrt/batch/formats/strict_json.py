@@ -1,4 +1,6 @@
-"""JSON as a batch reads and writes it: nothing is guessed, and what was read can be written."""
+"""Strict JSON: nothing is guessed when it is read, and every value read can be written."""
+
+# Tests: tests/batch/formats/test_record.py
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ def loads(data: bytes) -> object:
 
     Raises:
         ValueError: it is not UTF-8 or not JSON, a key appears twice in an object, or a number is not finite. The
-            message goes on from the name of what was read: "is not JSON: ...".
+            message continues a sentence whose subject is the text: "is not JSON: ...".
         RecursionError: it nests too deep.
     """
     try:
@@ -30,14 +32,14 @@ def loads(data: bytes) -> object:
 
 def dump_line(record: dict[str, object]) -> bytes:
     """One line of JSON in UTF-8, with its newline."""
-    # What is escaped here can stand only inside strings. str.splitlines would break a line at some of them;
-    # halves of surrogate pairs have no UTF-8, and Python's escape of them is JSON's.
+    # The escaped characters occur only inside strings. str.splitlines would break a line at some of them; halves
+    # of surrogate pairs have no UTF-8, and Python's escape of them is JSON's.
     text = json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def kind(value: object) -> str:
-    """What a JSON value is, for people."""
+    """The kind of a JSON value, for messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -46,13 +48,13 @@ def kind(value: object) -> str:
     return kinds[type(value)]
 
 
-def short(text: str, most: int = 60) -> str:
-    """`text`, or its beginning where it is longer than `most` characters."""
-    return text if len(text) <= most else text[: most - 3] + "..."
+def short(text: str, max_length: int = 60) -> str:
+    """`text`, or its beginning if it is longer than `max_length` characters."""
+    return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 
 def nests_deeper(value: object, limit: int) -> bool:
-    """Whether lists and objects stand in one another more than `limit` deep."""
+    """Whether lists and objects nest more than `limit` deep."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(limit):
         if not level:

@@ -29,21 +29,21 @@ from radixrt.batch.journal.manifest import Manifest, differences
 from radixrt.errors import BatchFileError, JournalError
 from radixrt.files.disk import Disk, refusal
 
-SYNC_RECORDS = 256  # a sync comes after so many records at the latest,
-SYNC_SECONDS = 2.0  # and so long after the first of them
+SYNC_RECORDS = 256  # a sync comes after this many records at the latest,
+SYNC_SECONDS = 2.0  # or this long after the first of them
 
-_ORDERED_BYTES = 256 * 2**20  # of records that are put in order at once
-_MOST_NAMED = 5  # damaged lines in a message
+ORDERED_BYTES = 256 * 2**20  # records put in order at once
+_MAX_NAMED = 5  # damaged lines in a message
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a journal held when it was opened.
+    """The content of a journal when it was opened.
 
     Attributes:
         records: positions that have a record.
-        cut_bytes: bytes at the end that were no whole line, or came behind one that was not right. They are gone.
-        duplicates: records of positions that had one before, which is the one that counts. radixrt writes none.
+        cut_bytes: removed bytes at the end: a partial line, or everything from the first wrong line on.
+        duplicates: further records of positions that had one; the first one counts. radixrt writes none.
     """
 
     records: int
@@ -52,7 +52,7 @@ class Recovery:
 
 
 def create_journal(path: Path, manifest: Manifest, disk: Disk) -> None:
-    """Make a journal without records, whole or not at all, in place of one that may be there.
+    """Make a journal without records in one step, replacing an existing one.
 
     The folder is not made durable. Raises JournalError if the disk refuses.
     """
@@ -65,25 +65,25 @@ def create_journal(path: Path, manifest: Manifest, disk: Disk) -> None:
 
 
 def partial_journal(path: Path) -> Path:
-    """Where a journal stands until it is made."""
+    """The path of a journal until it is whole."""
     return path.with_name(path.name + ".partial")
 
 
 class Journal:
-    """The journal of a run, opened to go on with. One thread uses it, while its process holds the run's lock.
+    """The journal of a run, opened to go on. One thread uses it, while its process holds the run's lock.
 
-    When the disk refuses, or an exception such as Ctrl-C cuts a call in two, the journal is dead: nothing is tried
-    again, for a second fsync may succeed with data lost, and every call but `close` raises.
+    When the disk refuses, or an exception such as Ctrl-C cuts a call in two, the journal is dead. Nothing is tried
+    again, since a second fsync may succeed with data lost, and every call but `close` raises.
 
     Args:
-        found: called with each record that is there and counts, with its newline, in any order.
+        found: called with each valid record, with its newline, in any order.
 
     Attributes:
         num_records: of the whole run; positions are below it.
         written: records that are in the file.
         durable: records that are known to be on the disk.
-        is_finished: `mark_finished` has been called, now or by a process before.
-        recovery: what was there when it was opened.
+        is_finished: whether this process or an earlier one has called `mark_finished`.
+        recovery: its content when it was opened.
 
     Raises:
         BatchFileError: the journal is of something else, of another format, or damaged; it was not changed.
@@ -125,7 +125,7 @@ class Journal:
         return self._lengths > 0
 
     def append(self, position: int, line: bytes) -> None:
-        """Write the record of a position, with its newline, and sync where that is due.
+        """Write the record of a position, with its newline, and sync if that is due.
 
         Raises:
             ValueError: there is no such position, it has a record, or `line` is not one line.
@@ -146,7 +146,7 @@ class Journal:
         self.sync_if_due()
 
     def sync_if_due(self) -> None:
-        """Sync if `SYNC_RECORDS` wait for it, or one has waited for `SYNC_SECONDS`.
+        """Sync if `SYNC_RECORDS` records wait for it, or one has waited for `SYNC_SECONDS`.
 
         Raises:
             JournalError: as in `sync`.
@@ -177,7 +177,7 @@ class Journal:
             )
 
     def mark_finished(self) -> None:
-        """Note durably that all records are here: an output that exists may from now on be of this run.
+        """Note durably that all records are here: from now on an existing output may be this run's.
 
         Raises:
             BatchFileError: as in `check_whole`.
@@ -192,21 +192,21 @@ class Journal:
                 self.is_finished = True
 
     def records(self) -> Iterator[bytes]:
-        """The records that are there, each with its newline, by position; they are checked once more.
+        """All records by position, each with its newline, and checked again.
 
-        At most `_ORDERED_BYTES` are in memory, or one record. They are read in the order of the file: once through
-        it for each time that it has so many bytes.
+        At most `ORDERED_BYTES` are in memory, or one record. The file is read once from beginning to end for each
+        block of that size.
 
         Raises:
-            JournalError: a record cannot be read as it was written, or the journal is closed.
+            JournalError: a record is not as it was written, or the journal is closed.
         """
         self._check_alive()
         positions = np.flatnonzero(self._lengths)
         ends = np.cumsum(self._lengths[positions])
         start = 0
         while start < len(positions):
-            most = _ORDERED_BYTES + (int(ends[start - 1]) if start else 0)
-            end = max(start + 1, int(np.searchsorted(ends, most, side="right")))
+            limit = ORDERED_BYTES + (int(ends[start - 1]) if start else 0)
+            end = max(start + 1, int(np.searchsorted(ends, limit, side="right")))
             yield from self._read(positions[start:end])
             start = end
 
@@ -248,9 +248,9 @@ class Journal:
             )
 
     def _recover(self, found: Callable[[bytes], object]) -> Recovery:
-        """Book what the file holds, and cut what a kill or a power cut has left at its end."""
-        self._disk.fsync(self._fd)  # what a process before left in memory
-        self._disk.drop_cache(self._fd)  # what a failed fsync left there alone is not read
+        """Book the records in the file, and cut off the remains of a kill or a power cut."""
+        self._disk.fsync(self._fd)  # data that an earlier process left in memory
+        self._disk.drop_cache(self._fd)  # data only in memory after a failed fsync is not read
         size = self._disk.fstat(self._fd).st_size
         duplicates, is_synced = self._scan(found)
         cut_bytes = size - self._end
@@ -266,7 +266,7 @@ class Journal:
         """Book the records before the first wrong line.
 
         Returns:
-            the number of duplicates, and whether a SYNCED stands behind all that was booked.
+            the number of duplicates, and whether a SYNCED follows all booked records.
         """
         wrong: list[int] = []  # lines, from 1, as editors count
         num_damaged = duplicates = 0
@@ -280,7 +280,7 @@ class Journal:
             elif kind == SYNCED:
                 num_damaged, is_synced = len(wrong), True
             elif wrong:
-                pass  # it will be cut, or there is a SYNCED to come
+                pass  # it will be cut, unless a SYNCED follows
             elif kind == FINISHED:
                 self.is_finished = True
             elif self._lengths[int(kind)]:
@@ -296,7 +296,7 @@ class Journal:
         return duplicates, is_synced
 
     def _damage(self, lines: list[int]) -> BatchFileError:
-        named = lines[:_MOST_NAMED]
+        named = lines[:_MAX_NAMED]
         more = f" and {len(lines) - len(named):,} more" if len(lines) > len(named) else ""
         delete = f"sed -i '{';'.join(f'{line}d' for line in named)}' {shlex.quote(str(self._path))}"
         return BatchFileError(
@@ -306,7 +306,7 @@ class Journal:
         )
 
     def _read(self, positions: NDArray[np.int64]) -> list[bytes]:
-        """The records of some positions, in their order, read in the order of the file."""
+        """The records at `positions`, in that order; they are read in the order of the file."""
         offsets, lengths = self._offsets[positions], self._lengths[positions].tolist()
         records = [b""] * len(positions)
         with self._refusals():
@@ -328,7 +328,7 @@ class Journal:
         self._end += len(line)
 
     def _fsync(self) -> None:
-        """Make the file durable, if it is there and nothing else has written to it."""
+        """Make the file durable, if it exists and nothing else has written to it."""
         status = self._disk.fstat(self._fd)
         if not status.st_nlink:
             raise OSError(errno.ESTALE, "something has removed it")
@@ -340,7 +340,7 @@ class Journal:
 
     @contextmanager
     def _unless_dead(self) -> Iterator[None]:
-        """What stands inside happens wholly, or it is the last thing that happens."""
+        """The journal is dead unless the block runs to its end."""
         self._check_alive()
         self._dead = "a call was interrupted; run the same command again"
         with self._refusals():

@@ -1,19 +1,21 @@
-"""What stands in a journal, line by line.
+"""The format of a journal, line by line.
 
     radixrt-journal 1 <TAB> crc32 <TAB> manifest  the first line; the manifest is JSON
     crc32 <TAB> position <TAB> record             one for each finished record, in the order in which they finished
     crc32 <TAB> synced <TAB>                      all lines before it were on the disk when this one was written
-    crc32 <TAB> finished <TAB>                    all records are here, and the output is made or about to be
+    crc32 <TAB> finished <TAB>                    all records are here; the output is made, or will be
 
 Each ends with a newline and holds no other. The position is the record's place in the output, from 0. crc32 is
-zlib's, as 8 hexadecimal digits, of what follows its tab, without the newline. So other programs can read a journal
-while it grows, and this prints the output of a whole one:
+zlib's, as 8 hexadecimal digits, of the rest of the line after its tab, without the newline. Other programs can
+read a journal while it grows. This prints the output of a whole one:
 
     awk -F '\\t' '$2 ~ /^[0-9]+$/' journal | sort -s -t "$(printf '\\t')" -k 2,2n | cut -f 3-
 
-After a kill or a power cut anything may stand behind the last `synced`: it is good as far as the first line whose
-checksum is not right. A wrong line before the last `synced` is damage.
+After a kill or a power cut anything may come after the last `synced`. It is good up to the first line with a wrong
+checksum. A wrong line before the last `synced` is damage.
 """
+
+# Tests: tests/batch/journal/test_journal.py
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ VERSION = 1
 SYNCED = b"synced"
 FINISHED = b"finished"
 
-_BLOCK_BYTES = 4 * 2**20  # that are read at once
+BLOCK_BYTES = 4 * 2**20  # read at once
 _HEADER = re.compile(rb"radixrt-journal ([0-9]{1,9})\t(?:([0-9a-f]{8})\t(.*))?", re.DOTALL)
 _LINE = re.compile(rb"([0-9a-f]{8})\t(0|[1-9][0-9]{0,17}|synced|finished)\t")
 
@@ -52,7 +54,7 @@ def header_line(manifest: Manifest) -> bytes:
 
 
 def parse_header(line: bytes) -> Manifest:
-    """What a first line, without its newline, says that the run is of.
+    """The manifest in a first line without its newline.
 
     Raises:
         OtherFormatError: it is a first line of another format.
@@ -76,7 +78,7 @@ def journal_line(kind: bytes, rest: bytes = b"\n") -> bytes:
 
 
 def parse_line(line: bytes) -> tuple[bytes, int] | None:
-    """The kind of a line without its newline, and where its rest begins; None if it is not as it was written."""
+    """The kind of a line without its newline, and where its rest begins; None if the line was altered."""
     match = _LINE.match(line)
     if match is None or int(match[1], 16) != zlib.crc32(memoryview(line)[9:]):
         return None
@@ -84,9 +86,9 @@ def parse_line(line: bytes) -> tuple[bytes, int] | None:
 
 
 def whole_lines(disk: Disk, fd: int) -> Iterator[bytes]:
-    """The lines of a file without their newlines, but for what stands behind the last newline."""
+    """The complete lines of a file, without their newlines."""
     offset, rest = 0, b""
-    while block := disk.pread(fd, max(_BLOCK_BYTES, len(rest)), offset):
+    while block := disk.pread(fd, max(BLOCK_BYTES, len(rest)), offset):
         offset += len(block)
         *lines, rest = (rest + block).split(b"\n")
         yield from lines

@@ -1,4 +1,4 @@
-"""What a run of a batch is of, so that another is not taken for its continuation."""
+"""Identifies a run of a batch, so that another run is not taken for its continuation."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _NOT_GIVEN = "not given"
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that the records of a run depend on. Two runs with equal manifests write the same records.
+    """Everything that the records of a run depend on. Two runs with equal manifests write the same records.
 
-    The mappings hold whatever JSON can say, to any depth.
+    The mappings hold JSON values of any depth.
 
     Attributes:
         num_records: lines of the output.
-        input: what tells this input from others: a hash of its content.
-        weights, tokenizer: what tells these from others.
+        input: identifies the input, by a hash of its content.
+        weights, tokenizer: identify these.
         parameters: the sampling parameters of lines that give none.
-        settings: what else a record depends on, such as the format of records or the dtype of the KV.
+        settings: anything else that records depend on, such as their format or the dtype of the KV.
         radixrt: the version that began the run.
     """
 
@@ -47,10 +47,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """The manifest of which this is the JSON.
+        """The manifest from its JSON.
 
         Raises:
-            ValueError: it is of none.
+            ValueError: it is not that of a manifest.
         """
         try:
             values = json.loads(text)
@@ -63,7 +63,7 @@ class Manifest:
 
 
 def differences(kept: Manifest, own: Manifest) -> list[str]:
-    """What a kept manifest says otherwise than one's own, a phrase for each value."""
+    """A phrase for each value in which a kept manifest differs from our own."""
     there, here = dict(_leaves(kept)), dict(_leaves(own))
     phrases = []
     for name in dict.fromkeys([*there, *here]):
@@ -96,7 +96,7 @@ def _same(a: str, b: str) -> bool:
 
 
 def _short(text: str, where: int) -> str:
-    """Some of a long text, what stands at `where` in it."""
+    """An excerpt of a long text around `where`."""
     if len(text) <= _LONGEST_VALUE:
         return text
     start = max(0, where - _LONGEST_VALUE // 3)

@@ -1,4 +1,4 @@
-"""What a run of a batch has on the disk until its output is whole."""
+"""The folder of a run: lock, journal and scratch files, until the output is whole."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from radixrt.batch.journal.run_lock import RunLock
 from radixrt.errors import BatchFileError, JournalError
 from radixrt.files.disk import DISK, Disk, file_error, refusal
 
-_CHUNK_BYTES = 2**20  # of the output that are written at once
+_CHUNK_BYTES = 2**20  # written at once
 
 Encoding = Callable[[Iterator[bytes]], Iterator[bytes]]
-"""What makes the bytes of a file of runs of whole records, as a compression does. The same in, the same out."""
+"""Turns chunks of whole records into the bytes of a file, as a compression does. It is deterministic."""
 
 
 class RunFolder:
@@ -28,21 +28,20 @@ class RunFolder:
 
     In it are
 
-        journal     the finished records, and what the run is of (`journal_format`);
-        lock        who may write;
+        journal     the run's manifest and its finished records (`journal_format`);
+        lock        held by the process that may write;
         output      the output, while it is made;
-        scratch/    room for files of others that can be made again. An earlier try may have left some there,
-                    perhaps of another input.
+        scratch/    files that can be made again. An earlier run may have left some, perhaps of another input.
 
     `begin` opens the journal of a new run, or of one that goes on. `finish` makes the output and removes the
-    folder. Leaving the context without `finish` keeps what `begin` needs to go on.
+    folder. Leaving the context without `finish` keeps the files that `begin` needs to go on.
 
-    While the folder is removed, the journal stands beside it as `OUTPUT.run.finished`, and goes last of all: a
-    process that is killed before leaves enough for the next one to know that the output is this run's.
+    The journal is removed last of all. While the folder is removed, it is `OUTPUT.run.finished` beside it: if the
+    process is killed meanwhile, the next one knows that the output is this run's.
 
     Attributes:
-        path: of the folder.
-        scratch: of the folder in it.
+        path: the folder.
+        scratch: the folder `scratch` in it.
 
     Raises:
         BatchFileError: another process holds the lock, or there can be no such folder.
@@ -93,10 +92,10 @@ class RunFolder:
         """Open the journal of the run that the manifest describes.
 
         Args:
-            manifest: what the run is of. An earlier run of something else is refused.
-            replace: an output that exists may be replaced.
-            restart: forget an earlier run, whatever it was of.
-            found: called with each record that an earlier run has left, in any order.
+            manifest: describes the run. An earlier run with another manifest is refused.
+            replace: an existing output may be replaced.
+            restart: discard an earlier run, whatever its manifest.
+            found: called with each record of an earlier run, in any order.
 
         Raises:
             BatchFileError: the output exists, or the journal is another run's or damaged.
@@ -118,11 +117,11 @@ class RunFolder:
         """Make the output of the journal's records, in order, durably and in one step; then remove the folder.
 
         Args:
-            encode: what the records, one after the other in chunks of whole ones, become in the file.
+            encode: encodes chunks of whole records for the file.
 
         Raises:
-            BatchFileError: records are missing, or the output exists, is not to be replaced, and is not what a
-                process before has made of these very records.
+            BatchFileError: records are missing; or the output exists, must not be replaced, and was not made of
+                these records by an earlier process.
             JournalError: the disk refuses.
         """
         journal = self._journal
@@ -141,7 +140,7 @@ class RunFolder:
 
     def _make(self) -> RunLock:
         """Make the folder, if it is not there, and lock it."""
-        self._disk.exists(self._aside_path)  # a name that is too long is refused before anything is made
+        self._disk.exists(self._aside_path)  # a too long name is refused before anything is made
         while True:
             with contextlib.suppress(FileExistsError):
                 self._disk.mkdir(self.path)
@@ -168,7 +167,7 @@ class RunFolder:
             raise BatchFileError(f"the output {self._output} exists; --overwrite replaces it")
 
     def _is_made(self) -> bool:
-        """Whether the output is what a process before has made of the same records."""
+        """Whether an earlier process has made the output of the same records."""
         return (
             self._was_finished
             and self._disk.exists(self._output)
@@ -176,7 +175,7 @@ class RunFolder:
         )
 
     def _take_back(self) -> None:
-        """Put the journal to its place if a process was killed while it removed the folder."""
+        """Put the journal back into the folder if a process was killed while it removed the folder."""
         if self._disk.exists(self._aside_path):
             if self._disk.exists(self._journal_path):  # of a later run, and a power cut brought the other one back
                 self._unlink(self._aside_path)
@@ -208,11 +207,11 @@ class RunFolder:
             self._disk.unlink(path)
 
     @contextmanager
-    def _refusals(self, path: Path, what_stands: str = "") -> Iterator[None]:
+    def _refusals(self, path: Path, prefix: str = "") -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise JournalError(f"{what_stands}cannot write {path}: {refusal(error)}") from error
+            raise JournalError(f"{prefix}cannot write {path}: {refusal(error)}") from error
 
 
 def run_path(output: Path) -> Path:
@@ -221,12 +220,12 @@ def run_path(output: Path) -> Path:
 
 
 def aside_path(output: Path) -> Path:
-    """Where the journal stands while the folder is removed."""
+    """The path of the journal while the folder is removed."""
     return output.with_name(output.name + ".run.finished")
 
 
 def has_run(output: Path) -> bool:
-    """Whether a run that makes an output has left something, be it only what is to be cleared away."""
+    """Whether the run of an output has left any file."""
     return run_path(output).exists() or aside_path(output).exists()
 
 

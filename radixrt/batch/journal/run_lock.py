@@ -1,4 +1,6 @@
-"""One writer a run."""
+"""The lock that gives a run one writer."""
+
+# Tests: tests/batch/journal/test_run_folder.py
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from radixrt.errors import BatchFileError
 from radixrt.files.disk import Disk
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
-_HOLDER_BYTES = 512  # whatever is written is as long, so that a shorter name covers a longer one
+_HOLDER_BYTES = 512  # always written in full, so that a shorter name replaces a longer one
 
 
 class RunLock:
-    """A lock on a file that this process holds until `release`, or until it has ended, however it did.
+    """A lock on a file that this process holds until `release`, or until it ends for any reason.
 
-    The file says who holds it. It is flock(2)'s lock: on NFS, Linux has the server lock the whole file, unless it
-    is mounted with `nolock` or `local_lock`; then two hosts can both hold it, and the journal notices when it
-    finds more in its file than it has written. A file system without locks is refused. A child that is forked
-    while the lock is held holds it too, even when its parent has died.
+    The file names the holder. The lock is flock(2)'s. On NFS, Linux has the server lock the whole file, unless it
+    is mounted with `nolock` or `local_lock`. Then two hosts can both hold the lock, and the journal notices that
+    its file has grown by other hands. A file system without locks is refused. A child that is forked while the
+    lock is held holds it too, even after its parent has died.
 
     Raises:
         BatchFileError: another process holds the lock, or the file system has none.
@@ -40,14 +42,14 @@ class RunLock:
             raise
 
     def is_at(self, path: Path) -> bool:
-        """Whether the locked file still stands there: its last holder may have removed it."""
+        """Whether the locked file is still at `path`: its last holder may have removed it."""
         try:
             return os.path.samestat(self._disk.fstat(self._fd), self._disk.lstat(path))
         except FileNotFoundError:
             return False
 
     def release(self) -> None:
-        """Let the lock go, if it is held."""
+        """Release the lock, if it is held."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._disk.close(fd)
@@ -72,7 +74,7 @@ class RunLock:
         self._disk.write_all(self._fd, holder)
 
     def _holder(self) -> str:
-        """Who holds the lock, as far as the file says."""
+        """The holder of the lock, for messages."""
         try:
             holder = json.loads(self._disk.pread(self._fd, _HOLDER_BYTES, 0))
             pid, host = int(holder["pid"]), str(holder["host"])

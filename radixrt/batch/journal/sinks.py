@@ -1,60 +1,81 @@
-"""Where the records of a batch go as they come, in any order."""
+"""Destinations of a batch's records, which come in any order."""
+
+# Tests: tests/batch/journal/test_standard_output.py
 
 from __future__ import annotations
 
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from radixrt.arrays import BoolArray
 from radixrt.batch.journal.journal import Journal
 from radixrt.batch.journal.standard_output import StandardOutput
 
 
-class Records(Protocol):
-    """Where records go."""
+class Sink(Protocol):
+    """Takes records by position."""
 
     @property
-    def finished(self) -> npt.NDArray[np.bool_] | None:
-        """Which positions have a record; None: none has."""
+    def finished(self) -> BoolArray:
+        """Positions with a record, `[N]`."""
 
     @property
-    def counted(self) -> int:
+    def durable(self) -> int:
         """Records that will not be lost."""
 
-    def put(self, position: int, line: bytes) -> None: ...
+    def put(self, position: int, record: bytes) -> None: ...
 
-    def settle(self) -> None:
-        """A pass has ended: what is due is due now."""
+    def end_pass(self) -> None:
+        """Write what is due after a pass."""
 
     def sync(self) -> None:
-        """Make sure of all that was put."""
+        """Make all records durable."""
 
 
-class Journaled:
-    """In a journal."""
+class JournalSink:
+    """Records in a journal."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self.put, self.settle, self.sync = journal.append, journal.sync_if_due, journal.sync
 
     @property
-    def finished(self) -> npt.NDArray[np.bool_] | None:
+    def finished(self) -> BoolArray:
         return self._journal.finished
 
     @property
-    def counted(self) -> int:
+    def durable(self) -> int:
         return self._journal.durable
 
+    def put(self, position: int, record: bytes) -> None:
+        self._journal.append(position, record)
 
-class Streamed:
-    """On standard output."""
+    def end_pass(self) -> None:
+        self._journal.sync_if_due()
+
+    def sync(self) -> None:
+        self._journal.sync()
+
+
+class StreamSink:
+    """Records on standard output, where no earlier run has left any."""
 
     def __init__(self, output: StandardOutput) -> None:
         self._output = output
-        self.put, self.settle, self.sync = output.put, output.flush, output.flush
-        self.finished = None
 
     @property
-    def counted(self) -> int:
+    def finished(self) -> BoolArray:
+        return np.zeros(self._output.num_lines, np.bool_)
+
+    @property
+    def durable(self) -> int:
         return self._output.printed
+
+    def put(self, position: int, record: bytes) -> None:
+        self._output.put(position, record)
+
+    def end_pass(self) -> None:
+        self._output.flush()
+
+    def sync(self) -> None:
+        self._output.flush()

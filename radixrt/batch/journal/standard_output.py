@@ -20,22 +20,24 @@ _WAITING_FILE = "waiting"
 class StandardOutput:
     """Lines put at positions 0 to N - 1 in any order, each printed once all before it are.
 
-    Leaving the context prints the lines that wait behind a gap, in order. Standard output itself stays open.
+    Leaving the context prints the lines that wait after a gap, in order. Standard output itself stays open.
 
     Attributes:
-        printed: lines that have been handed out.
+        num_lines: N.
+        printed: lines written so far.
 
     Args:
-        folder: lines wait there in a file, of as many bytes as all lines at most.
+        folder: for a file of waiting lines, of at most the size of all lines.
         num_lines: N.
 
     Raises:
-        BatchFileError: it takes no more, as when its reader has gone, or there is none. Nothing is tried again.
-        JournalError: the disk on which lines wait refuses. Those that wait already are printed on leaving.
+        BatchFileError: it is closed, or its reader has gone. Nothing is tried again.
+        JournalError: the disk with the waiting lines refuses. Lines that wait already are printed on leaving.
     """
 
     def __init__(self, folder: Path, num_lines: int) -> None:
         self._waiting = WaitingLines(folder / _WAITING_FILE, num_lines)
+        self.num_lines = num_lines
         self.printed = 0
         try:
             self._file = _own_file()
@@ -65,7 +67,7 @@ class StandardOutput:
                 self._print(self._waiting.take(self.printed))
 
     def flush(self) -> None:
-        """Hand what can be printed to the operating system, so that others see it."""
+        """Hand the printed lines to the operating system, so that readers see them."""
         with self._refusals():
             self._file.flush()
 

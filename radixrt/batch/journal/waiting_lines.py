@@ -1,5 +1,7 @@
 """Lines that wait for their turn, on disk."""
 
+# Tests: tests/batch/journal/test_standard_output.py
+
 from __future__ import annotations
 
 import errno
@@ -14,18 +16,18 @@ from radixrt.files.disk import DISK, file_error
 
 
 class WaitingLines:
-    """Lines by position, put in any order, each taken once. In memory are 16 bytes a position.
+    """Lines by position, put in any order, each taken once. Each position takes 16 bytes of memory.
 
-    The file is made with the first line, has all lines since it was last empty, and stays when it is closed: the
-    folder is for files that go.
+    The file is made with the first line, and has all lines since it was last empty. It stays after `close`: its
+    folder is temporary.
 
     Args:
-        path: of the file, which nobody else uses. What is in its place goes.
+        path: of the file, for this object alone. An existing file is replaced.
         num_lines: N, positions are 0 to N - 1.
 
     Raises:
         BatchFileError: there can be no such file.
-        JournalError: the disk refuses. That line does not wait then; others do.
+        JournalError: the disk refuses. That line is not kept; the others are.
     """
 
     def __init__(self, path: Path, num_lines: int) -> None:
@@ -39,18 +41,18 @@ class WaitingLines:
         return position < len(self._starts) and self._starts[position] >= 0
 
     def put(self, position: int, line: bytes) -> None:
-        """Have the line of a position that does not wait yet wait."""
+        """Keep the line of a position that has none yet."""
         with self._refusals("write"):
             if self._fd < 0:
                 flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
                 self._fd = DISK.open(self._path, flags)
-            start = DISK.fstat(self._fd).st_size  # behind a part of a line, too, if one was refused
+            start = DISK.fstat(self._fd).st_size  # after a partial line, too, if a write failed
             DISK.write_all(self._fd, line)
         self._starts[position], self._lengths[position] = start, len(line)
         self._count += 1
 
     def take(self, position: int) -> bytes:
-        """The line of a position that waits."""
+        """Remove and return the line of a position."""
         length = int(self._lengths[position])
         with self._refusals("read"):
             line = DISK.pread_all(self._fd, length, int(self._starts[position]))
@@ -63,14 +65,14 @@ class WaitingLines:
         return line
 
     def positions(self) -> Iterator[int]:
-        """Those whose lines wait, ascending. They may be taken meanwhile."""
+        """Positions of the waiting lines, ascending. Lines may be taken during the iteration."""
         return (int(position) for position in np.flatnonzero(self._starts >= 0))
 
     def close(self) -> None:
         """Forget the lines."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            with suppress(OSError):  # nobody wants what is in the file
+            with suppress(OSError):  # its content is not needed any more
                 DISK.close(fd)
 
     @contextmanager

@@ -1,1 +1,1 @@
-"""How long every kernel takes on a GPU, beside what the GPU allows and what others need for the same."""
+"""Times of every kernel on a GPU, compared with the roofline and with other libraries."""

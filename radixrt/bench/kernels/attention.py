@@ -1,4 +1,6 @@
-"""Attention over the pool: our kernels and the shapes at which they are measured."""
+"""Cases of attention over the pool: our kernels and their shapes."""
+
+# Tests: tests/bench/test_kernels.py
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def planned_decode(inputs: AttentionInputs, plan: AttentionPlan, kv_scale: Tenso
 def e4m3_inputs(shape: AttentionShape, device: torch.device, copies: int) -> Sequence[AttentionInputs]:
     """Keys and values that e4m3 holds exactly: over it and over bf16 the results are the same."""
     sets = attention_inputs(shape, device, copies)
-    for buffer in (sets[0].k_buffer, sets[0].v_buffer):  # which the sets share
+    for buffer in (sets[0].k_buffer, sets[0].v_buffer):  # shared by the sets
         for part in torch.split(buffer, 2**20):
             part.copy_(quantise(part, _e4m3_scale(shape, device)).float() * E4M3_SCALE)
     return sets
@@ -108,7 +110,7 @@ def _result(out: Any) -> tuple[Tensor]:
     return (out,)
 
 
-# Theirs that read KV from where it lies, by slots, and those that want it gathered beforehand.
+# Peers that read KV by slots, and peers that need it gathered beforehand.
 _PAGED_DECODE = (Contender("FlashInfer", flash_infer_decode),)
 _PAGED_EXTEND = (
     Contender("FlashInfer FA2", partial(flash_infer_extend, backend="fa2")),

@@ -1,4 +1,6 @@
-"""Attention's inputs: requests in a pool, and what their attention has to be."""
+"""Inputs of attention: requests in a pool, and a reference."""
+
+# Tests: tests/bench/test_kernels.py
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import Tensor
 from radixrt.bench.kernels.case import Expected
 from triton_ops.kv.view import KVView
 
-CHECKED_ROWS = 128  # new tokens a request that are compared with the reference, the first and the last among them
+CHECKED_ROWS = 128  # new tokens a request compared with the reference, including the first and the last
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class AttentionShape:
 
     @property
     def words(self) -> str:
-        """What differs from 32 heads on 8 KV heads of 128, in bf16."""
+        """Differences from 32 heads on 8 KV heads of 128, in bf16."""
         usual = AttentionShape(0, 0, 0)
         words = []
         if (self.num_heads, self.num_kv_heads) != (usual.num_heads, usual.num_kv_heads):
@@ -93,7 +95,7 @@ class AttentionInputs:
 def attention_inputs(
     shape: AttentionShape, device: torch.device, copies: int, tokens: Tensor | None = None
 ) -> list[AttentionInputs]:
-    """`copies` sets in one pool; slot 0, which is nobody's, holds NaN. `tokens` int64 `[batch, length]` on the
+    """`copies` sets in one pool; the padding slot 0 holds NaN. `tokens` int64 `[batch, length]` on the
     device: which of a set's tokens, counted from 0, a request has at a position; None: no two have the same.
     """
     if tokens is None:

@@ -1,7 +1,9 @@
-"""What others' attention kernels need to run on the same inputs. A peer that cannot run says why by an exception.
+"""Other libraries' attention kernels on the same inputs. A peer that cannot run raises an exception.
 
 SDPA and FlexAttention know no pool: for them KV is gathered beforehand, which is not timed.
 """
+
+# Tests: tests/bench/test_kernels.py
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def sdpa_flash(inputs: AttentionInputs) -> Call:
 
 
 def sdpa_cudnn(inputs: AttentionInputs) -> Call:
-    """cuDNN's attention, through torch, which can mask it for prompts without a prefix only."""
+    """cuDNN's attention through torch, which can mask only prompts without a prefix."""
     shape = inputs.shape
     if shape.prefix and shape.extend > 1:
         raise NotImplementedError("torch gives cuDNN no causal mask that ends at the last key")
@@ -58,7 +60,7 @@ def _sdpa(inputs: AttentionInputs, backend: SDPBackend) -> Call:
 
 
 def flex_attention(inputs: AttentionInputs) -> Call:
-    """FlexAttention as torch.compile makes it for this shape; its block mask is not timed."""
+    """FlexAttention compiled for this shape; its block mask is not timed."""
     from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as attend
 

@@ -1,4 +1,6 @@
-"""Case: an operation at one shape, with those who contend for the best time."""
+"""A case: an operation at one shape, with its contenders."""
+
+# Tests: tests/bench/test_kernels.py
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ Inputs = TypeVar("Inputs")
 
 
 MAX_SLOWER = 1.03
-"""Times the time of `Case.never_slower_than` that ours may take."""
+"""The multiple of the time of `Case.never_slower_than` that ours may take."""
 
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """Of the plan that a call follows.
+    """Figures of a call's plan.
 
     Attributes:
         seconds: that the host takes to make it.
@@ -36,8 +38,8 @@ class PlanFigures:
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed: `run`. `results` gives the tensors that are compared, from what `run` returned. `plan` is
-    what it follows, where that is of interest.
+    """A timed call: `run`. `results` gives the tensors to compare from the value that `run` returned. `plan` has
+    figures of its plan, if it follows one.
     """
 
     run: Callable[[], object]
@@ -47,7 +49,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Expected:
-    """Results of a reference, of those `rows` of the first dimension only; None: of all."""
+    """Results of a reference for some `rows` of the first dimension; None: for all."""
 
     tensors: Sequence[Tensor]
     rows: Tensor | None = None
@@ -55,9 +57,9 @@ class Expected:
 
 @dataclass(frozen=True)
 class Contender(Generic[Inputs]):
-    """An implementation. What `prepare` does is not timed; it raises where the implementation cannot run.
+    """An implementation. `prepare` is not timed; it raises if the implementation cannot run.
 
-    `compiles`: it is made by torch.compile, which takes seconds.
+    `compiles`: whether torch.compile makes it, which takes seconds.
     """
 
     name: str
@@ -71,12 +73,12 @@ class Case(Generic[Inputs]):
 
     Attributes:
         group, shape, variant: name it; goals belong to a group and a shape.
-        work: what it cannot do without.
-        inputs: makes n sets of inputs that share no memory that is read; each time the same.
+        work: the minimum work.
+        inputs: makes n sets of inputs that share no memory that is read, the same each time.
         expected: the reference's results for a set of inputs.
-        contenders: our kernel is the first.
-        never_slower_than: the contender whose time ours is not to exceed by more than MAX_SLOWER allows, or None.
-        sizes: by name, the numbers of the shape that a figure is drawn over; empty: it is in none.
+        contenders: our kernel first.
+        never_slower_than: the contender that ours may exceed in time by MAX_SLOWER at most, or None.
+        sizes: the numbers of the shape, by name, for the axes of a plot; empty: in no plot.
     """
 
     group: str
@@ -107,5 +109,5 @@ def worst_error(results: Sequence[Tensor], expected: Expected) -> float:
         chosen = (result if expected.rows is None else result[expected.rows]).float()
         size = reference.float().norm(dim=-1)
         error = (chosen - reference.float()).norm(dim=-1) / size.masked_fill(size == 0, 1.0)
-        worst.append(error.amax())  # which keeps NaN
+        worst.append(error.amax())  # keeps NaN
     return float(torch.stack(worst).amax())

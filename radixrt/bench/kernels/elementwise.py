@@ -1,5 +1,7 @@
 """Operations that read and write every element once: our kernels and torch.compile's, and their shapes."""
 
+# Tests: tests/bench/test_kernels.py
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +46,7 @@ def _case(
         return [arguments(device=device, generator=generator) for _ in range(copies)]
 
     def expected(tensors: Arguments) -> Expected:
-        # In float32, so that what the kernel rounds is an error, and on copies, as some are written in place.
+        # In float32, so that the kernel's rounding shows as error, and on copies, as some are written in place.
         wide = [x.float() if x.dtype == DTYPE else x for x in tensors]
         return Expected(_tensors(operation(*wide, impl="torch", **options)))
 
@@ -111,7 +113,7 @@ def logits_case(num_tokens: int, vocab_size: int) -> Case[Arguments]:
 
 
 def head_cases(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Iterator[Case[Arguments]]:
-    """What happens to q, k and v between the projection and the attention, without norms and with them."""
+    """The operation on q, k and v between projection and attention, without and with norms."""
     # q is read and written, k also stored, v read and stored; cosines and sines in float32; positions and slots.
     num_bytes = num_tokens * (
         head_dim * DTYPE.itemsize * (2 * num_heads + 5 * num_kv_heads) + 4 * head_dim + 2 * 4
@@ -153,7 +155,7 @@ def _qk_norm_rope_store(
     normed: bool,
     impl: Impl,
 ) -> Arguments:
-    """What it writes: q, k and the pool."""
+    """Its outputs: q, k and the pool."""
     norm = HeadNorm(q_weight, k_weight, EPS) if normed else None
     rotation = Rotation(cos_sin_cache, positions)
     kv = KVView(k_buffer, v_buffer, slots[None])

@@ -1,4 +1,6 @@
-"""What the kernels are to reach, and what others were measured to reach, on an NVIDIA H200 in bf16."""
+"""Goals of the kernels, and published times of others, on an NVIDIA H200 in bf16."""
+
+# Tests: tests/bench/test_kernels.py
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ from dataclasses import dataclass
 from radixrt.bench.kernels.roofline import Machine, Work
 
 CARD = "NVIDIA H200"
-"""Goals in seconds, and published times, hold for cards whose name begins so."""
+"""Goals in seconds and published times hold for cards whose name begins with this."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A time is to reach all that is given.
+    """Limits that a time has to meet together.
 
     Attributes:
         bandwidth_share: of a copy's bandwidth, 0 to 1, at least; on any card.
@@ -29,7 +31,7 @@ class Goal:
     stretch_seconds: float | None = None
 
     def limit(self, work: Work, machine: Machine) -> float | None:
-        """The goal as seconds; None where it says nothing of this card."""
+        """The goal in seconds; None if it does not apply to this card."""
         limits = []
         if self.bandwidth_share is not None:
             limits.append(work.bytes / (self.bandwidth_share * machine.bandwidth))
@@ -54,7 +56,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Published:
-    """A time of another implementation: of `triton.testing.do_bench`, so eager and with L2 flushed."""
+    """A time of another implementation by `triton.testing.do_bench`: eager, with L2 flushed."""
 
     name: str
     seconds: float
@@ -89,7 +91,7 @@ GOALS = {
     ("sampling", "temperature 512x151936"): Goal(bandwidth_share=1 / 1.3),
     ("sampling", "top_k top_p 512x151936"): Goal(bandwidth_share=1 / 3),
 }
-# Where a group's shape has no goal of its own.
+# For shapes without a goal of their own.
 GROUP_GOALS = {
     # 1.6 times the speed of bf16 KV at 0.9 of a copy's bandwidth, which reads twice the bytes.
     "decode-fp8": Goal(bandwidth_share=0.72),
@@ -129,10 +131,10 @@ PUBLISHED = {
 
 
 def goal_of(group: str, shape: str) -> Goal | None:
-    """The goal of a shape; that of its group where it has none of its own, or None."""
+    """The goal of a shape, or else of its group, or None."""
     return GOALS.get((group, shape), GROUP_GOALS.get(group))
 
 
 def published_times(group: str, shape: str, machine: Machine) -> tuple[Published, ...]:
-    """Those of this shape, where they were measured on such a card."""
+    """The published times of a shape, if they were measured on this card."""
     return PUBLISHED.get((group, shape), ()) if machine.name.startswith(CARD) else ()

@@ -1,5 +1,7 @@
 """Moving KV between a pool and pinned host memory, and within the pool: our kernel and torch's own operations."""
 
+# Tests: tests/bench/test_kernels.py
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -43,8 +45,8 @@ USUAL = Shape(2048, 28, 8, 128)  # 235 MB
 class Copying:
     """A pool of twice the tokens, and memory that has a token's KV together, pinned if the pool is on a GPU.
 
-    `pool_slots` are scattered; `host_slots` scattered or 0, 1, 2, ...; `other_slots` are those that `pool_slots`
-    leaves.
+    `pool_slots` are scattered; `host_slots` scattered or 0, 1, 2, ...; `other_slots` are the rest of the
+    pool.
     """
 
     pool: Tensor
@@ -88,7 +90,7 @@ def _run(way: Way, c: Copying, impl: Any) -> None:
 def _arrived(way: Way, c: Copying) -> list[Tensor]:
     """Rows of the slots that were written, on the pool's device."""
     if way == "to host":
-        # Contiguous, so that the device reads it, behind what writes it.
+        # Contiguous, so that the device reads it after the write.
         return [c.memory.to(c.pool.device).index_select(0, c.host_slots).flatten(1)]
     slots = c.pool_slots if way == "to device" else c.other_slots
     return [c.pool.index_select(2, slots).permute(2, 0, 1, 3, 4).flatten(1)]
@@ -125,7 +127,7 @@ def _by_torch(way: Way, c: Copying) -> Call:
 
 
 def kv_copy_case(shape: Shape, way: Way, scattered: bool = True) -> Case[Copying]:
-    """`scattered` is said of host memory."""
+    """`scattered`: whether the host memory is."""
     work = {
         "to host": Work(shape.bytes, device_to_host=shape.bytes),
         "to device": Work(shape.bytes, host_to_device=shape.bytes),
@@ -148,7 +150,7 @@ def kv_copy_case(shape: Shape, way: Way, scattered: bool = True) -> Case[Copying
 
 
 def kv_copy_cases(shape: Shape = USUAL) -> Iterator[Case[Copying]]:
-    """Every way, with the host memory scattered and in a run."""
+    """All directions, with scattered and with consecutive host memory."""
     for scattered in (True, False):
         yield kv_copy_case(shape, "to host", scattered)
         yield kv_copy_case(shape, "to device", scattered)

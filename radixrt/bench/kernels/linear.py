@@ -1,5 +1,7 @@
 """Output projections of small batches with the norm that follows: as layers compute them, and by cuBLAS alone."""
 
+# Tests: tests/bench/test_kernels.py
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +56,7 @@ def _call(project: Callable[[], Tensor], inputs: LinearInputs) -> Call:
 
 
 def _expected(inputs: LinearInputs) -> Expected:
-    """In float32, so that what is rounded is an error."""
+    """In float32, so that rounding shows as error."""
     x = inputs.x.float() @ inputs.weight.float().T
     return Expected(
         add_rms_norm(x, inputs.residual.float(), inputs.norm_weight.float(), EPS, impl="torch"),
@@ -101,7 +103,7 @@ def linear_cases() -> Iterator[Case[LinearInputs]]:
 
 
 def linear_sweep() -> Iterator[Case[LinearInputs]]:
-    """Those of Qwen3 1.7B and 4B, Llama 3.2 3B, and Qwen2.5 7B."""
+    """The projections of Qwen3 1.7B and 4B, Llama 3.2 3B, and Qwen2.5 7B."""
     for depth, num_columns in (
         *((2048, 2048), (6144, 2048)),
         *((4096, 2560), (9728, 2560)),

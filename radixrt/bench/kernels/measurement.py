@@ -1,13 +1,18 @@
-"""Measuring a case: every contender is checked first, then timed."""
+"""Measures cases: each contender checked against a reference, then timed eager and as a captured graph."""
+
+# Tests: tests/bench/test_kernels.py
 
 from __future__ import annotations
 
+import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from statistics import median
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from radixrt.bench.kernels.case import (
     MAX_SLOWER,
@@ -19,8 +24,7 @@ from radixrt.bench.kernels.case import (
     worst_error,
 )
 from radixrt.bench.kernels.goals import published_times
-from radixrt.bench.kernels.roofline import Bound, Machine
-from radixrt.bench.kernels.timing import Timer, copies_beyond_l2
+from radixrt.bench.kernels.roofline import EXPS_PER_SM, Bound, Machine
 from radixrt.bench.report import reason_of
 
 MAX_ERROR = 0.02
@@ -56,7 +60,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """A case with what its contenders did, ours first.
+    """A case with the measurements of its contenders, ours first.
 
     Attributes:
         bound: the least time on the machine.
@@ -88,7 +92,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """Of our best time: see `Goal.verdict`; "" without a goal or a time."""
+        """Verdict on our best time: see `Goal.verdict`; "" without a goal or a time."""
         goal, seconds = self.case.goal, self.ours.best_seconds
         return "" if goal is None or seconds is None else goal.verdict(seconds, self.case.work, self.machine)
 
@@ -105,15 +109,15 @@ class Result:
         return None
 
     def percent_of_bound(self, seconds: float) -> float:
-        """100 is as fast as the machine can be."""
+        """Percent of the machine's limit."""
         return 100 * self.bound.seconds / seconds
 
     def percent_of_bandwidth(self, seconds: float) -> float:
-        """100 moves the case's bytes as fast as a copy does."""
+        """Percent of a copy's speed at moving the case's bytes."""
         return 100 * self.case.work.bytes / (self.machine.bandwidth * seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Of JSON's types."""
+        """The result as JSON values."""
         case = self.case
         return {
             "group": case.group,
@@ -147,12 +151,12 @@ class Result:
 def measure(
     case: Case[Any], machine: Machine, timer: Timer, device: torch.device, *, compiled: bool = True
 ) -> Result:
-    """Check and time every contender of a case; with `compiled` false, those that torch.compile makes are left
+    """Check and time every contender of a case; with `compiled` false, contenders of torch.compile are left
     out.
     """
     copies = copies_beyond_l2(case.work.bytes, machine.l2_bytes)
     contenders = [contender for contender in case.contenders if compiled or not contender.compiles]
-    # Exceptions of any kind: the report says which, and the others go on.
+    # Exceptions of any kind are reported, and the other contenders run.
     try:
         expected = case.expected(case.inputs(device, copies)[0])
     except Exception as error:
@@ -166,9 +170,9 @@ def measure(
     measurements = []
     for contender in contenders:
         if contender.compiles:
-            torch.compiler.reset()  # it compiles anew for a few shapes only
+            torch.compiler.reset()  # otherwise it compiles for a few shapes only
         try:
-            # The same inputs made anew: some operations write in place, and one must not find another's results.
+            # Fresh inputs: some operations write in place, and must not find another's results.
             measurements.append(_time(contender, case.inputs(device, copies), expected, timer))
         except Exception as error:
             measurements.append(
@@ -185,3 +189,105 @@ def _time(contender: Contender[Any], inputs: Sequence[Any], expected: Expected, 
     eager = timer.eager(calls[0].run)
     graph = timer.graph([call.run for call in calls], eager)
     return Measurement(contender.name, error, eager, graph, plan=calls[0].plan)
+
+
+WARM_UP_MS = 25
+GRAPH_SECONDS = 2e-3  # of work in a captured graph, so that its launch does not count
+MAX_CALLS = 256  # in a captured graph
+MAX_SETS = 64  # of inputs
+
+
+class Timer(Protocol):
+    """Seconds of one call."""
+
+    def eager(self, call: Callable[[], object]) -> float:
+        """Each call by itself, with nothing of its inputs in the L2 cache; median."""
+        ...
+
+    def graph(self, calls: Sequence[Callable[[], object]], eager_seconds: float) -> float:
+        """One of `calls`, all captured in one graph, one after the other; median of many replays.
+
+        The calls do the same on different tensors; `eager_seconds` is what one took.
+        """
+        ...
+
+
+class CudaTimer:
+    """The times on the current CUDA device, each from about `measure_seconds` of calls."""
+
+    def __init__(self, measure_seconds: float = 0.1) -> None:
+        self.measure_seconds = measure_seconds
+
+    def eager(self, call: Callable[[], object]) -> float:
+        """By Triton's do_bench: the L2 cache is overwritten before each call."""
+        from triton.testing import do_bench  # Triton exists for Linux only
+
+        milliseconds = do_bench(
+            call, warmup=WARM_UP_MS, rep=round(1e3 * self.measure_seconds), return_mode="median"
+        )
+        return float(milliseconds) / 1e3
+
+    def graph(self, calls: Sequence[Callable[[], object]], eager_seconds: float) -> float:
+        """A graph holds whole rounds of the calls, about GRAPH_SECONDS in all."""
+        rounds = max(1, round(GRAPH_SECONDS / (eager_seconds * len(calls))))
+        rounds = min(rounds, max(1, MAX_CALLS // len(calls)))
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls:  # warm up
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+        num_calls = rounds * len(calls)
+        replays = min(200, max(10, math.ceil(self.measure_seconds / (eager_seconds * num_calls))))
+        for _ in range(3):
+            graph.replay()
+        times = []
+        for _ in range(replays):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            began.record()
+            graph.replay()
+            ended.record()
+            times.append((began, ended))
+        torch.cuda.synchronize()
+        milliseconds: float = median(began.elapsed_time(ended) for began, ended in times)
+        return milliseconds / 1e3 / num_calls
+
+
+def measure_machine(timer: Timer, device: torch.device) -> Machine:
+    """Measure this GPU: a copy of 1 GiB, within its memory and both ways to pinned host memory, and a bf16
+    product of 8192 x 8192 matrices.
+    """
+    source = torch.zeros(2**30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_seconds = timer.eager(lambda: target.copy_(source))
+    host = torch.zeros(2**30, dtype=torch.uint8, device="cpu", pin_memory=True)
+    to_device_seconds = timer.eager(lambda: target.copy_(host, non_blocking=True))
+    to_host_seconds = timer.eager(lambda: host.copy_(source, non_blocking=True))
+    matrices = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device=device)
+
+    def product() -> Tensor:
+        return matrices[0] @ matrices[1]
+
+    product_seconds = timer.eager(product)
+    properties = torch.cuda.get_device_properties(device)
+    return Machine(
+        name=properties.name,
+        bandwidth=2 * 2**30 / copy_seconds,
+        flops=2 * 8192**3 / product_seconds,
+        exps=EXPS_PER_SM * properties.multi_processor_count,
+        l2_bytes=properties.L2_cache_size,
+        host_to_device=2**30 / to_device_seconds,
+        device_to_host=2**30 / to_host_seconds,
+    )
+
+
+def copies_beyond_l2(num_bytes: float, l2_bytes: int) -> int:
+    """The number of input sets with which a graph finds none in L2 when its turn comes: twice the cache, at most
+    MAX_SETS.
+    """
+    return min(MAX_SETS, max(1, math.ceil(2 * l2_bytes / num_bytes)))

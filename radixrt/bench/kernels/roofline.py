@@ -1,5 +1,7 @@
 """The time that a device's bandwidth and arithmetic allow for an operation."""
 
+# Tests: tests/bench/test_kernels.py
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -11,7 +13,7 @@ Limit = Literal["bytes", "flops", "exp", "link"]
 
 @dataclass(frozen=True)
 class Machine:
-    """What a GPU was measured to do.
+    """Measured speeds of a GPU.
 
     Attributes:
         name: as CUDA gives it.
@@ -37,7 +39,7 @@ EXPS_PER_SM = 3.9e12 / 132
 
 @dataclass(frozen=True)
 class Bound:
-    """The least time, in seconds, and what it is that takes so long."""
+    """The minimum time in seconds, and the resource that limits it."""
 
     seconds: float
     limit: Limit
@@ -45,7 +47,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Work:
-    """What an operation cannot do without: bytes of device memory read and written once, operations of products,
+    """Minimum work of an operation: bytes of device memory read and written once, operations of products,
     exponentials, and bytes that cross the link to the host.
     """
 
@@ -56,7 +58,7 @@ class Work:
     device_to_host: float = 0.0
 
     def link_seconds(self, machine: Machine) -> float:
-        """The least time that the link takes."""
+        """The minimum time of the link."""
         return self.host_to_device / machine.host_to_device + self.device_to_host / machine.device_to_host
 
     def bound(self, machine: Machine) -> Bound:
@@ -97,7 +99,7 @@ def tree_work(
     lens: Iterable[int], distinct: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
 ) -> Work:
     """`decode_work` of requests that have `distinct` tokens in all, each of which is read once for all that share
-    it. What partial results take is left out, as it depends on the plan.
+    it. Partial results are left out, as they depend on the plan.
     """
     lens = list(lens)
     work = decode_work(lens, num_heads, num_kv_heads, head_dim, itemsize)

@@ -1,8 +1,12 @@
-"""The kernel benchmark: chosen cases, one after the other, as tables, JSON and a picture."""
+"""The kernel benchmark: selected cases, as tables, JSON and a picture."""
+
+# Tests: tests/bench/test_kernels.py
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -11,35 +15,34 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from radixrt.bench.catalogue import GROUPS, matching_cases
 from radixrt.bench.kernels.attention import attention_cases, attention_sweep
 from radixrt.bench.kernels.case import Case
 from radixrt.bench.kernels.elementwise import elementwise_cases, elementwise_sweep
-from radixrt.bench.kernels.groups import GROUPS, chosen
 from radixrt.bench.kernels.kv_copy import kv_copy_cases
 from radixrt.bench.kernels.linear import linear_cases, linear_sweep
-from radixrt.bench.kernels.measurement import Result, measure
+from radixrt.bench.kernels.measurement import CudaTimer, Result, measure, measure_machine
 from radixrt.bench.kernels.roofline import Machine
 from radixrt.bench.kernels.sampling import sampling_cases, sampling_sweep
 from radixrt.bench.kernels.table import Report
-from radixrt.bench.kernels.timing import CudaTimer, measure_machine
 from radixrt.bench.kernels.tree import tree_cases, tree_sweep
 from radixrt.bench.report import check_files, wide_console, write_json
-from radixrt.errors import RadixrtError
+from radixrt.errors import ParameterError, RadixrtError
 from radixrt.version import __version__
 from triton_ops.implementation import triton
 
 MEASURE_SECONDS, QUICK_SECONDS = 0.1, 0.02  # of calls, for each time
-_WIDTH = 130  # of the tables where there is no terminal
+_WIDTH = 130  # of the tables without a terminal
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured.
+    """Options of the kernel benchmark.
 
     Attributes:
         only: patterns of cases, GROUP or GROUP/NAME with * and ?; empty: all.
-        sweep: the shapes around the usual ones too, these without what torch.compile has to make.
-        quick: shorter, and nothing that torch.compile has to make.
+        sweep: also other shapes than the usual ones, without torch.compile.
+        quick: shorter, and without torch.compile.
     """
 
     only: tuple[str, ...] = ()
@@ -48,7 +51,7 @@ class Options:
 
 
 def choose_cases(options: Options) -> list[Case[Any]]:
-    """The cases, in the groups' order. Raises ParameterError where a pattern matches none."""
+    """The selected cases, in the groups' order. Raises ParameterError if a pattern matches none."""
     cases: list[Case[Any]] = [
         *attention_cases(),
         *tree_cases(),
@@ -69,16 +72,16 @@ def choose_cases(options: Options) -> list[Case[Any]]:
     named = {(case.group, case.name): case for case in reversed(cases)}  # a sweep has some of the usual ones
     cases = list(reversed(named.values()))
     cases.sort(key=lambda case: list(GROUPS).index(case.group))
-    return [cases[i] for i in chosen(options.only, [(case.group, case.name) for case in cases])]
+    return [cases[i] for i in matching_cases(options.only, [(case.group, case.name) for case in cases])]
 
 
 def _without_compiled(case: Case[Any]) -> Case[Any]:
-    """There are too many in a sweep to wait for torch.compile."""
+    """The case without torch.compile, which takes too long for a sweep."""
     return replace(case, contenders=tuple(c for c in case.contenders if not c.compiles))
 
 
 def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file: Path | None = None) -> int:
-    """Measure, print, and write what is asked for. Returns 0; 1 where a kernel of ours failed or was wrong.
+    """Measure, print, and write the requested files. Returns 0, or 1 if a kernel of ours failed or was wrong.
 
     Raises:
         ParameterError: a pattern matches nothing, or a file cannot be written; found before anything runs.
@@ -107,7 +110,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
             with tqdm.external_write_mode():
                 report.print_group(measured)
             results += measured
-            if json_file is not None:  # after each group: a run that is cut short loses little
+            if json_file is not None:  # after each group, so that an aborted run loses little
                 written = {
                     "environment": environment,
                     "machine": asdict(machine),
@@ -123,8 +126,29 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     return int(any(result.ours.reason is not None for result in results))
 
 
+def draw_records(records_file: Path, plot_file: Path, only: Sequence[str] = ()) -> None:
+    """Draw the results of an earlier run, on this machine or another; `only`: see `matching_cases`.
+
+    Raises:
+        ParameterError: the file holds no such records, a pattern matches none, or the picture cannot be written.
+        RadixrtError: there is no matplotlib.
+    """
+    check_files(None, plot_file)
+    try:
+        report = json.loads(records_file.read_text(encoding="utf-8"))
+        card, results = report["machine"]["name"], report["results"]
+        cases = [(result["group"], f"{result['shape']} {result['variant']}".strip()) for result in results]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ParameterError(
+            f"{records_file} is not what radixrt bench kernels --json has written: {type(error).__name__}: {error}"
+        ) from error
+    from radixrt.bench.kernels.plot import plot  # matplotlib is an extra
+
+    plot([results[i] for i in matching_cases(only, cases)], plot_file, card=card)
+
+
 def describe(machine: Machine) -> str:
-    """What the rooflines are made of, in a line."""
+    """The machine's measured speeds, in a line."""
     return (
         f"{machine.name}: copies {machine.bandwidth / 1e12:.2f} TB/s (read and written), bf16 products of "
         f"8192 x 8192 {machine.flops / 1e12:.0f} TFLOP/s, L2 {machine.l2_bytes / 2**20:.0f} MiB, link "

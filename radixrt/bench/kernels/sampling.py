@@ -1,8 +1,10 @@
-"""Choosing tokens: our kernels, torch's own operations and FlashInfer's, at a batch's logits.
+"""Cases of sampling: our kernels, torch's operations and FlashInfer's, on a batch of logits.
 
-Draws of others are other draws: what is compared is the share of rows whose token the filters allow, and for ours
+Others draw other tokens: the comparison is of the share of rows whose token the filters allow, and for ours
 the share of tokens that are the reference's.
 """
+
+# Tests: tests/bench/test_kernels.py
 
 from __future__ import annotations
 
@@ -22,16 +24,16 @@ from triton_ops.sampling.sample import greedy, sample
 
 DTYPE = torch.bfloat16
 TEMPERATURE, TOP_K, TOP_P = 0.8, 50, 0.95
-NUM_TOP = 5  # alternatives whose log-probabilities are asked for
+NUM_TOP = 5  # requested alternatives with log-probabilities
 SPREADS = {"flat": 1.0, "peaked": 4.0}
-"""Standard deviations of the logits: as flat as no language model's, and about as they are."""
+"""Standard deviations of the logits: flatter than any language model's, and typical ones."""
 
 Peer = Callable[["SamplingInputs"], Tensor]
 
 
 @dataclass(frozen=True)
 class SamplingInputs:
-    """Logits `[R, vocab_size]`, and what `sample` wants besides."""
+    """Logits `[R, vocab_size]`, and the other inputs of `sample`."""
 
     logits: Tensor
     parameters: Mapping[str, Tensor]
@@ -93,7 +95,7 @@ def _peer(draw: Peer, inputs: SamplingInputs) -> Call:
         least = reference_thresholds(logits, inputs.parameters["temperatures"], *filters)
         return _share(logits.gather(1, tokens.view(-1, 1).long()).squeeze(1) >= least)
 
-    draw(inputs)  # whatever it lacks is found out here
+    draw(inputs)  # a missing package shows here
     return Call(lambda: draw(inputs), is_allowed)
 
 
@@ -115,7 +117,7 @@ def torch_sorted(inputs: SamplingInputs) -> Tensor:
 
 
 def flash_infer(inputs: SamplingInputs) -> Tensor:
-    """FlashInfer's sampler for these filters; it wants float32."""
+    """FlashInfer's sampler for these filters; it needs float32."""
     from flashinfer import sampling  # type: ignore[import-not-found]
 
     drawn: Tensor

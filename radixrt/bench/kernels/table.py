@@ -1,4 +1,6 @@
-"""The figures as tables, one a group."""
+"""Prints the figures of the kernel benchmark, one table for each group."""
+
+# Tests: tests/bench/test_kernels.py
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from radixrt.bench.kernels.measurement import Measurement, Result
 
 _CAPTION = (
     "eager: do_bench, L2 flushed. graph: captured, through as many sets of inputs as exceed twice the L2. us, "
-    "medians. %: of the time that the limit beside it allows, by the better time. error: of the worst row, "
+    "medians. %: the share of the limit that the better time reaches. error: of the worst row, "
     "relative. goal: us, met by either time (floor: missed, but not by far; stretch: more than met). vs: their "
     "better time over ours. Published times are eager ones."
 )
@@ -29,24 +31,24 @@ _VERDICTS = {"yes": "green", "stretch": "green", "floor": "yellow", "no": "red",
 
 
 class Report:
-    """Prints a table for every group as soon as it is measured, and at the end what the tables need said."""
+    """Prints a table for every group as soon as it is measured, and notes on the tables at the end."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._notes: dict[str, int] = {}  # the same reason is said once
+        self._notes: dict[str, int] = {}  # each reason is printed once
         self._verdicts: list[str] = []
-        self._slower: list[bool] = []  # of the cases that are not to be
+        self._slower: list[bool] = []  # for each case with a limit
         self._has_plans = False
 
     def print_group(self, results: Sequence[Result]) -> None:
-        """The results of one group, a block of lines a case."""
+        """Print the results of one group, a block of lines for each case."""
         self._console.print(_table(results, self._notes))
         self._verdicts += [result.verdict for result in results if result.goal_seconds is not None]
         self._slower += [result.is_slower for result in results if result.is_slower is not None]
         self._has_plans |= _have_plans(results)
 
     def print_end(self) -> None:
-        """What the columns mean, why there is no time where there is none, and how many goals are met."""
+        """Print the meaning of the columns, the reasons for missing times, and the number of goals met."""
         self._console.print(_CAPTION, style="dim")
         if self._has_plans:
             self._console.print(_PLAN_CAPTION, style="dim")
@@ -84,7 +86,7 @@ def _table(results: Sequence[Result], notes: dict[str, int]) -> Table:
 
 
 def _cells(result: Result, measurement: Measurement, notes: dict[str, int]) -> tuple[str, dict[str, str]]:
-    """The name of a line, and what stands below each header."""
+    """The name of a line, and its cells."""
     is_ours = measurement is result.ours
     name = f"[bold]{escape(result.case.name)}[/]" if is_ours else f"  {escape(measurement.name)}"
     if is_ours and result.in_l2:

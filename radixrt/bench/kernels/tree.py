@@ -1,4 +1,6 @@
-"""Decode attention of requests that share prefixes: trees of which each token is to be read once."""
+"""Cases of decode attention over shared prefixes: trees whose tokens are to be read once."""
+
+# Tests: tests/bench/test_kernels.py
 
 from __future__ import annotations
 
@@ -77,13 +79,13 @@ class TreeShape:
         return torch.cat(columns, 1)
 
     def work(self) -> Work:
-        """With every token of the tree read once."""
+        """Work that reads every token of the tree once."""
         shape = self.attention
         return tree_work([shape.length] * shape.batch, self.distinct, *shape.heads)
 
 
 def _elided(numbers: Sequence[int]) -> str:
-    """With what is in the middle of many left out."""
+    """The numbers, without the middle of many."""
     if len(numbers) > 4:
         return f"{numbers[0]}/{numbers[1]}/../{numbers[-1]} ({len(numbers)})"
     return "/".join(map(str, numbers))
@@ -98,8 +100,9 @@ def tree_shape(*levels: tuple[int, int], attention: AttentionShape | None = None
 
 
 def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool) -> Call:
-    """By the plan that the engine makes for a captured pass of these requests, made once, as for a steady batch.
-    Without `tree`, as if the requests shared nothing, but with those that read the same side by side.
+    """Our decode by the engine's plan for a captured pass of these requests, made once, as for a steady batch.
+
+    Without `tree` the plan shares nothing, but requests that read the same tokens are neighbours.
     """
     attention, device = shape.attention, inputs.q.device
     heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
@@ -120,7 +123,7 @@ def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool) -> Call
 
 
 def tree_case(shape: TreeShape) -> Case[AttentionInputs]:
-    """Tree beside flat, than which it is not to be slower ("vs" is the speed-up), and FlashInfer's cascade."""
+    """Tree compared with flat, which must not be faster ("vs" is the speed-up), and FlashInfer's cascade."""
 
     def inputs(device: torch.device, copies: int) -> list[AttentionInputs]:
         return attention_inputs(shape.attention, device, copies, shape.tokens().to(device))

@@ -1,1 +1,1 @@
-"""The engine on lists of prompts beside the bound, its goals, itself with parts switched off, and transformers."""
+"""Throughput of the engine on lists of prompts, compared with the bound, goals, ablations and transformers."""

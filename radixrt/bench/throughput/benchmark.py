@@ -1,30 +1,44 @@
 """The throughput benchmark: shape after shape, as tables, JSON and a picture."""
 
+# Tests: tests/bench/test_throughput.py
+
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from radixrt.bench.report import check_files, wide_console, write_json
-from radixrt.bench.subject import environment_of, model_of
-from radixrt.bench.throughput.figures import ShapeFigures, WorkloadFigures
-from radixrt.bench.throughput.goals import goal_of
-from radixrt.bench.throughput.measurement import ShapeMeasurement, Step
+from radixrt.bench.catalogue import ABLATIONS, SCALES
+from radixrt.bench.report import check_files, reason_of, wide_console, write_json
+from radixrt.bench.run import Run, answer, program_of, run_once
+from radixrt.bench.subject import device_speed, environment_of, model_of, model_shape
+from radixrt.bench.throughput.figures import BaselineRun, ShapeFigures, WorkloadFigures, goal_of
 from radixrt.bench.throughput.options import Options
+from radixrt.bench.throughput.passes import (
+    busy_seconds,
+    device_intervals,
+    device_profiler,
+    measure_step,
+    profile_passes,
+)
+from radixrt.bench.throughput.start_up import cold_and_warm, measure_start_up
 from radixrt.bench.throughput.table import print_comparison, print_details, print_start_up, print_workloads
+from radixrt.bench.throughput.transformers_batching import TransformersBatching
 from radixrt.execution.device import choose_device
+from radixrt.runtime import Runtime
+from radixrt.workloads.lists import WorkloadPrompt
+from radixrt.workloads.programs import Program
 
-_WIDTH = 125  # of the tables where there is no terminal
+_WIDTH = 125  # of the tables without a terminal
 
 
 def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file: Path | None = None) -> int:
-    """Measure, print, and write what is asked for. Returns 0, whatever becomes of the baseline.
+    """Measure, print, and write the requested files. Returns 0, even if the baseline fails.
 
     Raises:
         RadixrtError: a Runtime cannot be made, or a list does not fit; or a file cannot be written, which is found
@@ -41,7 +55,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
         def done(part: str) -> None:
             bar.set_postfix_str(part)
             bar.update()
-            if json_file is not None:  # after each part: a run that is cut short loses little
+            if json_file is not None:  # after each part, so that an aborted run loses little
                 write_json(json_file, _report(options, environment, shapes))
 
         for figures in shapes:
@@ -57,7 +71,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
                     with tqdm.external_write_mode():
                         print_start_up(figures, console, environment["device"])
         if options.baseline is not None:
-            for figures in shapes:  # when all of ours is done: nothing that goes wrong there can touch it
+            for figures in shapes:  # after all our own measurements, which a failure there cannot touch
                 with _measurement(figures, options, done) as measurement:
                     measurement.measure_baseline()
     for figures in shapes:
@@ -84,7 +98,7 @@ def _measurement(figures: ShapeFigures, options: Options, done: Step) -> Iterato
 
 
 def _parts(options: Options) -> int:
-    """How often `done` is called."""
+    """The number of calls of `done`."""
     lists = len(options.workloads)
     a_shape = lists * options.repeat * (1 + len(options.ablations)) + lists * (options.baseline is not None)
     if choose_device(options.device).type == "cuda":
@@ -99,3 +113,138 @@ def _report(options: Options, environment: dict[str, str], shapes: Sequence[Shap
         "options": asdict(options) | {"trace": None if options.trace is None else str(options.trace)},
         "shapes": [figures.to_dict() for figures in shapes],
     }
+
+
+WARM_UP_TOKENS = 16  # of the longest answers of the warm-up; shorter ones give batches of many sizes
+
+Step = Callable[[str], None]
+"""Called after each part of the work, with its name."""
+
+
+class ShapeMeasurement:
+    """Measures one shape or model, part by part, and writes the results into `figures`.
+
+    Args:
+        figures: of this shape; it has its workloads.
+        model, load_format: options of the Runtime.
+        done: called after each repetition, and each other part.
+    """
+
+    def __init__(
+        self, figures: ShapeFigures, options: Options, model: str | Path, load_format: str, done: Step
+    ) -> None:
+        self.figures = figures
+        self.options = options
+        self.device = choose_device(options.device)
+        self._load_format = load_format
+        scale = SCALES[options.scale]
+        self._runtime_options: dict[str, Any] = {
+            "model": str(model),
+            "load_format": load_format,
+            "device": options.device,
+            "seed": options.seed,
+            "chunked_prefill_size": scale.chunked_prefill_size,
+            "max_total_tokens": scale.max_total_tokens,
+        }
+        self._done = done
+
+    def measure_engine(self) -> None:
+        """Measure the engine: all repetitions, then the optional measurements.
+
+        Raises:
+            ParameterError, ModelError: the Runtime cannot be made.
+            PromptError: a prompt does not fit into the model's context or the pool.
+        """
+        with Runtime(**self._runtime_options) as runtime:
+            self.figures.vocab_size = runtime.config.vocab_size
+            for workload in self.figures.workloads:
+                for run in self._repetitions(runtime, workload.workload):
+                    workload.runs += (run,)
+                    self._done(workload.workload)
+            if self.options.idle and self.device.type == "cuda":
+                for workload in self.figures.workloads:
+                    workload.idle_share = self._idle_share(runtime, workload.workload)
+                    self._done(f"{workload.workload}, profiled")
+            if self.options.step:
+                self.figures.step = measure_step(runtime)
+                self._done("decode steps")
+            if self.options.trace is not None:
+                prompts = self._prompts("unshared", self.options.seed)
+                self.figures.profiles = profile_passes(runtime, prompts, self.options.trace, self.file_name)
+                self._done("profiles")
+
+    def measure_ablation(self, ablation: str) -> None:
+        """Measure all repetitions with a part of the engine switched off."""
+        with Runtime(**self._runtime_options, **ABLATIONS[ablation]) as runtime:
+            for workload in self.figures.workloads:
+                workload.ablated[ablation] = ()
+                for run in self._repetitions(runtime, workload.workload):
+                    workload.ablated[ablation] += (run,)
+                    self._done(f"{workload.workload}, {ablation}")
+
+    def measure_start_up(self) -> None:
+        """Measure a fresh process; on a GPU, also one that compiles kernels. Raises RadixrtError if it fails."""
+        if self.device.type == "cuda":
+            self.figures.cold, self.figures.warm = cold_and_warm(self._runtime_options)
+        else:
+            self.figures.warm = measure_start_up(self._runtime_options)
+        self._done("start-up")
+
+    def measure_baseline(self) -> None:
+        """Run the lists of the first repetition through transformers. An exception becomes the reason."""
+        scale = SCALES[self.options.scale]
+        failed: BaselineRun | None = None
+        batching: TransformersBatching | None = None
+        try:
+            batching = TransformersBatching(
+                self._runtime_options["model"],
+                load_format=self._load_format,
+                device=self.device,
+                max_total_tokens=scale.max_total_tokens,
+                max_batch_tokens=scale.chunked_prefill_size,
+                seed=self.options.seed,
+            )
+        except Exception as error:  # of any kind: our own figures are still shown
+            failed = BaselineRun(reason=reason_of(error))
+        for workload in self.figures.workloads:
+            prompts = self._prompts(workload.workload, self.options.seed)
+            workload.baseline = failed if batching is None else batching.run(prompts, self.options.baseline_limit)
+            self._done(f"{workload.workload}, transformers")
+        if batching is not None:
+            batching.close()
+
+    @property
+    def file_name(self) -> str:
+        """Name of the shape in files of traces."""
+        return self.figures.config or "model"
+
+    def _repetitions(self, runtime: Runtime, name: str) -> Iterator[Run]:
+        first = self.options.seed
+        self._warm_up(runtime, name)
+        for repetition in range(first, first + self.options.repeat):
+            yield self._run(runtime, name, repetition)
+
+    def _run(self, runtime: Runtime, name: str, repetition: int) -> Run:
+        speed = device_speed(self.device, self.options.bandwidth, self.options.flops)
+        return run_once(runtime, self._program(name, repetition), model_shape(runtime, "auto"), speed)
+
+    def _warm_up(self, runtime: Runtime, name: str) -> None:
+        """Warm up with other prompts of the same kind, and few new tokens."""
+        prompts = self._prompts(name, self.options.seed + self.options.repeat)
+        answer(
+            runtime, [replace(prompt, max_new_tokens=1 + i % WARM_UP_TOKENS) for i, prompt in enumerate(prompts)]
+        )
+
+    def _idle_share(self, runtime: Runtime, name: str) -> float:
+        """The idle share of one more repetition, which takes longer because of the profiler."""
+        with device_profiler() as profiler:
+            run = self._run(runtime, name, self.options.seed + self.options.repeat)
+        return max(0.0, 1 - busy_seconds(device_intervals(profiler)) / run.seconds)
+
+    def _prompts(self, name: str, repetition: int) -> Sequence[WorkloadPrompt]:
+        return next(self._program(name, repetition))  # a list is a program of one round
+
+    def _program(self, name: str, repetition: int) -> Program:
+        return program_of(
+            name, SCALES[self.options.scale].sizes.get(name, {}), self.figures.vocab_size, repetition
+        )

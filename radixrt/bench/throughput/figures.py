@@ -1,4 +1,6 @@
-"""What was measured of a shape: times of its workloads, and what else was asked for."""
+"""Figures of a shape: times of its workloads, goals, and optional measurements."""
+
+# Tests: tests/bench/test_throughput.py
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from radixrt.bench.run import Run
+from radixrt.bench.kernels.goals import CARD
+from radixrt.bench.run import Run, best_hit_rate, hit_rate
 from radixrt.workloads.lists import VOCAB_SIZE
 
 
@@ -44,7 +47,7 @@ class StepTime:
 
     @property
     def cpu_seconds(self) -> float:
-        """What the CPU works for a step."""
+        """Seconds of CPU work in a step."""
         return self.planning + self.launching
 
 
@@ -69,7 +72,7 @@ class StartUp:
 
 @dataclass(frozen=True)
 class KernelCost:
-    """A kernel, or where there is no GPU an operator: seconds and calls in one step."""
+    """A kernel, or an operator without a GPU: seconds and calls in one step."""
 
     name: str
     seconds: float
@@ -95,7 +98,7 @@ class Profile:
 
 @dataclass
 class WorkloadFigures:
-    """One workload at one shape; what is not measured yet, or not at all, is empty or None.
+    """One workload at one shape. Figures not measured are empty or None.
 
     Attributes:
         goal: how many times its bound it may take.
@@ -123,39 +126,39 @@ class WorkloadFigures:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of prompts and answers; median."""
+        """Prompt and generated tokens a second; median."""
         return median((run.prompt_tokens + run.generated_tokens) / run.seconds for run in self.runs)
 
     @property
     def hit_rate(self) -> float:
         """cached_tokens over prompt_tokens of all repetitions, 0 to 1."""
-        return sum(run.cached_tokens for run in self.runs) / sum(run.prompt_tokens for run in self.runs)
+        return hit_rate(self.runs)
 
     @property
     def best_hit_rate(self) -> float:
         """The best possible one: see `program_statistics`."""
-        return sum(run.best_cached_tokens for run in self.runs) / sum(run.prompt_tokens for run in self.runs)
+        return best_hit_rate(self.runs)
 
     @property
     def bound_seconds(self) -> float | None:
-        """Median; None if the device's speed is not known."""
+        """Median; None if the device's speed is unknown."""
         return self._over_bound(lambda run, bound: bound)
 
     @property
     def times_bound(self) -> float | None:
-        """Seconds over the bound of the list at hand, median: 1 is as fast as the device can be."""
+        """Seconds over the bound of the same list, median: 1 is the device's limit."""
         return self._over_bound(lambda run, bound: run.seconds / bound)
 
     @property
     def goal_seconds(self) -> float | None:
-        """The most that meets the goal; median."""
+        """The longest time that meets the goal; median."""
         bound = self.bound_seconds
         return None if self.goal is None or bound is None else self.goal * bound
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the goal is; None if there is none, or no bound is known."""
-        times = self.times_bound  # of the list at hand: each repetition has another one
+        """Whether the goal is met; None without a goal or a bound."""
+        times = self.times_bound  # each repetition has its own list
         return None if self.goal is None or times is None else times <= self.goal
 
     def seconds_without(self, ablation: str) -> float | None:
@@ -168,7 +171,7 @@ class WorkloadFigures:
         return median(figures) if figures else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Medians, and each run, of JSON's types."""
+        """Medians and each run as JSON values."""
         names = (
             "seconds",
             "output_tokens_per_second",
@@ -195,7 +198,7 @@ class WorkloadFigures:
 
 @dataclass
 class ShapeFigures:
-    """One shape or model. Only what was asked for, and measured, is not None.
+    """One shape or model. Figures that were not requested are None.
 
     Attributes:
         config: of SHAPES; None for a model.
@@ -215,7 +218,7 @@ class ShapeFigures:
     vocab_size: int = VOCAB_SIZE
 
     def to_dict(self) -> dict[str, Any]:
-        """Of JSON's types. Workloads that were not run yet are left out."""
+        """The figures as JSON values, without workloads that have not run."""
         return {
             "config": self.config,
             "name": self.name,
@@ -228,3 +231,33 @@ class ShapeFigures:
             },
             "profiles": [asdict(profile) for profile in self.profiles],
         }
+
+
+# Goals of the engine on an NVIDIA H200 in bf16, by shape and workload: multiples of the bound of the same list.
+GOALS = {
+    ("qwen3-0.6b", "unshared"): 1.25,
+    ("qwen3-0.6b", "fewshot"): 2.0,
+    ("qwen3-0.6b", "docqa"): 2.2,
+    ("qwen3-0.6b", "system_prompt"): 2.0,
+    ("qwen3-0.6b", "samples"): 1.55,
+    ("llama-3.1-8b", "unshared"): 1.22,
+    ("llama-3.1-8b", "fewshot"): 1.2,
+    ("llama-3.1-8b", "docqa"): 1.35,
+    ("llama-3.1-8b", "system_prompt"): 1.35,
+    ("llama-3.1-8b", "samples"): 1.35,
+}
+
+START_UP_SHAPE = "qwen3-0.6b"
+COLD_SECONDS, WARM_SECONDS, GRAPH_SECONDS = 60.0, 15.0, 6.0  # of a process to its first token, of graphs alone
+STEP_SECONDS = 1e-3  # of the CPU in a decode step of STEP_REQUESTS
+STEP_REQUESTS = 512
+
+
+def holds_for(device_name: str) -> bool:
+    """Whether the goals were set for this device."""
+    return device_name.startswith(CARD)
+
+
+def goal_of(config: str | None, workload: str, device_name: str) -> float | None:
+    """The multiple of its bound that a workload may take at a shape on a device; None without a goal."""
+    return GOALS.get((config or "", workload)) if holds_for(device_name) else None

@@ -1,8 +1,10 @@
-"""A process from its imports to its first token: what `start_up` starts.
+"""A program that generates one token, started and timed by `start_up`.
 
-Its one argument is JSON, the keyword arguments of Runtime; its last line of output is JSON, times of the monotonic
-clock and the Runtime's own parts.
+It imports nothing else, since imports are part of the time. Its one argument is JSON, the keyword arguments of
+Runtime; its last line of output is JSON, times of the monotonic clock and the Runtime's own parts.
 """
+
+# Tests: tests/bench/test_throughput.py
 
 from __future__ import annotations
 

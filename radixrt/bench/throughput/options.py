@@ -1,38 +1,37 @@
-"""What the throughput benchmark is told."""
+"""Options of the throughput benchmark."""
+
+# Tests: tests/bench/test_throughput.py
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from radixrt.bench.scales import SCALES
-from radixrt.bench.shapes import SHAPES
-from radixrt.bench.subject import check_speed, one_of
-from radixrt.bench.throughput.names import ABLATIONS, BASELINES, CONFIGS, LISTS
+from radixrt.bench.catalogue import ABLATIONS, BASELINES, CONFIGS, LISTS, SCALES, SHAPES, check_speed, one_of
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured, and with what.
+    """Options of the throughput benchmark.
 
     Attributes:
         scale: one of SCALES.
-        configs: shapes with random weights, of SHAPES; empty: those of CONFIGS.
+        configs: shapes with random weights, of SHAPES; empty: the scale's CONFIGS.
         model: folder or hub id, or "built-in", instead of shapes.
         workloads: names, of LISTS.
         repeat: repetitions, each with fresh prompts and an empty cache; times are medians.
         seed: repetition r makes its prompts from the workload's own seed + run.SEED_STEP (seed + r).
-        device: that of Runtime.
-        ablations: names, of ABLATIONS: everything is measured again with each of them.
+        device: as in `Runtime`.
+        ablations: names, of ABLATIONS; everything is measured again with each.
         baseline: one of BASELINES, or None.
         baseline_limit: seconds after which a workload of the baseline is stopped.
-        idle: run each workload once more under the profiler, for the share of time that the device idles.
+        idle: run each workload once more under the profiler, for the device's idle share.
         step: measure the CPU's work in a decode step.
         start_up: measure a fresh process to its first token.
-        trace: folder that gets traces of a prefill pass and of decode steps; None: there are none.
-        bandwidth, flops: of the device, in bytes/s and operations/s; both or, for a device that is known, neither.
+        trace: folder for traces of a prefill pass and of decode steps; None: no traces.
+        bandwidth, flops: of the device, in bytes/s and operations/s; both or, for a known device, neither.
     """
 
     scale: str = "full"

@@ -1,39 +1,41 @@
-"""Passes one by one: what the CPU does in a decode step, and profiles of a prefill pass and of decode steps."""
+"""Measures single passes: the CPU's work in a decode step; profiles of a prefill pass and of decode steps."""
+
+# Tests: tests/bench/test_throughput.py
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from radixrt.bench.run import TEMPERATURE
-from radixrt.bench.throughput.device_time import costs, full_profiler
-from radixrt.bench.throughput.figures import Profile, StepTime
-from radixrt.bench.throughput.goals import STEP_REQUESTS
+from radixrt.bench.throughput.figures import STEP_REQUESTS, KernelCost, Profile, StepTime
 from radixrt.cache.radix_tree import Tokens
 from radixrt.errors import RadixrtError
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.passes import Pass
-from radixrt.workloads.lists import Ask
+from radixrt.workloads.lists import WorkloadPrompt
 
 T = TypeVar("T")
 
 TIMED_STEPS, WARM_STEPS = 100, 20
 PREFILLS_BEFORE, DECODES_PROFILED = 2, 5
-NEW_TOKENS = 512  # of each request: more than there are steps
+NEW_TOKENS = 512  # of each request: more than measured steps
 PROMPT_LEN = 32  # where only decode steps matter
-MOST_PASSES = 10_000  # until all requests decode
+MAX_PASSES = 10_000  # until all requests decode
 
 
 class _Watch:
-    """What the engine launched last, and the seconds in the runner's `launch` and `collect` since `reset`."""
+    """The last launched pass, and the seconds in the runner's `launch` and `collect` since `reset`."""
 
     def __init__(self) -> None:
         self.batch: Pass | None = None
@@ -64,13 +66,13 @@ class _Watch:
 
 
 def measure_step(runtime: Runtime) -> StepTime:
-    """Decode steps of STEP_REQUESTS requests, or of as many as run at once if these are fewer.
+    """Time decode steps of STEP_REQUESTS requests, or of the Runtime's limit if that is lower.
 
     Raises:
         RadixrtError: the pool or the context is too small for them.
     """
     rng = np.random.default_rng(0)
-    count = min(STEP_REQUESTS, runtime._scheduler.config.max_running_requests)
+    count = min(STEP_REQUESTS, runtime.limits.max_running_requests)
     prompts = rng.integers(0, runtime.config.vocab_size, (count, PROMPT_LEN)).astype(np.int32)
     planning, launching, waiting = [], [], []
     with _running(runtime, list(prompts)) as watch:
@@ -91,16 +93,16 @@ def measure_step(runtime: Runtime) -> StepTime:
     return StepTime(count, TIMED_STEPS, median(planning), median(launching), median(waiting))
 
 
-def profile_passes(runtime: Runtime, asks: Sequence[Ask], folder: Path, name: str) -> list[Profile]:
-    """Profile a prefill pass of `asks`, and then some decode steps of all of them.
+def profile_passes(runtime: Runtime, prompts: Sequence[WorkloadPrompt], folder: Path, name: str) -> list[Profile]:
+    """Profile a prefill pass of `prompts`, and then some decode steps of all of them.
 
     Writes Chrome traces: `folder`/`name`-prefill.json and -decode.json.
 
     Raises:
         RadixrtError: the pool or the context is too small for them.
     """
-    count = min(len(asks), runtime._scheduler.config.max_running_requests)
-    with _running(runtime, [ask.prompt_ids for ask in asks[:count]]) as watch:
+    count = min(len(prompts), runtime.limits.max_running_requests)
+    with _running(runtime, [prompt.prompt_ids for prompt in prompts[:count]]) as watch:
         for _ in range(PREFILLS_BEFORE):
             runtime.step()
         prefill = _profiled(runtime, 1, "prefill", folder / f"{name}-prefill.json")
@@ -129,13 +131,13 @@ def _synchronize(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _running(runtime: Runtime, prompts: Sequence[Tokens]) -> Iterator[_Watch]:
-    """Requests for `prompts` that run until the block ends; each step of the engine is watched."""
+    """Run requests for `prompts` until the block ends, and watch each step of the engine."""
     longest = max(map(len, prompts))
     new_tokens = min(NEW_TOKENS, runtime.context_length - longest)
     params = SamplingParams(max_new_tokens=max(1, new_tokens), temperature=TEMPERATURE, ignore_eos=True)
     runtime.flush_cache()
     requests = [runtime.prepare(prompt, params, index=i) for i, prompt in enumerate(prompts)]
-    runner = runtime._driver.check_open().runner  # nobody else has a use for single passes
+    runner = runtime._driver.check_open().runner  # no public method runs single passes
     watch, launch, collect = _Watch(), runner.launch, runner.collect
     with contextlib.ExitStack() as undo:
         for method, watched in (
@@ -143,7 +145,7 @@ def _running(runtime: Runtime, prompts: Sequence[Tokens]) -> Iterator[_Watch]:
             ("collect", lambda handle: watch.collect(collect, handle)),
         ):
             setattr(runner, method, watched)
-            undo.callback(delattr, runner, method)  # what the class has shows again
+            undo.callback(delattr, runner, method)  # the class's method is visible again
         try:
             runtime.submit(*requests)
             yield watch
@@ -156,9 +158,56 @@ def _running(runtime: Runtime, prompts: Sequence[Tokens]) -> Iterator[_Watch]:
 
 
 def _until_all_decode(runtime: Runtime, watch: _Watch, count: int) -> None:
-    for _ in range(MOST_PASSES):
+    for _ in range(MAX_PASSES):
         if watch.decodes(count) or not runtime.has_work:
             break
         runtime.step()
     if not watch.decodes(count):
         raise RadixrtError(f"{count} requests of {NEW_TOKENS} new tokens never ran together: a larger pool")
+
+
+def device_profiler() -> Any:
+    """A profiler of the GPU only, which costs the host little."""
+    return profile(activities=[ProfilerActivity.CUDA])
+
+
+def full_profiler(device: torch.device) -> Any:
+    """A profiler of the GPU and of the host's operators."""
+    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return profile(activities=[ProfilerActivity.CPU, *on_gpu])
+
+
+def busy_seconds(intervals: Iterable[tuple[int, int]]) -> float:
+    """Seconds covered by at least one interval (start, end) in nanoseconds, in any order."""
+    busy, reached = 0, 0
+    for start, end in sorted(intervals):
+        busy += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy / 1e9
+
+
+def device_intervals(profiler: Any) -> list[tuple[int, int]]:
+    """(start, end) in nanoseconds of each kernel and copy that ran on the GPU under a profiler."""
+    return [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in _device_events(profiler)]
+
+
+def costs(profiler: Any, steps: int, device: torch.device) -> tuple[KernelCost, ...]:
+    """Kernels and copies by time per step, the longest first; on a CPU, operators without their callees."""
+    totals: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    if device.type == "cuda":
+        for event in _device_events(profiler):
+            seconds, calls = totals[event.name()]
+            totals[event.name()] = seconds + event.duration_ns() / 1e9, calls + 1
+    else:
+        for operator in profiler.key_averages():
+            totals[operator.key] = operator.self_cpu_time_total / 1e6, operator.count
+    listed = [KernelCost(name, seconds / steps, calls / steps) for name, (seconds, calls) in totals.items()]
+    return tuple(sorted(listed, key=lambda cost: -cost.seconds))
+
+
+def _device_events(profiler: Any) -> list[Any]:
+    return [
+        event
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type().name == "CUDA" and not event.is_user_annotation()
+    ]

@@ -1,5 +1,7 @@
 """The figures of the throughput benchmark as a picture. Needs matplotlib, which is in the extra `bench`."""
 
+# Tests: tests/bench/test_throughput.py
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,12 +21,12 @@ Bar = tuple[str, float, str]
 
 
 def plot_figures(shapes: Sequence[ShapeFigures], file: Path, *, title: str) -> None:
-    """Write a PNG: a column a shape, a block of bars a workload: ours, parts switched off, the baseline. Bound and
-    goal are marked.
+    """Write a PNG with a column for each shape and bars for each workload: ours, ablations, the baseline. Bound
+    and goal are marked.
     """
     height = max(len(bars) + 1 for shape in shapes for bars in map(_bars, shape.workloads))
-    most = max(len(shape.workloads) for shape in shapes)
-    figure = Figure(figsize=(8 * len(shapes), 1.6 + BAR * height * most), layout="constrained")
+    max_workloads = max(len(shape.workloads) for shape in shapes)
+    figure = Figure(figsize=(8 * len(shapes), 1.6 + BAR * height * max_workloads), layout="constrained")
     for axes, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
         _plot_shape(axes, shape)
     figure.supxlabel("seconds of one call over the list (median); black: bound, red: goal")

@@ -1,4 +1,6 @@
-"""How long a fresh process takes to its first token."""
+"""Times a fresh process to its first token."""
+
+# Tests: tests/bench/test_throughput.py
 
 from __future__ import annotations
 
@@ -14,23 +16,23 @@ from typing import Any
 from radixrt.bench.throughput.figures import StartUp
 from radixrt.errors import RadixrtError
 
-MOST_SECONDS = 600
+MAX_SECONDS = 600
 
 
 def cold_and_warm(runtime_options: Mapping[str, Any]) -> tuple[StartUp, StartUp]:
-    """Two processes, one after the other: the first compiles all kernels, the second finds them on the disk."""
+    """Time two processes: the first compiles all kernels, the second finds them on the disk."""
     with tempfile.TemporaryDirectory() as kernels:
         own = {"TRITON_CACHE_DIR": kernels}
         return measure_start_up(runtime_options, own), measure_start_up(runtime_options, own)
 
 
 def measure_start_up(runtime_options: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> StartUp:
-    """Start a process that makes a Runtime and a token, with `environment` beside this process's own.
+    """Time a process that makes a Runtime and a token, with `environment` added to this process's own.
 
     `runtime_options` are keyword arguments of Runtime, of JSON's types.
 
     Raises:
-        RadixrtError: the process failed, or took more than MOST_SECONDS.
+        RadixrtError: the process failed, or took more than MAX_SECONDS.
     """
     began = time.monotonic()
     try:
@@ -39,10 +41,10 @@ def measure_start_up(runtime_options: Mapping[str, Any], environment: Mapping[st
             env={**os.environ, **(environment or {})},
             capture_output=True,
             text=True,
-            timeout=MOST_SECONDS,
+            timeout=MAX_SECONDS,
         )
     except subprocess.TimeoutExpired as error:
-        raise RadixrtError(f"a fresh process had no first token after {MOST_SECONDS} s") from error
+        raise RadixrtError(f"a fresh process had no first token after {MAX_SECONDS} s") from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise RadixrtError(f"a fresh process ended with status {done.returncode} before its first token: {last}")

@@ -1,4 +1,6 @@
-"""The figures as tables."""
+"""Prints the figures of the throughput benchmark as tables."""
+
+# Tests: tests/bench/test_throughput.py
 
 from __future__ import annotations
 
@@ -9,8 +11,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from radixrt.bench.throughput import goals
-from radixrt.bench.throughput.figures import BaselineRun, Profile, ShapeFigures, StartUp
+from radixrt.bench.throughput.figures import (
+    COLD_SECONDS,
+    GRAPH_SECONDS,
+    START_UP_SHAPE,
+    STEP_REQUESTS,
+    STEP_SECONDS,
+    WARM_SECONDS,
+    BaselineRun,
+    Profile,
+    ShapeFigures,
+    StartUp,
+    holds_for,
+)
 
 KERNELS_SHOWN = 16
 _NAME_LEN = 70  # of a kernel
@@ -23,7 +36,7 @@ _MET = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}
 
 
 def print_workloads(figures: ShapeFigures, console: Console) -> None:
-    """A workload a line, beside its bound and, if there are any, goals."""
+    """Print one workload a line, with its bound and goal."""
     has_goals = any(workload.goal is not None for workload in figures.workloads)
     table = _table(
         figures.name,
@@ -66,7 +79,7 @@ def print_workloads(figures: ShapeFigures, console: Console) -> None:
 
 
 def print_comparison(figures: ShapeFigures, console: Console) -> None:
-    """The seconds with parts switched off and those of the baseline, each with how many times ours it is."""
+    """Print the seconds of ablations and the baseline, also as multiples of ours."""
     ablations = list(figures.workloads[0].ablated)
     has_baseline = any(workload.baseline is not None for workload in figures.workloads)
     if not ablations and not has_baseline:
@@ -85,12 +98,12 @@ def print_comparison(figures: ShapeFigures, console: Console) -> None:
 
 
 def print_details(figures: ShapeFigures, console: Console, device_name: str) -> None:
-    """The CPU's work in a step, and what the profiles found."""
+    """Print the CPU's work in a step, and the profiles."""
     step = figures.step
     if step is not None:
         goal, computed = "", ", the pass itself included" if device_name.startswith("CPU") else ""
-        if goals.holds_for(device_name) and step.requests == goals.STEP_REQUESTS:
-            goal = _limit(step.cpu_seconds, goals.STEP_SECONDS)
+        if holds_for(device_name) and step.requests == STEP_REQUESTS:
+            goal = _limit(step.cpu_seconds, STEP_SECONDS)
         console.print(
             f"decode step of {step.requests} requests: CPU {1e3 * step.cpu_seconds:.2f} ms{goal} (planning "
             f"{1e3 * step.planning:.2f}, launching {1e3 * step.launching:.2f}{computed}), then waiting "
@@ -101,13 +114,13 @@ def print_details(figures: ShapeFigures, console: Console, device_name: str) -> 
 
 
 def print_start_up(figures: ShapeFigures, console: Console, device_name: str) -> None:
-    """The start of a process, with compiled kernels on the disk and without."""
-    has_goals = goals.holds_for(device_name) and figures.config == goals.START_UP_SHAPE
+    """Print the start-up of a process, with and without compiled kernels on the disk."""
+    has_goals = holds_for(device_name) and figures.config == START_UP_SHAPE
     if figures.cold is not None:
-        limits = {"total": goals.COLD_SECONDS} if has_goals else {}
+        limits = {"total": COLD_SECONDS} if has_goals else {}
         console.print(f"start-up without compiled kernels: {_start_up(figures.cold, limits)}")
     if figures.warm is not None:
-        limits = {"total": goals.WARM_SECONDS, "graphs": goals.GRAPH_SECONDS} if has_goals else {}
+        limits = {"total": WARM_SECONDS, "graphs": GRAPH_SECONDS} if has_goals else {}
         console.print(f"start-up with compiled kernels on the disk: {_start_up(figures.warm, limits)}")
 
 
@@ -117,7 +130,7 @@ def _start_up(start: StartUp, limits: Mapping[str, float]) -> str:
     def goal(name: str, seconds: float) -> str:
         return _limit(seconds, limits[name]) if name in limits else ""
 
-    # The Runtime's own total stands before its parts.
+    # The Runtime's own total comes before its parts.
     parts = [f"{name} {s:.2f}{goal(name, s)}" for name, s in start.parts.items() if name != "total"]
     return (
         f"{start.total:.2f} s to the first token{goal('total', start.total)}: imports {start.imports:.2f}, "
@@ -166,7 +179,7 @@ def _times(seconds: float | None, ours: float) -> str:
 
 
 def _baseline(run: BaselineRun | None, ours: float, notes: dict[str, int]) -> str:
-    """Beside our own first repetition, which ran the same list."""
+    """Compare with our own first repetition, which ran the same list."""
     if run is None:
         return "-"
     if run.stopped_after is not None:

@@ -1,5 +1,7 @@
 """transformers' continuous batching on the same lists. Its model has the same shape, dtype and kind of weights."""
 
+# Tests: tests/bench/test_throughput.py
+
 from __future__ import annotations
 
 import gc
@@ -15,11 +17,11 @@ from radixrt.bench.report import reason_of
 from radixrt.bench.run import TEMPERATURE
 from radixrt.bench.throughput.figures import BaselineRun
 from radixrt.errors import RadixrtError
-from radixrt.workloads.lists import Ask
+from radixrt.workloads.lists import WorkloadPrompt
 
 BLOCK_SIZE = 256  # tokens of a KV block, its default
 WARM_UP_REQUESTS, WARM_UP_LEN, WARM_UP_TOKENS = 4, 16, 4
-STOP_SECONDS = 60  # for a pass that runs when it is told to stop
+STOP_SECONDS = 60  # for the running pass to end
 
 
 class TransformersBatching:
@@ -63,22 +65,25 @@ class TransformersBatching:
             max_batch_tokens=max_batch_tokens,
             seed=seed,
         )
-        self._stuck: str | None = None  # why nothing can be timed any more
+        self._stuck: str | None = None  # the reason why nothing can be timed any more
 
-    def run(self, asks: Sequence[Ask], limit: float) -> BaselineRun:
-        """Answer all of a list, after a warm-up, in at most `limit` seconds. What fails becomes the reason."""
+    def run(self, prompts: Sequence[WorkloadPrompt], limit: float) -> BaselineRun:
+        """Answer a list after a warm-up, in at most `limit` seconds. An exception becomes the reason."""
         if self._stuck is not None:
             return BaselineRun(reason=self._stuck)
         manager = None
         try:
-            manager = self._started(asks)
-            warm_up = [Ask(ask.prompt_ids[:WARM_UP_LEN], WARM_UP_TOKENS) for ask in asks[:WARM_UP_REQUESTS]]
+            manager = self._started(prompts)
+            warm_up = [
+                WorkloadPrompt(prompt.prompt_ids[:WARM_UP_LEN], WARM_UP_TOKENS)
+                for prompt in prompts[:WARM_UP_REQUESTS]
+            ]
             if self._answer(manager, warm_up, limit):
                 began = time.perf_counter()
-                if self._answer(manager, asks, limit):
+                if self._answer(manager, prompts, limit):
                     return BaselineRun(seconds=time.perf_counter() - began)
             return BaselineRun(stopped_after=limit, reason=f"stopped after {limit:g} s")
-        except Exception as error:  # whatever it is, ours is not hidden by it
+        except Exception as error:  # of any kind: our own figures are still shown
             return BaselineRun(reason=reason_of(error))
         finally:
             if manager is not None:
@@ -87,7 +92,7 @@ class TransformersBatching:
     def _stop(self, manager: Any) -> None:
         try:
             manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
-            if manager.is_running():  # beside what it does nothing can be timed
+            if manager.is_running():  # while it runs, nothing else can be timed
                 self._stuck = f"the list before it still ran {STOP_SECONDS} s after it was told to stop"
             else:
                 manager.destroy()
@@ -95,12 +100,12 @@ class TransformersBatching:
             self._stuck = f"the list before it could not be stopped: {reason_of(error)}"
 
     def close(self) -> None:
-        """Let go of the model and its memory."""
+        """Release the model and its memory."""
         del self._model
         gc.collect()
         torch.cuda.empty_cache()
 
-    def _started(self, asks: Sequence[Ask]) -> Any:
+    def _started(self, prompts: Sequence[WorkloadPrompt]) -> Any:
         from transformers import GenerationConfig
         from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -108,11 +113,11 @@ class TransformersBatching:
             do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0, eos_token_id=-1, max_new_tokens=1
         )
         hints = WorkloadHints(
-            max_prompt_length=max(len(ask.prompt_ids) for ask in asks),
-            max_generated_length=max(ask.max_new_tokens for ask in asks),
-            num_requests=len(asks),
+            max_prompt_length=max(len(prompt.prompt_ids) for prompt in prompts),
+            max_generated_length=max(prompt.max_new_tokens for prompt in prompts),
+            num_requests=len(prompts),
         )
-        gc.collect()  # of a manager that could not be made
+        gc.collect()  # the remains of a manager that could not be made
         manager = self._model.init_continuous_batching(
             generation_config=generation, continuous_batching_config=self._config, workload_hints=hints
         )
@@ -120,22 +125,24 @@ class TransformersBatching:
         manager.start()
         return manager
 
-    def _answer(self, manager: Any, asks: Sequence[Ask], limit: float) -> bool:
+    def _answer(self, manager: Any, prompts: Sequence[WorkloadPrompt], limit: float) -> bool:
         """Whether all were answered within `limit` seconds."""
         began = time.perf_counter()
         # In the order in which its own `generate_batch` asks, for the sake of its prefix cache.
-        for ask in sorted(((ask.prompt_ids.tolist(), ask.max_new_tokens) for ask in asks), reverse=True):
-            manager.add_request(ask[0], max_new_tokens=ask[1])
-        wanted = sum(ask.max_new_tokens for ask in asks)
+        for prompt in sorted(
+            ((prompt.prompt_ids.tolist(), prompt.max_new_tokens) for prompt in prompts), reverse=True
+        ):
+            manager.add_request(prompt[0], max_new_tokens=prompt[1])
+        wanted = sum(prompt.max_new_tokens for prompt in prompts)
         answered = tokens = 0
-        while answered < len(asks):
+        while answered < len(prompts):
             left = limit - (time.perf_counter() - began)
             if left <= 0:
                 return False
             result = manager.get_result(timeout=min(left, 1.0))
             if result is None:
                 if not manager.is_running():
-                    raise RadixrtError(f"its thread ended after {answered} of {len(asks)} answers")
+                    raise RadixrtError(f"its thread ended after {answered} of {len(prompts)} answers")
             elif result.error is not None:
                 raise RadixrtError(result.error)
             elif result.is_finished():
@@ -147,7 +154,7 @@ class TransformersBatching:
 
 
 def _attention(device: torch.device) -> str:
-    """The fastest of its paged attention that is installed; it would fetch others from the hub."""
+    """The fastest installed paged attention; others would be fetched from the hub."""
     from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     if device.type == "cuda":

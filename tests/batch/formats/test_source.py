@@ -49,7 +49,7 @@ KINDS: dict[str, Callable[[bytes], bytes]] = {
     "gzip in two members": halves(gzip.compress),
     "zstd": zstd,
     "zstd in two frames": halves(zstd),
-    "zstd behind notes": lambda data: NOTES + zstd(data),
+    "zstd after a metadata frame": lambda data: NOTES + zstd(data),
 }
 kinds = pytest.mark.parametrize(
     "compress", [pytest.param(c, id=k, marks=[needs_zstd] if "zstd" in k else []) for k, c in KINDS.items()]
@@ -61,7 +61,7 @@ COMPRESSED = [
 
 
 def expected(data: bytes, max_line: int = 2**20) -> list[tuple[int, bytes | int]]:
-    """The lines as they should come, of those that are too long their lengths."""
+    """The expected lines; for too long ones, their lengths."""
     lines = data.split(b"\n")
     out: list[tuple[int, bytes | int]] = []
     for index, line in enumerate(lines):
@@ -342,7 +342,7 @@ def test_rows_of_parquet_are_lines(tmp_path: Path) -> None:
 
 
 def test_structs_of_different_keys_do_not_fill_each_other(tmp_path: Path) -> None:
-    """All rows of a column have all its keys, those that were not given as nulls."""
+    """All rows of a column have all its keys, with nulls for missing ones."""
     bodies = [
         {"model": "m", "messages": [{"role": "user", "content": "a"}], "temperature": 0.5},
         {"model": "m", "messages": [{"role": "user", "content": "b", "name": None}], "top_k": 3},

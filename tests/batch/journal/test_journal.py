@@ -47,7 +47,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync every few records, and an output made in several blocks."""
     monkeypatch.setattr(journal_module, "SYNC_RECORDS", 4)
     monkeypatch.setattr(journal_module, "SYNC_SECONDS", 1e9)
-    monkeypatch.setattr(journal_module, "_ORDERED_BYTES", 500)
+    monkeypatch.setattr(journal_module, "ORDERED_BYTES", 500)
 
 
 class Clock:
@@ -94,14 +94,14 @@ def data_of(machine: Machine) -> bytes:
 
 
 def set_data(machine: Machine, data: bytes) -> None:
-    """What stands in the journal, in memory and on the disk."""
+    """The lines of the journal, in memory and on the disk."""
     node = machine.find(ALONE)
     node.data = node.on_disk = data
     node.lost = []
 
 
 def lines_of(data: bytes) -> list[tuple[int, str, bytes]]:
-    """An own reader of the format as told: where each line ends, its kind and what stands behind it."""
+    """An independent reader of the documented format: the end of each line, its kind and its rest."""
     found = []
     end = 0
     for number, line in enumerate(data.split(b"\n")[:-1]):
@@ -120,7 +120,7 @@ def lines_of(data: bytes) -> list[tuple[int, str, bytes]]:
     return found
 
 
-# ---- what stands in it
+# ---- its content
 
 
 def test_the_format() -> None:
@@ -193,7 +193,7 @@ def test_an_empty_run() -> None:
 
 
 def test_records_larger_than_what_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixrt.batch.journal.journal_format._BLOCK_BYTES", 7)
+    monkeypatch.setattr("radixrt.batch.journal.journal_format.BLOCK_BYTES", 7)
     machine = Machine()
     journal = new_journal(5, Process(machine, most=11))
     lines = {2: b"x" * 3000 + b"\n", 0: b"\n", 4: b"y" * 499 + b"\n", 1: b"z\n"}
@@ -211,7 +211,7 @@ def test_records_come_by_position(order: list[int], lengths: list[int], at_once:
     journal = new_journal(12)
     lines = [bytes([97 + p]) * lengths[p] + b"\n" for p in range(12)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_module, "_ORDERED_BYTES", at_once)
+        patch.setattr(journal_module, "ORDERED_BYTES", at_once)
         for count, position in enumerate(order):
             assert list(journal.records()) == [lines[p] for p in sorted(order[:count])]
             journal.append(position, lines[position])
@@ -219,14 +219,24 @@ def test_records_come_by_position(order: list[int], lengths: list[int], at_once:
 
 
 def test_blocks_are_no_larger_than_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = new_journal(40)
-    for position in random.Random(0).sample(range(40), 40):
-        journal.append(position, b"x" * 82 + b"\n")  # 94 or 95 bytes with what stands before
-    blocks: list[int] = []
-    read = journal._read
-    monkeypatch.setattr(journal, "_read", lambda positions: blocks.append(len(positions)) or read(positions))
+    """The lines of a block are read in the order of the file."""
+    disk = Process(Machine())
+    journal = new_journal(40, disk)
+    order = random.Random(0).sample(range(40), 40)
+    for position in order:
+        journal.append(position, b"x" * 82 + b"\n")  # 94 or 95 bytes with checksum and position
+    offsets: list[int] = []
+    pread_all = disk.pread_all
+
+    def watched(fd: int, count: int, offset: int) -> bytes:
+        offsets.append(offset)
+        return pread_all(fd, count, offset)
+
+    monkeypatch.setattr(disk, "pread_all", watched)
     assert len(list(journal.records())) == 40
-    assert blocks == [5] * 8
+    places = [sorted(offsets).index(offset) for offset in offsets]
+    blocks = [sorted(order.index(position) for position in range(first, first + 5)) for first in range(0, 40, 5)]
+    assert places == [place for block in blocks for place in block]
 
 
 # ---- when it is synced
@@ -392,7 +402,7 @@ def test_a_journal_without_its_first_line_is_refused() -> None:
     "change", [lambda byte: byte ^ 1, lambda byte: byte ^ 0x80, lambda byte: 10, lambda byte: 0]
 )
 def test_a_changed_byte_is_found_wherever_it_is(change: Callable[[int], int]) -> None:
-    """Before the last `synced` it is damage, which is refused; behind, the journal is cut there."""
+    """Before the last `synced` it is damage, which is refused; after it, the journal is cut there."""
     data = synced_and_not()
     lines = lines_of(data)
     last_synced = next(lines[n - 1][0] for n, (_, kind, _) in enumerate(lines) if kind == "synced")  # begins there
@@ -414,7 +424,7 @@ def test_a_changed_byte_is_found_wherever_it_is(change: Callable[[int], int]) ->
                 assert f"sed -i '{number}d" in str(raised.value)
             assert data_of(machine) == changed
         else:
-            # Where the last `synced` itself is damaged, nothing says that what stands before it was durable.
+            # If the last `synced` itself is damaged, nothing says that the lines before it were durable.
             found = positions_in(data[: lines[number - 2][0]])
             assert reopened(machine, 9).recovery.records == len(found)
             goes_on(machine, found)
@@ -811,7 +821,7 @@ def test_ctrl_c_before_every_line(resumed: bool, step: int) -> None:
 
 
 def test_after_ctrl_c_in_a_call_the_journal_takes_no_more() -> None:
-    """A record that is half written must not get another behind it."""
+    """After half a record no other may be written."""
     machine = Machine()
     process = Process(machine, most=30)
     journal = new_journal(8, process)
@@ -951,7 +961,7 @@ class Journals(RuleBasedStateMachine):
         assert (journal.written, journal.durable) == (len(self.there), len(self.durable))
         lines = lines_of(data_of(self.machine))
         assert sorted(int(kind) for _, kind, _ in lines if kind.isdigit()) == sorted(self.there)
-        # A `synced` tells the truth: all that stands before it is durable.
+        # A `synced` tells the truth: all lines before it are durable.
         last = max(n for n, (_, kind, _) in enumerate(lines) if kind in ("header", "synced"))
         assert {int(kind) for _, kind, _ in lines[:last] if kind.isdigit()} <= self.durable
 

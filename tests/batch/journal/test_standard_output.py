@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import radixrt
 from radixrt.batch.job import run_batch
-from radixrt.batch.journal.sinks import Streamed
+from radixrt.batch.journal.sinks import StreamSink
 from radixrt.batch.journal.standard_output import StandardOutput
 from radixrt.errors import BatchFileError, JournalError
 from tests.support.fake_runtime import FakeRuntime
@@ -42,13 +42,13 @@ def test_any_order_gives_one_order(
 ) -> None:
     """Also if it is left before all lines are there, by an exception as well."""
     with suppress(KeyboardInterrupt), StandardOutput(tmp_path, 12) as output:
-        records = Streamed(output)
+        sink = StreamSink(output)
         for done, position in enumerate(order[:count], 1):
-            records.put(position, b"%d\n" % position)
+            sink.put(position, b"%d\n" % position)
             gap = next((place for place in range(12) if place not in order[:done]), 12)
-            assert records.counted == gap  # what waits may be lost
+            assert sink.durable == gap  # what waits may be lost
         raise KeyboardInterrupt
-    assert records.counted == count
+    assert sink.durable == count
     assert capfdbinary.readouterr().out == b"".join(b"%d\n" % position for position in sorted(order[:count]))
 
 

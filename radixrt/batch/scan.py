@@ -1,7 +1,7 @@
-"""The look at a batch before it runs: each line is parsed, tokenised and checked; what it asks for goes to disk.
+"""Scans the lines of a batch before it runs: parses, tokenises and checks each, and puts the result on disk.
 
-Nothing of a line stays in memory but some numbers: a million lines of 1,000 tokens are 4 GB of tokens on disk, and
-about 40 MB of numbers, with as much again for the hashes of their custom_ids while they are read.
+Only some numbers of each line stay in memory: a million lines of 1,000 tokens take 4 GB of tokens on disk, and
+about 40 MB of memory, with as much again for the hashes of their custom_ids while they are read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from radixrt.arrays import BoolArray, Int32Array, Int64Array
 from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.record import InputRecord, LineError, LineErrorType, Reply
 from radixrt.batch.formats.source import BadLine
@@ -28,19 +28,15 @@ from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.tokenizer import Tokenizer
 
-MOST_NAMED = 20  # problems that a prescan keeps with their messages
-_BLOCK_LINES, _BLOCK_BYTES = 512, 4 * 2**20  # that are tokenised together
+MAX_NAMED = 20  # problems that a scan keeps with their messages
+BLOCK_LINES, BLOCK_BYTES = 512, 4 * 2**20  # tokenised together
 _ENTRIES_FILE = "entries.jsonl"
 _DEFAULTS = SamplingParams()
-_REMEMBERED = 1024  # parameters that readers keep
-
-Int64Array = npt.NDArray[np.int64]
-Int32Array = npt.NDArray[np.int32]
-BoolArray = npt.NDArray[np.bool_]
+_MAX_REMEMBERED = 1024  # parameters that a reader keeps
 
 
 class Checked(Protocol):
-    """What a prompt has become when it can run."""
+    """A prompt that can run."""
 
     @property
     def prompt_ids(self) -> Int32Array: ...
@@ -50,8 +46,8 @@ class Checked(Protocol):
 
 
 Check = Callable[[Int32Array | str | Sequence[Any], SamplingParams, int], Checked]
-"""Of a prompt, its parameters and its line, whether a model can run them: `RequestBuilder.build`, say. Raises
-PromptError or ParameterError."""
+"""Checks whether a model can run a prompt with its parameters; the number is its line. For example
+`RequestBuilder.build`. Raises PromptError or ParameterError."""
 
 
 @dataclass(frozen=True)
@@ -69,26 +65,26 @@ class Problem:
 
 @dataclass(frozen=True)
 class SoundLine:
-    """What a line asks for, but for its tokens."""
+    """A line that can run, without its tokens."""
 
     sampling_params: SamplingParams
     reply: Reply
 
 
 @dataclass(frozen=True)
-class Prescan:
-    """What the N lines of a file that are not blank ask for. Positions count these lines, from 0.
+class Scan:
+    """The N lines of a file that are not blank. Positions count these lines, from 0.
 
     Attributes:
         lines: `[N]`, the place of each in the file, from 0.
         tokens: their prompts; bad lines have none.
-        new_tokens: `[N]`, tokens of each answer at most; 0 for bad lines.
+        new_tokens: `[N]`, maximum length of each answer in tokens; 0 for bad lines.
         num_answers: `[N]`, answers to each prompt.
         is_bad: `[N]`, whether a line cannot run.
-        input_hash: of all lines that are not blank.
-        tokens_hash: of all prompts' tokens: what the tokenizer and its chat template made of the input.
-        problems: the first MOST_NAMED of them.
-        num_problems: of each kind.
+        input_hash: hash of all these lines.
+        tokens_hash: hash of all prompts' tokens, which depend on the tokenizer and its chat template.
+        problems: the first MAX_NAMED bad lines.
+        num_problems: bad lines of each kind.
     """
 
     lines: Int64Array
@@ -101,13 +97,13 @@ class Prescan:
     problems: tuple[Problem, ...]
     num_problems: dict[LineErrorType, int]
     _entries: Path
-    _starts: Int64Array  # of the entries in their file, and its end
+    _starts: Int64Array  # of the entries in their file, then its end
 
     def __len__(self) -> int:
         return len(self.lines)
 
     def summary(self) -> str:
-        """The bad lines: how many there are, and the first of them with what is wrong; "" if there are none."""
+        """How many lines are bad, and the first of them with their problems; "" if there are none."""
         count = sum(self.num_problems.values())
         if not count:
             return ""
@@ -118,9 +114,9 @@ class Prescan:
         return "\n".join([f"{count:,} of {len(self):,} lines are bad ({kinds}):", *shown])
 
     def read(self, positions: Iterable[int]) -> Iterator[SoundLine | LineError]:
-        """What lines ask for, or what is wrong with them, in the order in which they are named.
+        """The lines at some positions, in the given order.
 
-        Raises BatchFileError if the file behind it has gone, JournalError if the disk fails.
+        Raises BatchFileError if the file of entries has gone, JournalError if the disk fails.
         """
         known: dict[str, SamplingParams] = {}
         try:
@@ -128,12 +124,12 @@ class Prescan:
                 for position in positions:
                     start, end = int(self._starts[position]), int(self._starts[position + 1])
                     file.seek(start)
-                    yield _from_entry(json.loads(file.read(end - start)), known)
+                    yield line_of_entry(json.loads(file.read(end - start)), known)
         except OSError as error:
             raise file_error(f"cannot read {self._entries}", error) from error
 
 
-def prescan(
+def scan_lines(
     lines: Iterable[tuple[int, bytes | BadLine]],
     folder: Path,
     *,
@@ -141,18 +137,16 @@ def prescan(
     tokenizer: Tokenizer | None,
     check: Check,
     seen: Callable[[int], object] = lambda count: None,
-) -> Prescan:
-    """Read all lines.
+) -> Scan:
+    """Scan all lines. A line with the custom_id of an earlier sound line is bad.
 
     Args:
-        lines: as `read_lines` yields them.
-        folder: gets the files; there is one already. What is in their place goes.
+        lines: from `read_lines`.
+        folder: an existing folder for the files of the scan; files of an earlier one are replaced.
         parser: of the lines.
-        tokenizer: of text; it shares a block of lines out over its threads.
-        check: whether a model can run what a line asks for.
+        tokenizer: encodes text, a block of lines at a time on its threads.
+        check: whether a model can run a line.
         seen: called after each block with the number of lines in it.
-
-    A custom_id that a sound line before has makes a line a bad one.
 
     Raises:
         BatchFileError: the input cannot be read, or the files cannot be made.
@@ -177,7 +171,7 @@ class _Writer:
         self._block: list[tuple[int, InputRecord | LineError]] = []
         self._ids: set[bytes] = set()  # hashes of the sound lines' custom_ids
         self._columns: list[tuple[int, int, int, bool]] = []  # of the block: line, new tokens, answers, bad
-        self._blocks: list[npt.NDArray[np.int64]] = []
+        self._blocks: list[Int64Array] = []
         self._ends: list[Int64Array] = [np.zeros(1, np.int64)]
         self._end = 0
         self._problems: list[Problem] = []
@@ -191,12 +185,12 @@ class _Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # what is buffered is not wanted any more, unless it has been written
+        with suppress(OSError):  # after an error the buffered rest is not needed
             self._file.close()
         self._tokens.__exit__(kind, error, trace)
 
     def add(self, line: int, text: bytes | BadLine, parser: LineParser) -> None:
-        """Take a line into the block."""
+        """Add a line to the block."""
         told = text.message.encode() if isinstance(text, BadLine) else text
         self._hash.update(b"%d %d\n" % (line, len(told)) + told)
         try:
@@ -223,11 +217,11 @@ class _Writer:
         self._blocks.append(np.array(self._columns, dtype=np.int64).reshape(-1, 4))
         self._columns = []
 
-    def finish(self) -> Prescan:
+    def finish(self) -> Scan:
         with self._refusals():
             self._file.close()
         columns = np.concatenate([np.zeros((0, 4), np.int64), *self._blocks])
-        return Prescan(
+        return Scan(
             lines=columns[:, 0].copy(),
             tokens=self._tokens.finish(),
             new_tokens=columns[:, 1].astype(np.int32),
@@ -256,10 +250,10 @@ class _Writer:
                 raise LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", record.reply) from error
             except ParameterError as error:
                 raise LineError(LineErrorType.INVALID_PARAMETERS, str(error), record.reply) from error
-            self._take_custom_id(record)  # last, so that a bad line takes none from a sound one
+            self._take_custom_id(record)  # last: a bad line must not take the id from a sound one
         except LineError as error:
             self._counts[error.type] += 1
-            if len(self._problems) < MOST_NAMED:
+            if len(self._problems) < MAX_NAMED:
                 self._problems.append(Problem(line + 1, error.type, error.message))
             self._columns.append((line, 0, 1, True))
             entry = {"error": error.type.value, "message": error.message, "reply": error.reply}
@@ -290,7 +284,7 @@ def _blocks(lines: Iterable[tuple[int, bytes | BadLine]]) -> Iterator[list[tuple
     for line, text in lines:
         block.append((line, text))
         size += 0 if isinstance(text, BadLine) else len(text)
-        if len(block) == _BLOCK_LINES or size >= _BLOCK_BYTES:
+        if len(block) == BLOCK_LINES or size >= BLOCK_BYTES:
             yield block
             block, size = [], 0
     if block:
@@ -322,7 +316,7 @@ def _encoded(
 
 
 def _each(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[Int32Array | PromptError]:
-    """All at once; one by one where one of them cannot be encoded."""
+    """Encode all texts at once, or one by one if one of them cannot be encoded."""
     try:
         return [*tokenizer.encode_batch(texts, add_special_tokens=special)]
     except TokenizerError as error:
@@ -332,7 +326,7 @@ def _each(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[Int32Ar
 
 
 def parameters_as_json(params: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults; SamplingParams can be made of it."""
+    """The parameters that differ from the defaults, as arguments of `SamplingParams`."""
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     given = {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
     if "logit_bias" in given:
@@ -340,13 +334,13 @@ def parameters_as_json(params: SamplingParams) -> dict[str, Any]:
     return given
 
 
-def _from_entry(entry: dict[str, Any], known: dict[str, SamplingParams]) -> SoundLine | LineError:
-    """`known` parameters are the same object where they are the same; there is a limit to how many."""
+def line_of_entry(entry: dict[str, Any], known: dict[str, SamplingParams]) -> SoundLine | LineError:
+    """The line of an entry. Equal parameters become one object, which `known` remembers."""
     if "error" in entry:
         return LineError(LineErrorType(entry["error"]), entry["message"], entry["reply"])
     text = repr(entry["params"])
     if text not in known:
-        if len(known) == _REMEMBERED:
+        if len(known) == _MAX_REMEMBERED:
             known.clear()
         known[text] = SamplingParams(**entry["params"])
     return SoundLine(known[text], entry["reply"])

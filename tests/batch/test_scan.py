@@ -1,4 +1,4 @@
-"""What a prescan finds in the lines of a batch, and what it keeps of them."""
+"""Scanning the lines of a batch: what is found in them, and what is kept."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixrt.batch import prescan as prescan_module
+from radixrt.batch import scan as scan_module
 from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.record import LineError, LineErrorType
 from radixrt.batch.formats.source import BadLine
-from radixrt.batch.prescan import MOST_NAMED, Prescan, SoundLine, prescan
+from radixrt.batch.scan import MAX_NAMED, Scan, SoundLine, scan_lines
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import BatchFileError, JournalError
 from radixrt.frontend.request_builder import RequestBuilder
@@ -45,14 +45,14 @@ def builder(tokenizer: Tokenizer) -> RequestBuilder:
     )
 
 
-def look(lines: list[Any], folder: Path, builder: RequestBuilder, tokenizer: Tokenizer | None) -> Prescan:
+def scan(lines: list[Any], folder: Path, builder: RequestBuilder, tokenizer: Tokenizer | None) -> Scan:
     def check(prompt: Any, params: SamplingParams, line: int) -> Any:
         return builder.build(prompt, params, index=line)
 
     numbered = enumerate(
         line if isinstance(line, (bytes, BadLine)) else json.dumps(line).encode() for line in lines
     )
-    return prescan(numbered, folder, parser=LineParser(DEFAULTS), tokenizer=tokenizer, check=check)
+    return scan_lines(numbered, folder, parser=LineParser(DEFAULTS), tokenizer=tokenizer, check=check)
 
 
 LINES: list[Any] = [
@@ -84,8 +84,8 @@ def test_what_lines_ask_for(
     tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many are tokenised together."""
-    monkeypatch.setattr(prescan_module, "_BLOCK_LINES", at_once)
-    found = look(LINES, tmp_path, builder, tokenizer)
+    monkeypatch.setattr(scan_module, "BLOCK_LINES", at_once)
+    found = scan(LINES, tmp_path, builder, tokenizer)
     assert len(found) == len(LINES)
     assert found.lines.tolist() == list(range(len(LINES)))
     assert np.flatnonzero(found.is_bad).tolist() == sorted(WRONG)
@@ -114,7 +114,7 @@ def test_what_lines_ask_for(
 
 def test_hashes_tell_inputs_apart(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer) -> None:
     def hashes(lines: list[Any]) -> tuple[str, str]:
-        found = look(lines, tmp_path, builder, tokenizer)
+        found = scan(lines, tmp_path, builder, tokenizer)
         return found.input_hash, found.tokens_hash
 
     first = hashes([{"token_ids": [5, 6]}, {"token_ids": [7]}])
@@ -132,7 +132,7 @@ def test_hashes_tell_inputs_apart(tmp_path: Path, builder: RequestBuilder, token
 
 def test_a_model_without_a_tokenizer(tmp_path: Path, builder: RequestBuilder) -> None:
     bare = RequestBuilder(builder.config, None, context_length=64, seed=0, refusal=lambda request: None)
-    found = look(
+    found = scan(
         [{"prompt": "a"}, {"token_ids": [3]}, {"messages": [{"role": "user", "content": "a"}]}],
         tmp_path,
         bare,
@@ -143,12 +143,12 @@ def test_a_model_without_a_tokenizer(tmp_path: Path, builder: RequestBuilder) ->
 
 
 def test_messages_without_a_template(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer) -> None:
-    found = look([{"messages": [{"role": "user", "content": "a"}]}, {"prompt": "a"}], tmp_path, builder, tokenizer)
+    found = scan([{"messages": [{"role": "user", "content": "a"}]}, {"prompt": "a"}], tmp_path, builder, tokenizer)
     assert found.is_bad.tolist() == [not tokenizer.has_chat_template, False]
 
 
 def test_nothing_at_all(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer) -> None:
-    found = look([], tmp_path, builder, tokenizer)
+    found = scan([], tmp_path, builder, tokenizer)
     assert len(found) == len(found.tokens) == 0
     assert list(found.read([])) == []
 
@@ -156,9 +156,9 @@ def test_nothing_at_all(tmp_path: Path, builder: RequestBuilder, tokenizer: Toke
 def test_problems_are_counted_and_the_first_kept(
     tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer
 ) -> None:
-    found = look([{"token_ids": [3], "custom_id": "same"}] * 100_000, tmp_path, builder, tokenizer)
+    found = scan([{"token_ids": [3], "custom_id": "same"}] * 100_000, tmp_path, builder, tokenizer)
     assert found.num_problems == {LineErrorType.DUPLICATE_CUSTOM_ID: 99_999}
-    assert [p.line for p in found.problems] == list(range(2, 2 + MOST_NAMED))
+    assert [p.line for p in found.problems] == list(range(2, 2 + MAX_NAMED))
 
 
 PARAMS = st.builds(
@@ -179,8 +179,8 @@ PARAMS = st.builds(
 
 @given(PARAMS)
 def test_parameters_come_back_from_the_disk(params: SamplingParams) -> None:
-    text = json.dumps({"params": prescan_module.parameters_as_json(params), "reply": {}})
-    entry = prescan_module._from_entry(json.loads(text), {})
+    text = json.dumps({"params": scan_module.parameters_as_json(params), "reply": {}})
+    entry = scan_module.line_of_entry(json.loads(text), {})
     assert isinstance(entry, SoundLine)
     assert entry.sampling_params == params
 
@@ -189,10 +189,10 @@ def test_files_that_cannot_be(tmp_path: Path, builder: RequestBuilder, tokenizer
     entries = tmp_path / "entries.jsonl"
     entries.mkdir()
     with pytest.raises(BatchFileError, match="cannot write") as caught:
-        look(LINES, tmp_path, builder, tokenizer)
+        scan(LINES, tmp_path, builder, tokenizer)
     assert caught.type is BatchFileError
     entries.rmdir()
-    found = look(LINES, tmp_path, builder, tokenizer)
+    found = scan(LINES, tmp_path, builder, tokenizer)
     entries.unlink()
     with pytest.raises(BatchFileError, match="cannot read"):
         list(found.read([0]))
@@ -204,14 +204,14 @@ def test_a_full_disk(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokeniz
     lines = [{"token_ids": [3], "metadata": "x" * 5000}] * count
     refused = pytest.raises(JournalError, match=r"cannot write .*/entries\.jsonl: File too large; raise the limit")
     with file_limit(5000), refused:
-        look(lines, tmp_path, builder, tokenizer)
+        scan(lines, tmp_path, builder, tokenizer)
 
 
 def test_a_full_disk_hides_no_other_error(
     tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was to be written then is not wanted any more."""
-    monkeypatch.setattr(prescan_module, "_BLOCK_LINES", 1)
+    monkeypatch.setattr(scan_module, "BLOCK_LINES", 1)
 
     def damaged() -> Iterator[tuple[int, bytes]]:
         yield 0, json.dumps({"token_ids": [3]}).encode()
@@ -219,7 +219,7 @@ def test_a_full_disk_hides_no_other_error(
 
     parser = LineParser(DEFAULTS)
     with file_limit(1), pytest.raises(BatchFileError, match="the input is damaged"):
-        prescan(
+        scan_lines(
             damaged(),
             tmp_path,
             parser=parser,
@@ -231,12 +231,12 @@ def test_a_full_disk_hides_no_other_error(
 def test_a_disk_that_cannot_be_read(
     tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = look(LINES, tmp_path, builder, tokenizer)
+    found = scan(LINES, tmp_path, builder, tokenizer)
 
     def fail(*args: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(prescan_module, "open", fail, raising=False)
+    monkeypatch.setattr(scan_module, "open", fail, raising=False)
     with pytest.raises(JournalError, match=r"cannot read .*/entries\.jsonl: Input/output error; see to the disk"):
         list(found.read([0]))
 
@@ -245,7 +245,7 @@ _MEMORY = """
 import resource, sys
 from pathlib import Path
 from radixrt.batch.formats.line_format import LineParser
-from radixrt.batch.prescan import prescan
+from radixrt.batch.scan import scan_lines
 from radixrt.batch.formats.source import read_lines
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.sampling_params import SamplingParams
@@ -256,7 +256,7 @@ class Config:
 folder = Path(sys.argv[1])
 builder = RequestBuilder(Config, None, context_length=2048, seed=0, refusal=lambda request: None)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-found = prescan(
+found = scan_lines(
     read_lines(folder / "in.jsonl"), folder, parser=LineParser(SamplingParams()), tokenizer=None,
     check=lambda prompt, params, line: builder.build(prompt, params, index=line),
 )

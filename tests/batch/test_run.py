@@ -1,4 +1,4 @@
-"""What goes wrong in one request of a batch, in one pass, or with the whole device, over the real scheduler."""
+"""A batch's run over the real scheduler: failures of a request, a pass, the device; too many errors; signals."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-import radixrt.batch.batch_run
+import radixrt.batch.record_writer
+import radixrt.batch.run
 from radixrt.batch.formats.line_format import record_error
 from radixrt.batch.formats.record import LineErrorType
-from radixrt.batch.interruption import BatchInterrupted
-from radixrt.batch.job import run_batch
+from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.journal.run_folder import run_path
-from radixrt.batch.retry import Retries
 from radixrt.errors import DeviceLostError, ErrorRateError, ParameterError
 from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
@@ -130,8 +127,8 @@ def test_lines_that_run_again_count_the_hits_of_their_first_try(files: tuple[Pat
 
 def test_what_failed_runs_apart(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is in a pass with lines that are run again, and the others go on before and after."""
-    monkeypatch.setattr(radixrt.batch.batch_run, "ENOUGH_WAITING", 10)
-    monkeypatch.setattr(radixrt.batch.batch_run, "SUBMITTED_AT_ONCE", 10)
+    monkeypatch.setattr(radixrt.batch.run, "ENOUGH_WAITING", 10)
+    monkeypatch.setattr(radixrt.batch.run, "SUBMITTED_AT_ONCE", 10)
     runtime = SimulatedRuntime()
     bad = 10
     runtime.launch_fault = failing(has(bad))
@@ -165,40 +162,6 @@ def test_one_of_several_answers_fails(tmp_path: Path) -> None:
     (record,) = read(out)
     assert failed == [1]
     assert [answer["finish_reason"] for answer in record["outputs"]] == ["length"] * 3
-
-
-@given(st.data())
-def test_retries_end(data: st.DataObject) -> None:
-    """Whatever fails, in passes of whatever lines: a line ends, and groups are no more than is promised."""
-    count = data.draw(st.integers(1, 40))
-    bad = data.draw(st.sets(st.integers(0, count - 1)))
-    most = data.draw(st.integers(1, 40))  # lines that a pass can hold
-    retries = Retries()
-    assert not retries
-    assert retries.book(list(range(count)))
-    ended: dict[int, bool] = {}
-    again = dict.fromkeys(range(count), 0)
-    groups = 0
-    while group := retries.take():
-        assert retries
-        groups += 1
-        assert not set(group) & ended.keys()
-        for position in group:
-            again[position] += 1
-        rest = group
-        while rest:  # the passes of a group: some of its lines each
-            size = data.draw(st.integers(1, len(rest)))
-            together, rest = rest[:size], rest[size:]
-            if bad & set(together) or len(together) > most:
-                if not retries.book(together):
-                    assert group == together
-                    ended.update(dict.fromkeys(together, False))
-            else:
-                ended.update(dict.fromkeys(together, True))
-    assert not retries
-    assert ended == {position: position not in bad for position in range(count)}
-    assert groups <= max(1, 2 * count - 2)
-    assert max(again.values()) <= max(1, math.ceil(math.log2(count)))
 
 
 # -- one request alone -------------------------------------------------------------------------------------
@@ -241,14 +204,14 @@ def test_a_stop_string_that_cannot_be_looked_for(files: tuple[Path, Path]) -> No
 
 
 def test_a_record_that_cannot_be_made(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    output_line = radixrt.batch.batch_run.output_line
+    output_line = radixrt.batch.record_writer.output_line
 
     def faulty(index: int, *others: Any, **options: Any) -> bytes:
         if index == 6:
             raise KeyError("logprobs")
         return output_line(index, *others, **options)
 
-    monkeypatch.setattr(radixrt.batch.batch_run, "output_line", faulty)
+    monkeypatch.setattr(radixrt.batch.record_writer, "output_line", faulty)
     assert run_batch(SimulatedRuntime(), *files).errors == 1
     (record,) = check_answers(files[1], {6})
     assert record["custom_id"] == "id-6"

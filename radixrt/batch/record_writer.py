@@ -1,0 +1,134 @@
+"""Makes the record of each line from its request's output or its error, and counts the records."""
+
+# Tests: tests/batch/test_run.py
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+import numpy as np
+
+from radixrt.arrays import BoolArray
+from radixrt.batch.error_limit import ErrorLimit
+from radixrt.batch.formats.line_format import error_line, output_line, record_error, record_tally
+from radixrt.batch.formats.record import LineError, LineErrorType, Reply
+from radixrt.batch.journal.sinks import Sink
+from radixrt.batch.scan import Scan
+from radixrt.batch.tally import ERROR_RECORD, Tally
+from radixrt.output import RequestOutput
+from radixrt.text.token_spelling import TokenSpelling
+
+_log = logging.getLogger(__name__)
+
+
+class RecordCounts:
+    """Counts of the records that need no runtime, and the errors of all.
+
+    Attributes:
+        error_limit: told of each record with an error.
+        kept: records of earlier runs.
+        refused: records of lines that did not run.
+    """
+
+    def __init__(self, error_limit: ErrorLimit) -> None:
+        self.error_limit = error_limit
+        self.kept = self.refused = Tally()
+
+    def add_kept(self, record: bytes) -> None:
+        """Count a record of an earlier run."""
+        value = json.loads(record)
+        self.kept += record_tally(value)
+        if (error := record_error(value)) is not None:
+            self.error_limit.count(*error)
+
+    def add_refused(self, error: LineError) -> None:
+        """Count the record of a line that did not run."""
+        self.refused += ERROR_RECORD
+        self.error_limit.count(error.type, error.message)
+
+
+class RecordWriter:
+    """Puts one record for each line into a sink.
+
+    Args:
+        scan: the lines.
+        sink: takes the records.
+        counts: told of each record.
+        spelling: of the model's tokens.
+        created: see `BatchConfig`.
+
+    Attributes:
+        finished: `[N]`, lines with a record when the writer was made.
+    """
+
+    def __init__(
+        self, scan: Scan, sink: Sink, counts: RecordCounts, spelling: TokenSpelling, created: int | None
+    ) -> None:
+        self._scan = scan
+        self._sink = sink
+        self._counts = counts
+        self._spelling = spelling
+        self._created = created
+        self.finished: BoolArray = sink.finished.copy()
+        self._missing = len(scan) - int(self.finished.sum())
+
+    @property
+    def missing(self) -> int:
+        """Lines without a record."""
+        return self._missing
+
+    @property
+    def written(self) -> int:
+        """Lines with a record, including those of earlier runs."""
+        return len(self._scan) - self._missing
+
+    @property
+    def durable(self) -> int:
+        """Records that will not be lost."""
+        return self._sink.durable
+
+    def refuse_bad_lines(self) -> None:
+        """Write the error records of all bad lines. Raises ErrorRateError if these are too many."""
+        bad = np.flatnonzero(self._scan.is_bad & ~self.finished).tolist()
+        for position, error in zip(bad, self._scan.read(bad), strict=True):
+            assert isinstance(error, LineError)
+            self.refuse(position, error)
+        self.enforce_error_limit()
+
+    def refuse(self, position: int, error: LineError) -> None:
+        """Write the error record of a line without an answer."""
+        self._put(position, error_line(int(self._scan.lines[position]), error))
+        self._counts.add_refused(error)
+
+    def answer(self, position: int, reply: Reply, output: RequestOutput) -> bool:
+        """Write the record of an output. False if none can be made: then the line has an error record."""
+        created = int(time.time()) if self._created is None else self._created
+        try:
+            record = output_line(output.index, reply, output, created=created, spelling=self._spelling)
+        except Exception as error:  # one line's record must not cost the others theirs
+            _log.exception("no record can be made of the answer to line %d", output.index + 1)
+            why = f"no record can be made of its answer: {type(error).__name__}: {error}"
+            self.refuse(position, LineError(LineErrorType.FAILED, why, reply))
+            return False
+        self._put(position, record)
+        if output.failure is not None:
+            self._counts.error_limit.count(LineErrorType.FAILED, output.failure)
+        return True
+
+    def enforce_error_limit(self) -> None:
+        """Raise ErrorRateError if more lines have errors than the limit allows."""
+        self._counts.error_limit.enforce()
+
+    def end_pass(self) -> None:
+        """Tell the sink that a pass has ended."""
+        self._sink.end_pass()
+
+    def sync(self) -> None:
+        """Make all records durable."""
+        self._sink.sync()
+
+    def _put(self, position: int, record: bytes) -> None:
+        self._sink.put(position, record)
+        self._missing -= 1

@@ -1,0 +1,244 @@
+"""What the benchmarks can measure: workloads and their sizes, shapes of models, groups of kernels.
+
+Nothing heavy is imported.
+"""
+
+# Tests: tests/bench/test_prefix_reuse.py
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from radixrt.checks import check_float
+from radixrt.errors import ParameterError
+
+Size = int | tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of the workloads, and default options of the Runtime.
+
+    Attributes:
+        description: a line for people.
+        shape: of the model, one of `shapes.SHAPES`.
+        sizes: by workload, the sizes that differ from the definition in `radixrt.workloads`.
+        chunked_prefill_size, max_total_tokens: None leaves the choice to the Runtime.
+    """
+
+    description: str
+    shape: str
+    sizes: dict[str, dict[str, Size]] = field(default_factory=dict)
+    chunked_prefill_size: int | None = None
+    max_total_tokens: int | None = None
+
+
+WORKLOADS = ("unshared", "fewshot", "docqa", "system_prompt", "samples", "chat", "choices", "tree_search")
+
+SCALES = {
+    # Every shared prefix is longer than a pass: requests admitted together must still share it.
+    "cpu": Scale(
+        description="smaller sizes, a tiny model: at most 3 minutes on two CPU cores",
+        shape="tiny",
+        sizes={
+            "unshared": {"requests": 48, "prompt_len": (20, 200), "new_tokens": (20, 64)},
+            "fewshot": {
+                "subjects": 8,
+                "questions": 12,
+                "head_len": 16,
+                "examples_len": (200, 500),
+                "question_len": (10, 30),
+                "new_tokens": 8,
+            },
+            "docqa": {
+                "documents": 3,
+                "document_len": 1024,
+                "questions": 12,
+                "question_len": (10, 30),
+                "new_tokens": 16,
+            },
+            "system_prompt": {"requests": 48, "system_len": 512, "user_len": (8, 64), "new_tokens": (16, 64)},
+            "samples": {"prompts": 4, "prompt_len": 256, "samples": 12, "new_tokens": 48},
+            "chat": {
+                "conversations": 12,
+                "turns": 4,
+                "system_len": 256,
+                "user_len": (16, 64),
+                "new_tokens": (16, 64),
+            },
+            "choices": {
+                "questions": 32,
+                "choices": 4,
+                "examples_len": 256,
+                "question_len": (16, 64),
+                "choice_len": (2, 8),
+            },
+            "tree_search": {
+                "roots": 4,
+                "root_len": 256,
+                "rounds": 4,
+                "branches": 4,
+                "kept": 2,
+                "new_tokens": 16,
+            },
+        },
+        chunked_prefill_size=128,
+        max_total_tokens=65_536,
+    ),
+    "full": Scale(description="the sizes of the definition, for a GPU", shape="qwen3-0.6b"),
+}
+
+
+def size_table(scale: str) -> list[tuple[str, str]]:
+    """Each workload of a scale with its sizes in words."""
+
+    def words(size: Size) -> str:
+        return str(size) if isinstance(size, int) else f"{size[0]}-{size[1]}"
+
+    return [
+        (name, ", ".join(f"{size.replace('_', ' ')} {words(value)}" for size, value in sizes.items()))
+        for name, sizes in SCALES[scale].sizes.items()
+    ]
+
+
+# -- shapes of models -----------------------------------------------------------------------------------
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 10_240,
+        "max_position_embeddings": 16_384,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 28,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
+}
+"""By name: the contents of config.json."""
+
+
+def write_shape(name: str, folder: Path) -> Path:
+    """Write the config of a model without weights, for `load_format="dummy"`. Returns `folder`."""
+    (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
+    return folder
+
+
+# -- the throughput benchmark ---------------------------------------------------------------------------
+
+LISTS = ("unshared", "fewshot", "docqa", "system_prompt", "samples")
+CONFIGS = {"cpu": ("tiny",), "full": ("qwen3-0.6b", "llama-3.1-8b")}
+"""By scale: the default shapes."""
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "no-prefix-cache": {"enable_prefix_cache": False},
+    "no-overlap": {"overlap": False},
+    "no-graphs": {"cuda_graphs": False},
+    "flat": {"attention": "flat"},
+}
+"""By name: options of the Runtime."""
+BASELINES = ("transformers",)
+
+
+# -- kernels --------------------------------------------------------------------------------------------
+
+GROUPS = {
+    "decode": "one new token a request over its KV, slots scattered and consecutive (bound by bytes)",
+    "decode-fp8": "the same over KV in e4m3, compared with bf16 (bound by bytes)",
+    "tree": "decode over shared prefixes, read once, compared with flat attention (bound by bytes or products)",
+    "extend": "causal attention of new tokens over a prefix and themselves (bound by products, or by exp)",
+    "short-extend": "16 new tokens on a prefix of 32,768 (bound by bytes)",
+    "elementwise": "norms, gated activations, rotary embedding and KV store (bound by bytes)",
+    "sampling": "draws, greedy choices and log-probabilities (bound by the bytes of the logits, once)",
+    "linear": "output projections of small batches, with the norm that follows (bound by bytes, or by products)",
+    "kv_copy": "KV to and from pinned host memory (bound by the link) and within the pool",
+}
+"""By name: a description, in running order."""
+
+
+def matching_cases(only: Sequence[str], cases: Sequence[tuple[str, str]]) -> list[int]:
+    """Indices of the cases (group, name) that match a pattern, in order; without patterns, of all.
+
+    A pattern is GROUP or GROUP/NAME with * and ?. Raises ParameterError if one matches no case.
+    """
+    if not only:
+        return list(range(len(cases)))
+    found: set[int] = set()
+    for pattern in only:
+        group, _, name = pattern.partition("/")
+        if group not in GROUPS:
+            raise ParameterError(f"only is {pattern!r}; its group must be one of: {', '.join(GROUPS)}")
+        members = [i for i, case in enumerate(cases) if case[0] == group]
+        matching = [i for i in members if fnmatchcase(cases[i][1], name or "*")]
+        if not matching:
+            names = ", ".join(repr(cases[i][1]) for i in members)
+            raise ParameterError(f"only is {pattern!r}, which is none of {group}'s: {names}")
+        found.update(matching)
+    return sorted(found)
+
+
+# -- options --------------------------------------------------------------------------------------------
+
+
+def check_speed(bandwidth: float | None, flops: float | None) -> None:
+    """Raise ParameterError unless both are above 0, or both None."""
+    if (bandwidth is None) != (flops is None):
+        raise ParameterError("bandwidth and flops are given together, or not at all")
+    for name, figure in (("bandwidth", bandwidth), ("flops", flops)):
+        if figure is not None:
+            check_float(name, figure, 0.0, 1e18, above=True)
+
+
+def one_of(name: str, value: str, known: Collection[str]) -> None:
+    """Raise ParameterError unless `value` is known."""
+    if value not in known:
+        raise ParameterError(f"{name} is {value!r}; it must be one of: {', '.join(known)}")

@@ -1,0 +1,15 @@
+"""The hit rate of a prefix cache."""
+
+from __future__ import annotations
+
+
+class CountsHits:
+    """A base of dataclasses that count prompt tokens, and those of them that were found in the cache."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+    @property
+    def hit_rate(self) -> float:
+        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -1,0 +1,1 @@
+"""Programs to run from a checkout: `python scripts/NAME.py`."""
