@@ -55,8 +55,7 @@ class SlowRuntime(FakeRuntime):
         self._steps = 0
 
     def step(self) -> list[RequestOutput]:
-        for request in self.running[:BEGUN]:
-            request.has_begun = True
+        self.begun += self.running[:BEGUN]
         self._steps += 1
         if self._steps == 3:
             print("running", flush=True)
