@@ -25,19 +25,16 @@ class Admission:
         self._config = config
         self._estimate = estimate
 
-    def admit(self, budget: int, active: int) -> list[ExtendChunk]:
-        """Admit answers and return their first chunks, up to `budget` tokens and max_running_requests answers.
-
-        `active` of the running ones are in this pass or in one to come.
-        """
+    def admit(self, budget: int, places: int) -> list[ExtendChunk]:
+        """Admit at most `places` answers and return their first chunks, of at most `budget` tokens in all."""
         chunks: list[ExtendChunk] = []
         config, waiting = self._config, self._roster.waiting
-        if not waiting or budget <= 0 or active >= config.max_running_requests:
+        if not waiting or budget <= 0 or places <= 0:
             return chunks
         promised = self._promised()
         loads = config.max_loaded_chunks * config.chunked_prefill_size
         for answer in admission_order(config, waiting, lambda one: one.match_in(self._cache).length()):
-            if budget <= 0 or active >= config.max_running_requests or loads <= 0:
+            if budget <= 0 or places <= 0 or loads <= 0:
                 break
             oldest = waiting[0]
             if answer is not oldest and config.is_overdue(oldest):
@@ -68,7 +65,7 @@ class Admission:
                 answer.log.cached_tokens = lease.matched
                 self._cache.count(prompt=answer.request.prompt_len, cached=lease.matched)
             chunks.append(chunk)
-            active += 1
+            places -= 1
             budget -= len(chunk.slots)
             promised += self._demand(answer)
         return chunks

@@ -133,31 +133,19 @@ class Answer:
 
     def fork(self, sample_index: int) -> Answer:
         """Another answer to the same prompt, which this one has computed."""
-        log = RequestLog(
-            submitted_at=self.log.submitted_at,
-            launched_at=self.log.launched_at,
-            cached_tokens=self.request.prompt_len,  # counted once, for the first answer
-        )
-        return Answer(
-            self.request,
-            self.arrival,
-            log,
-            in_order=self.in_order,
-            sample_index=sample_index,
-            parent=self,
-            launched_len=self.request.prompt_len,
-        )
+        prompt_len = self.request.prompt_len
+        log = RequestLog(self.log.submitted_at, self.log.launched_at)
+        log.cached_tokens = prompt_len  # hits are counted once, for the first answer
+        fork = Answer(self.request, self.arrival, log, self.in_order, sample_index, parent=self)
+        fork.launched_len = prompt_len
+        return fork
 
     def usage(self) -> Usage:
         """Of all answers to the prompt. One that ended before it was admitted found nothing in the cache."""
         prompt_len, cached = self.request.prompt_len, self.log.cached_tokens or 0
-        return Usage(
-            prompt_tokens=prompt_len,
-            cached_tokens=cached,
-            computed_tokens=prompt_len - cached,
-            completion_tokens=sum(answer.num_output for answer in self.family),
-            recomputed_tokens=sum(answer.log.recomputed_tokens for answer in self.family),
-        )
+        num_output = sum(answer.num_output for answer in self.family)
+        recomputed = sum(answer.log.recomputed_tokens for answer in self.family)
+        return Usage(prompt_len, cached, prompt_len - cached, num_output, recomputed)
 
     def timings(self) -> Timings:
         """Of all answers to the prompt; until now where none has ended."""

@@ -58,13 +58,8 @@ class Bookkeeper:
         ended: list[Answer] = []
         if not to_visit.any():
             return ended
-        found = _Found(
-            pass_,
-            result,
-            first_samples,
-            first_logprobs=_firsts(np.where(table.wants_logprobs[rows], pass_.num_samples, 0)),
-            first_scored=_firsts(pass_.num_scored),
-        )
+        num_logprobs = np.where(table.wants_logprobs[rows], pass_.num_samples, 0)
+        found = _Found(pass_, result, first_samples, _firsts(num_logprobs), _firsts(pass_.num_scored))
         for i in np.flatnonzero(to_visit).tolist():
             answer = booking.answers[i]
             if decoded[i]:

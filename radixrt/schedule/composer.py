@@ -101,10 +101,6 @@ class DecodeGroup:
     def __len__(self) -> int:
         return len(self.answers)
 
-    def first(self, count: int) -> DecodeGroup:
-        """The first `count` of them, or all if there are no more."""
-        return self if count >= len(self) else DecodeGroup.of(self.answers[:count])
-
 
 class _Rows(NamedTuple):
     """Columns of a `Pass`, of some of its rows."""
@@ -151,10 +147,10 @@ def compose(
 
 def _decode_rows(decodes: DecodeGroup, slots: Slots, table: RequestTable) -> _Rows:
     rows = decodes.rows
-    ends = table.allocated_lens[rows]
+    ends = table.allocated_lens.take(rows)
     starts = ends - 1
     # The token at a decode's end may be known to the device alone.
-    are_unknown = starts >= table.known_lens[rows]
+    are_unknown = starts >= table.known_lens.take(rows)
     ids = decodes.last_tokens
     if not are_unknown.all():
         ids = np.where(are_unknown, ids, table.tokens[rows, starts])

@@ -80,11 +80,11 @@ class RequestTable:
 
     def append(self, rows: Int32Array, token_ids: Int32Array) -> BoolArray:
         """Add a sampled token `[n]` to each of distinct `rows` `[n]`. Returns `[n]`, which end with it."""
-        known_lens = self.known_lens[rows]
+        known_lens = self.known_lens.take(rows)
         self.tokens[rows, known_lens] = token_ids
-        self.known_lens[rows] = known_lens + 1
-        ends: BoolArray = known_lens + 1 >= self.max_lens[rows]
-        ends |= (token_ids[:, None] == self.stops[rows]).any(axis=1)
+        self.known_lens[rows] = known_lens = known_lens + 1
+        ends: BoolArray = known_lens >= self.max_lens.take(rows)
+        ends |= (token_ids[:, None] == self.stops.take(rows, axis=0)).any(axis=1)
         return ends
 
     def total_lens(self, rows: Int32Array) -> Int32Array:

@@ -24,8 +24,8 @@ class SamplingTable:
     def __init__(self, max_requests: int) -> None:
         self.neutral_row = max_requests
         size = max_requests + 1
+        self._temperatures = np.zeros(size, dtype=np.float32)
         self._columns: Arrays = {
-            "temperatures": np.zeros(size, dtype=np.float32),
             "seeds": np.zeros(size, dtype=np.int64),
             "sample_indices": np.zeros(size, dtype=np.int32),
             "top_ks": np.zeros(size, dtype=np.int32),
@@ -40,9 +40,9 @@ class SamplingTable:
         """Fill a row; it may hold the parameters of an answer that was released."""
         request, params = answer.request, answer.request.params
         # A greedy row has no use for filters, and must not make others go through them.
-        is_random = bool(np.float32(params.temperature))
+        self._temperatures[row] = params.temperature
+        is_random = bool(self._temperatures[row])
         values = {
-            "temperatures": params.temperature,
             "seeds": request.seed,
             "sample_indices": answer.sample_index,
             "top_ks": params.top_k if is_random else 0,
@@ -78,11 +78,12 @@ class SamplingTable:
             positions: of the tokens to be drawn.
             samples: what to add to each row's sample index: 0 but for the other answers to a prompt.
         """
-        if not self._columns["temperatures"].take(rows).any():
+        temperatures = self._temperatures.take(rows)
+        if not temperatures.any():
             return Features(), {}
         arrays = {name: column.take(rows) for name, column in self._columns.items()}
+        arrays |= {"temperatures": temperatures, "draw_positions": positions}
         arrays["sample_indices"] += samples
-        arrays["draw_positions"] = positions
         features = Features(
             is_random=True,
             has_top=bool(arrays["top_ks"].any() or (arrays["top_ps"] < 1.0).any()),

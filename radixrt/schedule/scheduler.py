@@ -85,17 +85,14 @@ class Scheduler:
         for request in requests:
             if (refusal := self.refusal(request)) is not None:
                 raise ValueError(f"request {request.index} {refusal}")
-        places: Iterable[int] = range(len(requests))
-        if self.config.policy is SchedulePolicy.LPM and not in_order:
-            places = sorted(places, key=lambda place: requests[place].prompt_ids.astype(">i4").tobytes())
-        arrivals = {place: self._arrivals + rank for rank, place in enumerate(places)}
         now = time.perf_counter()
-        answers = [
-            Answer(request, arrivals[place], RequestLog(submitted_at=now), in_order=in_order)
-            for place, request in enumerate(requests)
-        ]
-        self._arrivals += len(requests)
-        self.waiting.extend(answers[place] for place in places)
+        answers = queued = [Answer(request, -1, RequestLog(submitted_at=now), in_order) for request in requests]
+        if self.config.policy is SchedulePolicy.LPM and not in_order:
+            queued = sorted(answers, key=lambda answer: answer.request.prompt_ids.astype(">i4").tobytes())
+        for answer in queued:
+            answer.arrival = self._arrivals
+            self._arrivals += 1
+        self.waiting.extend(queued)
         return answers
 
     def next_pass(self) -> Booking | None:
@@ -143,7 +140,8 @@ class Scheduler:
     def _plan(self) -> Booking | None:
         retractions, budget = self.num_retractions, self.config.chunked_prefill_size
         decodes, slots = self._decode()
-        active = len(self._decodes) + len(self._extends)  # other running answers only wait for their last token
+        # Other running answers only wait for their last token.
+        places = self.config.max_running_requests - len(self._decodes) - len(self._extends)
         chunks: list[ExtendChunk] = []
         for answer in self._extends:
             chunk = ExtendChunk.next_of(answer, self.cache, budget) if budget > 0 else None
@@ -151,7 +149,7 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= len(chunk.slots)
         if self.num_retractions == retractions:  # an answer that has just yielded does not come back at once
-            chunks += self._admission.admit(budget, active)
+            chunks += self._admission.admit(budget, places)
         if not chunks and not decodes:
             return None
         self._estimate.pass_scheduled()
@@ -180,7 +178,9 @@ class Scheduler:
         if len(decodes) > self.cache.available:
             self._make_room(len(decodes))
             self._group()
-            decodes = self._decodes.first(self.cache.available)
+            decodes = self._decodes
+            if len(decodes) > self.cache.available:
+                decodes = DecodeGroup.of(decodes.answers[: self.cache.available])
         slots = self.cache.extend_each(decodes.rows)
         if slots is None:
             return DecodeGroup.of(()), np.zeros(0, dtype=np.int32)

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -241,7 +242,7 @@ def test_what_others_that_wait_need_stays(monkeypatch: pytest.MonkeyPatch) -> No
         first = next((one for one in self.running if one.request.index == 0), None)
         if first is not None and first.num_output == 2 and not retracted:
             self.retract(first)
-            self.max_running_requests = 1  # it waits until the other one has ended
+            self.config = replace(self.config, max_running_requests=1)  # it waits until the other one has ended
             retracted.append(first.request.index)
         return batch
 
