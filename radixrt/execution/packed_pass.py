@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
@@ -17,7 +18,6 @@ _METADATA = (
     "prefix_lens",
     "extend_seq_lens",
     "extend_start_loc",
-    "start_loc",
     "positions",
     "out_cache_loc",
 )
@@ -63,7 +63,7 @@ class PackedPass:
     num_scored: int = 0
     num_top_scored: int = 0
 
-    @property
+    @cached_property
     def is_captured_decode(self) -> bool:
         """Whether each row computes one token and samples one, in a graph."""
         return self.key is not None and self.key.shape.is_decode

@@ -241,7 +241,8 @@ class _DecodeWords:
         # Plans come last: so the addresses of what draws read depend on the size alone.
         self.words, self.inputs = packed({"input_ids": zeros, **host, **draws, **plans.numbered()})
         self.arrays = self.inputs.parts(self.words)
-        self.plans = plans.with_arrays(self.arrays[name] for name in plans.numbered())
+        self._plan_arrays = [self.arrays[name] for name in plans.numbered()]
+        self.plans = plans.with_arrays(self._plan_arrays)
         self.packed: PackedPass | None = None
         self._idle = self.words.copy()
 
@@ -250,21 +251,18 @@ class _DecodeWords:
         self.packed = None
         self.words[:] = self._idle
         self.arrays["req_pool_indices"][: len(rows)] = rows
-        for place, array in zip(self.plans.arrays(), plans.arrays(), strict=True):
+        for place, array in zip(self._plan_arrays, plans.arrays(), strict=True):
             place[:] = array
         self.plans = replace(self.plans)  # other items grow
 
     def update(self, pass_: Pass) -> None:
         """Fill in what is new in a pass of the requests that it was begun for; of draws what the features name."""
         arrays, count, draws = self.arrays, pass_.num_rows, pass_.sampling
-        seq_lens = arrays["seq_lens"]
-        seq_lens[:count] = pass_.seq_lens
+        arrays["seq_lens"][:count] = pass_.seq_lens
         arrays["prefix_lens"][:count] = pass_.prefix_lens
         arrays["positions"][:count] = pass_.prefix_lens
         arrays["out_cache_loc"][:count] = pass_.out_cache_loc
         arrays["input_ids"][:count] = pass_.input_ids
-        np.cumsum(seq_lens, out=arrays["start_loc"])
-        arrays["start_loc"] -= seq_lens
         for name in draws.features.array_names:
             arrays[name][:count] = draws.arrays[name]
         self.plans.grow(pass_.seq_lens)
