@@ -9,6 +9,8 @@
 The names below are imported on first use, so that `import radixrt` does not import torch.
 """
 
+# Tests: tests/test_origin.py
+
 from __future__ import annotations
 
 import importlib

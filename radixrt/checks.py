@@ -1,5 +1,7 @@
 """Checks of parameters. Errors name the parameter, its value and the bound."""
 
+# Tests: tests/test_sampling_params.py
+
 from __future__ import annotations
 
 import math

@@ -1,5 +1,7 @@
 """The results of requests."""
 
+# Tests: tests/test_runtime.py, tests/test_generation.py
+
 from __future__ import annotations
 
 from collections.abc import Iterable

@@ -62,7 +62,8 @@ from radixrt.models.loader import LoadFormat, load_model, reload_weights
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, ScoreOutput, StreamChunk
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
-from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.answer import Answer
+from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.builder import TextBuilder
@@ -268,10 +269,7 @@ class Runtime:
         self.limits = RunLimits(slots, max_running_requests, chunked_prefill_size)
         self._scheduler = Scheduler(
             self._cache,
-            max_running_requests=max_running_requests,
-            chunked_prefill_size=chunked_prefill_size,
-            policy=policy,
-            max_samples_per_pass=limits.max_samples,
+            SchedulerConfig(max_running_requests, chunked_prefill_size, policy, limits.max_samples),
         )
         self._storage = CacheStorage(self._cache, self._kv_pool, host_pool, impl=impl)
         self._fingerprint: str | None = None  # of the weights, once somebody has asked
@@ -417,11 +415,11 @@ class Runtime:
         request = self._stream_request(prompt, sampling_params, tenant)
         call = Call(own_ids(request_id, 1, False))
         try:
-            self._driver.submit([request], call)
+            (answer,) = self._driver.submit([request], call)
             seen = 0
             while True:
                 self._driver.advance(call)
-                chunk = self._driver.look(partial(self._chunk, request, call, seen))
+                chunk = self._driver.look(partial(self._chunk, answer, call, seen))
                 if chunk is not None:
                     seen += len(chunk.token_ids)
                     yield chunk
@@ -445,7 +443,7 @@ class Runtime:
         outputs, requests = self._built(listed, params, call.names, tenant, on_error)
         try:
             self._driver.submit(requests, call)
-            while call.requests or call.ready:
+            while call.answers or call.ready:
                 await asyncio.to_thread(self._driver.advance, call)
                 while call.ready:
                     output = self._checked(call.ready.popleft(), on_error)
@@ -467,11 +465,11 @@ class Runtime:
         request = self._stream_request(prompt, sampling_params, tenant)
         call = Call(own_ids(request_id, 1, False))
         try:
-            self._driver.submit([request], call)
+            (answer,) = self._driver.submit([request], call)
             seen = 0
             while True:
                 await asyncio.to_thread(self._driver.advance, call)
-                chunk = self._driver.look(partial(self._chunk, request, call, seen))
+                chunk = self._driver.look(partial(self._chunk, answer, call, seen))
                 if chunk is not None:
                     seen += len(chunk.token_ids)
                     yield chunk
@@ -574,8 +572,7 @@ class Runtime:
         """
         self._driver.check_open()
         request = self._requests.build(prompt, sampling_params, index=index, tenant=tenant)
-        request.keep = keep
-        return request
+        return replace(request, reusable_len=keep)
 
     def identity(self) -> dict[str, Any]:
         """What answers depend on besides prompts, parameters and seed: a hash of the weights, dtypes, rope and the
@@ -605,6 +602,10 @@ class Runtime:
         if isinstance(request, Request):
             return self._driver.abort(request.id)
         return self._driver.abort(request if isinstance(request, str) else int(request))
+
+    def has_begun(self, request: Request) -> bool:
+        """Whether a pass has computed some of a request that was submitted and has not ended."""
+        return self._driver.has_begun(request.id)
 
     @property
     def has_work(self) -> bool:
@@ -815,7 +816,7 @@ class Runtime:
             try:
                 self._driver.submit(requests, call)
                 tokens = 0
-                while call.requests or call.ready:
+                while call.answers or call.ready:
                     self._driver.advance(call)
                     while call.ready:
                         output = self._checked(call.ready.popleft(), on_error)
@@ -844,15 +845,15 @@ class Runtime:
             raise ParameterError(f"n is {request.params.n}; a stream gives one answer")
         return request
 
-    def _chunk(self, request: Request, call: Call, seen: int) -> StreamChunk | None:
+    def _chunk(self, answer: Answer, call: Call, seen: int) -> StreamChunk | None:
         """What has come of a streamed request beyond its first `seen` tokens, if anything has."""
         output = self._checked(call.ready.popleft(), "raise") if call.ready else None
-        ids = tuple(request.output_ids()[seen:].tolist())
+        ids = tuple(answer.output_ids()[seen:].tolist())
         if output is None and not ids:
             return None
-        builder = request.text_stop
+        builder = answer.text_stop
         assert isinstance(builder, TextBuilder)  # it streams
-        return StreamChunk(builder.delta(), ids, output, call.id_of(request))
+        return StreamChunk(builder.delta(), ids, output, call.id_of(answer.request))
 
     def _joined(self, prompt: Prompt, continuation: Continuation) -> tuple[NDArray[np.int32], int]:
         """Token ids of a prompt with a continuation, and where the continuation begins. Raises PromptError."""
@@ -874,43 +875,45 @@ class Runtime:
             raise PromptError("has no token before its continuation")
         return joined, start
 
-    def _output(self, first: Request) -> RequestOutput:
+    def _output(self, first: Answer) -> RequestOutput:
         """The output of a request whose answers have all ended."""
-        answers = [self._answer(answer) for answer in first.family]
+        request = first.request
+        answers = [self._completion(answer) for answer in first.family]
         # Where it ended before its answers' first tokens were drawn, all have ended so.
-        answers += [replace(answers[0], index=index) for index in range(len(answers), first.params.n)]
+        answers += [replace(answers[0], index=index) for index in range(len(answers), request.params.n)]
         return RequestOutput(
-            index=first.index,
-            id=first.id,
+            index=request.index,
+            id=request.id,
             outputs=tuple(answers),
             usage=first.usage(),
             timings=first.timings(),
-            prompt_ids=first.prompt_ids,
-            prompt_logprobs=None if first.params.prompt_logprobs is None else tuple(first.prompt_logprobs),
-            cause=next((answer.cause for answer in first.family if answer.cause is not None), None),
+            prompt_ids=request.prompt_ids,
+            prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(first.log.prompt_logprobs),
+            cause=next((answer.log.cause for answer in first.family if answer.log.cause is not None), None),
         )
 
-    def _answer(self, request: Request) -> CompletionOutput:
-        assert request.finish_reason is not None  # it has ended
-        ids = tuple(request.output_ids().tolist())
-        at_stop_token = request.finish_reason is FinishReason.STOP and isinstance(request.matched, int)
-        if isinstance(request.text_stop, TextBuilder):
-            text = request.text_stop.finish()
+    def _completion(self, answer: Answer) -> CompletionOutput:
+        params, text_stop = answer.request.params, answer.text_stop
+        reason, matched = answer.log.finish_reason, answer.log.matched
+        assert reason is not None  # it has ended
+        ids = tuple(answer.output_ids().tolist())
+        at_stop_token = reason is FinishReason.STOP and isinstance(matched, int)
+        if isinstance(text_stop, TextBuilder):
+            text = text_stop.finish()
         elif self.tokenizer is None:
             text = ""
         else:
-            text = self.tokenizer.decode(ids[:-1] if at_stop_token else ids, request.params.skip_special_tokens)
-        reason, matched = request.finish_reason, request.matched
-        if reason is FinishReason.LENGTH and request.text_stop is not None and request.text_stop.matched:
-            reason, matched = FinishReason.STOP, request.text_stop.matched  # completed by the last token's rest
+            text = self.tokenizer.decode(ids[:-1] if at_stop_token else ids, params.skip_special_tokens)
+        if reason is FinishReason.LENGTH and text_stop is not None and text_stop.matched:
+            reason, matched = FinishReason.STOP, text_stop.matched  # completed by the last token's rest
         return CompletionOutput(
-            index=request.sample_index,
+            index=answer.sample_index,
             text=text,
             token_ids=ids,
             finish_reason=reason,
             matched=matched,
-            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
-            error=request.error,
+            logprobs=None if params.logprobs is None else tuple(answer.log.logprobs),
+            error=answer.log.error,
         )
 
 

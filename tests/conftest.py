@@ -20,7 +20,6 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
-from radixrt.schedule import policy
 from tests.support.interpreter import require_interpreter
 from triton_ops.implementation import triton
 
@@ -60,14 +59,6 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
         return torch.device("cuda")
     require_interpreter()
     return torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def own_constants() -> Iterator[None]:
-    """What the simulation makes smaller is as it was in the next test."""
-    before = policy.MAX_OVERTAKEN
-    yield
-    policy.MAX_OVERTAKEN = before
 
 
 @pytest.hookimpl(tryfirst=True)

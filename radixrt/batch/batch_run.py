@@ -40,7 +40,7 @@ SUBMITTED_AT_ONCE = 512
 _log = logging.getLogger(__name__)
 
 _Planned = tuple[int, int | None]
-"""The position of a line, and the tokens of its prompt that are wanted again after it (`Request.keep`)."""
+"""The position of a line, and the tokens of its prompt that are wanted again after it (`Request.reusable_len`)."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class BatchRun(Generic[R]):
     def _withdraw(self) -> None:
         """Take back the requests that have not begun."""
         for request_id, line in list(self._unanswered.items()):
-            if not line.request.has_begun:
+            if not self._runtime.has_begun(line.request):
                 self._runtime.abort(line.request)
                 del self._unanswered[request_id]
 

@@ -28,10 +28,6 @@ class PreparedRequest(Protocol):
     @property
     def max_new_tokens(self) -> int: ...
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a pass has computed some of it."""
-
 
 R = TypeVar("R", bound=PreparedRequest)
 
@@ -71,3 +67,6 @@ class BatchRuntime(MeteredRuntime, Protocol[R]):
     def step(self) -> list[RequestOutput]: ...
 
     def abort(self, request: R) -> object: ...
+
+    def has_begun(self, request: R) -> bool:
+        """Whether a pass has computed some of a submitted request."""

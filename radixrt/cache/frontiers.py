@@ -15,9 +15,9 @@ class Frontier:
 
     Attributes:
         node: the end of its committed path.
-        committed: the length of that path in tokens.
-        tokens: `[n > committed]`, up to which it computes.
-        is_open: False once the lease has come further or has been released.
+        committed: length of that path in tokens.
+        tokens: `[n > committed]`, all that it computes.
+        is_open: False once the lease has come further or is released.
     """
 
     node: Node
@@ -32,7 +32,7 @@ class Frontier:
 
 
 class Frontiers:
-    """The open frontiers of a tree, found by where they are."""
+    """The open frontiers of a tree, found by their place."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[Node, int], list[Frontier]] = {}

@@ -1,4 +1,4 @@
-"""The cached prefixes as arrays, and which of them a tree lacks."""
+"""The cached prefixes as arrays, and their adoption by another tree."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class TreeSnapshot:
     Attributes:
         tokens: int32 `[T]`, node after node.
         lengths: int32 `[N]`, tokens of each node.
-        parents: int32 `[N]`, places among the nodes; -1 where a node begins a prefix.
-        tenants: int32 `[N]`, places in `tenant_names`.
+        parents: int32 `[N]`, indices of nodes; -1 where a node begins a prefix.
+        tenants: int32 `[N]`, indices into `tenant_names`.
         last_used: int64 `[N]`, greater is later.
-        tenant_names: of the tenants; None is whoever named none.
+        tenant_names: None stands for requests without a tenant.
     """
 
     tokens: Tokens
@@ -40,12 +40,12 @@ class TreeSnapshot:
         return len(self.tokens)
 
     def starts(self) -> NDArray[np.int64]:
-        """Where each node's tokens begin: int64 `[N]`."""
+        """Return where each node's tokens begin: int64 `[N]`."""
         ends = np.cumsum(self.lengths, dtype=np.int64)
         return np.asarray(ends - self.lengths)
 
     def fault(self, vocab_size: int) -> str | None:
-        """Why this is no tree of prefixes; None if it is one."""
+        """Say why this is no tree of prefixes; None if it is one."""
         places = np.arange(len(self))
         begins = self.parents < 0
         if (self.lengths < 1).any() or int(self.lengths.sum(dtype=np.int64)) != self.num_tokens:
@@ -60,7 +60,7 @@ class TreeSnapshot:
             return "a node's tenant is not its parent's"
         if self.num_tokens and (int(self.tokens.min()) < 0 or int(self.tokens.max()) >= vocab_size):
             return f"a token is not in 0 .. {vocab_size - 1}"
-        # What two siblings begin with differs; below a root siblings are those of one tenant.
+        # Siblings begin with different tokens; nodes below a root are siblings if they are of one tenant.
         above = np.where(begins, -1 - self.tenants, self.parents)
         firsts = self.tokens[self.starts()]
         if len(np.unique(np.stack([above, firsts]), axis=1).T) != len(self):
@@ -69,9 +69,9 @@ class TreeSnapshot:
 
 
 def take_snapshot(tree: RadixTree, weights_version: int) -> tuple[TreeSnapshot, Slots]:
-    """All prefixes of a version of the weights, with the slots `[T]` of their tokens.
+    """Return all prefixes of a weights version, except those of adapters, with the slots `[T]` of their tokens.
 
-    The slot s of the host stands as -s, for tokens that are not on the device. Those of adapters are left out.
+    A token that is not on the device has -s, for host slot s.
     """
     spaces = [s for s in tree.roots if s.weights_version == weights_version and s.adapter is None]
     nodes: list[Node] = []
@@ -104,14 +104,13 @@ def _places(node: Node) -> Slots:
 
 @dataclass(frozen=True)
 class Adoption:
-    """Which part of a snapshot a tree is to get: of each node the tokens `[known, known + taken)`.
+    """The part of a snapshot that a tree takes: of each node the tokens `[known, known + taken)`.
 
     Attributes:
-        known: int64 `[N]`, tokens that the tree has already on the device.
-        taken: int64 `[N]`, tokens after these that it is to get. Nothing is taken below a node that is not whole
-            then.
-        recency: int64 `[N]`, below 0, greater is later: all of it is older than what this process has used.
-        slots: int32 `[T]`, the slot that each taken token's KV is to be in, 0 for the others.
+        known: int64 `[N]`, tokens that the tree has on the device already.
+        taken: int64 `[N]`, tokens taken after these; none below a node that is not whole then.
+        recency: int64 `[N]`, below 0 (older than all that this process has used), greater is later.
+        slots: int32 `[T]`, the slot for each taken token's KV, 0 for the others.
     """
 
     snapshot: TreeSnapshot
@@ -195,12 +194,12 @@ def adopt(tree: RadixTree, adoption: Adoption) -> None:
 
 
 def _split(snapshot: TreeSnapshot) -> list[Tokens]:
-    """The tokens of each node."""
+    """Return the tokens of each node."""
     return np.split(snapshot.tokens, snapshot.starts()[1:]) if len(snapshot) else []
 
 
 def _recency(snapshot: TreeSnapshot) -> NDArray[np.int64]:
-    """Ranks of `last_used` from -(number of ranks) to -1; a node's is no lower than its children's."""
+    """Rank `last_used` from -(number of ranks) to -1; a node ranks no lower than its children."""
     latest = snapshot.last_used.copy()
     for i in range(len(snapshot) - 1, -1, -1):
         parent = int(snapshot.parents[i])

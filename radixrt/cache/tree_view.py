@@ -1,4 +1,4 @@
-"""The radix tree as something to look at."""
+"""A printable view of the radix tree."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from radixrt.cache.radix_tree import Node, RadixTree, Tokens
 
 
 def view_tree(tree: RadixTree, show: Callable[[Tokens], str], *, max_nodes: int = 200) -> Tree:
-    """A rich Tree of the cached prefixes: for each node its number of tokens, where they are if the host has them,
-    its locks and its text.
+    """Draw the cached prefixes as a rich Tree: for each node its number of tokens, tier, locks and text.
 
     Args:
-        show: tokens `[n]` int32 to text.
-        max_nodes: nodes that are shown; how many more there are is said at the end.
+        show: turns tokens `[n]` int32 into text.
+        max_nodes: nodes to show; the rest is counted.
     """
     on_host = f" ({tree.host_only_tokens:,} on the host alone)" if tree.host_only_tokens else ""
     view = Tree(f"{tree.total_tokens:,} cached tokens{on_host}, {tree.locked_tokens:,} in use")

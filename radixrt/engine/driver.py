@@ -14,6 +14,7 @@ from radixrt.engine.engine import Engine
 from radixrt.engine.signals import uninterrupted
 from radixrt.errors import DeviceLostError, ParameterError, RadixrtError
 from radixrt.output import RequestOutput
+from radixrt.schedule.answer import Answer
 from radixrt.schedule.request import Request
 
 T = TypeVar("T")
@@ -25,13 +26,13 @@ class Call:
     """Requests that were submitted together, and their outputs as they come.
 
     Attributes:
-        requests: by id, those whose outputs have not come.
+        answers: by the request's id, the first answers of those whose outputs have not come.
         names: the caller's own ids, by the place of the prompt; those of prompts without one are numbers.
         ready: outputs that nobody has taken.
     """
 
     def __init__(self, names: Mapping[int, str] | None = None) -> None:
-        self.requests: dict[int, Request] = {}
+        self.answers: dict[int, Answer] = {}
         self.names = names or {}
         self.ready: deque[RequestOutput] = deque()
 
@@ -48,20 +49,20 @@ class Driver:
 
     Args:
         engine: nobody else steps it.
-        make_output: turns a request whose answers have all ended into its output.
+        make_output: turns the first answer to a prompt, when all have ended, into the request's output.
 
     Attributes:
         device_lost: a step has lost the device; nothing may be asked of it any more.
     """
 
-    def __init__(self, engine: Engine, make_output: Callable[[Request], RequestOutput]) -> None:
+    def __init__(self, engine: Engine, make_output: Callable[[Answer], RequestOutput]) -> None:
         self._open: Engine | None = engine  # None once it is closed
         self._make_output = make_output
         # A thread that holds it may come here again: the garbage collector ends a forgotten stream anywhere.
         self._lock = threading.RLock()
         self._working = False  # whoever holds the lock is in the middle of something
         self._calls: dict[int, Call] = {}  # by the id of each request that has not ended
-        self._named: dict[str, Request] = {}  # those of them that have an id of the caller's
+        self._named: dict[str, Answer] = {}  # those of them that have an id of the caller's
         self.device_lost = False
 
     @property
@@ -86,27 +87,35 @@ class Driver:
             finally:
                 self._working = False
 
-    def submit(self, requests: Iterable[Request], call: Call, *, in_order: bool = False) -> None:
-        """Queue requests as part of a call, to be served `in_order`, or as the policy says.
+    def submit(self, requests: Iterable[Request], call: Call, *, in_order: bool = False) -> list[Answer]:
+        """Queue requests as part of a call, `in_order` or as the policy says. Returns the first answer of each.
 
         Raises:
             ParameterError: one of its names is taken.
+            ValueError: a request has been submitted and has not ended, or can never run.
         """
         requests = list(requests)
         with self._alone(), uninterrupted():
-            named = {call.names[r.index]: r for r in requests if r.index in call.names}
-            for name in named.keys() & self._named.keys():
+            for name in {call.names.get(request.index) for request in requests} & self._named.keys():
                 raise ParameterError(f"request id {name!r} is that of another request that has not ended")
-            self._engine.submit_all(requests, in_order=in_order)
-            self._named |= named
+            if len({request.id for request in requests}) < len(requests):
+                raise ValueError("a request is submitted twice")
             for request in requests:
-                call.requests[request.id] = request
+                if request.id in self._calls:
+                    raise ValueError(f"request {request.index} was submitted before")
+            answers = self._engine.submit_all(requests, in_order=in_order)
+            for answer in answers:
+                request = answer.request
+                call.answers[request.id] = answer
                 self._calls[request.id] = call
+                if request.index in call.names:
+                    self._named[call.names[request.index]] = answer
+            return answers
 
     def advance(self, call: Call) -> None:
         """Advance all requests by one pass, unless `call` has an output to take or nothing to wait for."""
         with self._alone():
-            if not call.ready and call.requests:
+            if not call.ready and call.answers:
                 self._step()
 
     def look(self, look: Callable[[], T]) -> T:
@@ -121,29 +130,34 @@ class Driver:
 
     def abort(self, request_id: int | str) -> bool:
         """End a request at the next step; from any thread. False if it has ended, or never was."""
-        if isinstance(request_id, str):
-            request = self._named.get(request_id)
-        else:
-            call = self._calls.get(request_id)
-            request = None if call is None else call.requests.get(request_id)
+        answer = self._named.get(request_id) if isinstance(request_id, str) else self._answer(request_id)
         engine = self._open
-        if request is None or engine is None:
+        if answer is None or engine is None:
             return False
-        engine.abort(request)
+        engine.abort(answer)
         return True
+
+    def has_begun(self, request_id: int) -> bool:
+        """Whether a pass has computed some of a submitted request; True if it has ended."""
+        answer = self._answer(request_id)
+        return answer is None or answer.log.launched_at is not None
+
+    def _answer(self, request_id: int) -> Answer | None:
+        call = self._calls.get(request_id)
+        return None if call is None else call.answers.get(request_id)
 
     def abandon(self, call: Call) -> None:
         """End what is left of a call and run until it is gone, so that nothing of it stays behind."""
         with self._lock:
             if self._open is None:
                 return
-            for request in list(call.requests.values()):
-                self._open.abort(request)
+            for answer in list(call.answers.values()):
+                self._open.abort(answer)
             if self._working:  # a stream forgotten in the middle of a step, say: the steps to come see to it
                 return
             with self._alone():
                 # The last pass in flight too, unless others will step: nothing is left to do behind an answer.
-                while self.has_work and (call.requests or not self._calls):
+                while self.has_work and (call.answers or not self._calls):
                     self._step()
 
     def while_idle(self, action: Callable[[], T]) -> T:
@@ -169,8 +183,8 @@ class Driver:
                 return
             with self._alone():
                 for call in list(self._calls.values()):
-                    for request in call.requests.values():
-                        self._engine.abort(request)
+                    for answer in call.answers.values():
+                        self._engine.abort(answer)
                 while self.has_work:
                     self._step()
                 self._open = None  # and with it go the model and its memory
@@ -189,20 +203,20 @@ class Driver:
             except DeviceLostError:
                 self.device_lost = True
                 raise
-            for request in ended:
-                first = request.family[0]
-                if first.id in self._calls and all(answer.finished for answer in first.family):
-                    call = self._calls.pop(first.id)
-                    del call.requests[first.id]
-                    request_id = call.id_of(first)
+            for first in (answer.family[0] for answer in ended):
+                request = first.request
+                if request.id in self._calls and all(answer.finished for answer in first.family):
+                    call = self._calls.pop(request.id)
+                    del call.answers[request.id]
+                    request_id = call.id_of(request)
                     if isinstance(request_id, str):
                         del self._named[request_id]
                     output = self._output(first)
                     call.ready.append(output if output.id == request_id else replace(output, id=request_id))
 
-    def _output(self, first: Request) -> RequestOutput:
+    def _output(self, first: Answer) -> RequestOutput:
         try:
             return self._make_output(first)
         except Exception as error:  # one request's text must not cost the others theirs
-            _log.exception("no output can be made of request %d", first.id)
-            return RequestOutput.refused(first.index, f"no output can be made: {error}")
+            _log.exception("no output can be made of request %d", first.request.id)
+            return RequestOutput.refused(first.request.index, f"no output can be made: {error}")

@@ -12,6 +12,7 @@ from radixrt.engine.gc_control import keep_for_good
 from radixrt.engine.signals import uninterrupted
 from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.schedule.activity import Activity, ActivityMeter
+from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import Runner
 from radixrt.schedule.request import Request
@@ -52,7 +53,7 @@ class Engine:
         self.runner = runner
         self._lag = lag
         self._in_flight: deque[_InFlight] = deque()
-        self._aborts: deque[Request] = deque()
+        self._aborts: deque[Answer] = deque()
         self._meter = ActivityMeter(clock)
         self.is_cut = False  # a step has ended in its middle
         self.is_lost = False  # because the device was lost
@@ -67,17 +68,13 @@ class Engine:
         """What it has done up to the end of the last step; from any thread."""
         return self._meter.activity
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if it can never run."""
-        self.scheduler.submit(request)
+    def submit_all(self, requests: Iterable[Request], *, in_order: bool = False) -> list[Answer]:
+        """Queue requests that are known together: see `Scheduler.submit_all`. Returns the first answer of each."""
+        return self.scheduler.submit_all(requests, in_order=in_order)
 
-    def abort(self, request: Request) -> None:
-        """End a request, and the other answers to its prompt, at the next step."""
-        self._aborts.append(request)
-
-    def submit_all(self, requests: Iterable[Request], *, in_order: bool = False) -> None:
-        """Queue requests that are known together, in the order that the policy wants them in, or as they are."""
-        self.scheduler.submit_all(requests, in_order=in_order)
+    def abort(self, answer: Answer) -> None:
+        """End an answer, and the other ones to its prompt, at the next step."""
+        self._aborts.append(answer)
 
     def check_whole(self) -> None:
         """Raise SchedulerError if a step has been cut in two, DeviceLostError if the device was lost in it."""
@@ -96,10 +93,10 @@ class Engine:
         finally:
             booked.give_back(transfers)  # those that could not be started
 
-    def step(self) -> list[Request]:
-        """Launch the next pass, then book the one `lag` passes before it. Returns the requests that ended.
+    def step(self) -> list[Answer]:
+        """Launch the next pass, then book the one `lag` passes before it. Returns the answers that ended.
 
-        A pass that raises ends its own requests with FinishReason.ERROR; all others go on. Ctrl-C is raised
+        A pass that raises ends its own answers with FinishReason.ERROR; all others go on. Ctrl-C is raised
         after the step.
 
         Raises:
@@ -116,12 +113,10 @@ class Engine:
             self.is_cut = False
         return ended
 
-    def _step(self) -> list[Request]:
-        ended = []
+    def _step(self) -> list[Answer]:
+        ended: list[Answer] = []
         while self._aborts:
-            for request in self._aborts.popleft().family:
-                if request.arrival >= 0 and self.scheduler.abort(request):
-                    ended.append(request)
+            ended += [answer for answer in self._aborts.popleft().family if self.scheduler.abort(answer)]
         booking = self.scheduler.next_pass()
         if booking is not None:
             self._in_flight.append(self._launch(booking))
@@ -137,18 +132,18 @@ class Engine:
         except Exception as error:
             # The device may not have got the changes, and some concern rows of other requests: send them again.
             self.scheduler.cache.rows.give_back(booking.pass_.row_changes)
-            _log.exception("a pass of %d requests could not be launched", len(booking.requests))
+            _log.exception("a pass of %d answers could not be launched", len(booking.answers))
             self._check_device(error)
             return _InFlight(booking, error=error)
 
-    def _collect(self, flight: _InFlight) -> list[Request]:
+    def _collect(self, flight: _InFlight) -> list[Answer]:
         error = flight.error
         if error is None:
             try:
                 result = self._meter.in_runner(self.runner.collect, flight.handle)
                 self._meter.count(flight.booking.pass_, result)
             except Exception as raised:
-                _log.exception("a pass of %d requests failed", len(flight.booking.requests))
+                _log.exception("a pass of %d answers failed", len(flight.booking.answers))
                 self._check_device(raised)
                 error = raised
         self.scheduler.cache.pass_ended()

@@ -160,15 +160,15 @@ class Executor:
             write_cells(self.req_to_token, rows, positions, arrays["out_cache_loc"], impl=self._impl)
         # Of these decodes all tokens have logits, in order.
         indices = None if is_decode else arrays["logits_indices"]
-        decode_plans, extend_plans = packed.plans.on_device(arrays[name] for name in packed.plans.numbered())
+        plans = packed.plans.with_arrays(arrays[name] for name in packed.plans.numbered())
         metadata = InputMetadata.from_host_and_device(
             packed.host_arrays(),
             arrays,
             logits_indices=arrays["extend_start_loc"] if indices is None else indices,
             req_to_token=self.req_to_token,
             num_extends=packed.num_extends,
-            decode_plans=decode_plans,
-            extend_plans=extend_plans,
+            decode_plans=plans.decode,
+            extend_plans=plans.extend,
         )
         ids = known_tokens(arrays["input_ids"], self.last_token, impl=self._impl)
         hidden = self._model(ids, metadata, self._kv_pool, num_blocks=num_blocks)

@@ -17,8 +17,10 @@ from radixrt.execution.attention.planner import planner_of
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.models.decoder import Decoder
 from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.answer import Answer
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request
+from radixrt.schedule.request_log import RequestLog
 from radixrt.schedule.sampling_table import SamplingTable, prepare_sampling
 
 # Everything that a request can ask for and that takes memory a row of logits.
@@ -66,12 +68,13 @@ def largest_pass(limits: PassLimits, context_length: int) -> Pass:
     num_scored[: len(chunks)] = chunks
     num_samples = np.ones(count, np.int32)
     num_samples[0] += limits.max_samples - count
-    requests = tuple(Request(i, np.zeros(1, np.int32), _WANTS_ALL, max_new_tokens=1, seed=0) for i in range(count))
+    request = Request(0, np.zeros(1, np.int32), _WANTS_ALL, max_new_tokens=1, seed=0)
+    answers = [Answer(request, arrival=0, log=RequestLog(submitted_at=0.0))] * count
     rows, nothing = np.arange(count, dtype=np.int32), np.zeros(0, np.int32)
     scored = np.arange(num_scored.sum(), dtype=np.int32)
     table = SamplingTable(count)
-    for row, request in enumerate(requests):
-        table.admit(row, request)
+    for row, answer in enumerate(answers):
+        table.admit(row, answer)
     return Pass(
         num_extends=int((new > 1).sum()),
         req_pool_indices=rows,
@@ -85,7 +88,7 @@ def largest_pass(limits: PassLimits, context_length: int) -> Pass:
         num_scored=num_scored,
         num_top_scored=_WANTS_ALL.prompt_logprobs or 0,
         row_changes=RowChanges(nothing, nothing, nothing),
-        sampling=prepare_sampling(table, requests, rows, new, num_samples),
+        sampling=prepare_sampling(table, answers, rows, new, num_samples),
     )
 
 

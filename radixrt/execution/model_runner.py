@@ -27,7 +27,7 @@ from radixrt.execution.pass_builder import MAX_PLAN_PASSES, PassBuilder
 from radixrt.execution.pass_timer import PassTimer, TimedPass
 from radixrt.execution.sampling.sampler import LogprobTensors
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.passes import Logprobs, Pass, PassResult
+from radixrt.schedule.passes import Int32Array, Logprobs, Pass, PassResult
 
 _PROBE_WORDS = 1024  # that a device has to count up to show that it works
 
@@ -58,6 +58,7 @@ class PassInFlight:
     `borrowed`: the memory of `token_ids` and `finite`, which other passes use after this one.
     """
 
+    accepted: Int32Array
     token_ids: Tensor
     finite: Tensor
     logprobs: LogprobTensors | None
@@ -138,13 +139,13 @@ class ModelRunner:
                 self._timer.start()
                 forward = self.executor.forward(packed)
                 drawn = self.executor.draw(packed, forward)
-                return self._send_back(drawn, self.executor.score(packed, forward))
+                return self._send_back(pass_, drawn, self.executor.score(packed, forward))
             except BaseException:
                 if self._mover is not None:
                     self._mover.wait_for_passes()
                 raise
 
-    def _send_back(self, drawn: Drawn, prompt_logprobs: LogprobTensors | None) -> PassInFlight:
+    def _send_back(self, pass_: Pass, drawn: Drawn, prompt_logprobs: LogprobTensors | None) -> PassInFlight:
         borrowed = None
         if drawn.is_in_results:
             borrowed = self.executor.results.to_host()
@@ -155,7 +156,9 @@ class ModelRunner:
             finite = self._to_host(drawn.finite)
         logprobs = self._all_to_host(drawn.logprobs)
         prompt_logprobs = self._all_to_host(prompt_logprobs)
-        return PassInFlight(token_ids, finite, logprobs, prompt_logprobs, self._timer.end(), borrowed)
+        accepted = pass_.num_samples  # nothing is drafted yet
+        timed = self._timer.end()
+        return PassInFlight(accepted, token_ids, finite, logprobs, prompt_logprobs, timed, borrowed)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         """A copy, started; on a CPU, too, where the next passes overwrite what this one has staged."""
@@ -178,7 +181,7 @@ class ModelRunner:
             token_ids, finite = token_ids.copy(), finite.copy()
             self.executor.results.give_back(handle.borrowed)
         logprobs, prompt_logprobs = _to_numpy(handle.logprobs), _to_numpy(handle.prompt_logprobs)
-        return PassResult(token_ids, finite, logprobs, prompt_logprobs, seconds, launching)
+        return PassResult(token_ids, handle.accepted, finite, logprobs, prompt_logprobs, seconds, launching)
 
     def _on_device(self) -> AbstractContextManager[object]:
         # Kernels and events go to the current device, whatever their tensors' is.

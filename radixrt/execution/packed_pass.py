@@ -52,7 +52,7 @@ class PackedPass:
     words: Int32Array
     inputs: Layout
     extras: Layout
-    plans: PassPlans
+    plans: PassPlans[Int32Array]
     num_extends: int
     num_rows: int
     num_samples: int

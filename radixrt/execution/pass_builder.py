@@ -138,8 +138,8 @@ class PassBuilder:
         return _packed_pass(pass_, key, words, layout, extras, plans, shape.num_extends)
 
     def _padded(
-        self, pass_: Pass, shape: PassShape, plan_shapes: Sequence[PlanShape] | None = None
-    ) -> tuple[Arrays, PassPlans] | None:
+        self, pass_: Pass, shape: PassShape, plan_shapes: Sequence[PlanShape] = ()
+    ) -> tuple[Arrays, PassPlans[Int32Array]] | None:
         """A pass in the places of a shape with extends. Its padding tokens are those of an extend of their own."""
         num_live, num_decodes = pass_.num_extends, pass_.num_rows - pass_.num_extends
         num_tokens = len(pass_.input_ids) - num_decodes
@@ -232,7 +232,7 @@ class _DecodeWords:
         packed: a pass of these requests that has no extras; None: there is none yet.
     """
 
-    def __init__(self, key: PassKey, padding_row: int, plans: PassPlans) -> None:
+    def __init__(self, key: PassKey, padding_row: int, plans: PassPlans[Int32Array]) -> None:
         size = key.shape.num_rows
         zeros = np.zeros(size, np.int32)
         host = InputMetadata.host_arrays(zeros + np.int32(padding_row), zeros + 1, zeros, zeros)
@@ -246,7 +246,7 @@ class _DecodeWords:
         self.packed: PackedPass | None = None
         self._idle = self.words.copy()
 
-    def begin(self, rows: Int32Array, plans: PassPlans) -> None:
+    def begin(self, rows: Int32Array, plans: PassPlans[Int32Array]) -> None:
         """Fill in what does not change while the requests `rows` `[B]` decode by these plans."""
         self.packed = None
         self.words[:] = self._idle
@@ -291,7 +291,7 @@ def _packed_pass(
     words: Int32Array,
     inputs: Layout,
     extras: Arrays,
-    plans: PassPlans,
+    plans: PassPlans[Int32Array],
     num_extends: int,
 ) -> PackedPass:
     """A pass whose inputs are packed in `words`; the extras come after them."""

@@ -17,6 +17,8 @@ A file whose hashes are right is whole. The identity is what the KV depends on. 
 sizes follow from N, T and the KV's shape, and are checked.
 """
 
+# Tests: tests/kept_cache/test_kept_cache.py
+
 from __future__ import annotations
 
 import errno
@@ -252,9 +254,10 @@ class CacheFileReader:
             expected = _layout(num_nodes, num_tokens, self.kv)
             if tensors != expected:
                 raise ValueError("the tensors")
-            self.identity = _json_object(metadata["identity"])
-            tenants = json.loads(metadata["tenants"])
-            if not isinstance(tenants, list) or not all(name is None or type(name) is str for name in tenants):
+            self.identity, tenants = json.loads(metadata["identity"]), json.loads(metadata["tenants"])
+            if not isinstance(self.identity, dict) or not isinstance(tenants, list):
+                raise ValueError("the metadata")
+            if not all(name is None or type(name) is str for name in tenants):
                 raise ValueError("the tenants")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._error("its header has been altered") from error
@@ -327,13 +330,6 @@ def _word(identity: Identity, name: str) -> str:
         return "not named"
     word = str(identity[name])
     return word if len(word) <= 60 else word[:57] + "..."
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
 
 
 def _sha256(data: NDArray[np.uint8]) -> bytes:

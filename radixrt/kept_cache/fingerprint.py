@@ -1,5 +1,7 @@
 """A hash of a model's weights."""
 
+# Tests: tests/kept_cache/test_kept_cache.py
+
 from __future__ import annotations
 
 import hashlib

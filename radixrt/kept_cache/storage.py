@@ -1,5 +1,7 @@
 """Saves the cache to a file and loads it: KV on its way between the pools and the disk."""
 
+# Tests: tests/kept_cache/test_kept_cache.py
+
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,7 @@
 """ModelConfig: what a model folder's config.json and generation_config.json say, checked once."""
 
+# Tests: tests/models/test_loader.py
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """The supported families of models. Nothing is imported here, so names are listed without torch."""
 
+# Tests: tests/models/test_adding.py, tests/models/test_loader.py
+
 from __future__ import annotations
 
 from collections.abc import Mapping

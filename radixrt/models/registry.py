@@ -1,5 +1,7 @@
 """The classes that build the architectures of `radixrt.models.families`."""
 
+# Tests: tests/models/test_adding.py, tests/models/test_loader.py
+
 from __future__ import annotations
 
 from collections.abc import Mapping

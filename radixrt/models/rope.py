@@ -1,5 +1,7 @@
 """Kinds of rope: from the rope_parameters of a config.json to RopeParameters."""
 
+# Tests: tests/models/test_loader.py
+
 from __future__ import annotations
 
 import math

@@ -85,7 +85,7 @@ class BatchPlan:
 
     @property
     def keep(self) -> Int32Array:
-        """For each place in the run: leading tokens of its prompt that later ones need (`Request.keep`), `[N]`."""
+        """For each place in the run: tokens of its prompt that later ones need (`Request.reusable_len`), `[N]`."""
         return self.run.keep
 
     @cached_property

@@ -22,7 +22,7 @@ from radixrt.planning.prefix_order import Int32Array, Int64Array
 from radixrt.planning.token_store import TokenStore
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.passes import Pass, PassResult
-from radixrt.schedule.policy import RANKED, SchedulePolicy
+from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 
@@ -75,17 +75,13 @@ def rehearse(
     cache = PrefixCache(
         ReqToTokenPool(max_running + max_running // 2 + 1, longest), SlotAllocator(limits.pool_tokens + 1)
     )
-    scheduler = Scheduler(
-        cache,
-        max_running_requests=max_running,
-        chunked_prefill_size=limits.chunked_prefill_size,
-        policy=SchedulePolicy.FCFS,
-    )
+    config = SchedulerConfig(max_running, limits.chunked_prefill_size, SchedulePolicy.FCFS)
+    scheduler = Scheduler(cache, config)
     engine = Engine(scheduler, _NoModel())
     batches = _requests(store, order, new_tokens, keep)
     passes = most_running = 0
     while True:
-        if len(scheduler.waiting) < RANKED:
+        if len(scheduler.waiting) < config.max_ranked:
             engine.submit_all(next(batches, ()))
         if not engine.has_work:
             break
@@ -108,7 +104,7 @@ def _requests(
                 params=params,
                 max_new_tokens=int(new_tokens[order[place]]),
                 seed=0,
-                keep=None if keep is None else int(keep[place]),
+                reusable_len=None if keep is None else int(keep[place]),
             )
             for place in places
         ]
@@ -126,7 +122,7 @@ class _NoModel:
     def collect(self, handle: object) -> PassResult:
         assert isinstance(handle, Pass)  # what `launch` returned
         tokens = np.zeros(int(handle.num_samples.sum()), dtype=np.int32)
-        return PassResult(tokens, np.ones(handle.num_rows, dtype=bool))
+        return PassResult(tokens, handle.num_samples, np.ones(handle.num_rows, dtype=bool))
 
     def check_device(self, error: Exception) -> None:
         """There is none."""

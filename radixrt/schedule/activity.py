@@ -21,16 +21,16 @@ class Activity:
 
     Attributes:
         passes: passes of any kind.
-        extend_passes: those of them that extend a request; they may have decodes beside it.
-        extended_tokens: tokens that extends compute: of prompts what was not found in the cache, and what is
-            computed again after a retraction or for one of several answers.
+        extend_passes: those of them that extend an answer; they may have decodes beside it.
+        extended_tokens: tokens that extends compute: prompt tokens not found in the cache, and tokens computed
+            again after a retraction or for one of several answers.
         decoded_tokens: tokens that were sampled, the first of each answer among them, and those that were thrown
-            away because their request had ended.
+            away because their answer had ended.
         prefill_seconds: the device's time in `extend_passes`.
         decode_seconds: the device's time in the other passes.
         scheduling_seconds: the host's time in steps: planning, booking, starting transfers, and launching where
-            the device computes meanwhile; not waiting for results. On a GPU most of it goes by while the device
-            computes, so that it is not to be added to the others.
+            the device computes meanwhile; not waiting for results. On a GPU most of it passes while the device
+            computes, so that it must not be added to the others.
     """
 
     passes: int = 0
@@ -55,27 +55,24 @@ class ActivityMeter:
 
     Args:
         clock: seconds of the host.
+
+    Attributes:
+        activity: up to the end of the last step. It is replaced whole: another thread sees no half of a step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.activity = Activity()
         self._clock = clock
         self._passes = self._extend_passes = self._extended_tokens = self._decoded_tokens = 0
         self._prefill_seconds = self._decode_seconds = self._scheduling_seconds = 0.0
         self._began = 0.0
-        # At the end of the last step: one value, so that another thread does not see half of a step.
-        self._snapshot = 0, 0, 0, 0, 0.0, 0.0, 0.0
-
-    @property
-    def activity(self) -> Activity:
-        """Up to the end of the last step; from any thread."""
-        return Activity(*self._snapshot)
 
     def begin_step(self) -> None:
         self._began = self._clock()
 
     def end_step(self) -> None:
         self._scheduling_seconds += self._clock() - self._began
-        self._snapshot = (
+        self.activity = Activity(
             self._passes,
             self._extend_passes,
             self._extended_tokens,

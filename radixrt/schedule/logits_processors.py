@@ -1,139 +1,109 @@
-"""What a request does to the model's logits before its tokens are drawn: penalties, bias, bans, allowed tokens."""
+"""Logits processors: penalties, bias, bans and allow-lists that change logits before a token is drawn."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.passes import NO_TOKEN, Arrays, Int32Array
 from radixrt.schedule.request import Request
 
-NEVER = int(np.iinfo(np.int64).max)  # a position that no request reaches
-
-
-@dataclass(frozen=True)
-class TokenBans:
-    """Tokens that must not come next: N pairs of a token and the last token after which it is banned.
-
-    Attributes:
-        ids: int32 `[N]`.
-        afters: int32 `[N]`; NO_TOKEN: whatever the last token is.
-    """
-
-    ids: Int32Array
-    afters: Int32Array
-
-    def __add__(self, other: TokenBans) -> TokenBans:
-        return TokenBans(np.append(self.ids, other.ids), np.append(self.afters, other.afters))
+NEVER = int(np.iinfo(np.int64).max)  # a position that no answer reaches
 
 
 @dataclass(frozen=True)
 class BadWords:
-    """Bad words by what has to be known of a history before their last token is banned.
+    """Bad words by the tokens of a history that must be known before their last token is banned.
 
     Attributes:
-        always: bans of the words of which nothing has to be known.
-        begun_by: the other words by the last of the tokens that have to be known: all these tokens, the token that
-            must not come, and after which token that nobody knows yet, or NO_TOKEN.
+        always: `[N, 2]` int32: a token, and the last token after which it is banned; NO_TOKEN: any.
+        begun_by: the other words, by the last token that must be known: all that must be, and a row as above.
     """
 
-    always: TokenBans
-    begun_by: Mapping[int, Sequence[tuple[tuple[int, ...], int, int]]]
+    always: Int32Array
+    begun_by: dict[int, list[tuple[tuple[int, ...], tuple[int, int]]]]
 
     @classmethod
     def of(cls, words: Sequence[tuple[int, ...]], last_is_unknown: bool) -> BadWords:
-        """Those for histories of which the last token is known, or of which it is not."""
+        """Those for histories whose last token is known, or is not."""
         always: list[tuple[int, int]] = []
-        begun_by: defaultdict[int, list[tuple[tuple[int, ...], int, int]]] = defaultdict(list)
+        begun_by: defaultdict[int, list[tuple[tuple[int, ...], tuple[int, int]]]] = defaultdict(list)
         for *before, last in words:
             after = before.pop() if last_is_unknown and before else NO_TOKEN
             if before:
-                begun_by[before[-1]].append((tuple(before), last, after))
+                begun_by[before[-1]].append((tuple(before), (last, after)))
             else:
                 always.append((last, after))
         return cls(_bans(always), dict(begun_by))
 
-    def bans(self, known: Int32Array) -> TokenBans:
-        """Those after the known tokens `[n >= 1]` of a history. As in transformers, the prompt is part of it."""
+    def bans(self, known: Int32Array) -> Int32Array:
+        """`[N, 2]` after the known tokens `[n >= 1]` of a history; as in transformers, of the prompt too."""
         begun = [
-            (last, after)
-            for before, last, after in self.begun_by.get(int(known[-1]), ())
+            ban
+            for before, ban in self.begun_by.get(int(known[-1]), ())
             if tuple(known[-len(before) :].tolist()) == before
         ]
-        return self.always + _bans(begun) if begun else self.always
+        return np.concatenate([self.always, _bans(begun)]) if begun else self.always
 
 
 @dataclass(frozen=True)
 class LogitsProcessors:
-    """The changes of one request, made ready once, when it is admitted.
+    """Those of one request, prepared once, when an answer is admitted.
 
     Attributes:
-        prompt_len: tokens of its prompt; those behind them are the answer's.
-        has_penalties: whether one of the three changes anything.
-        repetition, presence, frequency: the penalties.
-        bias_ids, biases: int32 and float32 `[N]`, what is added to the logits of which tokens.
+        params, prompt_len: of the request.
+        bias_ids, biases: int32 and float32 `[N]`, tokens and what is added to their logits.
         allowed_ids: int32 `[N]`, the only tokens that may be drawn; None: all.
-        held_back: its ends, which are banned at positions below `held_until`.
-        held_until: position of the first token that may be one of them.
+        stop_bans: `[N, 2]` as in `BadWords`, bans of the stop tokens at positions below `stops_from`.
         bad_words: for histories whose last token is known, and for those whose last token is not.
         end: position from which on nothing is changed.
     """
 
+    params: SamplingParams
     prompt_len: int
-    has_penalties: bool
-    repetition: float
-    presence: float
-    frequency: float
     bias_ids: Int32Array
     biases: NDArray[np.float32]
     allowed_ids: Int32Array | None
-    held_back: TokenBans
-    held_until: int
+    stop_bans: Int32Array
+    stops_from: int
     bad_words: tuple[BadWords, BadWords]
     end: int
 
     @classmethod
     def of(cls, request: Request) -> LogitsProcessors | None:
-        """Those of a request; None if its tokens are drawn from the model's own logits throughout."""
-        params = request.params
-        held_until = request.prompt_len + params.min_new_tokens if request.stop_ids else 0
-        lasts = (
-            params.has_penalties
-            or bool(params.logit_bias)
-            or params.allowed_token_ids is not None
-            or bool(request.bad_words)
-        )
-        end = NEVER if lasts else held_until
+        """None if all tokens are drawn from the model's own logits."""
+        params, words = request.params, request.bad_words
+        stops_from = request.prompt_len + params.min_new_tokens if request.stop_ids else 0
+        is_endless = params.has_penalties or bool(params.logit_bias) or params.allowed_token_ids is not None
+        end = NEVER if is_endless or words else stops_from
         if end <= request.prompt_len:
             return None
         return cls(
+            params=params,
             prompt_len=request.prompt_len,
-            has_penalties=params.has_penalties,
-            repetition=params.repetition_penalty,
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
             bias_ids=_ids([token for token, _ in params.logit_bias]),
             biases=np.array([bias for _, bias in params.logit_bias], dtype=np.float32),
             allowed_ids=None if params.allowed_token_ids is None else _ids(params.allowed_token_ids),
-            held_back=_bans([(token, NO_TOKEN) for token in request.stop_ids]),
-            held_until=held_until,
-            bad_words=(BadWords.of(request.bad_words, False), BadWords.of(request.bad_words, True)),
+            stop_bans=_bans([(token, NO_TOKEN) for token in request.stop_ids]),
+            stops_from=stops_from,
+            bad_words=(BadWords.of(words, False), BadWords.of(words, True)),
             end=end,
         )
 
-    def bans(self, position: int, known: Int32Array, last_is_unknown: bool) -> TokenBans:
-        """What must not be drawn at a position, behind the known tokens and perhaps one that is not known yet."""
+    def bans(self, position: int, known: Int32Array, last_is_unknown: bool) -> Int32Array:
+        """`[N, 2]` at a position, after the known tokens and perhaps one that is not known yet."""
         bans = self.bad_words[last_is_unknown].bans(known)
-        return bans + self.held_back if position < self.held_until else bans
+        return np.concatenate([bans, self.stop_bans]) if position < self.stops_from else bans
 
 
 @dataclass(frozen=True)
 class ProcessedDraw:
-    """A token to be drawn from changed logits.
+    """A token to be drawn from processed logits.
 
     `last_is_unknown`: the token before it has been sampled, but only the device knows it, in `last_token[row]`.
     """
@@ -146,86 +116,72 @@ class ProcessedDraw:
 
 
 def processor_arrays(draws: Sequence[ProcessedDraw]) -> Arrays:
-    """What the processors of X draws read on the device, by name."""
+    """The arrays that the processors of X draws read on the device, by name."""
     return _penalties(draws) | _bias(draws) | _bans_of(draws) | _allowed(draws)
 
 
 def _penalties(draws: Sequence[ProcessedDraw]) -> Arrays:
-    """The history of each processed draw that has penalties, `[H]` in all, and the penalties of all, `[X]`."""
-    own = [(i, draw) for i, draw in enumerate(draws) if draw.processors.has_penalties]
-    if not own:
+    """The history of each draw that has penalties, `[H]` in all, and the penalties of all, `[X]`."""
+    at = _ids([i for i, draw in enumerate(draws) if draw.processors.params.has_penalties])
+    if not len(at):
         return {}
+    own = [draws[i] for i in at]
     # Histories as far as they are known, then the last tokens that are not.
-    unknown = [(i, draw) for i, draw in own if draw.last_is_unknown]
-    at = np.array([i for i, _ in own], dtype=np.int32)
-    lengths = np.array([len(draw.known) for _, draw in own])
-    outputs = lengths - [draw.processors.prompt_len for _, draw in own]
+    unknown = [i for i in at.tolist() if draws[i].last_is_unknown]
+    lengths = np.array([len(draw.known) for draw in own])
+    outputs = lengths - [draw.processors.prompt_len for draw in own]
     left = np.repeat(np.cumsum(lengths), lengths) - np.arange(lengths.sum())  # tokens of a history from each on
+    is_output = left <= np.repeat(outputs, lengths)
+    params = [draw.processors.params for draw in draws]
     return {
-        "penalty_rows": np.append(np.repeat(at, lengths), np.array([i for i, _ in unknown], dtype=np.int32)),
+        "penalty_rows": np.append(np.repeat(at, lengths), _ids(unknown)),
         "penalty_ids": np.concatenate(
-            [draw.known for _, draw in own] + [np.array([-(draw.row + 1) for _, draw in unknown], dtype=np.int32)]
+            [draw.known for draw in own] + [_ids([-(draws[i].row + 1) for i in unknown])]
         ),
-        "penalty_is_output": np.append(
-            left <= np.repeat(outputs, lengths), np.ones(len(unknown), dtype=np.bool_)
-        ).astype(np.int32),
-        "repetition": _column(draws, lambda changes: changes.repetition),
-        "presence": _column(draws, lambda changes: changes.presence),
-        "frequency": _column(draws, lambda changes: changes.frequency),
+        "penalty_is_output": np.append(is_output, np.ones(len(unknown), dtype=np.bool_)).astype(np.int32),
+        "repetition": np.array([one.repetition_penalty for one in params], dtype=np.float32),
+        "presence": np.array([one.presence_penalty for one in params], dtype=np.float32),
+        "frequency": np.array([one.frequency_penalty for one in params], dtype=np.float32),
     }
-
-
-def _column(draws: Sequence[ProcessedDraw], number: Callable[[LogitsProcessors], float]) -> np.ndarray:
-    return np.fromiter((number(draw.processors) for draw in draws), np.float32, len(draws))
 
 
 def _bias(draws: Sequence[ProcessedDraw]) -> Arrays:
-    own = [(i, draw.processors) for i, draw in enumerate(draws) if len(draw.processors.bias_ids)]
-    if not own:
+    ids = [draw.processors.bias_ids for draw in draws]
+    if not any(map(len, ids)):
         return {}
-    return {
-        "bias_rows": _row_of_each([(i, changes.bias_ids) for i, changes in own]),
-        "bias_ids": np.concatenate([changes.bias_ids for _, changes in own]),
-        "biases": np.concatenate([changes.biases for _, changes in own]),
-    }
+    biases = np.concatenate([draw.processors.biases for draw in draws])
+    return {"bias_rows": _row_of_each(ids), "bias_ids": np.concatenate(ids), "biases": biases}
 
 
 def _bans_of(draws: Sequence[ProcessedDraw]) -> Arrays:
     """Tokens that must not come next `[H]`, always or only after a last token that the device knows."""
     bans = [draw.processors.bans(draw.position, draw.known, draw.last_is_unknown) for draw in draws]
-    own = [(i, one) for i, one in enumerate(bans) if len(one.ids)]
-    if not own:
+    rows, pairs = _row_of_each(bans), np.concatenate(bans)
+    if not len(rows):
         return {}
-    rows = _row_of_each([(i, one.ids) for i, one in own])
     return {
         "banned_rows": rows,
-        "banned_ids": np.concatenate([one.ids for _, one in own]),
-        "banned_after": np.concatenate([one.afters for _, one in own]),
-        "banned_last_row": np.array([draw.row for draw in draws], dtype=np.int32)[rows],
+        "banned_ids": pairs[:, 0].copy(),
+        "banned_after": pairs[:, 1].copy(),
+        "banned_last_row": _ids([draw.row for draw in draws])[rows],
     }
 
 
 def _allowed(draws: Sequence[ProcessedDraw]) -> Arrays:
-    all_ids = [draw.processors.allowed_ids for draw in draws]
-    own = [(i, ids) for i, ids in enumerate(all_ids) if ids is not None]
-    if not own:
+    is_restricted = _ids([draw.processors.allowed_ids is not None for draw in draws])
+    if not is_restricted.any():
         return {}
-    restricted = np.zeros(len(draws), dtype=np.int32)
-    restricted[[i for i, _ in own]] = 1
-    return {
-        "allowed_rows": _row_of_each(own),
-        "allowed_ids": np.concatenate([ids for _, ids in own]),
-        "is_restricted": restricted,
-    }
+    ids = [_ids([]) if draw.processors.allowed_ids is None else draw.processors.allowed_ids for draw in draws]
+    return {"allowed_rows": _row_of_each(ids), "allowed_ids": np.concatenate(ids), "is_restricted": is_restricted}
 
 
-def _row_of_each(ids: Sequence[tuple[int, Int32Array]]) -> Int32Array:
-    """The processed row of each token of lists of tokens."""
-    return np.repeat(np.array([i for i, _ in ids], dtype=np.int32), [len(tokens) for _, tokens in ids])
+def _row_of_each(items: Sequence[Int32Array]) -> Int32Array:
+    """The processed row of each item of the rows' own."""
+    return np.repeat(np.arange(len(items), dtype=np.int32), [len(own) for own in items])
 
 
-def _bans(pairs: Sequence[tuple[int, int]]) -> TokenBans:
-    return TokenBans(_ids([token for token, _ in pairs]), _ids([after for _, after in pairs]))
+def _bans(pairs: Sequence[tuple[int, int]]) -> Int32Array:
+    return np.array(pairs, dtype=np.int32).reshape(-1, 2)
 
 
 def _ids(tokens: Sequence[int]) -> Int32Array:

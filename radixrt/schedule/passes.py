@@ -22,10 +22,10 @@ PROCESSED = "processed_"  # begins the names of the arrays of the second draw
 
 @dataclass(frozen=True)
 class Features:
-    """Which parameters some row of a draw makes use of. With the shape of the logits they tell what is launched.
+    """Sampling parameters that some row of a draw uses. With the shape of the logits they tell what is launched.
 
     Attributes:
-        is_random: a temperature above 0; without one each row takes its likeliest token, and there are no filters.
+        is_random: a temperature above 0; without one each row takes its likeliest token, unfiltered.
         has_top: top-k or top-p.
         has_min_p: min-p.
     """
@@ -36,7 +36,7 @@ class Features:
 
     @property
     def array_names(self) -> tuple[str, ...]:
-        """The arrays that such a draw reads, a number a row in each."""
+        """The arrays that such a draw reads, with a number for each row."""
         if not self.is_random:
             return ()
         return (
@@ -56,7 +56,7 @@ class SamplingInputs:
     Attributes:
         logits_rows: `[S]` int32, the row of the pass that each row of logits belongs to, ascending.
         features: of the draw of all S rows.
-        processed: of the second draw of the X rows whose logits are processed first; None: there are none.
+        processed: of the second draw, of the X rows whose logits are processed first; None: there are none.
         num_top: alternatives to find for the L rows that want log-probabilities; None: there are none.
         arrays: parameters by name, each `[S]`, `[X]` or `[L]`, or a list of pairs of a processed row and a token.
     """
@@ -70,9 +70,9 @@ class SamplingInputs:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass as plain numbers: B rows that compute T new tokens in all. Rows with more than one come first.
+    """One pass as plain numbers, to be pickled: B rows that compute T new tokens. Rows with several come first.
 
-    It holds no request and can be pickled: whose it is, a `Booking` says.
+    A `Booking` says whose it is.
 
     Attributes:
         num_extends: rows with more than one new token.
@@ -140,17 +140,19 @@ class PassResult:
 
     Attributes:
         token_ids: `[S]` int32, the sampled tokens, row after row.
+        accepted: `[B]` int32, how many of each row's sampled tokens count, the first ones: all of `num_samples`,
+            fewer where drafts were wrong. Each of a prompt's answers takes one of them; a decode takes all, and
+            has computed as many positions.
         finite: `[B]` bool, whether the row's numbers are all finite.
-        logprobs: of those of the S sampled tokens whose request asked for them (`params.logprobs`), in order, if
-            there are any.
-        prompt_logprobs: of the P scored tokens, if there are any.
-        seconds: that the device took; None: nobody has measured. A pass that was launched while the one before it
-            was computed begins when that ends, so that the seconds of passes are what the device was busy, gaps
-            between the kernels of a pass included. What it waits for transfers between the tiers is not in it.
-        launch_seconds: that launching took the host, beside the device; 0 where launching computes the pass.
+        logprobs: of the sampled tokens whose request asked for them, in order; None: there are none.
+        prompt_logprobs: of the P scored tokens; None: there are none.
+        seconds: device time, with gaps between kernels, without transfers between the tiers; None: not measured.
+            A pass launched while the one before was computed begins when that ends, so that seconds add up.
+        launch_seconds: host time of the launch, beside the device; 0 where launching computes the pass.
     """
 
     token_ids: Int32Array
+    accepted: Int32Array
     finite: NDArray[np.bool_]
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None

@@ -1,17 +1,16 @@
-"""In which order waiting requests are considered, and how much output is expected of them."""
+"""In which order waiting answers are considered, how much output is expected, and the numbers behind both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
 
-from radixrt.schedule.request import Request
-
-RANKED = 512  # requests at the head of the queue that longest-prefix order looks at
-MAX_OVERTAKEN = 256  # admissions that the oldest waiting request lets pass
+from radixrt.schedule.answer import Answer
+from radixrt.schedule.passes import Int32Array
+from radixrt.schedule.request_table import BoolArray
 
 
 class SchedulePolicy(str, Enum):
@@ -24,42 +23,82 @@ class SchedulePolicy(str, Enum):
         return self.value
 
 
-def admission_order(
-    policy: SchedulePolicy, waiting: Sequence[Request], match_length: Callable[[Request], int]
-) -> list[Request]:
-    """The requests to consider for admission, in this order; `waiting` is in order of arrival.
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What a scheduler works within.
 
-    Under LPM the oldest request goes first once MAX_OVERTAKEN others have been admitted before it, or if it came
-    in an order that is to be kept.
+    Attributes:
+        max_running_requests: answers that run at once.
+        chunked_prefill_size: tokens of extends that one pass computes; longer ones take several passes.
+        policy: order of admission.
+        max_samples_per_pass: tokens that one pass samples, each from a row of logits of its own; at least
+            max_running_requests, since every running answer may sample one. None is twice that, for the first
+            tokens of n answers: those beyond it compute the prompt's last token once more.
+        max_ranked: answers at the head of the queue that are considered for a pass.
+        max_times_skipped: admissions that the oldest waiting answer lets pass.
+        max_loaded_chunks: about how many chunks of tokens a pass waits for from the host.
+        room_passes: decode passes to make room for once answers must be retracted.
+
+    Raises:
+        ValueError: max_samples_per_pass is less than max_running_requests.
     """
-    ranked = list(waiting[:RANKED])
-    if policy is SchedulePolicy.FCFS or not ranked:
+
+    max_running_requests: int
+    chunked_prefill_size: int
+    policy: SchedulePolicy = SchedulePolicy.LPM
+    max_samples_per_pass: int | None = None
+    max_ranked: int = 512
+    max_times_skipped: int = 256
+    max_loaded_chunks: int = 4
+    room_passes: int = 4
+
+    def __post_init__(self) -> None:
+        if self.max_samples < self.max_running_requests:
+            raise ValueError(
+                f"max_samples_per_pass is {self.max_samples}; it must be at least max_running_requests, "
+                f"{self.max_running_requests}"
+            )
+
+    @property
+    def max_samples(self) -> int:
+        """Tokens that one pass samples."""
+        if self.max_samples_per_pass is None:
+            return 2 * self.max_running_requests
+        return self.max_samples_per_pass
+
+    def is_overdue(self, oldest: Answer) -> bool:
+        """Whether no other answer may be admitted before the oldest one in the queue."""
+        return oldest.times_skipped >= self.max_times_skipped
+
+
+def admission_order(
+    config: SchedulerConfig, waiting: Sequence[Answer], match_length: Callable[[Answer], int]
+) -> list[Answer]:
+    """The answers to consider for admission, in this order; `waiting` is in order of arrival.
+
+    Under LPM the oldest answer goes first once it is overdue. If it is `in_order`, all are in order of arrival.
+    """
+    ranked = list(waiting[: config.max_ranked])
+    if config.policy is SchedulePolicy.FCFS or not ranked or ranked[0].in_order:
         return ranked
-    head = ranked[0]
-    if head.in_order:
-        return ranked
+    oldest = ranked[0]
     ranked.sort(key=match_length, reverse=True)  # stable: equal matches stay in order of arrival
-    if is_overdue(head):
-        ranked.remove(head)
-        ranked.insert(0, head)
+    if config.is_overdue(oldest):
+        ranked.remove(oldest)
+        ranked.insert(0, oldest)
     return ranked
 
 
-def is_overdue(request: Request) -> bool:
-    """Whether nobody may overtake this request, the oldest one, any more."""
-    return request.overtaken >= MAX_OVERTAKEN
-
-
 class OutputEstimate:
-    """How many tokens a request is expected to generate yet.
+    """How many more tokens an answer is expected to have.
 
-    A share of what it may, but hardly more than requests that have ended had: their mean length plus twice the
-    mean deviation, both fading. The share falls a little with every pass and rises whenever memory has fallen
-    short, so that memory is neither kept idle for outputs that end early nor promised twice for those that do
-    not. Requests that no token can stop are expected to run to their end.
+    A share of what it may have, but hardly more than ended answers had: their mean length plus twice the mean
+    deviation, both fading. The share falls a little with every pass and rises when memory has fallen short, so
+    that memory is neither kept idle for outputs that end early nor promised twice for those that do not. Answers
+    that no token can stop are expected to run to their end.
     """
 
-    INITIAL, LOWEST, FALL, RISE = 0.7, 0.1, 0.995, 0.2
+    INITIAL, MIN, FALL, RISE = 0.7, 0.1, 0.995, 0.2
     FADE = 1 / 32  # weight of the latest length
     ENOUGH = 16  # lengths before they count
 
@@ -68,19 +107,18 @@ class OutputEstimate:
         self._ended = 0
         self._mean = self._deviation = 0.0
 
-    def expected(self, request: Request) -> int:
-        """Output tokens still expected of `request`: 1 to `request.remaining`, 0 if none remain."""
-        if not request.stop_ids and request.make_text_stop is None:
-            return request.remaining
-        expected = request.remaining * self.share
+    def expected(self, answer: Answer) -> int:
+        """Output tokens still expected of one answer: 1 to `answer.remaining`, 0 if none remain."""
+        remaining = answer.remaining
+        if not answer.request.may_stop:
+            return remaining
+        expected = remaining * self.share
         if self._ended >= self.ENOUGH:
-            expected = min(expected, self._mean + 2 * self._deviation - request.num_output)
-        return min(request.remaining, max(1, int(expected)))
+            expected = min(expected, self._mean + 2 * self._deviation - answer.num_output)
+        return min(remaining, max(1, int(expected)))
 
-    def expected_each(
-        self, remaining: NDArray[np.int32], num_output: NDArray[np.int32], may_stop: NDArray[np.bool_]
-    ) -> NDArray[np.int32]:
-        """The same of N requests: from what remains of each, what it has had, and whether it may stop."""
+    def expected_each(self, remaining: Int32Array, num_output: Int32Array, may_stop: BoolArray) -> Int32Array:
+        """The same of N answers: from what remains of each, what it has had, and whether it may stop."""
         expected = remaining * self.share
         if self._ended >= self.ENOUGH:
             expected = np.minimum(expected, self._mean + 2 * self._deviation - num_output)
@@ -88,16 +126,16 @@ class OutputEstimate:
         return np.where(may_stop, bounded, remaining)
 
     def pass_scheduled(self) -> None:
-        self.share = max(self.LOWEST, self.share * self.FALL)
+        self.share = max(self.MIN, self.share * self.FALL)
 
     def fell_short(self) -> None:
         """Memory was promised that is not there."""
         self.share = min(1.0, self.share + self.RISE)
-        self._ended = 0  # what has ended so far was not typical of what runs
+        self._ended = 0  # the outputs that have ended so far were not typical of those that run
 
-    def ended(self, request: Request) -> None:
-        """A request has ended with all the output that it will have."""
+    def ended(self, num_output: int) -> None:
+        """An answer has ended with so many output tokens."""
         self._ended += 1
         weight = max(self.FADE, 1 / self._ended)
-        self._mean += weight * (request.num_output - self._mean)
-        self._deviation += weight * (abs(request.num_output - self._mean) - self._deviation)
+        self._mean += weight * (num_output - self._mean)
+        self._deviation += weight * (abs(num_output - self._mean) - self._deviation)

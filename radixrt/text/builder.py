@@ -1,5 +1,7 @@
 """The text of one request: its stream, its stop strings, its end."""
 
+# Tests: tests/text/test_stop.py
+
 from __future__ import annotations
 
 from radixrt.text.detokenizer import Detokenizer

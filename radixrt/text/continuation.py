@@ -1,5 +1,7 @@
 """Token ids that continue others, which stay unchanged."""
 
+# Tests: tests/test_conversation.py
+
 from __future__ import annotations
 
 from collections.abc import Sequence

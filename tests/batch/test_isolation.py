@@ -23,7 +23,7 @@ from radixrt.batch.retry import Retries
 from radixrt.errors import DeviceLostError, ErrorRateError, ParameterError
 from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.passes import Pass
+from radixrt.schedule.booking import Booking
 from tests.support.fake_runtime import FakeRequest, FakeRuntime
 from tests.support.simulated_runtime import SIZES, SimulatedRuntime, expected_tokens
 
@@ -69,11 +69,11 @@ def check_answers(output: Path, bad: set[int] = frozenset()) -> list[dict[str, A
 
 
 def has(*indices: int) -> Any:
-    return lambda batch: any(request.index in indices for request in batch.requests)
+    return lambda booking: any(answer.request.index in indices for answer in booking.answers)
 
 
 def failing(when: Any) -> Any:
-    return lambda batch: RuntimeError("out of something") if when(batch) else None
+    return lambda booking: RuntimeError("out of something") if when(booking) else None
 
 
 # -- passes that fail --------------------------------------------------------------------------------------
@@ -99,14 +99,14 @@ def test_lines_that_fail_alone_have_errors(files: tuple[Path, Path], where: str,
 @pytest.mark.parametrize("most", [1, 2, 3, 5])
 def test_passes_that_are_too_large_cost_no_line_its_answer(files: tuple[Path, Path], most: int) -> None:
     runtime = SimulatedRuntime()
-    runtime.launch_fault = failing(lambda batch: len(batch.requests) > most)
+    runtime.launch_fault = failing(lambda booking: len(booking.answers) > most)
     assert run_batch(runtime, *files).errors == 0
     check_answers(files[1])
 
 
 def test_every_pass_fails(files: tuple[Path, Path]) -> None:
     runtime = SimulatedRuntime()
-    runtime.launch_fault = failing(lambda batch: True)
+    runtime.launch_fault = failing(lambda booking: True)
     run_batch(runtime, *files)
     check_answers(files[1], set(range(COUNT)))
     # The first runs and those again; and a pass is launched before it is known that the one before has failed.
@@ -117,7 +117,7 @@ def test_every_pass_fails(files: tuple[Path, Path]) -> None:
 def test_lines_that_run_again_count_the_hits_of_their_first_try(files: tuple[Path, Path]) -> None:
     """What they find then is in part their own work, and no engine can have more hits than the best possible."""
     runtime = SimulatedRuntime()
-    runtime.run_fault = failing(lambda batch: len(batch.requests) > 2 and len(runtime.passes) % 3 == 0)
+    runtime.run_fault = failing(lambda booking: len(booking.answers) > 2 and len(runtime.passes) % 3 == 0)
     report = run_batch(runtime, *files)
     check_answers(files[1])
     assert max(runtime.begun.values()) > 1
@@ -154,8 +154,8 @@ def test_one_of_several_answers_fails(tmp_path: Path) -> None:
     runtime = SimulatedRuntime()
     failed = [0]
 
-    def once(batch: Pass) -> Exception | None:
-        if failed[0] or all(request.parent is None for request in batch.requests):
+    def once(booking: Booking) -> Exception | None:
+        if failed[0] or all(answer.parent is None for answer in booking.answers):
             return None
         failed[0] += 1
         return RuntimeError("once")
@@ -263,7 +263,7 @@ def test_a_record_that_cannot_be_made(files: tuple[Path, Path], monkeypatch: pyt
 def test_a_lost_device_costs_no_line_its_answer(files: tuple[Path, Path], where: str, at: int) -> None:
     runtime = SimulatedRuntime()
 
-    def lost(batch: Pass) -> Exception | None:
+    def lost(booking: Booking) -> Exception | None:
         if len(runtime.passes) <= at:
             return None
         runtime.world.runner.is_lost = True
@@ -294,7 +294,7 @@ def test_a_device_that_is_lost_while_a_batch_ends(files: tuple[Path, Path]) -> N
 
     def stopped() -> None:
         if len(runtime.passes) == 9:
-            runtime.run_fault = failing(lambda batch: True)
+            runtime.run_fault = failing(lambda booking: True)
             runtime.world.runner.is_lost = True
             signal.raise_signal(signal.SIGINT)
 
@@ -507,7 +507,7 @@ def test_failed_lines_wait_for_the_next_run(files: tuple[Path, Path]) -> None:
     """A pass fails after the signal: its lines are neither run again nor given errors."""
     runtime = SimulatedRuntime()
     at_pass(runtime, 12, signal.SIGINT)
-    runtime.launch_fault = failing(lambda batch: len(runtime.passes) > 13)
+    runtime.launch_fault = failing(lambda booking: len(runtime.passes) > 13)
     with pytest.raises(BatchInterrupted):
         run_batch(runtime, *files)
     assert not any(json.loads(record)["error"] for record in kept(files[1]).values())
@@ -550,7 +550,7 @@ def test_requests_that_wait_are_withdrawn_by_a_runtime_that_says_who_has_begun(f
         steps[0] += 1
         if steps[0] == 2:
             running: list[FakeRequest] = runtime.running
-            running[0].has_begun = running[1].has_begun = True
+            runtime.begun = running[:2]
             signal.raise_signal(signal.SIGTERM)
 
     runtime.on_step = on_step

@@ -515,27 +515,29 @@ def test_what_is_measured_is_what_the_engine_plans(
     """With the engine's own costs, for the card that the goals are of; kernels are left out."""
     asked: list[tuple[int, ...]] = []
 
-    class Watched(attention_planner.AttentionPlanner):
-        def plan_padded_decodes(self, rows: Any, seq_lens: Any, *shapes: Any) -> Any:
-            asked.append((len(rows), *set(seq_lens.tolist())))
-            return super().plan_padded_decodes(rows, seq_lens, *shapes)
+    planner = attention_planner.AttentionPlanner
+    plan = planner.plan_padded_decodes
 
-    monkeypatch.setattr(tree_bench, "AttentionPlanner", Watched)
+    def watched(self: Any, rows: Any, seq_lens: Any) -> Any:
+        asked.append((len(rows), *set(seq_lens.tolist())))
+        return plan(self, rows, seq_lens)
+
+    monkeypatch.setattr(planner, "plan_padded_decodes", watched)
     shape = tree_shape(*levels, attention=replace(SMALL, num_heads=32, num_kv_heads=8, dtype=torch.float16))
     (inputs,) = attention_inputs(shape.attention, CPU, 1, shape.tokens())
     with compiling_for(GPU(90, 132)):
-        plan = tree_bench.our_decode(inputs, shape, tree=True).plan
+        tree = tree_bench.our_decode(inputs, shape, tree=True).plan
         flat = tree_bench.our_decode(inputs, shape, tree=False).plan
-    assert plan is not None
+    assert tree is not None
     assert flat is not None
     assert set(asked) == {(shape.attention.batch, shape.attention.length)}
     if not shares:
-        assert replace(plan, seconds=0) == replace(flat, seconds=0) == PlanFigures(0, 1.0, 0)
+        assert replace(tree, seconds=0) == replace(flat, seconds=0) == PlanFigures(0, 1.0, 0)
         return
     assert flat.read_factor == pytest.approx(256 * 8320 / 40_960)
     # A tile of 128 is 32 requests times the heads of a group, so that eight read each segment.
-    assert plan.shared_items % 8 == 0
-    assert plan.read_factor == (8 * 8192 + 256 * 128) / shape.distinct
+    assert tree.shared_items % 8 == 0
+    assert tree.read_factor == (8 * 8192 + 256 * 128) / shape.distinct
 
 
 def tree_result(shape: str, tree: float, flat: float | None, machine: Machine = CARD) -> Result:

@@ -18,10 +18,10 @@ from radixrt.execution import kv_mover
 from radixrt.execution.executor import Executor
 from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.model_runner import ModelRunner
-from radixrt.schedule.request import RequestState
-from radixrt.schedule.scheduler import LOADED_CHUNKS
+from radixrt.schedule.answer import AnswerState
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
-from tests.support.simulation import Sizes, World, histories
+from tests.support.world.model import histories
+from tests.support.world.world import Sizes, World
 
 HERE = Namespace()
 
@@ -144,7 +144,7 @@ def test_a_launch_that_fails_with_transfers(started: int | None) -> None:
         there.runner.fail_transfer = started
     doomed = there.submit(A, 3)
     there.drain_requests()
-    assert doomed.finish_reason is FinishReason.ERROR
+    assert doomed.log.finish_reason is FinishReason.ERROR
     assert run(there, B, A, C) == [9, 9, 9]
     there.drain()
 
@@ -155,9 +155,10 @@ def test_a_pass_waits_for_a_bounded_number_of_tokens() -> None:
     first = [0] * 30
     run(there, first, [4] * 30)  # everything else has left
     requests = [there.submit(prompt, 1) for prompt in (A, B, C)]
-    assert LOADED_CHUNKS * 2 == 8
+    config = there.scheduler.config
+    assert config.max_loaded_chunks * config.chunked_prefill_size == 8
     there.step()  # nine are loaded for the first, and that is enough
-    assert [r.state is RequestState.WAITING for r in requests] == [False, True, True]
+    assert [r.state is AnswerState.WAITING for r in requests] == [False, True, True]
     there.drain()
     assert [r.usage().cached_tokens for r in requests] == [9, 9, 9]
 
@@ -189,7 +190,7 @@ def test_branches_and_answers_from_the_host() -> None:
     run(there, B, C, [4] * 12)
     there.fork(first, [[0], [1]], 3, n=2)
     there.drain()
-    assert all(r.finish_reason is FinishReason.LENGTH for r in there.requests)
+    assert all(r.log.finish_reason is FinishReason.LENGTH for r in there.answers)
     assert there.cache.stats().loaded_tokens > 0
 
 
@@ -200,7 +201,7 @@ def test_transfers_are_made_while_the_pass_before_is_computed() -> None:
     there.step()
     late = there.submit(A, 1)
     there.step()
-    assert late.state is RequestState.RUNNING
+    assert late.state is AnswerState.RUNNING
     assert there.runner.queue  # the pass before has not run
     while there.runner.transfers:
         there.runner.transfer_next()
@@ -211,7 +212,7 @@ def test_transfers_are_made_while_the_pass_before_is_computed() -> None:
     slots = there.cache.tree.slots_of(node)
     assert there.runner.kv[slots].tolist() == histories(HERE, A[: len(slots)])
     there.drain()
-    assert running.finish_reason is FinishReason.LENGTH
+    assert running.log.finish_reason is FinishReason.LENGTH
 
 
 # -- the Runtime -------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Who owns each slot: leases on real pools, all invariants recomputed from scratch after every step.
 
-Requests with a scheduler and a device are in tests/properties/test_simulation.py, the host tier in
+Requests with a scheduler and a device are in tests/properties/test_state_machine.py, the host tier in
 test_host_tier.py.
 """
 

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def test_ctrl_c_ends_a_long_prompt_between_its_passes(
         return launch(batch)
 
     monkeypatch.setattr(runner, "launch", interrupted)
-    monkeypatch.setattr(runtime._scheduler, "chunked_prefill_size", 2)
+    monkeypatch.setattr(runtime._scheduler, "config", replace(runtime._scheduler.config, chunked_prefill_size=2))
     out, err = typed("Tarek counts?", "Mira likes?")
     assert out[2:] == [
         "",

@@ -184,10 +184,14 @@ def test_a_stream_may_be_forgotten_wherever_a_thread_is(
         forgotten.close()  # as the garbage collector may, at any time
         return 0
 
+    def submitted(*_: Any, **__: Any) -> list[Any]:
+        forgotten.close()
+        return []
+
     def act() -> None:
         with monkeypatch.context() as patch:
             if place == "submit":
-                patch.setattr(builtin._driver._engine, "submit_all", collected)
+                patch.setattr(builtin._driver._engine, "submit_all", submitted)
                 builtin.submit()
             else:
                 patch.setattr(builtin._cache, "flush", collected)
@@ -223,9 +227,10 @@ def test_ctrl_c_while_requests_are_submitted(builtin: Runtime, monkeypatch: pyte
     engine, passes = builtin._driver._engine, builtin._cache.passes_launched
     submit_all = engine.submit_all
 
-    def interrupted(requests: Any, **options: Any) -> None:
-        submit_all(requests, **options)
+    def interrupted(requests: Any, **options: Any) -> Any:
+        answers = submit_all(requests, **options)
         signal.raise_signal(signal.SIGINT)
+        return answers
 
     monkeypatch.setattr(engine, "submit_all", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -23,7 +23,7 @@ from radixrt.batch.journal.run_folder import run_path
 from radixrt.cli import main
 from radixrt.execution.model_runner import ModelRunner
 from tests.support import failing_device
-from tests.support.simulation import World
+from tests.support.world.world import World
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
 PARAMS = SamplingParams(temperature=0, max_new_tokens=4)

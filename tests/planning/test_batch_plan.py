@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from radixrt.planning.cache_model import ModelledRun, model_run
 from radixrt.planning.rehearsal import Rehearsal, rehearse
 from radixrt.planning.token_store import TokenStore
 from radixrt.planning.work import QUICKEST, SLOWEST, expected_work
+from radixrt.schedule.answer import Answer
+from radixrt.schedule.policy import SchedulerConfig
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.workloads import token_statistics
@@ -186,13 +189,13 @@ def test_many_requests_are_never_objects_at_once(monkeypatch: pytest.MonkeyPatch
     waiting: list[int] = []
     submit_all = Scheduler.submit_all
 
-    def watched(self: Scheduler, requests: list[Request], **_: object) -> None:
-        submit_all(self, requests)
+    def watched(self: Scheduler, requests: list[Request], **_: object) -> list[Answer]:
+        answers = submit_all(self, requests)
         waiting.append(len(self.waiting))
+        return answers
 
     monkeypatch.setattr(Scheduler, "submit_all", watched)
-    monkeypatch.setattr(rehearsal, "RANKED", 10)
-    monkeypatch.setattr("radixrt.schedule.policy.RANKED", 10)
+    monkeypatch.setattr(rehearsal, "SchedulerConfig", partial(SchedulerConfig, max_ranked=10))
     limits = RunLimits(3000, max_running_requests=8, chunked_prefill_size=64)
     all_at_once = real_run(plan, limits)
     monkeypatch.setattr(rehearsal, "SUBMITTED_AT_ONCE", 50)
@@ -235,7 +238,7 @@ def test_what_others_that_wait_need_stays(monkeypatch: pytest.MonkeyPatch) -> No
 
     def retracting(self: Scheduler) -> object:
         batch = next_pass(self)
-        first = next((r for r in self.running if r.index == 0), None)
+        first = next((one for one in self.running if one.request.index == 0), None)
         if first is not None and first.num_output == 2 and not retracted:
             self.retract(first)
             self.max_running_requests = 1  # it waits until the other one has ended

@@ -1,7 +1,7 @@
 """Seeded faults in the real code, each of which the simulation must find, by the invariant that it breaks.
 
 A fault is found when a random walk raises the violation that is named, or when the code itself refuses what the
-fault makes it do (a slot freed twice). Without a fault the same walks find nothing: see test_simulation.py.
+fault makes it do (a slot freed twice). Without a fault the same walks find nothing: see test_state_machine.py.
 """
 
 from __future__ import annotations
@@ -33,14 +33,20 @@ from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSe
 from radixrt.execution.packed_pass import PackedPass
 from radixrt.execution.pass_builder import PassBuilder
 from radixrt.output import FinishReason
-from radixrt.schedule import scheduler as scheduling
+from radixrt.schedule.answer import Answer, AnswerState
+from radixrt.schedule.booking import Bookkeeper
 from radixrt.schedule.passes import Pass, PassResult
-from radixrt.schedule.policy import SchedulePolicy
-from radixrt.schedule.progress import Progress
-from radixrt.schedule.request import Request, RequestState
+from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
+from radixrt.schedule.request import Request
+from radixrt.schedule.request_table import Parked, RequestTable, TableRow
+from radixrt.schedule.roster import Roster
+from radixrt.schedule.sampling_table import SamplingTable
 from radixrt.schedule.scheduler import Scheduler
 from tests.support.planned_reads import PlannedWorld
-from tests.support.simulation import SimulatedPass, SimulatedRunner, Sizes, Violation, Walk, World
+from tests.support.world.invariants import Violation
+from tests.support.world.runner import SimulatedPass, SimulatedRunner
+from tests.support.world.walk import Walk
+from tests.support.world.world import Sizes, World
 from triton_ops.attention.plan import AttentionPlan, SharedItems
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -59,6 +65,9 @@ TIERED_SIZES = [
     replace(SIZES, num_slots=44, host_slots=150, chunk=16),
     replace(SIZES, num_slots=44, host_slots=24),
 ]
+
+
+DRAFT_SIZES = [replace(one, drafts=True, lag=0) for one in ALL_SIZES]
 
 
 @dataclass(frozen=True)
@@ -187,14 +196,14 @@ def look_for_leaders_at_the_match_alone(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("6:")
 def commit_what_is_only_launched(patch: pytest.MonkeyPatch) -> None:
-    let_go, computed = Scheduler._let_go, Request.computed
+    release, computed_len = Roster.release, TableRow.computed_len
 
-    def hasty(self: Scheduler, request: Request, keep: int | None = None) -> None:
-        patch.setattr(Request, "computed", property(lambda self: min(self.launched, self.num_known)))
-        let_go(self, request, keep)
-        patch.setattr(Request, "computed", computed)
+    def hasty(self: Roster, answer: Answer, reusable_len: int | None = None) -> None:
+        patch.setattr(TableRow, "computed_len", property(lambda self: min(self.allocated_len, self.known_len)))
+        release(self, answer, reusable_len)
+        patch.setattr(TableRow, "computed_len", computed_len)
 
-    patch.setattr(Scheduler, "_let_go", hasty)
+    patch.setattr(Roster, "release", hasty)
 
 
 @mutant("6:", "7:", "12:")
@@ -278,14 +287,12 @@ def ignore_the_namespace(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("12:")
 def lose_a_retracted_request_s_last_token(patch: pytest.MonkeyPatch) -> None:
-    book = Scheduler._book_token
+    append = Answer.append
 
-    def lossy(self: Scheduler, request: Request, token_id: int) -> None:
-        if request.state is RequestState.WAITING:
-            token_id = (token_id + 1) % 5
-        book(self, request, token_id)
+    def lossy(self: Answer, token_id: int) -> None:
+        append(self, (token_id + 1) % 5 if self.state is AnswerState.WAITING else token_id)
 
-    patch.setattr(Scheduler, "_book_token", lossy)
+    patch.setattr(Answer, "append", lossy)
 
 
 @mutant("rows:", "7:", "5:", first=2)
@@ -319,19 +326,18 @@ def lose_a_change(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("13:")
 def count_a_hit_again_after_a_retraction(patch: pytest.MonkeyPatch) -> None:
-    retract = Scheduler.retract
+    retract = Roster.retract
 
-    def inflating(self: Scheduler, request: Request) -> None:
-        retract(self, request)
-        request.cached_tokens = None
+    def inflating(self: Roster, answer: Answer) -> None:
+        retract(self, answer)
+        answer.log.cached_tokens = None
 
-    patch.setattr(Scheduler, "retract", inflating)
+    patch.setattr(Roster, "retract", inflating)
 
 
 @mutant("11:")
 def never_overdue(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduling, "is_overdue", lambda request: False)
-    patch.setattr("radixrt.schedule.policy.is_overdue", lambda request: False)
+    patch.setattr(SchedulerConfig, "is_overdue", lambda self, oldest: False)
 
 
 @mutant("3:", "6:", "4:", "5:", "unlocking")
@@ -377,162 +383,165 @@ def take_other_weights_while_requests_run(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("2:", "5:", "7:", "cannot allocate -", first=2)
 def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
-    admit = Scheduler._admit
+    admit = Roster.admit
 
-    def shared(self: Scheduler, request: Request, lease: Lease) -> None:
-        if request.parent is not None and request.parent.lease is not None:
-            lease.row = request.parent.lease.row
-        admit(self, request, lease)
+    def shared(self: Roster, answer: Answer, lease: Lease) -> None:
+        if answer.parent is not None and answer.parent.lease is not None:
+            lease.row = answer.parent.lease.row
+        admit(self, answer, lease)
 
-    patch.setattr(Scheduler, "_admit", shared)
+    patch.setattr(Roster, "admit", shared)
 
 
 @mutant("8:", first=5)
 def abort_one_answer_and_not_the_others(patch: pytest.MonkeyPatch) -> None:
-    def alone(self: Engine, request: Request) -> None:
-        self.scheduler.abort(request)
+    def alone(self: Engine, answer: Answer) -> None:
+        self.scheduler.abort(answer)
 
     patch.setattr(Engine, "abort", alone)
 
 
 @mutant("8:", first=7)
 def abort_an_answer_and_keep_what_it_holds(patch: pytest.MonkeyPatch) -> None:
-    end, let_go = Scheduler._end, Scheduler._let_go
+    finish, release = Bookkeeper.finish, Roster.release
 
-    def forgetful(self: Scheduler, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        keeps = reason is FinishReason.ABORT and request.parent is not None
-        patch.setattr(Scheduler, "_let_go", (lambda *_: None) if keeps else let_go)
-        end(self, request, reason, error)
-        patch.setattr(Scheduler, "_let_go", let_go)
+    def forgetful(self: Bookkeeper, answer: Answer, reason: FinishReason, error: str | None = None) -> None:
+        keeps = reason is FinishReason.ABORT and answer.parent is not None
+        patch.setattr(Roster, "release", (lambda *_: None) if keeps else release)
+        finish(self, answer, reason, error)
+        patch.setattr(Roster, "release", release)
 
-    patch.setattr(Scheduler, "_end", forgetful)
+    patch.setattr(Bookkeeper, "finish", forgetful)
 
 
 @mutant("10:")
 def sample_all_first_tokens_in_one_pass(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_limit_samples", lambda self, pieces, num_decodes: pieces)
+    patch.setattr(Scheduler, "_limit_samples", lambda self, chunks, num_decodes: chunks)
 
 
 @mutant("12:")
 def draw_all_answers_as_the_same_sample(patch: pytest.MonkeyPatch) -> None:
-    fork = Request.fork
-    patch.setattr(Request, "fork", lambda self, sample_index: fork(self, 1))
+    fork = Answer.fork
+    patch.setattr(Answer, "fork", lambda self, sample_index: fork(self, 1))
 
 
 @mutant("13:")
 def find_in_the_cache_what_is_to_be_scored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Request, "match_limit", property(lambda self: self.num_known - 1))
+    patch.setattr(Answer, "match_limit", property(lambda self: self.progress.known_len - 1))
 
 
-# -- the numbers of running requests ------------------------------------------------------------------------
+# -- the numbers of running answers ------------------------------------------------------------------------
+# -- the numbers of running answers ------------------------------------------------------------------------
 
 
 @mutant("12:")
 def overlook_what_is_special(patch: pytest.MonkeyPatch) -> None:
     """Requests with many stop tokens are booked like all others."""
-    begin = Progress.begin
+    begin = RequestTable.begin
 
-    def alike(self: Progress, row: int, tokens: np.ndarray, **numbers: Any) -> None:
-        begin(self, row, tokens, **numbers)
-        self.is_special[row] &= numbers["wants_logprobs"]
+    def alike(self: RequestTable, row: int, request: Request, tokens: np.ndarray) -> TableRow:
+        begun = begin(self, row, request, tokens)
+        self.is_special[row] &= self.wants_logprobs[row]
+        return begun
 
-    patch.setattr(Progress, "begin", alike)
+    patch.setattr(RequestTable, "begin", alike)
 
 
 @mutant("12:")
 def forget_the_stops_of_running_requests(patch: pytest.MonkeyPatch) -> None:
-    append = Progress.append
+    append = RequestTable.append
 
-    def deaf(self: Progress, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    def deaf(self: RequestTable, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         append(self, rows, token_ids)
-        return self.known[rows] >= self.limit[rows]
+        return self.known_lens[rows] >= self.max_lens[rows]
 
-    patch.setattr(Progress, "append", deaf)
+    patch.setattr(RequestTable, "append", deaf)
 
 
 @mutant("12:", "6:", "7:")
 def leave_tokens_in_a_row_that_others_get(patch: pytest.MonkeyPatch) -> None:
-    """What a request keeps when it ceases to run is still a view of its line."""
+    """What an answer takes along when it stops running is still a view of its row."""
+    end = TableRow.end
 
-    def view(self: Progress, row: int) -> np.ndarray:
-        self.runs[row] = False
-        return self.tokens[row, : self.known[row]]
+    def view(self: TableRow) -> Parked:
+        tokens = self.tokens()
+        return Parked(tokens, end(self).total_len)
 
-    patch.setattr(Progress, "end", view)
+    patch.setattr(TableRow, "end", view)
 
 
 @mutant("8:", "12:", "13:", "list index")
 def book_for_a_row_that_was_let_go(patch: pytest.MonkeyPatch) -> None:
-    """A retracted request's last token goes to the line that it had."""
-    end = Progress.end
+    """A retracted answer's last token goes to the row that it had."""
+    release = Roster.release
 
-    def careless(self: Progress, row: int) -> np.ndarray:
-        tokens = end(self, row)
-        self.runs[row] = True
-        return tokens
+    def careless(self: Roster, answer: Answer, reusable_len: int | None = None) -> None:
+        row = answer.lease.row
+        release(self, answer, reusable_len)
+        self.table.runs[row] = True
 
-    patch.setattr(Progress, "end", careless)
+    patch.setattr(Roster, "release", careless)
 
 
 @mutant("8:")
 def decode_whoever_decoded_before(patch: pytest.MonkeyPatch) -> None:
-    """That a request was let go is not noticed."""
-    let_go = Scheduler._let_go
+    """That an answer was released is not noticed."""
+    release = Roster.release
 
-    def unnoticed(self: Scheduler, request: Request, keep: int | None = None) -> None:
-        was_current = self._is_current
-        let_go(self, request, keep)
-        self._is_current = was_current
+    def unnoticed(self: Roster, answer: Answer, reusable_len: int | None = None) -> None:
+        changes = self.changes
+        release(self, answer, reusable_len)
+        self.changes = changes
 
-    patch.setattr(Scheduler, "_let_go", unnoticed)
+    patch.setattr(Roster, "release", unnoticed)
 
 
 @mutant("8: nothing")
 def decode_beyond_the_last_token(patch: pytest.MonkeyPatch) -> None:
-    """Who has launched all that it may is not noticed."""
-    look = Scheduler._look_who_decodes
+    """That an answer has launched its last token is not noticed."""
+    group = Scheduler._group
 
     def rarely(self: Scheduler) -> None:
-        self._decodes_last += bool(self._decodes)
-        look(self)
+        self._passes_left += bool(self._decodes)
+        group(self)
 
-    patch.setattr(Scheduler, "_look_who_decodes", rarely)
+    patch.setattr(Scheduler, "_group", rarely)
 
 
 @mutant("6:", "7:", "8:", "12:", "13:")
 def come_back_while_a_token_is_in_flight(patch: pytest.MonkeyPatch) -> None:
-    retract = Scheduler.retract
+    retract = Roster.retract
 
-    def at_once(self: Scheduler, request: Request) -> None:
-        retract(self, request)
-        request.let_go_at = 0
+    def at_once(self: Roster, answer: Answer) -> None:
+        retract(self, answer)
+        answer.resumable_after = 0
 
-    patch.setattr(Scheduler, "retract", at_once)
+    patch.setattr(Roster, "retract", at_once)
 
 
 @mutant("13:", "index")
 def count_log_probabilities_of_those_who_want_none(patch: pytest.MonkeyPatch) -> None:
-    begin = Progress.begin
+    begin = RequestTable.begin
 
-    def generous(self: Progress, row: int, tokens: np.ndarray, **numbers: Any) -> None:
-        begin(self, row, tokens, **numbers)
+    def generous(self: RequestTable, row: int, request: Request, tokens: np.ndarray) -> TableRow:
+        begun = begin(self, row, request, tokens)
         self.wants_logprobs[row] = True
+        return begun
 
-    patch.setattr(Progress, "begin", generous)
-
-
-@mutant("8: a pass tells")
-def tell_of_nobody_who_comes(patch: pytest.MonkeyPatch) -> None:
-    batch = Scheduler._batch
-    patch.setattr(Scheduler, "_batch", lambda *arguments: replace(batch(*arguments), admitted=()))
+    patch.setattr(RequestTable, "begin", generous)
 
 
-@mutant("6: what a request")
+@mutant("8: a token is drawn")
+def draw_with_the_parameters_of_who_had_the_row_before(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SamplingTable, "admit", lambda *_: None)
+
+
+@mutant("6: what an answer")
 def expect_what_was_there(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PendingMatch, "_is_current", lambda self: True)
 
 
-@mutant("6: what a request")
+@mutant("6: what an answer")
 def keep_the_edge_of_what_left_the_tree(patch: pytest.MonkeyPatch) -> None:
     evict = RadixTree.evict
 
@@ -547,11 +556,26 @@ def keep_the_edge_of_what_left_the_tree(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "evict", silent)
 
 
-@mutant("6: what a request", "10:", first=2)
+@mutant("6: what an answer", "10:", first=2)
 def wait_for_who_has_gone_on(patch: pytest.MonkeyPatch) -> None:
     """That a leader has come further is not noticed."""
     has_leader = PendingMatch.has_leader
     patch.setattr(PendingMatch, "has_leader", lambda self: self._leader is not None or has_leader(self))
+
+
+@mutant("8:", sizes=DRAFT_SIZES)
+def keep_the_positions_of_wrong_drafts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "truncate", lambda *_: None)
+
+
+@mutant("7:", "8:", "12:", sizes=DRAFT_SIZES)
+def take_what_follows_a_wrong_draft(patch: pytest.MonkeyPatch) -> None:
+    collect = SimulatedRunner.collect
+
+    def credulous(self: SimulatedRunner, handle: SimulatedPass) -> PassResult:
+        return replace(collect(self, handle), accepted=handle.booking.pass_.num_samples)
+
+    patch.setattr(SimulatedRunner, "collect", credulous)
 
 
 # -- two tiers ---------------------------------------------------------------------------------------------
@@ -770,13 +794,13 @@ def flush_the_device_alone(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("13:", sizes=TIERED_SIZES)
 def count_as_computed_what_was_loaded(patch: pytest.MonkeyPatch) -> None:
-    admit = Scheduler._admit
+    admit = Roster.admit
 
-    def ignorant(self: Scheduler, request: Request, lease: Lease) -> None:
-        admit(self, request, lease)
+    def ignorant(self: Roster, answer: Answer, lease: Lease) -> None:
+        admit(self, answer, lease)
         lease.matched -= lease.loaded
 
-    patch.setattr(Scheduler, "_admit", ignorant)
+    patch.setattr(Roster, "admit", ignorant)
 
 
 # -- what plans read for several ---------------------------------------------------------------------------
@@ -837,7 +861,7 @@ def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("17: each position", "17: a plan is of", world=PlannedWorld)
 def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
-    def stunted(self: PassPlans, seq_lens: np.ndarray) -> None:
+    def stunted(self: PassPlans[Any], seq_lens: np.ndarray) -> None:
         for plan in self.decode.values():
             plan.seq_lens[: len(seq_lens)] = seq_lens
 

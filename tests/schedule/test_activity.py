@@ -23,10 +23,15 @@ from radixrt.engine.engine import Engine
 from radixrt.execution import pass_timer
 from radixrt.execution.pass_timer import PassTimer
 from radixrt.sampling_params import SamplingParams as Params
+from radixrt.schedule.answer import Answer
+from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import Pass, PassResult
+from radixrt.schedule.policy import SchedulerConfig
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
-from tests.support.simulation import SimulatedPass, Sizes, Walk, World, random_sizes
+from tests.support.world.runner import SimulatedPass
+from tests.support.world.walk import Walk, random_sizes
+from tests.support.world.world import Sizes, World
 
 COUNTS = ("passes", "extend_passes", "extended_tokens", "decoded_tokens")
 
@@ -49,9 +54,12 @@ class Recorder:
         world.runner.collect = self.collect  # type: ignore[method-assign]
 
     def launch(self, batch: Pass) -> SimulatedPass:
-        new = zip(batch.requests, batch.prefix_lens.tolist(), batch.seq_lens.tolist(), strict=True)
-        self._extended[id(batch)] = sum(end - start for request, start, end in new if start < request.extend_end)
-        return self._launch(batch)
+        handle = self._launch(batch)
+        new = zip(handle.booking.answers, batch.prefix_lens.tolist(), batch.seq_lens.tolist(), strict=True)
+        self._extended[id(batch)] = sum(
+            end - start for request, start, end in new if start < request.progress.extend_len
+        )
+        return handle
 
     def collect(self, handle: SimulatedPass) -> PassResult:
         extended = self._extended.pop(id(handle.batch))
@@ -91,7 +99,7 @@ def test_counts_add_up_over_a_run() -> None:
     assert activity.passes == world.cache.passes_launched
     assert cache.cached_tokens
     assert activity.extended_tokens == cache.prompt_tokens - cache.cached_tokens
-    assert activity.decoded_tokens == sum(request.num_output for request in world.requests)
+    assert activity.decoded_tokens == sum(request.num_output for request in world.answers)
 
 
 def test_a_cached_prompt_that_computes_one_token_extends() -> None:
@@ -151,11 +159,11 @@ class ClockedRunner:
     def collect(self, handle: object) -> PassResult:
         assert isinstance(handle, Pass)
         self._clock.now += WAITING
-        tokens, finite = np.zeros(int(handle.num_samples.sum()), np.int32), np.ones(len(handle.requests), bool)
+        tokens, finite = np.zeros(int(handle.num_samples.sum()), np.int32), np.ones(handle.num_rows, bool)
         if not self._measured:
-            return PassResult(tokens, finite)
+            return PassResult(tokens, handle.num_samples, finite)
         seconds = PREFILL if handle.prefix_lens[0] < 7 else DECODE
-        return PassResult(tokens, finite, seconds=seconds, launch_seconds=LAUNCHING)
+        return PassResult(tokens, handle.num_samples, finite, seconds=seconds, launch_seconds=LAUNCHING)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -164,22 +172,22 @@ def test_seconds(monkeypatch: pytest.MonkeyPatch, measured: bool, lag: int) -> N
     """A prompt of 7 tokens in chunks of 3, then 4 decodes; planning and booking move the clock, too."""
     clock = Clock()
     cache = PrefixCache(ReqToTokenPool(4, 32), SlotAllocator(33))
-    scheduler = Scheduler(cache, max_running_requests=2, chunked_prefill_size=3)
-    plan, process = scheduler._plan, scheduler.process
+    scheduler = Scheduler(cache, SchedulerConfig(max_running_requests=2, chunked_prefill_size=3))
+    plan, process = scheduler.next_pass, scheduler.process
 
-    def slow_plan() -> Pass | None:
+    def slow_plan() -> Booking | None:
         batch = plan()
         clock.now += PLANNING if batch is not None else 0.0
         return batch
 
-    def slow_process(batch: Pass, result: PassResult) -> list[Request]:
+    def slow_process(booking: Booking, result: PassResult) -> list[Answer]:
         clock.now += BOOKING
-        return process(batch, result)
+        return process(booking, result)
 
-    monkeypatch.setattr(scheduler, "_plan", slow_plan)
+    monkeypatch.setattr(scheduler, "next_pass", slow_plan)
     monkeypatch.setattr(scheduler, "process", slow_process)
     engine = Engine(scheduler, ClockedRunner(clock, measured), lag=lag, clock=clock)
-    engine.submit(Request(0, np.arange(7, dtype=np.int32), Params(), max_new_tokens=5, seed=0))
+    engine.submit_all([Request(0, np.arange(7, dtype=np.int32), Params(), max_new_tokens=5, seed=0)])
     began = clock.now
     while engine.has_work:
         clock.now += 1024.0  # what the caller does is nobody's
@@ -329,11 +337,10 @@ def test_who_runs_and_who_waits() -> None:
         requests = [runtime.prepare(QUESTION.format(i), params, index=i) for i in range(9)]
         runtime.submit(*requests)
         assert (runtime.num_running, runtime.num_waiting) == (0, 9)
-        most = 0
+        most = ended = 0
         while runtime.has_work:
-            runtime.step()
+            ended += len(runtime.step())
             most = max(most, runtime.num_running)
-            ended = sum(request.finished for request in requests)
             assert runtime.num_running + runtime.num_waiting + ended == 9
         assert most == 4
 

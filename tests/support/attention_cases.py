@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixrt.execution.attention.flat import KernelShape, plan_extends
+from radixrt.execution.attention.flat import KernelShape
 from triton_ops.attention.extend import Extends
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array, SharedItems, SharingPlan
 from triton_ops.attention.shared import shared_rows
@@ -242,11 +242,11 @@ def shared_plan(case: Case, *tree: Any, **options: Any) -> AttentionPlan:
 
 
 def extend_plan(case: Case, prefix_lens: Int32Array, group: int, **options: Any) -> ExtendPlan[Int32Array]:
-    """`plan_extends` of requests that each extend what is after their prefix."""
+    """The host plan of requests that each extend what is after their prefix."""
     counts = case.seq_lens.numpy(force=True) - prefix_lens
     num_kv_heads, head_dim = case.k_buffer.shape[1:]
-    return plan_extends(
-        KernelShape(gpu_of(case.rows.device), group * num_kv_heads, num_kv_heads, head_dim, case.dtype),
+    gpu = gpu_of(case.rows.device)
+    return KernelShape(gpu, group * num_kv_heads, num_kv_heads, head_dim, case.dtype).plan_extends(
         prefix_lens,
         np.cumsum(counts, dtype=np.int32) - counts,
         counts,

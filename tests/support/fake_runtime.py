@@ -28,7 +28,6 @@ class FakeRequest:
     prompt_ids: npt.NDArray[np.int32]
     params: SamplingParams
     keep: int | None = None
-    has_begun: bool = False
 
     @property
     def id(self) -> int:
@@ -54,6 +53,7 @@ class FakeRuntime:
         self.failing: set[int] = set()  # indices of requests whose run fails
         self.running: list[FakeRequest] = []
         self.aborted: list[FakeRequest] = []
+        self.begun: list[FakeRequest] = []
         self.tokenizer: Tokenizer | None = None
         self.seed = 0
         self.limits = RunLimits(pool_tokens=100_000)
@@ -130,6 +130,9 @@ class FakeRuntime:
 
     def abort(self, request: FakeRequest) -> None:
         self.aborted.append(request)
+
+    def has_begun(self, request: FakeRequest) -> bool:
+        return request in self.begun
 
     def step(self) -> list[RequestOutput]:
         self.on_step()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixrt.execution.attention.flat import KernelShape, decode_item_len, plan_extends
+from radixrt.execution.attention.flat import KernelShape
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
@@ -171,15 +171,13 @@ def _extend(shape: AttentionShape, shares: bool = False) -> None:
     prefix, num_tokens = np.full_like(counts, shape.prefix), shape.batch * shape.extend
     starts = np.arange(shape.batch, dtype=np.int32) * shape.extend
     shared = {"tail_starts": prefix, "shared": _all_share(shape, num_tokens)} if shares else {}
-    device = torch.get_default_device()
-    kernel_shape = KernelShape(gpu_of(device), 8 * shape.group, 8, head_dim=shape.head_dim, dtype=shape.dtype)
     window = shape.scoring().window
-    plan = plan_extends(kernel_shape, prefix, starts, counts, sliding_window=window, **shared).to(device)
+    plan = _kernel_shape(shape).plan_extends(prefix, starts, counts, sliding_window=window, **shared)
     packed = torch.empty(num_tokens, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)
     q, k, v = packed.split([8 * shape.group, 8, 8], dim=1)
     rows = np.arange(shape.batch, dtype=np.int32)
     extends = Extends(*map(torch.from_numpy, (rows, prefix, starts, counts)))
-    extend_attention(q, k, v, shape.kv(), extends, plan, shape.scoring(), impl="triton")
+    extend_attention(q, k, v, shape.kv(), extends, plan.to(q.device), shape.scoring(), impl="triton")
 
 
 def _decode_cases() -> Iterator[KernelCase]:
@@ -197,10 +195,14 @@ def _decode(shape: AttentionShape) -> None:
     plan = AttentionPlan.flat(
         range(shape.batch),
         seq_lens,
-        max_item_len=decode_item_len(gpu_of(q.device), 8, np.array(seq_lens, np.int32)),
+        max_item_len=_kernel_shape(shape).decode_item_len(np.array(seq_lens, np.int32)),
         sliding_window=scoring.window,
     )
     decode_attention(q, shape.kv(), plan.to(q.device), scoring, impl="triton")
+
+
+def _kernel_shape(shape: AttentionShape) -> KernelShape:
+    return KernelShape(gpu_of(torch.get_default_device()), 8 * shape.group, 8, shape.head_dim, shape.dtype)
 
 
 def _tree_cases() -> Iterator[KernelCase]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +22,8 @@ from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.graphs.ladder import PassShape
 from radixrt.execution.pass_builder import PassBuilder
 from radixrt.schedule.passes import Pass
-from tests.support.simulation import World, require
+from tests.support.world.invariants import require
+from tests.support.world.world import World
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array, SharingPlan
 from triton_ops.implementation import GPU
 
@@ -39,16 +41,9 @@ Reads = list[tuple[int, int, int, int]]  # of a row: line, first position, end, 
 
 def tiny_planner(table: Int32Array, tuning: PlanTuning = TUNING, num_programs: int = 1) -> AttentionPlanner:
     """With two programs segments are cut, unless they are of a token; with one, each is an item."""
-    sharing = SharedSegments(
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=16,
-        kv_bytes=2,
-        num_programs=num_programs,
-        rows_at_once=ROWS_AT_ONCE,
-        tuning=tuning,
-    )
     shape = KernelShape(TINY, num_heads=8, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    tuning = replace(tuning, shared_programs_per_sm=num_programs)
+    sharing = SharedSegments(replace(shape, num_kv_heads=1), 2, ROWS_AT_ONCE, tuning)
     return AttentionPlanner(shape, (None,), table, tuning, sharing)
 
 
@@ -113,7 +108,7 @@ class PlannedReads:
             require("17: padding reads nothing", not any(start < stop for _, start, stop, _ in own), own)
         return out
 
-    def _planned(self, batch: Pass) -> tuple[Arrays, PassPlans]:
+    def _planned(self, batch: Pass) -> tuple[Arrays, PassPlans[Int32Array]]:
         """The host arrays of a pass, and the plans. All decodes are padded, and every other pass with extends."""
         shape: PassShape | None = None
         if not batch.num_extends:

@@ -15,10 +15,12 @@ from radixrt.cache.prefix_cache import CacheStats, PrefixCache
 from radixrt.engine.driver import Call, Driver
 from radixrt.engine.engine import Engine
 from radixrt.limits import RunLimits
-from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, Usage
+from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
+from radixrt.schedule.answer import Answer
 from radixrt.schedule.passes import Pass, PassResult
+from radixrt.schedule.policy import SchedulerConfig
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.tokenizer import Tokenizer
@@ -37,7 +39,8 @@ class Watchable:
     def limits(self) -> RunLimits:
         scheduler = self.scheduler
         capacity = scheduler.cache.slots.capacity
-        return RunLimits(capacity, scheduler.max_running_requests, scheduler.chunked_prefill_size)
+        config = scheduler.config
+        return RunLimits(capacity, config.max_running_requests, config.chunked_prefill_size)
 
     @property
     def num_running(self) -> int:
@@ -60,11 +63,7 @@ class ScheduledRuntime(Watchable):
     def __init__(self, *, pool_tokens: int, context_length: int, max_running_requests: int = 512) -> None:
         rows = max_running_requests + max_running_requests // 2 + 1
         self.cache = PrefixCache(ReqToTokenPool(rows, context_length), SlotAllocator(pool_tokens + 1))
-        self.scheduler = Scheduler(
-            self.cache,
-            max_running_requests=max_running_requests,
-            chunked_prefill_size=16_384,
-        )
+        self.scheduler = Scheduler(self.cache, SchedulerConfig(max_running_requests, 16_384))
         self.engine = Engine(self.scheduler, _NoModel())
         self._driver = Driver(self.engine, _output)
         self._call = Call()
@@ -96,7 +95,7 @@ class ScheduledRuntime(Watchable):
             params=params,
             max_new_tokens=params.max_new_tokens,
             seed=0,
-            keep=keep,
+            reusable_len=keep,
         )
 
     def submit(self, *requests: Request, in_order: bool = False) -> None:
@@ -110,6 +109,9 @@ class ScheduledRuntime(Watchable):
 
     def abort(self, request: Request) -> None:
         self._driver.abort(request.id)
+
+    def has_begun(self, request: Request) -> bool:
+        return self._driver.has_begun(request.id)
 
 
 class _NoModel:
@@ -125,11 +127,11 @@ class _NoModel:
     def collect(self, handle: object) -> PassResult:
         assert isinstance(handle, Pass)
         tokens = np.full(int(handle.num_samples.sum()), TOKEN, dtype=np.int32)
-        return PassResult(tokens, np.ones(len(handle.requests), dtype=bool))
+        return PassResult(tokens, handle.num_samples, np.ones(handle.num_rows, dtype=bool))
 
 
-def _output(request: Request) -> RequestOutput:
-    cached, prompt_tokens = request.cached_tokens or 0, request.prompt_len
-    answer = CompletionOutput(0, "x" * request.num_output, (TOKEN,) * request.num_output, FinishReason.LENGTH)
-    usage = Usage(prompt_tokens, cached, prompt_tokens - cached, request.num_output, request.recomputed_tokens)
-    return RequestOutput(request.index, request.id, (answer,), usage, Timings(0.0, 0.0, 0.0), request.prompt_ids)
+def _output(answer: Answer) -> RequestOutput:
+    request, num_output = answer.request, answer.num_output
+    completion = CompletionOutput(0, "x" * num_output, (TOKEN,) * num_output, FinishReason.LENGTH)
+    timings = Timings(0.0, 0.0, 0.0)
+    return RequestOutput(request.index, request.id, (completion,), answer.usage(), timings, request.prompt_ids)

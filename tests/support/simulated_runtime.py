@@ -11,36 +11,39 @@ from radixrt.engine.driver import Call, Driver
 from radixrt.errors import PromptError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput
 from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.answer import Answer
+from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request, TextStop
 from tests.support.scheduled_runtime import Watchable
-from tests.support.simulation import VOCAB, CheckedEngine, Sizes, World, continuation
+from tests.support.world.model import VOCAB, continuation
+from tests.support.world.world import CheckedEngine, Sizes, World
 
 SIZES = Sizes(num_slots=600, num_rows=13, context_len=40, max_running=8, max_samples=16, chunk=64)
 CAPTION = "tokens "  # of an answer's text
 
-PassFault = Callable[[Pass], Exception | None]
+PassFault = Callable[[Booking], Exception | None]
 
 
 class _SubmittingEngine(CheckedEngine):
     """All that a driver asks of an engine."""
 
-    def step(self) -> list[Request]:
+    def step(self) -> list[Answer]:
         return self.world.step()  # without a check of everything: `World.check_drained` comes at the end
 
     @property
     def is_cut(self) -> bool:
         return self.world.engine.is_cut
 
-    def submit_all(self, requests: Sequence[Request], *, in_order: bool = False) -> None:
-        self.world.submit_all(requests, in_order=in_order)
+    def submit_all(self, requests: Sequence[Request], *, in_order: bool = False) -> list[Answer]:
+        return self.world.submit_all(requests, in_order=in_order)
 
-    def abort(self, request: Request) -> None:
-        self.world.abort(request)
+    def abort(self, answer: Answer) -> None:
+        self.world.abort(answer)
 
 
 class SimulatedRuntime(Watchable):
-    """What a batch asks of a Runtime. Prompts are token ids below `simulation.VOCAB`.
+    """What a batch asks of a Runtime. Prompts are token ids below `VOCAB`.
 
     Attributes:
         launch_fault, run_fault: what a pass raises when it is launched, or when it is collected, if anything.
@@ -54,8 +57,8 @@ class SimulatedRuntime(Watchable):
         self.world = World(sizes)
         self.scheduler, self.engine = self.world.scheduler, self.world.engine
         self.driver = Driver(_SubmittingEngine(self.world), self._output)  # type: ignore[arg-type]
-        self.launch_fault: PassFault = lambda batch: None
-        self.run_fault: PassFault = lambda batch: None
+        self.launch_fault: PassFault = lambda booking: None
+        self.run_fault: PassFault = lambda booking: None
         self.text_fault: Callable[[int], Exception | None] = lambda index: None
         self.make_text_stop: Callable[[int], TextStop | None] = lambda index: None
         self.on_step: Callable[[], None] = lambda: None
@@ -98,7 +101,7 @@ class SimulatedRuntime(Watchable):
             seed=0,
             make_text_stop=None if text_stop is None else lambda: text_stop,
             id=self._ids,
-            keep=keep,
+            reusable_len=keep,
         )
 
     def submit(self, *requests: Request, in_order: bool = False) -> None:
@@ -114,14 +117,20 @@ class SimulatedRuntime(Watchable):
     def abort(self, request: Request) -> bool:
         return self.driver.abort(request.id)
 
+    def has_begun(self, request: Request) -> bool:
+        return self.driver.has_begun(request.id)
+
     def _watched_launch(self, batch: Pass) -> object:
-        self.passes.append([request.index for request in batch.requests])
-        for _, request in batch.admitted:
-            self.begun[request.index] = self.begun.get(request.index, 0) + 1
-        if (error := self.launch_fault(batch)) is not None:
+        booking = self.world.runner.booking
+        assert booking is not None
+        self.passes.append([answer.request.index for answer in booking.answers])
+        for answer in self.world.runner.newcomers:
+            index = answer.request.index
+            self.begun[index] = self.begun.get(index, 0) + 1
+        if (error := self.launch_fault(booking)) is not None:
             raise error
         handle = self._launch(batch)
-        if (error := self.run_fault(batch)) is not None:
+        if (error := self.run_fault(booking)) is not None:
             self._faults[id(handle)] = error
         return handle
 
@@ -131,27 +140,27 @@ class SimulatedRuntime(Watchable):
             raise error
         return result
 
-    def _output(self, first: Request) -> RequestOutput:
-        if (error := self.text_fault(first.index)) is not None:
+    def _output(self, first: Answer) -> RequestOutput:
+        if (error := self.text_fault(first.request.index)) is not None:
             raise error
         answers = [
             CompletionOutput(
                 index=answer.sample_index,
                 text=f"{CAPTION}{answer.output_ids().tolist()}",
                 token_ids=tuple(answer.output_ids().tolist()),
-                finish_reason=answer.finish_reason or FinishReason.ERROR,
-                error=answer.error,
+                finish_reason=answer.log.finish_reason or FinishReason.ERROR,
+                error=answer.log.error,
             )
             for answer in first.family
         ]
         return RequestOutput(
-            index=first.index,
-            id=first.id,
+            index=first.request.index,
+            id=first.request.id,
             outputs=tuple(answers),
             usage=first.usage(),
             timings=first.timings(),
-            prompt_ids=first.prompt_ids,
-            cause=next((answer.cause for answer in first.family if answer.cause is not None), None),
+            prompt_ids=first.request.prompt_ids,
+            cause=next((answer.log.cause for answer in first.family if answer.log.cause is not None), None),
         )
 
 

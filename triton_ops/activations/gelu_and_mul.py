@@ -35,5 +35,5 @@ def _gelu_and_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl
         activated = wide / (1.0 + tl.exp(-1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)))
     else:
         activated = wide * (0.5 + 0.5 * tl.erf(wide * 0.7071067811865476))
-    # Rounded before it multiplies, as the reference.
+    # Rounded before it multiplies, as in torch.
     tl.store(out_ptr + row * SIZE + col, activated.to(gate.dtype) * up, mask=mask)

@@ -111,7 +111,7 @@ def _decode_fast_cpu(
         plan.shared_query_lens,
     )
     fields = torch.cat([torch.stack(narrow), torch.stack(shared)], 1).long()
-    # What the items' query rows index: all rows for the narrow ones, the lists of the shared ones, and the row for
+    # The list that items' query rows index: all rows for narrow items, the lists of shared ones, the row for
     # padding.
     every_row = torch.arange(num_decodes + 1, device=q.device)
     row_list = torch.cat([every_row[:-1], plan.shared_queries.long(), every_row[-1:]])

@@ -142,7 +142,7 @@ def _extend_fast_cpu(
         if extend_len == 0:
             continue
         new = slice(start, start + extend_len)
-        # Positions that the first new token does not see, no later one does.
+        # No later token sees a position that the first new token does not see.
         first = 0 if window is None else max(0, prefix_len - window + 1)
         num_cached = prefix_len - first
         keys, values = _keys_and_values(k, v, kv, row, slice(first, prefix_len), new)
@@ -239,7 +239,7 @@ def _attend_with_all(
     lse = scores.masked_fill_(~mask, -torch.inf).logsumexp(-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks[:, None])
-    # -inf where a row sees nothing: finite, so that -inf less -inf does not make NaN.
+    # Finite even where a row sees nothing, as -inf less -inf would be NaN.
     finite = lse.clamp(min=torch.finfo(torch.float32).min)
     return ((scores - finite.unsqueeze(-1)).exp_() @ values).transpose(0, 1), lse.T
 
@@ -283,8 +283,8 @@ def _launch(
     alibi, e4m3 = scoring.alibi_slopes is not None, kv.k.dtype == E4M3
     config = extend_config(gpu_of(q.device), q.shape[2], q.dtype, short=short, alibi=alibi, e4m3=e4m3)
     if k.stride() != v.stride() or k.stride(2) != 1:
-        # A norm over all heads leaves k apart from the projection that v is part of. The kernel has registers for
-        # one offset a token.
+        # A norm over all heads leaves k outside the projection that v is part of, and the kernel has registers for
+        # only one offset a token.
         k, v = k.contiguous(), v.contiguous()
     block_m = config.block_rows(group)
     if plan.tile_tokens != block_m // group:
@@ -365,8 +365,8 @@ def _extend_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
 
-    # The cached prefix, through the pool: whole tiles, then what is left, masked. A window masks every tile. So
-    # does float32, whose products leave no registers for other loops of them.
+    # The cached prefix, through the pool: whole tiles, then the masked rest. With a window every tile is masked,
+    # and with float32, whose products leave no registers for a second loop.
     MASK_ALL: tl.constexpr = HAS_WINDOW or q.dtype.element_ty == tl.float32
     k_head = k_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
     v_head = v_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
@@ -376,7 +376,7 @@ def _extend_kernel(
     peeled = start + tl.maximum(cached_end - start, 0) // BLOCK_N * BLOCK_N
     if MASK_ALL:
         peeled = start
-    # The next tile's slots are carried along: loads that depend on loads would wait for them.
+    # The next tile's slots are carried along, so that loads do not wait for other loads.
     slot = tl.load(slots + start + n, mask=start + n < cached_end, other=0)
     for first in tl.range(start, peeled, BLOCK_N, num_stages=NUM_STAGES):
         offset = slot.to(tl.int64)[:, None] * slot_stride
@@ -392,7 +392,7 @@ def _extend_kernel(
         offset = slot.to(tl.int64)[:, None] * slot_stride
         if MASK_ALL:
             slot = tl.load(slots + first + BLOCK_N + n, mask=first + BLOCK_N + n < cached_end, other=0)
-        # What is not the request's may be NaN, and 0 * NaN is NaN: neither K nor V is read there.
+        # Other requests' slots may hold NaN, and 0 * NaN is NaN: neither K nor V is read there.
         keys = tl.load(k_head + offset, mask=live[:, None] & in_head, other=0.0)
         values = tl.load(v_head + offset, mask=live[:, None] & in_head, other=0.0)
         visible = in_tile[:, None] & live[None, :]
@@ -403,12 +403,12 @@ def _extend_kernel(
             scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
         )  # fmt: skip
 
-    # The new tokens, contiguous: those that all rows see, then the diagonal.
+    # The new tokens, contiguous: first those that all rows see, then the diagonal.
     k_new = k + first_row.to(tl.int64) * kv_row_stride + kv_head * kv_head_stride + d[None, :]
     v_new = v + first_row.to(tl.int64) * kv_row_stride + kv_head * kv_head_stride + d[None, :]
     new_start = tl.maximum(start - prefix_len, 0)
     new_end = tl.minimum(end - prefix_len, extend_len)
-    # Rows see up to their own token, the first row the fewest: up to and with token query_start.
+    # Each row sees the tokens up to its own; the first row sees the fewest, up to token query_start.
     seen_by_all = tl.minimum(query_start + 1, new_end)
     peeled = new_start + tl.maximum(seen_by_all - new_start, 0) // BLOCK_N * BLOCK_N
     if MASK_ALL:
@@ -436,8 +436,8 @@ def _extend_kernel(
         )  # fmt: skip
 
     if GROUP % 4 != 0:
-        # Where these rows go takes more to compute. It is done anew, from what the compiler cannot know to be the
-        # same: kept through the loops, the results would spill.
+        # The destination of these rows is costly to compute. It is computed again, from volatile loads: kept
+        # through the loops, it would spill.
         request = tl.load(item_requests + item, volatile=True)
         query_start = tl.load(item_query_starts + item, volatile=True)
         first_partial = tl.load(item_partials + item, volatile=True)

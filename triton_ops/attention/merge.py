@@ -63,7 +63,7 @@ def merge_rows(
         return out.zero_()
     row, part, part_lse = torch.cat(list(rows)), torch.cat(list(parts)), torch.cat(list(part_lses))
 
-    # -inf where a window hides all of a row's items: finite, so that -inf less -inf does not make NaN.
+    # Finite even where a window hides all of a row's items, as -inf less -inf would be NaN.
     max_lse = torch.full((num_rows + 1, num_heads), -torch.inf, device=out.device)
     max_lse.scatter_reduce_(0, row.unsqueeze(1).expand_as(part_lse), part_lse, "amax")
     finite = max_lse.clamp(min=torch.finfo(torch.float32).min)

@@ -26,7 +26,7 @@ else:
     Array, Other = TypeVar("Array"), TypeVar("Other")
 
 EMPTY_ROWS = 8  # that one program fills with zeros: more would take it longer than others read
-LENGTH_CLASSES = 8  # of items that may stand beside one another for the KV that they share
+LENGTH_CLASSES = 8  # of items that may be neighbours for the KV that they share
 
 Int32Array = NDArray[np.int32]
 
@@ -58,16 +58,15 @@ NOTHING_SHARED = SharedItems(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 class SharingPlan(Generic[Array]):
     """Segments of KV that several query rows read, and how results merge: common to all plans.
 
-    A plan has items of its own, too, of KV that a request reads by itself. The result of a query row is the
-    merge, by log-sum-exp, of the partial results of all items that cover it; the order of the items means nothing.
+    A plan has items of its own, too, of KV that a request reads by itself. The result of a query row is the merge,
+    by log-sum-exp, of the partial results of all items that cover it, in any order.
 
     All fields are int32, tensors on the device of the pass or numpy arrays. Of S shared items with Q rows in all,
     R query rows, P partial results:
 
     - `shared_req_pool_indices`, `shared_starts`, `shared_lens`, `shared_query_starts`, `shared_query_lens` [S] and
       `shared_queries` [Q]: as in `SharedItems`; an item without rows costs next to nothing,
-    - `shared_partials` [S]: the number of its first row's partial result, the others' follow: what shared items
-      compute is always partial,
+    - `shared_partials` [S]: the number of its first row's partial result, the others' follow,
     - `row_partial_starts` [R + 1] or, where nothing merges so, [0]; `row_partials` [P]: row r is merged from the
       partial results `row_partials[row_partial_starts[r] : row_partial_starts[r + 1]]`,
     - `seq_lens` [R]: the tokens up to each row's own position, with it.
@@ -103,16 +102,14 @@ class AttentionPlan(SharingPlan[Array]):
 
     The fields of `SharingPlan`, and of N narrow items, int32 too:
 
-    - `item_req_pool_indices` [N]: the row of `req_to_token` that names the segment's slots (any request's that has
-      it),
+    - `item_req_pool_indices` [N]: a row of `req_to_token` that names the segment's slots,
     - `item_starts` [N]: the first KV position of the segment,
     - `item_lens` [N]: its number of tokens (0: the item adds nothing),
     - `item_query_starts`, `item_query_lens` [N]: the query rows that read it,
     - `item_partials` [N]: the number of its first row's partial result, the others' follow; -1 where no other
-      narrow item covers its rows, and no shared one either or it has one row: what it computes is their result,
-      with what the shared items computed taken in:
-    - `tail_partial_starts` [R + 1] or, where there is nothing to take in, [0]: the item of row r takes in the
-      partial results `row_partials[tail_partial_starts[r] : tail_partial_starts[r + 1]]`.
+      narrow item covers its rows, and no shared one either or it has one row: it writes their results,
+    - `tail_partial_starts` [R + 1] or, where nothing is taken in, [0]: such an item of row r takes in the partial
+      results `row_partials[tail_partial_starts[r] : tail_partial_starts[r + 1]]` of shared items.
     """
 
     item_req_pool_indices: Array
@@ -133,11 +130,11 @@ class AttentionPlan(SharingPlan[Array]):
 
     @staticmethod
     def of_items(
-        item_req_pool_indices: ArrayLike,
-        item_starts: ArrayLike,
-        item_lens: ArrayLike,
-        item_query_starts: ArrayLike,
-        item_query_lens: ArrayLike,
+        req_pool_indices: ArrayLike,
+        starts: ArrayLike,
+        lens: ArrayLike,
+        query_starts: ArrayLike,
+        query_lens: ArrayLike,
         seq_lens: ArrayLike,
         shared: SharedItems = NOTHING_SHARED,
     ) -> AttentionPlan[Int32Array]:
@@ -147,9 +144,7 @@ class AttentionPlan(SharingPlan[Array]):
         Raises ValueError where the items' arrays differ in length, or an item's rows are not of the batch.
         """
         seq = np.asarray(seq_lens, np.int32)
-        items = np.array(
-            [item_req_pool_indices, item_starts, item_lens, item_query_starts, item_query_lens], np.int32
-        )
+        items = np.array([req_pool_indices, starts, lens, query_starts, query_lens], np.int32)
         first, count = items[3], items[4]
         if items.size and (first.min() < 0 or count.min() < 0 or (first + count).max() > seq.size):
             raise ValueError(f"an item's query rows must be among the {seq.size} of the batch")
@@ -162,14 +157,10 @@ class AttentionPlan(SharingPlan[Array]):
             empty = np.zeros((5, begins.size), np.int32)
             empty[3], empty[4] = bare[begins], np.diff(begins, append=bare.size)
             items = np.concatenate([items, empty], 1)
+        names = ("item_req_pool_indices", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
+        columns: dict[str, Any] = dict(zip(names, items, strict=True))
         return AttentionPlan(
-            item_req_pool_indices=items[0],
-            item_starts=items[1],
-            item_lens=items[2],
-            item_query_starts=items[3],
-            item_query_lens=items[4],
-            **_merging(items[3], items[4], shared, covered, with_tails=True),
-            seq_lens=seq,
+            **columns, **_merging(items[3], items[4], shared, covered, with_tails=True), seq_lens=seq
         )
 
     @staticmethod
@@ -183,10 +174,10 @@ class AttentionPlan(SharingPlan[Array]):
     ) -> AttentionPlan[Int32Array]:
         """The host plan without sharing: each request's own context, the longest items first.
 
-        Contexts longer than `max_item_len` are cut into items of about the same length (None: one item a
-        request); with `sliding_window` they begin where the window does. A `seq_len` of 0 marks a padded row.
-        With the host's `req_to_token`, items of about the same length that begin at the same slot, and so read the
-        same KV, stand together: the L2 cache has it for all but the first.
+        Contexts longer than `max_item_len` are cut into items of about the same length (None: one item a request);
+        with `sliding_window` they begin where the window does. A `seq_len` of 0 marks a padded row. With the
+        host's `req_to_token`, items of about the same length that begin at the same slot are neighbours: the L2
+        cache has their KV for all but the first.
         """
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
         begin = np.zeros_like(seq) if sliding_window is None else _clipped(seq, sliding_window)
@@ -198,7 +189,7 @@ class AttentionPlan(SharingPlan[Array]):
             first = req_to_token[rows[query], np.minimum(start, req_to_token.shape[1] - 1)]
             key = (alike.astype(np.int64) << 32) + first
             _, begins, group = np.unique(key[order], return_index=True, return_inverse=True)
-            order = order[np.argsort(begins[group], kind="stable")]  # each group where its longest item stands
+            order = order[np.argsort(begins[group], kind="stable")]  # each group where its longest item is
         query = query[order]
         return AttentionPlan.of_items(rows[query], start[order], length[order], query, np.ones_like(query), seq)
 
@@ -212,19 +203,16 @@ class AttentionPlan(SharingPlan[Array]):
         max_item_len: int | None = None,
     ) -> AttentionPlan[Int32Array]:
         """The host plan in which each request reads its positions from `tail_starts` `[R]` on by itself, and those
-        before in the `shared` items that have its row.
+        before in the `shared` items that have its rows: the caller sees to it that they hold each of them once.
 
-        Tails longer than `max_item_len` are cut as in `flat`, the longest items first. A `seq_len` of 0 marks a
-        padded row. The caller sees to it that the shared items hold each position before a row's tail once.
+        Tails are cut as contexts in `flat`, the longest items first. A `seq_len` of 0 marks a padded row.
         """
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
         query, start, length = _cut(np.asarray(tail_starts, np.int32), seq, max_item_len)
         order = np.argsort(-length, kind="stable")
         order = order[: np.count_nonzero(length)]
-        query = query[order]
-        return AttentionPlan.of_items(
-            rows[query], start[order], length[order], query, np.ones_like(query), seq, shared
-        )
+        query, start, length = query[order], start[order], length[order]
+        return AttentionPlan.of_items(rows[query], start, length, query, np.ones_like(query), seq, shared)
 
 
 @dataclass(frozen=True)
@@ -271,9 +259,8 @@ class ExtendPlan(SharingPlan[Array]):
         """The host plan, the items that read most first.
 
         KV longer than `max_item_len` is cut into items of about the same length (None: one item a tile); with
-        `sliding_window` it begins where the window of the tile's first token does. With `tail_starts` `[B]`, at
-        most the `prefix_lens`, each request reads its positions from there on by itself, and what is before them
-        in the `shared` items that have its rows: that they hold each such position once is the caller's care.
+        `sliding_window` it begins where the window of the tile's first token does. `tail_starts` `[B]`, at most
+        the `prefix_lens`, and `shared` are as in `AttentionPlan.tree`.
 
         Raises ValueError where the rows of a shared item are not of the pass.
         """
@@ -292,9 +279,7 @@ class ExtendPlan(SharingPlan[Array]):
         tile, start, length = tile[order], start[order], length[order]
 
         first_row, count = (loc[request] + first)[tile], tokens[tile]
-        merging = _merging(
-            first_row, count, shared, _covered(first_row, count, shared, num_rows), with_tails=False
-        )
+        covered = _covered(first_row, count, shared, num_rows)
         seq_lens = _NONE
         if shared.req_pool_indices.size:
             of, row = _pairs(loc, extend)
@@ -306,7 +291,7 @@ class ExtendPlan(SharingPlan[Array]):
             item_query_starts=first[tile],
             item_starts=start,
             item_lens=length,
-            **merging,
+            **_merging(first_row, count, shared, covered, with_tails=False),
             seq_lens=seq_lens,
         )
 
@@ -327,7 +312,7 @@ def _covered(first: Int32Array, count: Int32Array, shared: SharedItems, num_rows
 
 
 def _rows_of(shared: SharedItems) -> Int32Array:
-    """The query rows of each item, one item behind the other."""
+    """Those of all items."""
     return shared.queries[_pairs(shared.query_starts, shared.query_lens)[1]]
 
 
@@ -339,13 +324,11 @@ def _merging(
     *,
     with_tails: bool,
 ) -> dict[str, Int32Array]:
-    """The fields that say where items write their results, and how these merge: `item_partials` of items that have
-    `count` query rows from `first` on, and all that a `SharingPlan` has but for `seq_lens`.
+    """The fields that say how results merge: `item_partials` of items with `count` query rows from `first` on, and
+    those of a `SharingPlan` but `seq_lens`. `with_tails`: an item of one row that no other item covers, but for
+    shared ones, takes in what these computed; there is `tail_partial_starts`, too.
 
-    `with_tails`: an item of one row that no other item covers, but for shared ones, takes in what these computed;
-    there is `tail_partial_starts`, too.
-
-    Partial results are numbered in the order of the items, those of the shared ones behind the others.
+    Partial results are numbered in the order of the items, those of the shared ones after the others.
     """
     num_rows = covered.size
     several = np.append(0, np.cumsum(covered > 1))  # rows, of those before each, that merge
@@ -361,7 +344,7 @@ def _merging(
     partials = np.cumsum(partial_counts, dtype=np.int32) - partial_counts
     rows = np.concatenate([_pairs(first, partial_counts)[1], shared_rows])
     num_own = rows.size - shared_rows.size
-    rows += num_rows * taken[rows]  # lists of rows that are taken in come behind the others
+    rows += num_rows * taken[rows]  # lists of rows that are taken in come after the others
     starts = np.zeros(2 * num_rows + 1, np.int32)
     np.cumsum(np.bincount(rows, minlength=2 * num_rows), out=starts[1:])
     merging = {

@@ -118,7 +118,7 @@ def _shared_kernel(
         whole = start + (end - start + BLOCK_N - 1) % BLOCK_N + 1
         # Beyond the end the last position is read again: other slots may hold NaN, and 0 * NaN is NaN.
         offset = tl.load(slots + tl.minimum(start + n, last)).to(tl.int64)[:, None] * slot_stride
-        # The next tile's slots are carried along: loads that depend on loads would wait for them.
+        # The next tile's slots are carried along, so that loads do not wait for other loads.
         slot = tl.load(slots + tl.minimum(whole + n, last))
         keys = load_heads(k_head + offset, in_head, WHOLE)
         values = load_heads(v_head + offset, in_head, WHOLE)

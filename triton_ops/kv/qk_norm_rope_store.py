@@ -334,13 +334,13 @@ def _norm_and_rotate(
         if weight_ptr is not None:
             square += tl.sum(first * first + second * second, axis=1, keep_dims=True)
     if REST > 0:
-        behind = ROTARY_DIM + tl.arange(0, REST)[None, :]
-        is_behind = live & (behind < HEAD_DIM)
-        rest = tl.load(heads + behind, mask=is_behind, other=0.0)
+        unrotated = ROTARY_DIM + tl.arange(0, REST)[None, :]
+        is_unrotated = live & (unrotated < HEAD_DIM)
+        rest = tl.load(heads + unrotated, mask=is_unrotated, other=0.0)
         if weight_ptr is not None:
             square += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), axis=1, keep_dims=True)
     if weight_ptr is not None:
-        # A pointer for each head: loaded in the heads' layout, so that nothing moves between threads.
+        # A pointer for each head: weights are loaded in the heads' layout, and nothing moves between threads.
         weights = weight_ptr + tl.zeros_like(token)[:, None]
         scale = tl.rsqrt(square / HEAD_DIM + eps)
         if ROTARY_DIM > 0:
@@ -352,11 +352,11 @@ def _norm_and_rotate(
             first = weighted(first * scale, first_weight, dtype, OFFSET).to(tl.float32)
             second = weighted(second * scale, second_weight, dtype, OFFSET).to(tl.float32)
         if REST > 0:
-            rest_weight = tl.load(weights + behind, mask=is_behind, other=0.0)
+            rest_weight = tl.load(weights + unrotated, mask=is_unrotated, other=0.0)
             rest = weighted(rest.to(tl.float32) * scale, rest_weight, dtype, OFFSET)
     if REST > 0:
-        pool_rest = None if pool_heads is None else pool_heads + behind
-        _store(rest, heads + behind, pool_rest, pool_scale, is_behind, weight_ptr is not None, TO_FLOAT16)
+        pool_rest = None if pool_heads is None else pool_heads + unrotated
+        _store(rest, heads + unrotated, pool_rest, pool_scale, is_unrotated, weight_ptr is not None, TO_FLOAT16)
     if ROTARY_DIM > 0:
         turned = (first * cos - second * sin).to(dtype)
         turned_second = (second * cos + first * sin).to(dtype)

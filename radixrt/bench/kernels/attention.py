@@ -26,7 +26,7 @@ from radixrt.bench.kernels.attention_peers import (
 )
 from radixrt.bench.kernels.case import Call, Case, Contender
 from radixrt.bench.kernels.roofline import decode_work, extend_work
-from radixrt.execution.attention.flat import KernelShape, decode_item_len, plan_extends
+from radixrt.execution.attention.flat import KernelShape
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import Extends, extend_attention
@@ -44,9 +44,14 @@ def our_decode(inputs: AttentionInputs, kv_scale: Tensor | None = None) -> Call:
     plan = AttentionPlan.flat(
         range(shape.batch),
         seq_lens,
-        max_item_len=decode_item_len(gpu_of(device), shape.num_kv_heads, np.array(seq_lens, np.int32)),
+        max_item_len=_kernel_shape(inputs).decode_item_len(np.array(seq_lens, np.int32)),
     )
     return planned_decode(inputs, plan.to(device), kv_scale)
+
+
+def _kernel_shape(inputs: AttentionInputs) -> KernelShape:
+    shape = inputs.shape
+    return KernelShape(gpu_of(inputs.q.device), shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype)
 
 
 def planned_decode(inputs: AttentionInputs, plan: AttentionPlan, kv_scale: Tensor | None = None) -> Call:
@@ -87,13 +92,10 @@ def our_decode_over_e4m3(inputs: AttentionInputs) -> Call:
 def our_extend(inputs: AttentionInputs) -> Call:
     """The plan is made once, as for all layers of a pass."""
     shape, device = inputs.shape, inputs.q.device
-    plan = plan_extends(
-        KernelShape(gpu_of(device), shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype),
-        inputs.prefix_lens.cpu().numpy(),
-        inputs.extend_start_loc.cpu().numpy(),
-        inputs.extend_seq_lens.cpu().numpy(),
-    ).to(device)
-    extends = Extends(inputs.rows, inputs.prefix_lens, inputs.extend_start_loc, inputs.extend_seq_lens)
+    kernel = _kernel_shape(inputs)
+    lens = inputs.prefix_lens, inputs.extend_start_loc, inputs.extend_seq_lens
+    plan = kernel.plan_extends(*(x.cpu().numpy() for x in lens)).to(device)
+    extends = Extends(inputs.rows, *lens)
     kv, scoring = inputs.kv(), Scoring(shape.scale)
 
     def run() -> Tensor:

@@ -22,8 +22,8 @@ from radixrt.bench.kernels.attention_inputs import (
 from radixrt.bench.kernels.attention_peers import flash_infer_cascade
 from radixrt.bench.kernels.case import Call, Case, Contender, PlanFigures
 from radixrt.bench.kernels.roofline import Work, tree_work
-from radixrt.execution.attention.planner import AttentionPlanner
-from radixrt.models.config import AttentionKind
+from radixrt.execution.attention.flat import KernelShape
+from radixrt.execution.attention.planner import kernel_planner
 from triton_ops.implementation import gpu_of
 
 PLANNINGS = 9  # of the same batch; their median is the time
@@ -97,24 +97,15 @@ def tree_shape(*levels: tuple[int, int], attention: AttentionShape | None = None
     return TreeShape(levels, AttentionShape(batch, length - 1, 1, *heads))
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """One layer that sees everything, with the heads of a shape: what the engine's planner is told of a model."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    attention: tuple[AttentionKind, ...] = (AttentionKind(rope=None),)
-
-
 def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool) -> Call:
     """By the plan that the engine makes for a captured pass of these requests, made once, as for a steady batch.
     Without `tree`, as if the requests shared nothing, but with those that read the same side by side.
     """
     attention, device = shape.attention, inputs.q.device
-    layer = _Layer(attention.num_heads, attention.num_kv_heads, attention.head_dim)
+    heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    kernel = KernelShape(gpu_of(device), *heads, attention.dtype)
     table = inputs.req_to_token.numpy(force=True)
-    planner = AttentionPlanner.of(layer, gpu_of(device), attention.dtype, table, tree=tree)
+    planner = kernel_planner(kernel, (None,), table, attention.dtype, tree=tree)
     rows, lens = inputs.rows.numpy(force=True), inputs.seq_lens.numpy(force=True)
     seconds = []
     for _ in range(PLANNINGS):

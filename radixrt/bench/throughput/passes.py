@@ -70,7 +70,7 @@ def measure_step(runtime: Runtime) -> StepTime:
         RadixrtError: the pool or the context is too small for them.
     """
     rng = np.random.default_rng(0)
-    count = min(STEP_REQUESTS, runtime._scheduler.max_running_requests)
+    count = min(STEP_REQUESTS, runtime._scheduler.config.max_running_requests)
     prompts = rng.integers(0, runtime.config.vocab_size, (count, PROMPT_LEN)).astype(np.int32)
     planning, launching, waiting = [], [], []
     with _running(runtime, list(prompts)) as watch:
@@ -99,7 +99,7 @@ def profile_passes(runtime: Runtime, asks: Sequence[Ask], folder: Path, name: st
     Raises:
         RadixrtError: the pool or the context is too small for them.
     """
-    count = min(len(asks), runtime._scheduler.max_running_requests)
+    count = min(len(asks), runtime._scheduler.config.max_running_requests)
     with _running(runtime, [ask.prompt_ids for ask in asks[:count]]) as watch:
         for _ in range(PREFILLS_BEFORE):
             runtime.step()

@@ -9,6 +9,7 @@ import torch
 
 from triton_ops.attention.extend import extend_tile_tokens
 from triton_ops.attention.plan import NOTHING_SHARED, ExtendPlan, Int32Array, SharedItems
+from triton_ops.attention.shared import shared_rows
 from triton_ops.implementation import GPU
 from triton_ops.tuning import SHORT_ROWS
 
@@ -23,7 +24,10 @@ MIN_EXTEND_ITEM = 512  # tokens; shorter pieces of a prefix are not worth a part
 
 @dataclass(frozen=True)
 class KernelShape:
-    """What the attention kernels' tiles depend on; `dtype` is that of the queries."""
+    """What the attention of a model looks like to a GPU, and how much its kernels read in an item.
+
+    A wave is as many items as the multiprocessors run side by side. `dtype` is that of queries.
+    """
 
     gpu: GPU
     num_heads: int
@@ -36,107 +40,101 @@ class KernelShape:
         """Heads that read a KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def shared_rows(self) -> int:
+        """Query rows of a shared item."""
+        return shared_rows(self.gpu, self.head_dim, self.group, self.dtype)
+
+    @property
+    def decode_wave(self) -> int:
+        """Items of decodes."""
+        return max(1, DECODE_PROGRAMS_PER_SM * self.gpu.num_sms // self.num_kv_heads)
+
+    def decode_item_len(self, lens: Int32Array) -> int:
+        """The greatest length of an item for requests that read `lens` int32 `[R]` tokens each.
+
+        Contexts are cut so that the items fill whole waves, unless longer ones in fewer waves cost less: each
+        costs its tokens and something for itself (measured on an H200).
+        """
+        lens = lens[lens > 0]
+        count, total = lens.size, int(lens.sum(dtype=np.int64))
+        longest = int(lens.max(initial=1))
+        wave = self.decode_wave
+
+        def cost(num_items: int, longest_item: int) -> float:
+            waves = -(-num_items // wave)
+            return max(waves * (total / num_items + ITEM_COST), longest_item + ITEM_COST)
+
+        best_len = longest
+        best = cost(count, longest) if count else 0.0
+        for waves in range(-(-count // wave), -(-count // wave) + MORE_WAVES):
+            # A request's last piece is half empty on average.
+            length = max(MIN_DECODE_ITEM, total // max(1, waves * wave - count // 2))
+            while length < longest:
+                length = -(-length // 64) * 64
+                num_items = int((-(-lens // length)).sum())
+                if num_items <= waves * wave:
+                    found = cost(num_items, length) + MERGE_COST
+                    if found < best:
+                        best_len, best = length, found
+                    break
+                length += length // 8 + 1
+        return best_len
+
+    def max_decode_items(self, num_rows: int) -> int:
+        """The most items that contexts of `num_rows` requests are cut into by `decode_item_len`."""
+        return (-(-num_rows // self.decode_wave) + MORE_WAVES - 1) * self.decode_wave
+
     def tile_tokens(self, *, short: bool) -> int:
         """Tokens of an extend's tile."""
         return extend_tile_tokens(self.gpu, self.head_dim, self.group, self.dtype, short=short)
 
+    def plan_extends(
+        self,
+        prefix_lens: Int32Array,
+        extend_start_loc: Int32Array,
+        extend_seq_lens: Int32Array,
+        *,
+        tile_tokens: int | None = None,
+        cut: bool = True,
+        sliding_window: int | None = None,
+        tail_starts: Int32Array | None = None,
+        shared: SharedItems = NOTHING_SHARED,
+    ) -> ExtendPlan[Int32Array]:
+        """The plan of these extends, with `tile_tokens` (None: those of the kernel for extends of these lengths).
 
-def decode_item_len(gpu: GPU, num_kv_heads: int, lens: Int32Array) -> int:
-    """The greatest length of an item for requests that read `lens` int32 `[R]` tokens each.
+        With `cut`, the KV of a tile is cut where it is more than a fair share for each of the programs that run
+        side by side, unless the pieces were too short to be worth a partial result. For the rest see `of_extends`.
+        """
+        if tile_tokens is None:
+            tile_tokens = self.tile_tokens(short=int(extend_seq_lens.max(initial=0)) * self.group <= SHORT_ROWS)
+        max_item_len = None
+        if cut:
+            num_tiles = -(-extend_seq_lens.astype(np.int64) // tile_tokens)
+            # A tile in the middle of the new tokens reads the mean of its request's.
+            mean = prefix_lens + (extend_seq_lens + tile_tokens) // 2
+            if tail_starts is not None:
+                mean = mean - tail_starts
+            if sliding_window is not None:
+                mean = mean.clip(max=sliding_window + tile_tokens)
+            fair = self.fair_extend_len(int((num_tiles * mean).sum()))
+            max_item_len = -(-max(fair, MIN_EXTEND_ITEM) // 64) * 64
+        return ExtendPlan.of_extends(
+            prefix_lens,
+            extend_start_loc,
+            extend_seq_lens,
+            tile_tokens=tile_tokens,
+            max_item_len=max_item_len,
+            sliding_window=sliding_window,
+            tail_starts=tail_starts,
+            shared=shared,
+        )
 
-    A wave is what the multiprocessors run side by side. Contexts are cut so that the items fill whole waves,
-    unless longer ones in fewer waves cost less: each costs its tokens and something for itself (measured on an
-    H200).
-    """
-    lens = lens[lens > 0]
-    count, total = lens.size, int(lens.sum(dtype=np.int64))
-    longest = int(lens.max(initial=1))
-    wave = _items_of_a_wave(gpu, num_kv_heads)
+    def fair_extend_len(self, num_tokens: int) -> int:
+        """The tokens of each item if one wave of equal items read `num_tokens` in all."""
+        return num_tokens * self.num_kv_heads // (EXTEND_PROGRAMS_PER_SM * self.gpu.num_sms)
 
-    def cost(num_items: int, longest_item: int) -> float:
-        waves = -(-num_items // wave)
-        return max(waves * (total / num_items + ITEM_COST), longest_item + ITEM_COST)
-
-    best_len = longest
-    best = cost(count, longest) if count else 0.0
-    for waves in range(-(-count // wave), -(-count // wave) + MORE_WAVES):
-        # A request's last piece is half empty on average.
-        length = max(MIN_DECODE_ITEM, total // max(1, waves * wave - count // 2))
-        while length < longest:
-            length = -(-length // 64) * 64
-            num_items = int((-(-lens // length)).sum())
-            if num_items <= waves * wave:
-                found = cost(num_items, length) + MERGE_COST
-                if found < best:
-                    best_len, best = length, found
-                break
-            length += length // 8 + 1
-    return best_len
-
-
-def max_decode_items(gpu: GPU, num_kv_heads: int, num_rows: int) -> int:
-    """The most items that contexts of `num_rows` requests are cut into by `decode_item_len`."""
-    wave = _items_of_a_wave(gpu, num_kv_heads)
-    return (-(-num_rows // wave) + MORE_WAVES - 1) * wave
-
-
-def fair_item_len(gpu: GPU, num_kv_heads: int, lens: Int32Array) -> int:
-    """The tokens of each item if contexts of `lens` int32 `[R]` tokens were cut into one wave of equal items."""
-    return int(lens.sum(dtype=np.int64)) // _items_of_a_wave(gpu, num_kv_heads)
-
-
-def _items_of_a_wave(gpu: GPU, num_kv_heads: int) -> int:
-    return max(1, DECODE_PROGRAMS_PER_SM * gpu.num_sms // num_kv_heads)
-
-
-def plan_extends(
-    shape: KernelShape,
-    prefix_lens: Int32Array,
-    extend_start_loc: Int32Array,
-    extend_seq_lens: Int32Array,
-    *,
-    tile_tokens: int | None = None,
-    cut: bool = True,
-    sliding_window: int | None = None,
-    tail_starts: Int32Array | None = None,
-    shared: SharedItems = NOTHING_SHARED,
-) -> ExtendPlan[Int32Array]:
-    """The plan of these extends, with `tile_tokens` (None: those of the kernel for extends of these lengths).
-
-    With `cut`, the KV of a tile is cut where it is more than a fair share for each of the programs that run side
-    by side, unless the pieces were too short to be worth a partial result. For the rest see `of_extends`.
-    """
-    if tile_tokens is None:
-        short = int(extend_seq_lens.max(initial=0)) * shape.group <= SHORT_ROWS
-        tile_tokens = shape.tile_tokens(short=short)
-    max_item_len = None
-    if cut:
-        num_tiles = -(-extend_seq_lens.astype(np.int64) // tile_tokens)
-        # A tile in the middle of the new tokens reads the mean of its request's.
-        mean = prefix_lens + (extend_seq_lens + tile_tokens) // 2
-        if tail_starts is not None:
-            mean = mean - tail_starts
-        if sliding_window is not None:
-            mean = mean.clip(max=sliding_window + tile_tokens)
-        fair = int((num_tiles * mean).sum()) * shape.num_kv_heads // extend_programs(shape.gpu)
-        max_item_len = -(-max(fair, MIN_EXTEND_ITEM) // 64) * 64
-    return ExtendPlan.of_extends(
-        prefix_lens,
-        extend_start_loc,
-        extend_seq_lens,
-        tile_tokens=tile_tokens,
-        max_item_len=max_item_len,
-        sliding_window=sliding_window,
-        tail_starts=tail_starts,
-        shared=shared,
-    )
-
-
-def max_extra_extend_items(gpu: GPU, num_kv_heads: int) -> int:
-    """The most items more than tiles that `plan_extends` makes by cutting: about twice the fair shares."""
-    return 2 * -(-extend_programs(gpu) // num_kv_heads)
-
-
-def extend_programs(gpu: GPU) -> int:
-    """Programs of the extend kernel that run side by side."""
-    return EXTEND_PROGRAMS_PER_SM * gpu.num_sms
+    @property
+    def max_extra_extend_items(self) -> int:
+        """The most items more than tiles that `plan_extends` makes by cutting: about twice the fair shares."""
+        return 2 * -(-EXTEND_PROGRAMS_PER_SM * self.gpu.num_sms // self.num_kv_heads)

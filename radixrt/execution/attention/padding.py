@@ -1,4 +1,4 @@
-"""Padded plans: of shapes that do not depend on what they read, so that captured graphs serve any of them.
+"""Padded plans: of sizes that do not depend on what they read, so that a captured graph serves any of them.
 
 Padding reads nothing: items of no tokens, shared items without rows, partial results that no row merges.
 """
@@ -18,7 +18,7 @@ from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array, Sha
 
 @dataclass(frozen=True)
 class PlanCapacity:
-    """What a padded plan has room for; the query rows are given.
+    """What a padded plan has room for; its query rows are given.
 
     Attributes:
         num_items: of requests' own.
@@ -46,35 +46,34 @@ def padded_decodes(plan: AttentionPlan[Int32Array], capacity: PlanCapacity) -> A
     num_rows = len(plan.seq_lens)
     arrays = _padded(plan, DECODE_ITEMS, capacity.num_items)
     if capacity.merges:
-        arrays["row_partial_starts"] = padded(plan.row_partial_starts, num_rows + 1)
+        arrays |= _padded(plan, ["row_partial_starts"], num_rows + 1)
     if capacity.num_shared_items is not None:
         arrays |= _padded(plan, SHARED_ITEMS, capacity.num_shared_items)
-        arrays["shared_queries"] = padded(plan.shared_queries, num_rows)
-        arrays["tail_partial_starts"] = padded(plan.tail_partial_starts, num_rows + 1)
-    return replace(plan, row_partials=padded(plan.row_partials, capacity.num_partials), **arrays)
+        arrays |= _padded(plan, ["shared_queries"], num_rows)
+        arrays |= _padded(plan, ["tail_partial_starts"], num_rows + 1)
+    return replace(plan, **arrays, row_partials=padded(plan.row_partials, capacity.num_partials))
 
 
 def padded_extends(
     plan: ExtendPlan[Int32Array], capacity: PlanCapacity, num_tokens: int, num_extends: int, num_padding: int
 ) -> ExtendPlan[Int32Array]:
-    """The plan in room for as much as the capacity says, of `num_tokens` rows: the last `num_padding` of them are
-    those of the last of `num_extends` extends, which reads nothing and gets results of zero.
+    """The plan in room for as much as the capacity says, of `num_tokens` rows. The last `num_padding` of them
+    belong to the last of `num_extends` extends, which reads nothing and gets results of zero.
     """
     # Tiles of zeros for the padding; after them items of no tokens, whose tiles begin beyond its end.
     begins = np.arange(0, num_padding, plan.tile_tokens, dtype=np.int32)
     num_empty = capacity.num_items - len(plan.item_lens) - len(begins)
     begins = np.append(begins, np.full(num_empty, num_tokens, np.int32))
     arrays = _padded(plan, EXTEND_ITEMS, capacity.num_items)
-    arrays["item_requests"] = padded(plan.item_requests, capacity.num_items, num_extends - 1)
-    arrays["item_query_starts"] = padded(plan.item_query_starts, capacity.num_items, begins)
-    arrays["item_partials"] = padded(plan.item_partials, capacity.num_items, -1)
+    for name, filler in (("item_requests", num_extends - 1), ("item_query_starts", begins), ("item_partials", -1)):
+        arrays |= _padded(plan, [name], capacity.num_items, filler)
     if capacity.num_shared_items is not None:
         arrays |= _padded(plan, SHARED_ITEMS, capacity.num_shared_items)
-        arrays |= _padded(plan, ("shared_queries", "seq_lens"), num_tokens)
+        arrays |= _padded(plan, ["shared_queries", "seq_lens"], num_tokens)
     if capacity.merges:
-        starts = plan.row_partial_starts
-        arrays["row_partial_starts"] = padded(starts, num_tokens + 1, starts[-1] if len(starts) else 0)
-        arrays["row_partials"] = padded(plan.row_partials, capacity.num_partials)
+        arrays |= _padded(plan, ["row_partials"], capacity.num_partials)
+        last = plan.row_partial_starts[-1] if len(plan.row_partial_starts) else 0
+        arrays |= _padded(plan, ["row_partial_starts"], num_tokens + 1, last)
     return replace(plan, **arrays)
 
 

@@ -1,16 +1,15 @@
-"""PassPlans: the attention plans of one pass on the host, a plan for each window among the model's layers."""
+"""PassPlans: the attention plans of one pass, a plan for each window among the model's layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
+from typing import Generic, TypeAlias
 
 import numpy as np
-from torch import Tensor
 
-from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array
+from triton_ops.attention.plan import Array, AttentionPlan, ExtendPlan, Int32Array, Other
 
 Window: TypeAlias = "int | None"  # positions that a layer sees; None: all
 
@@ -35,63 +34,54 @@ CUT_TREE = PlanShape(cuts=True, shares=True)
 
 
 @dataclass(frozen=True)
-class PassPlans:
-    """The host plans of a pass by window. `extend` is empty where there are no extends, or the references run."""
+class PassPlans(Generic[Array]):
+    """The plans of a pass by window: on the host, or of tensors on the device.
 
-    decode: Mapping[Window, AttentionPlan[Int32Array]]
-    extend: Mapping[Window, ExtendPlan[Int32Array]] = field(default_factory=dict)
+    There are none of extends where the pass has none, or the references run, which need none.
+    """
+
+    decode: Mapping[Window, AttentionPlan[Array]]
+    extend: Mapping[Window, ExtendPlan[Array]] = field(default_factory=dict)
 
     @property
-    def shape(self) -> PlanShape:
+    def shape(self: PassPlans[Int32Array]) -> PlanShape:
         """That of the decodes' plans."""
         plans = self.decode.values()
         cuts = any(len(plan.row_partial_starts) for plan in plans)
         return PlanShape(cuts, shares=any(len(plan.shared_lens) for plan in plans))
 
-    def arrays(self) -> tuple[Int32Array, ...]:
-        """All arrays, in an order that depends on the windows alone; what is to be copied to the device."""
+    def arrays(self) -> tuple[Array, ...]:
+        """All arrays, in an order that depends on the windows alone."""
         plans = (*self.decode.values(), *self.extend.values())
         return tuple(array for plan in plans for array in plan.arrays())
 
-    def numbered(self) -> dict[str, Int32Array]:
-        """`arrays()` by names that number them, for those who pack them with others."""
-        return {f"plan {number}": array for number, array in enumerate(self.arrays())}
-
-    def with_arrays(self, arrays: Iterable[Int32Array]) -> PassPlans:
-        """These plans with other arrays in place of `arrays()`, such as their places in a buffer."""
+    def with_arrays(self, arrays: Iterable[Other]) -> PassPlans[Other]:
+        """These plans with others in place of `arrays()`: copies on the device, or places in a buffer."""
         left = iter(arrays)
         decode = {window: plan.with_arrays(left) for window, plan in self.decode.items()}
         return PassPlans(decode, {window: plan.with_arrays(left) for window, plan in self.extend.items()})
 
-    def on_device(self, tensors: Iterable[Tensor]) -> tuple[dict[Window, AttentionPlan], dict[Window, ExtendPlan]]:
-        """The plans of decodes and of extends, of copies of `arrays()`."""
-        left = iter(tensors)
-        decode = {window: plan.with_arrays(left) for window, plan in self.decode.items()}
-        return decode, {window: plan.with_arrays(left) for window, plan in self.extend.items()}
+    def numbered(self) -> dict[str, Array]:
+        """`arrays()` by names that number them, for a layout that has names."""
+        return {f"plan {number}": array for number, array in enumerate(self.arrays())}
 
-    def grow(self, seq_lens: Int32Array) -> None:
+    def grow(self: PassPlans[Int32Array], seq_lens: Int32Array) -> None:
         """Update the decodes' plans, in place, to the same requests with other lengths `[B]`, none shorter.
 
-        The item of each request that reads its last position grows. With a window, items begin where they did when
-        the plan was made; attention itself leaves out the positions that the window has passed.
+        The item that reads a request's last position grows. With a window, items begin where they did when the
+        plan was made; attention itself leaves out the positions that the window has passed. The arrays must be
+        places in a buffer: others may be the caller's own.
         """
-        for items in self._last_items:
-            items.grow(seq_lens)
+        for plan, (items, starts, queries) in zip(self.decode.values(), self._last_items, strict=True):
+            plan.seq_lens[: len(seq_lens)] = seq_lens
+            plan.item_lens[items] = seq_lens[queries] - starts
 
     @cached_property
-    def _last_items(self) -> tuple[_LastItems, ...]:
-        return tuple(_LastItems(plan) for plan in self.decode.values())
-
-
-class _LastItems:
-    """The items of a plan that read the last positions of requests."""
-
-    def __init__(self, plan: AttentionPlan[Int32Array]) -> None:
-        self._plan = plan
-        ends = plan.item_starts + plan.item_lens == plan.seq_lens[plan.item_query_starts]
-        self._items = np.flatnonzero(ends & (plan.item_lens > 0))
-        self._starts, self._queries = plan.item_starts[self._items], plan.item_query_starts[self._items]
-
-    def grow(self, seq_lens: Int32Array) -> None:
-        self._plan.seq_lens[: len(seq_lens)] = seq_lens
-        self._plan.item_lens[self._items] = seq_lens[self._queries] - self._starts
+    def _last_items(self: PassPlans[Int32Array]) -> list[tuple[Int32Array, ...]]:
+        """Of each decodes' plan the items that read last positions, where they start, and whose they are."""
+        found: list[tuple[Int32Array, ...]] = []
+        for plan in self.decode.values():
+            ends = plan.item_starts + plan.item_lens == plan.seq_lens[plan.item_query_starts]
+            items = np.flatnonzero(ends & (plan.item_lens > 0)).astype(np.int32)
+            found.append((items, plan.item_starts[items], plan.item_query_starts[items]))
+        return found

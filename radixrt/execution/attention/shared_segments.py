@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.slot_tree import FloatArray, Int64Array, SlotTree, depth_first, ranges
 from radixrt.execution.attention.tuning import PlanTuning
 from triton_ops.attention.plan import NOTHING_SHARED, Int32Array, SharedItems
@@ -38,36 +39,27 @@ class SharedSegments:
     """Chooses the segments of KV that are read once for several requests, so that the whole pass is cheapest.
 
     Args:
-        num_heads, num_kv_heads, head_dim: of the model.
+        shape: what the kernels compute.
         kv_bytes: of an element of the pool.
-        num_programs: of shared items, that run side by side.
         rows_at_once: query rows that an item may have.
         tuning: of the card.
     """
 
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        kv_bytes: int,
-        num_programs: float,
-        rows_at_once: int,
-        tuning: PlanTuning,
-    ) -> None:
+    def __init__(self, shape: KernelShape, kv_bytes: int, rows_at_once: int, tuning: PlanTuning) -> None:
         self.rows_at_once = rows_at_once
         self._tuning = tuning
-        self._wave = num_programs / num_kv_heads  # items that run side by side
+        num_programs = tuning.shared_programs_per_sm * shape.gpu.num_sms
+        self._wave = num_programs / shape.num_kv_heads  # items that run side by side
         # Seconds of the whole card.
-        costs = tuning.costs
-        self._token = 2 * num_kv_heads * head_dim * kv_bytes / costs.bandwidth
+        costs, head_dim = tuning.costs, shape.head_dim
+        self._token = 2 * shape.num_kv_heads * head_dim * kv_bytes / costs.bandwidth
         self._reread = self._token * costs.bandwidth / costs.reread_bandwidth
         # Of a token and a tile of rows, which takes as long if it has fewer.
-        self._tile = 4 * num_heads * head_dim * rows_at_once / costs.operations
-        self._partial = costs.partial_crossings * num_heads * (4 * head_dim + 4) / costs.bandwidth  # of a row
-        self._item = costs.item * num_kv_heads / num_programs
-        self._launches = costs.launches
+        self._tile = 4 * shape.num_heads * head_dim * rows_at_once / costs.operations
+        self._partial = (
+            costs.partial_crossings * shape.num_heads * (4 * head_dim + 4) / costs.bandwidth
+        )  # of a row
+        self._item = costs.item * shape.num_kv_heads / num_programs
 
     def capacity(self, count: int) -> SharedCapacity:
         """What plans of `count` query rows are to have room for."""
@@ -134,7 +126,7 @@ class SharedSegments:
         piece_len, seconds = self._cut(length, size, capacity, own)
         saved = float(tails @ (separate[1:] - separate[:-1]))
         partials = int((first_query[1:] - first_query[:-1])[tails > 0].sum())
-        if self._launches + seconds + self._partial * partials >= saved:
+        if self._tuning.costs.launches + seconds + self._partial * partials >= saved:
             return tail_starts, NOTHING_SHARED
         tail_starts[requests] = tails
 

@@ -1,4 +1,4 @@
-"""The tree whose leaves are rows of slots: rows that have a prefix in common have the same slots there."""
+"""The tree whose leaves are rows of slots: rows with a common prefix have the same slots there."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class SlotTree:
         return np.append(self.stops, 0)[self.nearest_kept_ancestor(kept)]
 
     def without_children(self, values: FloatArray) -> FloatArray:
-        """What nodes have of `values` `[N]`, which are sums over their rows, when their children have theirs."""
+        """The sums `values` `[N]` over nodes' rows, without those of their children."""
         own: FloatArray = values - np.bincount(self.parents + 1, values, len(values) + 1)[1:]
         return own
 
     @classmethod
     def of(cls, order: Int64Array, common: Int64Array) -> SlotTree:
-        """The tree of rows in depth-first order `[R]`, each of which has so many tokens in common with the next
-        `[R - 1]`. Where it had more than `MAX_LEVELS` levels, prefixes end a little earlier.
+        """The tree of rows in depth-first order `[R]`, with `common` `[R - 1]` tokens in common with the next.
+        Where it had more than `MAX_LEVELS` levels, prefixes end a little earlier.
 
         A border between two rows belongs to the node that ends there; runs of equal borders are one. The borders
         of a node are those between the nearest smaller ones on both sides, which are found for all at once.
@@ -80,12 +80,12 @@ class SlotTree:
         left, right = np.arange(-1, last), np.arange(1, last + 2)
         left[0] = left[last] = 0
         right[0] = right[last] = last
-        least = np.maximum(value, 1)
-        while (jump := value[left] >= least).any():
+        at_least = np.maximum(value, 1)
+        while (jump := value[left] >= at_least).any():
             left = np.where(jump, left[left], left)
-        while (jump := value[right] >= least).any():
+        while (jump := value[right] >= at_least).any():
             right = np.where(jump, right[right], right)
-        # Equal ones between the same are of one node. Sorted, a node stands before those below it.
+        # Equal ones between the same are of one node. Sorted, a node comes before those below it.
         inner = (value > 0).nonzero()[0]
         keys = (left[inner] << 32) + value[inner]
         sort = keys.argsort(kind="stable")
@@ -114,7 +114,7 @@ class SlotTree:
 def _depths(parents: Int64Array) -> Int64Array:
     """How many nodes are above each, `[N]`, of `parents` or -1."""
     depths = (parents >= 0).astype(np.int64)
-    above, depths = np.append(parents, -1), np.append(depths, 0)  # the last one is that of nobody
+    above, depths = np.append(parents, -1), np.append(depths, 0)  # the last is nobody's
     while (above >= 0).any():
         depths = depths + depths[above]
         above = above[above]
@@ -122,8 +122,8 @@ def _depths(parents: Int64Array) -> Int64Array:
 
 
 def _coarser(stops: Int64Array, parents: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Of a tree that is too deep: the nodes that do not end just behind another one above them, and their stops,
-    which are rounded down, and parents, of those that are left.
+    """The nodes of a tree that is too deep, less those that end just after another one above them; their stops,
+    rounded down, and their parents.
     """
     grain = 8
     while True:
@@ -144,12 +144,12 @@ def _coarser(stops: Int64Array, parents: Int64Array) -> tuple[Int64Array, Int64A
 def depth_first(
     slots: Int32Array, offsets: Int64Array, lens: Int64Array, max_stops: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Rows in an order in which those with any prefix in common stand together `[R]`, and how many tokens each has
-    in common with the next `[R - 1]`. Row r is `slots[offsets[r] : offsets[r] + lens[r]]`, a token at least.
+    """Sort rows so that those with any common prefix are neighbours: their order `[R]`, and how many tokens each
+    has in common with the next `[R - 1]`. Row r is `slots[offsets[r] : offsets[r] + lens[r]]`, a token at least.
 
-    Equal slots are equal prefixes. So rows sorted by the slots before and behind some stops are in such an order
-    if all neighbours part at stops; where they part elsewhere are stops to come. If there are many, each group of
-    rows is sorted by one of them instead.
+    Equal slots are equal prefixes. So rows sorted by the slots before and after some stops are in such an order if
+    all neighbours part at stops; positions where they part elsewhere are the next stops. If there are more than
+    `max_stops`, each group of rows is sorted along one of its rows instead.
     """
     starts = slots.take(offsets)
     order = starts.argsort(kind="stable")
@@ -158,8 +158,8 @@ def depth_first(
     unknown = (starts[1:] == starts[:-1]).nonzero()[0]  # of common
     stops = np.zeros(1, np.int64)
     while len(unknown):
-        before, behind = order[unknown], order[unknown + 1]
-        found = _common(slots, offsets[before], offsets[behind], np.minimum(lens[before], lens[behind]))
+        row, after = order[unknown], order[unknown + 1]
+        found = _common(slots, offsets[row], offsets[after], np.minimum(lens[row], lens[after]))
         common[unknown] = found
         more = np.concatenate([stops, found])
         more.sort()
@@ -181,7 +181,7 @@ def depth_first(
         differ = keys[1:] != keys[:-1]
         column = differ.argmax(1)
         common = stops[column >> 1]
-        # Between two stops, or behind the last.
+        # Between two stops, or after the last.
         unknown = ((column & 1 == 1) | ((column == 0) & ~differ[:, 0])).nonzero()[0]
     return order, common
 
@@ -189,9 +189,9 @@ def depth_first(
 def _by_paths(slots: Int32Array, offsets: Int64Array, lens: Int64Array) -> tuple[Int64Array, Int64Array]:
     """`depth_first` in few rounds, however many stops there are.
 
-    One row of a group is a path, which the others leave: sorted by where, the last first, and by the slot for
-    which they leave it, they are in order but for those that leave it for the same slot. These are groups in turn,
-    as rows with the same first slot are to begin with.
+    One row of a group is a path, which the others leave. Sorted by where they leave it, the last first, and by the
+    slot that they have instead, rows are in order but for those that leave it for the same slot: the next groups.
+    At first, rows with the same first slot are a group.
     """
     starts = slots.take(offsets)
     order = starts.argsort(kind="stable")
@@ -217,11 +217,11 @@ def _by_paths(slots: Int32Array, offsets: Int64Array, lens: Int64Array) -> tuple
     return order, out
 
 
-def _common(slots: Int32Array, a: Int64Array, b: Int64Array, most: Int64Array) -> Int64Array:
-    """How many of the `most` slots `[n]` from `a` and from `b` on are the same: the first ones, one at least."""
-    common = most.copy()
-    left = ((a != b) & (most > 1)).nonzero()[0]  # those that are not known yet
-    a, b, most = a[left], b[left], most[left]
+def _common(slots: Int32Array, a: Int64Array, b: Int64Array, lens: Int64Array) -> Int64Array:
+    """How many of the first `lens` slots `[n]` from `a` and from `b` on are the same; one at least is."""
+    common = lens.copy()
+    left = ((a != b) & (lens > 1)).nonzero()[0]  # those that are not known yet
+    a, b, lens = a[left], b[left], lens[left]
 
     def same(at: Int64Array | int) -> BoolArray:
         equal: BoolArray = slots.take(a + at, mode="clip") == slots.take(b + at, mode="clip")
@@ -231,19 +231,19 @@ def _common(slots: Int32Array, a: Int64Array, b: Int64Array, most: Int64Array) -
         if not len(left):
             return common
         some = len(left) // 3
-        start, other, end = int(a[some]), int(b[some]), int(most[some])
+        start, other, end = int(a[some]), int(b[some]), int(lens[some])
         differ = slots[start : start + end] != slots[other : other + end]
         guess = int(differ.argmax())
         if not differ[guess]:
             guess = end
-        is_it = same(guess - 1) & ((most == guess) | ((most > guess) & ~same(guess)))
+        is_it = same(guess - 1) & ((lens == guess) | ((lens > guess) & ~same(guess)))
         common[left[is_it]] = guess
         still = (~is_it).nonzero()[0]
-        left, a, b, most = left[still], a[still], b[still], most[still]
+        left, a, b, lens = left[still], a[still], b[still], lens[still]
     if len(left):
-        found = np.zeros_like(most)
-        for bit in range(int(most.max()).bit_length() - 1, -1, -1):
-            further = np.minimum(found + (1 << bit), most)
+        found = np.zeros_like(lens)
+        for bit in range(int(lens.max()).bit_length() - 1, -1, -1):
+            further = np.minimum(found + (1 << bit), lens)
             found = np.where(same(further - 1), further, found)
         common[left] = found
     return common

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layers.input_metadata import InputMetadata
-from radixrt.execution.attention.flat import decode_item_len, max_decode_items
+from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE, PassPlans, PlanShape
-from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.attention.planner import AttentionPlanner, kernel_planner
 from radixrt.execution.attention.tuning import H200 as TUNING
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from tests.support.attention_cases import Case, make_case, share
@@ -41,15 +40,14 @@ def planner(
     tuning: PlanTuning = TUNING,
 ) -> AttentionPlanner:
     """A planner for a model whose layers have these windows, on a GPU that is not here."""
-    config: Any = SimpleNamespace(
-        attention=[SimpleNamespace(window=window) for window in windows],
-        num_heads=4 * num_kv_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=16,
-    )
     if req_to_token is None:
         req_to_token = np.zeros((num_requests, 8), np.int32)
-    return AttentionPlanner.of(config, gpu, dtype, req_to_token, tree=tree, tuning=tuning)
+    shape = kernel_shape(gpu, num_kv_heads, dtype)
+    return kernel_planner(shape, windows, req_to_token, dtype, tree=tree, tuning=tuning)
+
+
+def kernel_shape(gpu: GPU, num_kv_heads: int, dtype: torch.dtype = torch.float32) -> KernelShape:
+    return KernelShape(gpu, 4 * num_kv_heads, num_kv_heads, head_dim=16, dtype=dtype)
 
 
 def int32(values: Any) -> Any:
@@ -67,7 +65,7 @@ def lengths(draw: st.DrawFn) -> Any:
 GPUS = st.builds(GPU, capability=st.just(90), num_sms=st.integers(1, 200))
 
 
-def lengths_of(plans: PassPlans) -> list[int]:
+def lengths_of(plans: PassPlans[Int32Array]) -> list[int]:
     """Of all arrays, in the order in which they lie in one buffer."""
     return [len(array) for array in plans.arrays()]
 
@@ -87,10 +85,10 @@ def test_no_batch_has_more_items_than_there_is_room_for(
     plan = AttentionPlan.flat(
         np.zeros_like(lens),
         lens,
-        max_item_len=decode_item_len(gpu, num_kv_heads, read),
+        max_item_len=kernel_shape(gpu, num_kv_heads).decode_item_len(read),
         sliding_window=window,
     )
-    most = max_decode_items(gpu, num_kv_heads, len(lens))
+    most = kernel_shape(gpu, num_kv_heads).max_decode_items(len(lens))
     reads = int((lens > 0).sum())
     padded = -(-(len(lens) - reads) // EMPTY_ROWS)
     assert reads <= len(plan.item_lens) - padded <= most
@@ -166,8 +164,8 @@ def test_partial_results_of_extends_are_told(num_kv_heads: int, tree: bool) -> N
 
 def test_padded_decodes_have_room_where_all_waves_are_full() -> None:
     lens = int32([15_407] * 18)
-    assert decode_item_len(H200, 8, lens) == 1472
-    assert 18 * -(-15_407 // 1472) == max_decode_items(H200, 8, 24) == 198
+    assert kernel_shape(H200, 8).decode_item_len(lens) == 1472
+    assert 18 * -(-15_407 // 1472) == kernel_shape(H200, 8).max_decode_items(24) == 198
     rows, here = np.arange(60, dtype=np.int32), planner(H200, None, num_kv_heads=8)
     plans = here.plan_padded_decodes(rows, np.append(lens, int32([0] * 42)))
     assert plans.decode[None].item_query_lens.sum() == 198 + 42
@@ -237,9 +235,9 @@ def test_tails_that_are_alike_are_left_whole() -> None:
 # --- what they compute ---
 
 
-def copied(plans: PassPlans, device: torch.device) -> tuple[dict[Any, AttentionPlan], dict[Any, ExtendPlan]]:
+def copied(plans: PassPlans[Int32Array], device: torch.device) -> PassPlans:
     """The plans, their arrays copied to the device one by one."""
-    return plans.on_device(torch.from_numpy(array).to(device) for array in plans.arrays())
+    return plans.with_arrays(torch.from_numpy(array).to(device) for array in plans.arrays())
 
 
 def on(case: Case, device: torch.device) -> Case:
@@ -270,7 +268,7 @@ def test_padded_plans_compute_the_same(kernel_device: torch.device, impl: Any, s
     rows = np.where(case.seq_lens.numpy() > 0, case.rows.numpy(), 0).astype(np.int32)
     for allowed in ((WHOLE, CUT), (CUT,)):
         plans = here.plan_padded_decodes(rows, case.seq_lens.numpy(), allowed)
-        for window, plan in copied(plans, kernel_device)[0].items():
+        for window, plan in copied(plans, kernel_device).decode.items():
             out = torch.full_like(q, torch.nan).to(kernel_device)
             lse = torch.full(q.shape[:2], torch.nan, device=kernel_device)
             scoring = Scoring(0.3, window=window)
@@ -352,7 +350,7 @@ def test_what_decodes_share_is_read_once_but_behind_windows(
     # The last token of each of two twins, and what two leaves have for themselves.
     assert read == {None: 2 * (1 + 1) + 1 + 9, 11: 6 * 11}
     assert not len(plans.decode[11].shared_lens)
-    for window, plan in copied(plans, kernel_device)[0].items():
+    for window, plan in copied(plans, kernel_device).decode.items():
         out = decode_attention(
             q.to(kernel_device),
             there.kv,
@@ -447,10 +445,10 @@ class PaddedExtends:
         slots = np.zeros(self.num_tokens + self.num_rows, np.int32)
         return InputMetadata.host_arrays(np.arange(len(new)), prefix + new, prefix, slots)
 
-    def plans(self, here: AttentionPlanner, *shapes: PlanShape) -> PassPlans | None:
+    def plans(self, here: AttentionPlanner, *shapes: PlanShape) -> PassPlans[Int32Array] | None:
         """In the room of one of these shapes, or of those of such passes."""
         lens = int32([*self.decodes, *[0] * (self.num_rows - len(self.decodes))])
-        return here.plan_padded_extends(self.host(), self.num_extends, len(self.new), lens, shapes or None)
+        return here.plan_padded_extends(self.host(), self.num_extends, len(self.new), lens, shapes)
 
 
 @st.composite

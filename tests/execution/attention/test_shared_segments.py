@@ -9,15 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
 from radixrt.execution.attention.slot_tree import MAX_LEVELS
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.schedule.passes import Pass
-from tests.support.simulation import SimulatedPass, SimulatedRunner, Walk, World, random_sizes
+from tests.support.world.runner import SimulatedPass, SimulatedRunner
+from tests.support.world.walk import Walk, random_sizes
+from tests.support.world.world import World
 from triton_ops.attention.plan import SharedItems
+from triton_ops.implementation import GPU
 
 SHAPE: dict[str, Any] = {
     "num_heads": 8,
@@ -81,7 +86,11 @@ def trees(draw: st.DrawFn, max_nodes: int = 12, max_rows: int = 14) -> Tree:
 
 
 def segments(costs: TreeCosts = CHEAP, *, max_stops: int = PlanTuning.max_stops, **changed: Any) -> SharedSegments:
-    return SharedSegments(tuning=PlanTuning(costs=costs, max_stops=max_stops), **(SHAPE | changed))
+    of = SHAPE | changed
+    one_sm = GPU(capability=90, num_sms=1)
+    shape = KernelShape(one_sm, of["num_heads"], of["num_kv_heads"], of["head_dim"], torch.float16)
+    tuning = PlanTuning(costs=costs, max_stops=max_stops, shared_programs_per_sm=of["num_programs"])
+    return SharedSegments(shape, of["kv_bytes"], of["rows_at_once"], tuning)
 
 
 def find(

@@ -26,7 +26,7 @@ from radixrt.cache.radix_tree import Namespace
 from radixrt.engine.engine import Engine
 from radixrt.execution.attention import planner as attention_planner
 from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE, PlanShape
-from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.attention.planner import planner_of
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.executor import Executor, Forward
 from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, MAX_CAPTURED_BATCH, ladder
@@ -78,9 +78,8 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
         tuning = Tuning(token_sizes=(16, 64), max_plan_passes=max_plan_passes)
         if not on_gpu:  # plans are cut and padded as if kernels ran
             kv_dtype = kv_pool.buffer.dtype
-            planner = AttentionPlanner.of(
-                model.config, gpu_of(device), model.placement.dtype, rows.req_to_token, kv_dtype, tree=tree
-            )
+            kernels = replace(model.placement, impl="triton")
+            planner = planner_of(model.config, kernels, rows.req_to_token, kv_dtype, tree=tree)
             tuning = replace(tuning, recorder=Recomputing, planner=planner)
             most = options["max_running_requests"], options.get("chunked_prefill_size", 2048)
             limits = dict(zip(limits, most if cuda_graphs else (0, 0), strict=True))

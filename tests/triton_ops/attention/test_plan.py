@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.execution.attention.flat import KernelShape, plan_extends
+from radixrt.execution.attention.flat import KernelShape
 from tests.support.attention_cases import tree_plan
 from tests.support.attention_checks import TREES, share
 from triton_ops.attention.plan import AttentionPlan, SharedItems
@@ -59,8 +59,8 @@ def test_a_long_prefix_among_many_short_prompts_is_cut(others: int) -> None:
     """Which have prefixes of `others`, of which they read nothing by themselves."""
     lens = ([others] * 32 + [100_000], [32] * 32 + [16])
     prefix, extend_lens = (np.array(x, np.int32) for x in lens)
-    plan = plan_extends(
-        KernelShape(GPU(90, 132), num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16),
+    shape = KernelShape(GPU(90, 132), num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    plan = shape.plan_extends(
         prefix,
         np.cumsum(extend_lens, dtype=np.int32) - extend_lens,
         extend_lens,

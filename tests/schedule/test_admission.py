@@ -1,0 +1,93 @@
+"""Who is admitted, and what it finds in the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixrt.cache.radix_tree import Namespace
+from radixrt.output import FinishReason
+from radixrt.schedule.answer import AnswerState
+from tests.support.world.model import VOCAB, continuation
+from tests.support.world.world import Sizes, World
+
+
+def test_simultaneous_prompts_compute_their_prefix_once() -> None:
+    world = World(Sizes(num_slots=700, num_rows=80, max_running=64, chunk=16, context_len=64))
+    prefix = [1, 2, 3, 4] * 8
+    for i in range(64):
+        world.submit([*prefix, i % VOCAB, (i // VOCAB) % VOCAB, i // VOCAB**2], 3)
+    world.drain()
+    distinct = {tuple(r.request.prompt_ids[:n]) for r in world.answers for n in range(1, r.request.prompt_len + 1)}
+    computed = sum(r.usage().computed_tokens for r in world.answers)
+    again = sum(r.request.prompt_len > 0 for r in world.answers)  # at most a last token each, for its logits
+    assert len(distinct) <= computed <= len(distinct) + again
+    assert sum(r.usage().cached_tokens >= len(prefix) for r in world.answers) == 63
+
+
+def test_duplicates_of_one_prompt_share_all_but_the_last_token() -> None:
+    world = World()
+    requests = [world.submit([1, 2, 3, 4, 0, 1], 4) for _ in range(4)]
+    world.drain()
+    assert [r.usage().cached_tokens for r in requests] == [0, 5, 5, 5]
+    assert len({tuple(r.output_ids().tolist()) for r in requests}) == 1
+
+
+def test_namespaces_share_nothing() -> None:
+    world = World(Sizes(num_slots=120))
+    prompt = [3, 1, 4, 1, 0]
+    spaces = [Namespace(), Namespace(tenant="a"), Namespace(adapter="a"), Namespace(weights_version=1)]
+    for namespace in spaces:
+        world.submit(prompt, 2, namespace=namespace)
+    for _ in range(20):
+        world.step()
+    again = [world.submit(prompt, 2, namespace=namespace) for namespace in spaces]
+    world.drain()
+    assert [r.usage().cached_tokens for r in world.answers] == [0, 0, 0, 0, 4, 4, 4, 4]
+    assert len({tuple(continuation(n, prompt, 2, frozenset())) for n in spaces}) > 1
+    assert all(r.log.finish_reason is FinishReason.LENGTH for r in again)
+
+
+def test_force_miss_computes_everything_on_the_same_path() -> None:
+    world = World(Sizes(num_slots=80, force_miss=True))
+    for _ in range(4):
+        world.submit([1, 2, 3, 4], 3)
+    world.drain()
+    assert all(r.usage().cached_tokens == 0 for r in world.answers)
+    assert world.events["remap"] > 0
+
+
+def test_what_runs_to_its_end_for_sure_is_never_retracted() -> None:
+    """Requests that no token stops are admitted only as far as all of them fit to their ends."""
+    world = World(Sizes(num_slots=61, num_rows=8, max_running=6, chunk=64))
+    requests = [world.submit([i, i, i, i], 17) for i in range(5)]  # 20 slots each: three fit
+    most = 0
+    while world.engine.has_work:
+        world.step()
+        world.check()
+        most = max(most, len(world.scheduler.running))
+    assert world.scheduler.num_retractions == 0
+    assert most == 3
+    assert all(r.num_output == 17 for r in requests)
+
+
+def test_a_follower_starts_when_its_part_is_committed_not_when_its_leader_is_done() -> None:
+    world = World(Sizes(num_slots=200, num_rows=6, chunk=6))
+    leader = world.submit([1, 2, 3, 4] * 5 + [1, 2], 1)  # passes of 6, 6, 6 and 4 tokens: two are left over
+    follower = world.submit([1, 2, 3, 4, 0, 0, 0], 1)
+    while follower.state is AnswerState.WAITING:
+        world.step()
+    assert leader.progress.computed_len < leader.request.prompt_len
+    assert follower.usage().cached_tokens == 4
+    world.drain()
+
+
+def test_a_hit_keeps_a_prefix_from_eviction() -> None:
+    world = World(Sizes(num_slots=31, num_rows=4, chunk=32))
+    old, other = [1] * 10, [2] * 10
+    for prompt in (old, other, old):  # the old one is hit again
+        world.submit(prompt, 1)
+        world.drain_requests()
+    world.submit([3] * 15, 1)  # has to evict five tokens
+    world.drain_requests()
+    assert world.cache.match(Namespace(), np.array([*old, 0], dtype=np.int32), 10).length == 10
+    assert world.cache.match(Namespace(), np.array([*other, 0], dtype=np.int32), 10).length == 5

@@ -1,0 +1,67 @@
+"""The order of admission, and how much output is expected."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.answer import Answer
+from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, SchedulerConfig
+from radixrt.schedule.request import Request
+from radixrt.schedule.request_log import RequestLog
+from tests.support.world.world import Sizes, World
+
+
+def test_each_request_that_runs_can_be_sampled() -> None:
+    with pytest.raises(ValueError, match="max_samples_per_pass is 7; it must be at least max_running_requests, 8"):
+        SchedulerConfig(max_running_requests=8, chunked_prefill_size=8, max_samples_per_pass=7)
+
+
+def test_the_estimate_is_the_same_for_one_and_for_many() -> None:
+    answers = []
+    for i in range(20):
+        request = Request(i, np.ones(3, np.int32), SamplingParams(), 4 * i, 0, frozenset(range(i % 3)))
+        answers.append(Answer(request, arrival=i, log=RequestLog(submitted_at=0.0)))
+        for _ in range(min(i, request.max_new_tokens)):
+            answers[-1].append(1)
+    estimate = OutputEstimate()
+    remaining = np.array([answer.remaining for answer in answers], dtype=np.int32)
+    num_output = np.array([answer.num_output for answer in answers], dtype=np.int32)
+    may_stop = np.array([answer.request.may_stop for answer in answers])
+    for _ in range(2 * OutputEstimate.ENOUGH):
+        many = estimate.expected_each(remaining, num_output, may_stop)
+        assert many.tolist() == [estimate.expected(answer) for answer in answers]
+        estimate.ended(10)
+        estimate.pass_scheduled()
+
+
+def test_first_come_order() -> None:
+    world = World(Sizes(num_slots=120, max_running=1, policy=SchedulePolicy.FCFS))
+    requests = [world.submit([i, 1, 2], 2) for i in range(4)]
+    order = []
+    while world.engine.has_work:
+        order += world.step()
+    assert order == requests
+
+
+def test_longest_prefix_order() -> None:
+    world = World(Sizes(num_slots=120, max_running=1))
+    world.submit([1, 2, 3, 4], 4)
+    cold = world.submit([2, 2, 2], 1)
+    warm = world.submit([1, 2, 3, 0], 1)
+    ended = []
+    while world.engine.has_work:
+        ended += world.step()
+    assert ended.index(warm) < ended.index(cold)
+
+
+def test_first_come_order_looks_at_no_match() -> None:
+    world = World(Sizes(num_slots=120, max_running=1, policy=SchedulePolicy.FCFS))
+    first = world.submit([1, 2, 3, 4], 4)
+    cold = world.submit([2, 2, 2], 1)
+    warm = world.submit([1, 2, 3, 0], 1)
+    ended = []
+    while world.engine.has_work:
+        ended += world.step()
+    assert ended == [first, cold, warm]

@@ -1,0 +1,323 @@
+"""The device of a world: passes run when the test says so, over KV that is a hash."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memory_pool.kv_transfers import KVTransfer
+from memory_pool.req_to_token_pool import ReqToTokenPool
+from radixrt.cache.prefix_cache import Lease
+from radixrt.errors import DeviceLostError
+from radixrt.output import FinishReason
+from radixrt.schedule.answer import Answer
+from radixrt.schedule.booking import Booking
+from radixrt.schedule.passes import Pass, PassResult
+from tests.support.world.invariants import Violation, require
+from tests.support.world.model import POISON, draw, histories, kv_of, logprobs_of, read_on, start_of
+
+
+class SimulatedFailure(RuntimeError):
+    """A pass that the test told to fail."""
+
+
+@dataclass
+class SimulatedPass:
+    booking: Booking
+    snapshots: list[np.ndarray]  # the slots that each answer's row names when the pass is launched
+    lines: list[np.ndarray]  # of `req_to_token`, that name the slots of each answer's positions
+    transfers: int  # that had been started before it, and come before it
+    fails: bool = False
+    poisoned: frozenset[int] = frozenset()
+    verifies: frozenset[int] = frozenset()  # rows that draw after each new position: all but the first are drafts
+    result: PassResult | None = None
+    error: Exception | None = None
+
+    @property
+    def batch(self) -> Pass:
+        return self.booking.pass_
+
+
+def own_lines(batch: Pass) -> list[np.ndarray]:
+    """Each answer reads all by its own row."""
+    return [np.full(end, row) for row, end in zip(batch.req_pool_indices, batch.seq_lens, strict=True)]
+
+
+class SimulatedRunner:
+    """Runs passes in order, each when the test says so, at the latest when it is collected.
+
+    Transfers between the tiers are made in order too, beside the passes that were launched before them: when the
+    test says so, at the latest before the pass that is launched next.
+    """
+
+    def __init__(
+        self, rows: ReqToTokenPool, num_slots: int, num_host_slots: int, prefill_budget: int, max_samples: int
+    ) -> None:
+        self.host_rows = rows
+        self.prefill_budget = prefill_budget
+        self.max_samples = max_samples
+        self.req_to_token = np.zeros_like(rows.req_to_token)
+        self.kv = np.full(num_slots, POISON, dtype=np.uint64)
+        self.host_kv = np.full(num_host_slots, POISON, dtype=np.uint64)
+        self.transfers: deque[KVTransfer] = deque()  # started, not yet made
+        self.transfers_started = self.transfers_made = 0
+        self.stale: tuple[set[int], set[int]] = (
+            set(),
+            set(),
+        )  # freed slots of device and host, still to be copied
+        self.last_token = np.zeros(rows.max_requests, dtype=np.int32)
+        self.queue: deque[SimulatedPass] = deque()  # launched, not yet run
+        self.in_flight: deque[SimulatedPass] = deque()  # launched, not yet collected
+        self.fail_launch = False
+        self.fail_run = False
+        self.fail_transfer: int | None = None  # transfers that are started before one fails
+        self.poison_next = False
+        self.pad_slot = 0
+        self.weights = 0  # those that passes run with
+        self.ends: dict[Lease, int] = {}  # positions launched, or found, of each lease that there was
+        self.met: set[Lease] = set()  # those that were in a pass
+        self.booking: Booking | None = None  # of the pass that is launched next, or was launched last
+        self.verifies: frozenset[int] = frozenset()  # rows of it that have drafts
+        self.newcomers: list[Answer] = []  # those of it that are in a pass for the first time with what they hold
+        self.is_lost = False  # after the next pass that fails
+        self.lines_of = own_lines  # how a pass reads: `SimulatedPass.lines`
+        self.violation: Violation | None = None  # kept for `World.check`: the engine takes it for a failed pass
+        self.tokens_launched: Counter[int] = Counter()
+
+    def transfer(self, transfers: deque[KVTransfer]) -> None:
+        require("transfers: there are some", len(transfers) > 0)
+        while transfers:
+            if self.fail_transfer == 0:
+                self.fail_transfer = None
+                raise SimulatedFailure("transfer")
+            transfer = transfers[0]
+            targets = transfer.targets.tolist()
+            name = "transfers: a target is named once"
+            self._require(name, len(set(targets)) == len(targets) == len(transfer.sources) > 0)
+            self.transfers.append(transfer)
+            self.transfers_started += 1
+            transfers.popleft()
+            if self.fail_transfer is not None:
+                self.fail_transfer -= 1
+
+    def transfer_next(self) -> None:
+        """Make the oldest transfer that has been started."""
+        transfer = self.transfers.popleft()
+        self.transfers_made += 1
+        make(transfer, self.kv, self.host_kv)
+        # Sources that were freed in the meantime are overwritten as soon as nobody is to copy them.
+        sources = set(transfer.sources.tolist())
+        stale, kv = self._side(transfer)
+        still_read = {int(s) for t in self.transfers if t.to_host == transfer.to_host for s in t.sources}
+        gone = sorted((sources & stale) - still_read)
+        kv[gone] = POISON
+        stale.difference_update(gone)
+
+    def _side(self, transfer: KVTransfer) -> tuple[set[int], np.ndarray]:
+        """Of a transfer's source: slots that are to be overwritten, and the KV."""
+        return (self.stale[0], self.kv) if transfer.to_host else (self.stale[1], self.host_kv)
+
+    def settled(self, booked: Sequence[KVTransfer]) -> tuple[np.ndarray, np.ndarray]:
+        """What device and host will hold once all transfers are made, those that are only `booked` too."""
+        kv, host_kv = self.kv.copy(), self.host_kv.copy()
+        for transfer in (*self.transfers, *booked):
+            make(transfer, kv, host_kv)
+        return kv, host_kv
+
+    def count(self, booking: Booking | None) -> None:
+        """A pass that is about to be launched, whether that succeeds or not."""
+        if booking is None:
+            return
+        before, self.booking = self.booking, booking
+        batch = booking.pass_
+        if before is not None and batch.req_pool_indices is before.pass_.req_pool_indices:
+            require("8: the same array of rows is of the same requests", booking.answers is before.answers)
+            require("8: and of what they hold", booking.leases is before.leases)
+        self.newcomers = []
+        for i, (answer, lease) in enumerate(zip(booking.answers, booking.leases, strict=True)):
+            start, end = int(batch.prefix_lens[i]), int(batch.seq_lens[i])
+            self.tokens_launched[id(answer)] += end - start
+            if lease not in self.met:
+                self.newcomers.append(answer)
+            name = "8: positions are launched once, in order"
+            require(name, start == self.ends[lease], (answer.request.index, start, end))
+            require(
+                "8: nothing is launched beyond the last token",
+                end <= answer.request.max_slots,
+                answer.request.index,
+            )
+            require("8: a pass holds what its requests hold", answer.lease is lease)
+            require("8: a pass holds what its requests hold", lease.row == batch.req_pool_indices[i])
+            self.ends[lease] = end
+            self.met.add(lease)
+        self._check_sampling(booking)
+
+    def _check_sampling(self, booking: Booking) -> None:
+        """The draws of a pass have the parameters of its requests. All draw at random."""
+        batch = booking.pass_
+        expected = [
+            (
+                i,
+                answer.request.seed,
+                answer.sample_index + k,
+                batch.seq_lens[i],
+                answer.request.params.logprobs is not None,
+            )
+            for i, answer in enumerate(booking.answers)
+            for k in range(batch.num_samples[i])
+        ]
+        arrays = batch.sampling.arrays
+        none = np.zeros(0, dtype=np.int32)
+        names = ("seeds", "sample_indices", "draw_positions")
+        logprobs = np.isin(np.arange(len(expected)), arrays.get("logprob_rows", none))
+        columns = (batch.sampling.logits_rows, *(arrays.get(name, none) for name in names), logprobs)
+        drawn = list(zip(*columns, strict=False))
+        require("8: a token is drawn for its own answer", drawn == expected, expected)
+
+    def launch(self, batch: Pass) -> SimulatedPass:
+        assert self.booking is not None, "the world has seen the pass"
+        assert self.booking.pass_ is batch
+        extended = [
+            int(end - start)
+            for answer, start, end in zip(self.booking.answers, batch.prefix_lens, batch.seq_lens, strict=True)
+            if start < answer.progress.extend_len
+        ]
+        self._require("10: a pass keeps to its prefill budget", sum(extended) <= self.prefill_budget)
+        samples = int(batch.num_samples.sum())
+        self._require("10: a pass keeps to its limit of samples", samples <= self.max_samples, samples)
+        lines = self._planned(batch)
+        if self.fail_launch:
+            self.fail_launch = False
+            raise SimulatedFailure("launch")
+        rows = self.host_rows.req_to_token
+        snapshots = [rows[r, :n].copy() for r, n in zip(batch.req_pool_indices, batch.seq_lens, strict=True)]
+        poisoned = frozenset([batch.num_rows // 2]) if self.poison_next else frozenset()
+        flight = SimulatedPass(
+            self.booking, snapshots, lines, self.transfers_started, self.fail_run, poisoned, self.verifies
+        )
+        self.fail_run = self.poison_next = False
+        self.queue.append(flight)
+        self.in_flight.append(flight)
+        return flight
+
+    def collect(self, handle: SimulatedPass) -> PassResult:
+        assert handle is self.in_flight[0], "passes are collected in order"
+        while handle.result is None and handle.error is None:
+            self.run_next()
+        self.in_flight.popleft()
+        if handle.error is not None:
+            raise handle.error
+        assert handle.result is not None
+        return handle.result
+
+    def check_device(self, error: Exception) -> None:
+        if self.is_lost:
+            raise DeviceLostError("the simulated device works no more") from error
+
+    def _planned(self, batch: Pass) -> list[np.ndarray]:
+        try:
+            return self.lines_of(batch)
+        except Violation as violation:
+            self.violation = self.violation or violation
+            raise
+        except Exception as error:
+            self.violation = self.violation or Violation("17: a plan is made", repr(error))
+            raise
+
+    def _require(self, name: str, holds: bool, detail: object = "") -> None:
+        try:
+            require(name, holds, detail)
+        except Violation as violation:
+            self.violation = self.violation or violation
+            raise
+
+    def run_next(self) -> None:
+        flight = self.queue.popleft()
+        while self.transfers_made < flight.transfers:
+            self.transfer_next()
+        batch = flight.batch
+        changes = batch.row_changes
+        cells = set(zip(changes.rows.tolist(), changes.positions.tolist(), strict=True))
+        self._require("rows: no cell is changed twice in one pass", len(cells) == len(changes))
+        self.req_to_token[changes.rows, changes.positions] = changes.slots
+        if flight.fails:
+            flight.error = SimulatedFailure("run")
+            return
+        sampled: list[int] = []
+        accepted: list[int] = []
+        asked: list[int] = []  # those of them whose log-probabilities are wanted
+        finite = np.ones(batch.num_rows, dtype=bool)
+        self.kv[self.pad_slot] = POISON  # what a padded row writes
+        at = 0
+        for i, answer in enumerate(flight.booking.answers):
+            start, end = int(batch.prefix_lens[i]), int(batch.seq_lens[i])
+            row = int(batch.req_pool_indices[i])
+            read = start_of(answer.request.namespace, self.weights)
+            history, reads = [], []
+            slots = self.req_to_token[flight.lines[i], np.arange(end)]
+            name = "17: what is read for several is what each has on the device"
+            self._require(name, np.array_equal(slots, self.req_to_token[row, :end]), answer.request.index)
+            for position, slot in enumerate(slots.tolist()):
+                if position >= start:
+                    token = int(batch.input_ids[at])
+                    token = int(self.last_token[-token - 1]) if token < 0 else token
+                    self._require("7: a new token is written where its row says", slot == batch.out_cache_loc[at])
+                    bad = i in flight.poisoned and position == end - 1
+                    self.kv[slot] = POISON + 1 if bad else kv_of(read, token)
+                    at += 1
+                history.append(int(self.kv[slot]))
+                read = read_on(read, history[-1])
+                if position >= start:
+                    reads.append(read)
+            known = answer.progress.tokens()[:end]
+            if i in flight.poisoned:
+                finite[i] = False
+            elif not self._tainted(flight, i):
+                expected = histories(answer.request.namespace, known, self.weights)
+                got = history[: len(known)]
+                self._require(
+                    "7: what is read is the KV of the own history",
+                    got == expected,
+                    (answer.request.index, start, end),
+                )
+            if i in flight.verifies:  # a token is drawn after each position, and taken while the drafts were right
+                draws = [draw(read, answer.sample_index) for read in reads]
+                drafts = batch.input_ids[at - len(reads) + 1 : at].tolist()
+                wrong = [k for k, (token, draft) in enumerate(zip(draws, drafts, strict=False)) if token != draft]
+                accepted.append(wrong[0] + 1 if wrong else len(draws))
+            else:
+                draws = [draw(read, answer.sample_index + k) for k in range(batch.num_samples[i])]
+                accepted.append(len(draws))
+            if draws:
+                self.last_token[row] = draws[accepted[-1] - 1 if i in flight.verifies else 0]
+            sampled += draws
+            asked += draws if answer.request.params.logprobs is not None else []
+        flight.result = PassResult(
+            np.array(sampled, dtype=np.int32),
+            np.array(accepted, dtype=np.int32),
+            finite,
+            logprobs_of(asked) if asked else None,
+            logprobs_of(batch.scored_targets.tolist()),
+        )
+
+    def _tainted(self, flight: SimulatedPass, i: int) -> bool:
+        """Whether an earlier pass that this one builds on failed; its result will be thrown away."""
+        answer = flight.booking.answers[i]
+        for earlier in self.in_flight:
+            if earlier is flight:
+                break
+            if answer in earlier.booking.answers and (
+                earlier.error is not None or earlier.booking.answers.index(answer) in earlier.poisoned
+            ):
+                return True
+        return answer.log.finish_reason is FinishReason.ERROR
+
+
+def make(transfer: KVTransfer, kv: np.ndarray, host_kv: np.ndarray) -> None:
+    if transfer.to_host:
+        host_kv[transfer.host_slots] = kv[transfer.device_slots]
+    else:
+        kv[transfer.device_slots] = host_kv[transfer.host_slots]

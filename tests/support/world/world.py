@@ -1,0 +1,507 @@
+"""The engine, scheduler, cache and pools around a simulated device, and what has happened to them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from memory_pool.req_to_token_pool import ReqToTokenPool
+from memory_pool.slot_allocator import SlotAllocator
+from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.radix_tree import Match, Namespace, Node
+from radixrt.cache.snapshot import TreeSnapshot, take_snapshot
+from radixrt.engine.driver import Driver
+from radixrt.engine.engine import LAG, Engine
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.answer import Answer, AnswerState
+from radixrt.schedule.booking import Booking
+from radixrt.schedule.passes import PassResult
+from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
+from radixrt.schedule.request import Request
+from radixrt.schedule.request_table import MAX_STOPS
+from radixrt.schedule.scheduler import Scheduler
+from tests.support.world.drafts import Drafts
+from tests.support.world.invariants import MAX_TIMES_SKIPPED, Invariants, require
+from tests.support.world.model import POISON, VOCAB
+from tests.support.world.runner import SimulatedRunner
+
+MIN_STORE_TOKENS = 3
+
+
+def address(tokens: np.ndarray) -> int:
+    """Where tokens lie: what is looked up for a answer is its own."""
+    return int(tokens.__array_interface__["data"][0])
+
+
+@dataclass
+class Sizes:
+    num_slots: int = 48
+    host_slots: int = 0  # 0: there is no host tier
+    num_rows: int = 5
+    context_len: int = 40
+    max_running: int = 4
+    max_samples: int = 6
+    chunk: int = 6
+    policy: SchedulePolicy = SchedulePolicy.LPM
+    enabled: bool = True
+    force_miss: bool = False
+    lag: int = LAG
+    drafts: bool = False  # decodes verify drafts; only without lag
+    drops: bool = False  # some requests say how little of them later ones need
+
+
+class CheckedEngine:
+    """A world as a driver sees it: everything is checked after each step."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    @property
+    def has_work(self) -> bool:
+        return self.world.engine.has_work
+
+    def step(self) -> list[Answer]:
+        ended = self.world.step()
+        self.world.check()
+        return ended
+
+    def check_whole(self) -> None:
+        self.world.engine.check_whole()
+
+    def make_transfers(self) -> None:
+        runner = self.world.runner
+        runner.fail_transfer = None
+        self.world.engine.make_transfers()
+        while runner.transfers:
+            runner.transfer_next()
+
+
+@dataclass
+class World:
+    """Everything, and what has happened so far."""
+
+    sizes: Sizes = field(default_factory=Sizes)
+
+    def __post_init__(self) -> None:
+        s = self.sizes
+        self.rows = ReqToTokenPool(s.num_rows, s.context_len)
+        self.slots = SlotAllocator(s.num_slots)
+        self.host_slots = SlotAllocator(s.host_slots) if s.host_slots else None
+        self.cache = PrefixCache(
+            self.rows,
+            self.slots,
+            host_slots=self.host_slots,
+            min_store_tokens=MIN_STORE_TOKENS,
+            enabled=s.enabled,
+            force_miss=s.force_miss,
+        )
+        max_samples = max(s.max_samples, s.max_running)
+        config = SchedulerConfig(
+            s.max_running, s.chunk, s.policy, max_samples, max_times_skipped=MAX_TIMES_SKIPPED
+        )
+        self.scheduler = Scheduler(self.cache, config)
+        self.runner = SimulatedRunner(self.rows, s.num_slots, s.host_slots, s.chunk, max_samples)
+        self.engine = Engine(self.scheduler, self.runner, lag=s.lag)
+        self.answers: list[Answer] = []
+        self.events: Counter[str] = Counter()
+        self.first_match: dict[int, int] = {}
+        self.overtaken: Counter[int] = Counter()
+        self.skipped: Counter[int] = Counter()  # tokens that another answer computed while this one waited again
+        self._skips: dict[int, int] = {}  # the same, of requests that may yet be refused slots
+        self.fail_alloc = False
+        self.weights_version = 0  # of the namespaces that new requests get
+        self.computed_with = {0: 0}  # the weights that prefixes of each version were computed with
+        self.computed: dict[Lease, int] = {}  # positions known to be computed under each lease
+        self.weights: dict[int, int] = {}  # the weights that each answer was submitted to
+        self.prepared: list[Request] = []
+        self.kept: tuple[TreeSnapshot, np.ndarray, int] | None = None  # with its KV, and the weights it is of
+        self.in_flight: deque[Booking] = deque()  # planned, and not booked yet
+        self.invariants = Invariants(self)
+        self.drafts = Drafts(self) if s.drafts else None
+        self._aborted: list[Answer] = []  # since the last step
+        self._observe()
+
+    def _observe(self) -> None:
+        """Listen in on what the world cannot see from outside."""
+        free, alloc = self.slots.free, self.slots.alloc
+        acquire, evict, split, insert = (
+            self.cache.acquire, self.cache.tree.evict, self.cache.tree._split, self.cache.tree.insert,
+        )  # fmt: skip
+
+        def watched_free(slots: np.ndarray) -> None:
+            free(slots)
+            self._overwrite(slots, to_host=True)
+
+        def watched_host_free(slots: np.ndarray) -> None:
+            host_free(slots)
+            self._overwrite(slots, to_host=False)
+            self.events["host eviction"] += bool(len(slots))
+
+        def watched_alloc(count: int) -> np.ndarray | None:
+            if self.fail_alloc and count:
+                self.fail_alloc = False
+                self.events["failed allocation"] += 1
+                return None
+            return alloc(count)
+
+        def watched_acquire(namespace: Namespace, tokens: np.ndarray, match: Match, reserve: int) -> Lease | None:
+            answer = next(r for r in self.scheduler.waiting if address(tokens) == address(r.progress.tokens()))
+            limit = answer.match_limit
+            found = self.cache.match(namespace, tokens, limit)
+            require(
+                "6: what an answer takes is what it would find",
+                match == found,
+                (answer.request.index, match, found),
+            )
+            lease = acquire(namespace, tokens, match, reserve)
+            if lease is not None:
+                require("13: what is scored is computed", lease.matched <= limit)
+                self.invariants.check_computed_once(namespace, tokens, limit, lease)
+                self.runner.ends[lease] = self.computed[lease] = lease.matched
+                if answer.log.cached_tokens is not None:  # back from a retraction, others may have gone further
+                    self._skips[id(answer)] = max(0, lease.matched - answer.launched_len)
+                self.events["load"] += lease.loaded > 0
+            return lease
+
+        def watched_next_pass() -> Booking | None:
+            booking = next_pass()
+            self.runner.count(booking)
+            if booking is not None and self.drafts is not None:
+                self.runner.booking = booking = self.drafts.added_to(booking)
+            if booking is not None:
+                self.in_flight.append(booking)
+            return booking
+
+        def watched_next_victim(max_tokens: int) -> Node | None:
+            leaves = [
+                node
+                for node, _ in self.invariants.nodes()
+                if node.parent is not None and node.slots is not None and not node.lock
+                and all(child.slots is None for child in node.children.values())
+            ]  # fmt: skip
+            node = next_victim(max_tokens)
+            expected = min(leaves, key=lambda leaf: leaf.last_access, default=None)
+            require("5: what was used longest ago leaves the device", node is expected)
+            if node is not None and self.host_slots is not None:
+                self.events["store" if node.host_slots is None else "eviction of what the host has"] += 1
+            return node
+
+        def watched_evict(count: int) -> np.ndarray:
+            out = evict(count)
+            self.events["eviction"] += bool(len(out))
+            return out
+
+        def watched_split(node: Node, at: int) -> Node:
+            self.events["split"] += 1
+            return split(node, at)
+
+        def watched_insert(node: Node, tokens: np.ndarray, slots: np.ndarray, *recency: int) -> object:
+            on_host = self.cache.tree.host_only_tokens
+            out = insert(node, tokens, slots, *recency)
+            self.events["computed what the host has"] += self.cache.tree.host_only_tokens < on_host
+            self.events["remap"] += bool(len(out.canonical))
+            return out
+
+        if self.host_slots is not None:
+            host_free = self.host_slots.free
+            self.host_slots.free = watched_host_free
+
+        def watched_evict_from_host(count: int) -> np.ndarray:
+            used = {
+                int(slot): node.last_access
+                for node, _ in self.invariants.nodes()
+                if node.host_slots is not None
+                for slot in node.host_slots
+            }
+            expected = self._least_recent_on_host(count)
+            out = evict_from_host(count)
+            dropped = {used.get(slot) for slot in out.tolist()}  # leaves above one another may be equally old
+            require("5: the host drops what was used longest ago", dropped == expected, (dropped, expected))
+            return out
+
+        def watched_process(booking: Booking, result: PassResult) -> list[Answer]:
+            ends = booking.pass_.seq_lens
+            for answer, lease, end, good in zip(booking.answers, booking.leases, ends, result.finite, strict=True):
+                if good and answer.lease is lease:
+                    self.computed[lease] = int(end)
+            assert self.in_flight.popleft() is booking
+            if self.drafts is not None:
+                self.drafts.verified(booking, result)
+            return process(booking, result)
+
+        def watched_fail(booking: Booking, cause: Exception) -> list[Answer]:
+            assert self.in_flight.popleft() is booking
+            return fail(booking, cause)
+
+        def watched_unlock(end: Node, reusable_len: int | None = None) -> np.ndarray:
+            splits = self.events["split"]
+            out = unlock(end, reusable_len)
+            self.events["dropped in part" if self.events["split"] > splits else "dropped"] += bool(len(out))
+            return out
+
+        unlock = self.cache.tree.unlock
+        self.cache.tree.unlock = watched_unlock
+        process, fail = self.scheduler.process, self.scheduler.fail
+        self.scheduler.process, self.scheduler.fail = watched_process, watched_fail
+        evict_from_host = self.cache.tree.evict_from_host
+        self.cache.tree.evict_from_host = watched_evict_from_host
+        next_pass, next_victim = self.scheduler.next_pass, self.cache.tree.next_victim
+        self.scheduler.next_pass = watched_next_pass
+        self.cache.tree.next_victim = watched_next_victim
+        self.slots.free, self.slots.alloc = watched_free, watched_alloc
+        self.cache.acquire = watched_acquire
+        self.cache.tree.evict, self.cache.tree._split = watched_evict, watched_split
+        self.cache.tree.insert = watched_insert
+
+    def _least_recent_on_host(self, count: int) -> set[int]:
+        """When what the host is to drop for `count` tokens was last used, leaf by leaf."""
+        held = [node for node, _ in self.invariants.nodes() if node.host_slots is not None]
+        out: set[int] = set()
+        while count > 0 and held:
+            leaves = [node for node in held if not any(child in held for child in node.children.values())]
+            leaf = min(leaves, key=lambda node: node.last_access)
+            held.remove(leaf)
+            count -= len(leaf.tokens)
+            out.add(leaf.last_access)
+        return out
+
+    def _overwrite(self, slots: np.ndarray, *, to_host: bool) -> None:
+        """Whoever still reads a free slot reads nonsense; transfers that are booked may read it yet."""
+        started, booked = self.runner.transfers, self.cache.transfers.pending()
+        read = {int(s) for t in (*started, *booked) if t.to_host == to_host for s in t.sources}
+        stale, kv = (
+            (self.runner.stale[0], self.runner.kv) if to_host else (self.runner.stale[1], self.runner.host_kv)
+        )
+        for slot in slots.tolist():
+            if slot in read:
+                stale.add(slot)
+            else:
+                kv[slot] = POISON
+
+    # what can happen
+
+    def namespace(self, tenant: str | None = None) -> Namespace:
+        return Namespace(weights_version=self.weights_version, tenant=tenant)
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int = 4,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        namespace: Namespace | None = None,
+        n: int = 1,
+        scored_from: int | None = None,
+    ) -> Request:
+        """A request that nobody has submitted. Some want log-probabilities, some have many stop tokens, and some
+        leave no more than a part of their prompt to others.
+        """
+        index = len(self.answers)
+        if stop_ids and index % 5 == 3:
+            stop_ids |= frozenset(range(VOCAB, VOCAB + MAX_STOPS))  # these are never sampled
+        return Request(
+            index=index,
+            prompt_ids=np.array(prompt, dtype=np.int32),
+            params=SamplingParams(
+                max_new_tokens=max_new_tokens,
+                n=n,
+                logprobs=0 if index % 4 == 1 else None,
+                prompt_logprobs=None if scored_from is None else 0,
+                prompt_logprobs_start=scored_from or 0,
+            ),
+            max_new_tokens=min(max_new_tokens, self.sizes.context_len - len(prompt)),
+            seed=1 + index,
+            stop_ids=stop_ids,
+            namespace=namespace or self.namespace(),
+            reusable_len=index % (len(prompt) + 1) if self.sizes.drops and index % 3 == 2 else None,
+        )
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int = 4,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        namespace: Namespace | None = None,
+        n: int = 1,
+        scored_from: int | None = None,
+    ) -> Answer | None:
+        """Queue a request; None if it can never run."""
+        request = self.request(
+            prompt, max_new_tokens, stop_ids=stop_ids, namespace=namespace, n=n, scored_from=scored_from
+        )
+        return next(iter(self.submit_all([request])), None)
+
+    def submit_all(self, requests: Sequence[Request], *, in_order: bool | None = None) -> list[Answer]:
+        """Queue, as known together, those of the requests that can run."""
+        able = [request for request in requests if self.scheduler.refusal(request) is None]
+        self.events["refusal"] += len(requests) - len(able)
+        if in_order is None:
+            in_order = len(self.answers) % 5 == 3
+        answers = self.engine.submit_all(able, in_order=in_order)
+        for answer in answers:
+            self.answers.append(answer)
+            self.weights[id(answer)] = self.runner.weights
+            self.events["n answers"] += answer.request.params.n > 1
+            self.events["scored prompt"] += answer.request.params.prompt_logprobs is not None
+        return answers
+
+    def on_host(self) -> list[Answer]:
+        """Requests of late whose tokens are, in part, on the host alone."""
+        out = []
+        for answer in self.answers[-40:]:
+            namespace = self.namespace(answer.request.namespace.tenant)
+            match = self.cache.match(namespace, answer.progress.tokens(), answer.progress.known_len - 1)
+            if match.on_device.length < match.length:
+                out.append(answer)
+        return out
+
+    def fork(self, answer: Answer, tails: Sequence[Sequence[int]], max_new_tokens: int, n: int = 1) -> None:
+        """Branch an answer's history, however far it has come: its tokens so far, with each tail, all at once."""
+        history = answer.progress.tokens().tolist()
+        self.events["fork"] += 1
+        self.events["fork of a running answer"] += not answer.finished
+        namespace = self.namespace(answer.request.namespace.tenant)
+        self.submit_all(
+            [self.request([*history, *tail], max_new_tokens, namespace=namespace, n=n) for tail in tails]
+        )
+
+    def update_weights(self, *, bump: bool = True, flush: bool = True) -> None:
+        """Take other weights once all has run to its end. The new version and the flush do it each alone."""
+
+        def swap() -> None:
+            self.runner.weights += 1
+            self.weights_version += bump
+            if flush:
+                self.cache.flush()
+                self.computed_with = dict.fromkeys(range(self.weights_version + 1), self.runner.weights)
+            else:
+                self.computed_with[self.weights_version] = self.runner.weights
+                self.prepared.clear()  # of a version whose prefixes are stale
+
+        self.events["weights update"] += 1
+        Driver(CheckedEngine(self), lambda answer: None).while_idle(swap)
+
+    def save_cache(self) -> None:
+        """Keep what is cached once all has run to its end, as a file would."""
+
+        def save() -> None:
+            snapshot, slots = take_snapshot(self.cache.tree, self.weights_version)
+            require("kept: a snapshot is a tree of prefixes", snapshot.fault(VOCAB) is None, snapshot.fault(VOCAB))
+            kv = self.runner.kv[np.maximum(slots, 0)]
+            kv[slots < 0] = self.runner.host_kv[-slots[slots < 0]]
+            self.events["save from the host"] += bool((slots < 0).any())
+            self.kept = snapshot, kv, self.computed_with[self.weights_version]
+
+        self.events["save"] += 1
+        Driver(CheckedEngine(self), lambda answer: None).while_idle(save)
+
+    def load_cache(self, *, fails: bool = False) -> None:
+        """Take what was kept, of the same weights, once all has run to its end; or find that its KV is damaged."""
+
+        def load() -> None:
+            assert self.kept is not None
+            snapshot, kv, weights = self.kept
+            if weights != self.runner.weights or weights != self.computed_with[self.weights_version]:
+                return
+            self.fail_alloc = False
+            before, held = self.slots.num_free, self.cache.tree.device_tokens
+            adoption = self.cache.begin_adoption(snapshot, self.weights_version)
+            count = int(adoption.taken.sum())
+            require("kept: slots by state add up", self.cache.stats().arriving == count)
+            self.runner.kv[adoption.slots[adoption.slots > 0]] = kv[adoption.slots > 0]
+            if fails:
+                self.cache.cancel_adoption(adoption)
+                require("kept: what is given up leaves no trace", self.slots.num_free == before)
+                require("kept: what is given up leaves no trace", self.cache.tree.device_tokens == held)
+                return
+            self.cache.adopt(adoption)
+            require("kept: all that is taken is in the tree", self.cache.tree.device_tokens == held + count)
+            require("kept: what is left out had no room", not adoption.left_out or not self.slots.num_free)
+            self.events["load of a file"] += bool(count)
+            self.events["load in part"] += bool(count and adoption.left_out)
+            self._check_loaded(snapshot, adoption.left_out)
+
+        Driver(CheckedEngine(self), lambda answer: None).while_idle(load)
+
+    def _check_loaded(self, snapshot: TreeSnapshot, left_out: int) -> None:
+        """Every kept prefix is matched whole, but for the tokens that were left out."""
+        starts, found = snapshot.starts(), 0
+        paths: list[np.ndarray] = []
+        for i, parent in enumerate(snapshot.parents):
+            own = snapshot.tokens[starts[i] : starts[i] + snapshot.lengths[i]]
+            paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
+            namespace = self.namespace(snapshot.tenant_names[snapshot.tenants[i]])
+            above = len(paths[i]) - len(own)
+            found += max(0, self.cache.tree.match(namespace, paths[i]).on_device.length - above)
+        require("kept: a prefix is found", found == snapshot.num_tokens - left_out, (found, left_out))
+
+    def step(self) -> list[Answer]:
+        launched, flying = self.cache.passes_launched, len(self.in_flight)
+        had_work = self.engine.has_work
+        self._skips.clear()
+        oldest = self.scheduler.waiting[0] if self.scheduler.waiting else None
+        waiting = list(self.scheduler.waiting)
+        aborted, self._aborted = self._aborted, []
+        ended = self.engine.step()
+        require("8: an abort ends all answers", all(a.finished for r in aborted for a in r.family))
+        known = {id(r) for r in self.answers}
+        forked = [c for r in list(self.answers) for c in r.children if id(c) not in known]
+        self.answers += forked
+        self.weights.update((id(answer), self.weights[id(answer.parent)]) for answer in forked)
+        self.events["first token drawn apart"] += sum(not answer.num_output for answer in forked)
+        for answer in waiting:
+            if answer.lease is not None:
+                self.skipped[id(answer)] += self._skips.get(id(answer), 0)
+            if answer.lease is not None and answer.log.cached_tokens is not None:
+                self.first_match.setdefault(id(answer), answer.lease.matched)
+        if oldest is not None and oldest.state is AnswerState.WAITING:
+            passed = sum(r.lease is not None and r.arrival > oldest.arrival for r in waiting)
+            self.overtaken[id(oldest)] += passed
+        progress = self.cache.passes_launched > launched or bool(ended) or len(self.in_flight) < flying
+        require("10: every step computes a token or ends an answer", progress or not had_work)
+        for answer in ended:
+            self.events[f"ended by {answer.log.finish_reason}"] += 1
+        return ended
+
+    def abort(self, answer: Answer) -> None:
+        if any(answer in f.booking.answers for f in self.runner.in_flight) and not answer.finished:
+            self.events["abort in flight"] += 1
+        self.engine.abort(answer)
+        self._aborted.append(answer)
+
+    def retract(self, answer: Answer) -> None:
+        if answer.state is AnswerState.RUNNING:
+            self.scheduler.retract(answer)
+
+    def drain_requests(self) -> None:
+        """Run until nothing is left to do; what is cached stays."""
+        while self.engine.has_work:
+            self.step()
+            self.check()
+
+    def drain(self) -> None:
+        self.fail_alloc = False
+        budget = 50 + 60 * sum(
+            (r.progress.total_len + r.request.max_new_tokens) * r.request.params.n
+            for r in self.answers
+            if not r.finished
+        )
+        while self.engine.has_work:
+            require("10: a run comes to its end", budget > 0)
+            budget -= 1
+            self.step()
+            self.check()
+        self.check_drained()
+
+    def check(self) -> None:
+        """Recompute every invariant from scratch. Raises Violation."""
+        self.invariants.check()
+        self.events["retraction"] = self.scheduler.num_retractions
+
+    def check_drained(self) -> None:
+        """The same of a world that has nothing left to do; forgets all that is cached."""
+        self.invariants.check_drained()
