@@ -195,7 +195,8 @@ class PassBuilder:
             extras |= _row_changes(pass_)
         elif not extras and current.packed is not None and current.packed.features == sampling.features:
             return current.packed  # nothing but its words has changed
-        made = _packed_pass(pass_, current.key, current.words, current.inputs, extras, current.plans, num_extends=0)
+        words, plans = current.words, current.plans
+        made = _packed_pass(pass_, current.key, words, current.inputs, extras, plans, num_extends=0)
         current.packed = None if extras else made
         return made
 

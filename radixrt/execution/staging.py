@@ -90,8 +90,8 @@ class Staging:
         self._fixed = self._buffer
 
     def upload(self, words: Int32Array, num_fixed: int = 0) -> Tensor:
-        """Return a buffer on the device that begins with a copy of int32 `words`. The first `num_fixed` of them are
-        also in the fixed buffer, if that is another one.
+        """Return a buffer on the device that begins with a copy of int32 `words`. The first `num_fixed` also lie in
+        the fixed buffer, if that is another one.
         """
         count = len(words)
         if count > len(self._buffer):
