@@ -1,7 +1,8 @@
-"""Packed words on their way to the device: each array in its place, and a buffer that stays where graphs read it."""
+"""Packed words on their way to the device: each array in its place, in a buffer that stays where it is."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def test_arrays_are_found_where_they_were_packed(sizes: list[tuple[int, int]], s
         assert parts[name].dtype == tensors[name].numpy().dtype == array.dtype
     places = [place for place, _ in layout.places.values()]
     assert all(place.start % ALIGNMENT == 0 for place in places)
-    assert all(a.stop <= b.start for a, b in zip(places, places[1:], strict=False))
+    assert all(a.stop <= b.start for a, b in pairwise(places))
     assert (words[:start] == -1).all()
     assert (words[layout.num_words :] == -1).all()
 

@@ -7,7 +7,7 @@ surrounds a graph is the same.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from radixrt.cache.radix_tree import Namespace
 from radixrt.engine.engine import Engine
 from radixrt.execution.attention import planner as attention_planner
 from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE, PlanShape
-from radixrt.execution.attention.planner import planner_of
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.executor import Executor, Forward
 from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, MAX_CAPTURED_BATCH, ladder
@@ -39,6 +38,7 @@ from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import PassResult
 from tests.models.test_parity import MODELS
 from tests.support.checkpoints import VOCAB_SIZE, gemma2, gemma3, llama, qwen3_moe, smollm3, write
+from tests.support.recomputing import Recomputing, planner_on_cpu
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import FIRST_CAPABILITY
 
@@ -46,24 +46,6 @@ pytestmark = pytest.mark.usefixtures("device")
 
 MERGES_BELOW = PlanTuning.cuts_below
 GREEDY = Params(temperature=0, max_new_tokens=12, ignore_eos=True)
-
-
-class Recomputed:
-    """Stands in for a CUDA graph on a CPU: a replay computes anew."""
-
-    def __init__(self, compute: Callable[[], None]) -> None:
-        self.replay = torch.inference_mode()(compute)
-
-
-class Recomputing:
-    """Stands in for GraphMemory on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def captured(self, compute: Callable[[], None], warm_up: Callable[[], None]) -> Recomputed:
-        warm_up()
-        return Recomputed(compute)
 
 
 def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int = 64, **options: Any) -> Runtime:
@@ -78,8 +60,7 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
         tuning = Tuning(token_sizes=(16, 64), max_plan_passes=max_plan_passes)
         if not on_gpu:  # plans are cut and padded as if kernels ran
             kv_dtype = kv_pool.buffer.dtype
-            kernels = replace(model.placement, impl="triton")
-            planner = planner_of(model.config, kernels, rows.req_to_token, kv_dtype, tree=tree)
+            planner = planner_on_cpu(model.config, rows.req_to_token, kv_dtype, tree=tree)
             tuning = replace(tuning, recorder=Recomputing, planner=planner)
             most = options["max_running_requests"], options.get("chunked_prefill_size", 2048)
             limits = dict(zip(limits, most if cuda_graphs else (0, 0), strict=True))
