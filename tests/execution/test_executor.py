@@ -118,6 +118,17 @@ def test_a_mask_may_come_between_logits_and_draw(loaded: Decoder, is_eager: bool
 
 
 @pytest.mark.parametrize("is_eager", [True, False])
+def test_logits_that_are_not_finite_are_told(loaded: Decoder, is_eager: bool) -> None:
+    """Though the hidden state is."""
+    computer = Computer(loaded, is_eager=is_eager)
+    for pass_ in PASSES[:2]:
+        packed, forward = computer.forward(pass_)
+        with torch.inference_mode():
+            forward.logits[1, 9] = float("nan")
+            assert computer.executor.draw(packed, forward).finite.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
 def test_rows_that_are_not_finite_are_told_whether_they_sample_or_not(loaded: Decoder, is_eager: bool) -> None:
     computer = Computer(loaded, is_eager=is_eager)
     weights = loaded.embedding.weight
