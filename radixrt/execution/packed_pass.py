@@ -6,21 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from layers.input_metadata import InputMetadata
 from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
 from radixrt.execution.graphs.ladder import PassShape
 from radixrt.execution.staging import Int32Array, Layout
 from radixrt.schedule.passes import Features
 
 # Fields of InputMetadata that are arrays on the host, too.
-_METADATA = (
-    "req_pool_indices",
-    "seq_lens",
-    "prefix_lens",
-    "extend_seq_lens",
-    "extend_start_loc",
-    "positions",
-    "out_cache_loc",
-)
+_METADATA = tuple(InputMetadata.host_arrays([], [], [], []))
 
 
 class PassKey(NamedTuple):

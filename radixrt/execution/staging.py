@@ -88,8 +88,8 @@ class Staging:
         self._fixed = torch.empty(2 * num_words, dtype=torch.int32, device=self._device)  # the rest is for extras
 
     def upload(self, words: Int32Array, num_fixed: int = 0) -> Tensor:
-        """Return a buffer on the device that begins with a copy of int32 `words`. The first `num_fixed` also lie in
-        the fixed buffer, if that is another one.
+        """Return a buffer on the device that begins with a copy of int32 `words`. The first `num_fixed` are in the
+        fixed buffer, too, if that is another one.
         """
         count = len(words)
         if count > len(self._buffer):

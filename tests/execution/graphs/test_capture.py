@@ -578,23 +578,22 @@ def test_short_extends_read_once_what_they_share(
 # --- what must not be harmed ---
 
 
-def live(runtime: Runtime) -> list[Any]:
-    return [request for request in runtime._scheduler.running if request.lease is not None]
-
-
 def check_tables(runtime: Runtime) -> list[tuple[Any, int, int]]:
-    """The device's table is the host's wherever a request runs. Returns of each that has sampled: the request, how
+    """The device's table is the host's wherever a request runs. Returns of each that has sampled: the answer, how
     many tokens, and which was the last.
     """
     executor = runner_of(runtime).executor
     table, last = executor.req_to_token.cpu().numpy(), executor.last_token.cpu().numpy()
-    assert not table[-1, 1:].any(), "padded decodes write the first cell of the last line alone"
+    assert not table[-1, 1:].any(), "padded decodes write the first cell of the last row alone"
     sampled = []
-    for request in live(runtime):
-        row, length = request.lease.row, request.launched
+    for answer in runtime._scheduler.running:
+        if answer.lease is None:
+            continue
+        row, length = answer.lease.row, answer.lease.allocated_len
         np.testing.assert_array_equal(table[row, :length], runtime._rows.req_to_token[row, :length])
-        if request.total > request.prompt_len:
-            sampled.append((request, request.total - request.prompt_len, int(last[row])))
+        count = answer.progress.total_len - answer.request.prompt_len
+        if count > 0:
+            sampled.append((answer, count, int(last[row])))
     return sampled
 
 
@@ -615,8 +614,8 @@ def test_the_tables_of_device_and_host_are_the_same_after_each_step(folder: Path
             runtime.step()
             sampled += check_tables(runtime)
         assert len(sampled) > 100
-        for request, count, token in sampled:
-            assert request.tokens()[request.prompt_len + count - 1] == token
+        for answer, count, token in sampled:
+            assert answer.output_ids()[count - 1] == token
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 24])
