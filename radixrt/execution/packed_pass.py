@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+from layers.input_metadata import InputMetadata
 from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
 from radixrt.execution.graphs.ladder import PassShape
 from radixrt.execution.staging import Int32Array, Layout
 from radixrt.schedule.passes import Features
 
 # Fields of InputMetadata that are arrays on the host, too.
-_METADATA = (
-    "req_pool_indices",
-    "seq_lens",
-    "prefix_lens",
-    "extend_seq_lens",
-    "extend_start_loc",
-    "positions",
-    "out_cache_loc",
-)
+_METADATA = tuple(InputMetadata.host_arrays([], [], [], []))
 
 
 class PassKey(NamedTuple):
@@ -62,7 +56,7 @@ class PackedPass:
     num_scored: int = 0
     num_top_scored: int = 0
 
-    @property
+    @cached_property
     def is_captured_decode(self) -> bool:
         """Whether each row computes one token and samples one, in a graph."""
         return self.key is not None and self.key.shape.is_decode

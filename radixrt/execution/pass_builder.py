@@ -195,9 +195,8 @@ class PassBuilder:
             extras |= _row_changes(pass_)
         elif not extras and current.packed is not None and current.packed.features == sampling.features:
             return current.packed  # nothing but its words has changed
-        made = _packed_pass(
-            pass_, current.key, current.words, current.inputs, extras, current.plans, num_extends=0
-        )
+        words, plans = current.words, current.plans
+        made = _packed_pass(pass_, current.key, words, current.inputs, extras, plans, num_extends=0)
         current.packed = None if extras else made
         return made
 
@@ -243,7 +242,8 @@ class _DecodeWords:
         # Plans come last: so the addresses of what draws read depend on the size alone.
         self.words, self.inputs = packed({"input_ids": zeros, **host, **draws, **plans.numbered()})
         self.arrays = self.inputs.parts(self.words)
-        self.plans = plans.with_arrays(self.arrays[name] for name in plans.numbered())
+        self._plan_arrays = [self.arrays[name] for name in plans.numbered()]
+        self.plans = plans.with_arrays(self._plan_arrays)
         self.packed: PackedPass | None = None
         self._idle = self.words.copy()
 
@@ -252,15 +252,14 @@ class _DecodeWords:
         self.packed = None
         self.words[:] = self._idle
         self.arrays["req_pool_indices"][: len(rows)] = rows
-        for place, array in zip(self.plans.arrays(), plans.arrays(), strict=True):
+        for place, array in zip(self._plan_arrays, plans.arrays(), strict=True):
             place[:] = array
         self.plans = replace(self.plans)  # other items grow
 
     def update(self, pass_: Pass) -> None:
         """Fill in what is new in a pass of the requests that it was begun for; of draws what the features name."""
         arrays, count, draws = self.arrays, pass_.num_rows, pass_.sampling
-        seq_lens = arrays["seq_lens"]
-        seq_lens[:count] = pass_.seq_lens
+        arrays["seq_lens"][:count] = pass_.seq_lens
         arrays["prefix_lens"][:count] = pass_.prefix_lens
         arrays["positions"][:count] = pass_.prefix_lens
         arrays["out_cache_loc"][:count] = pass_.out_cache_loc

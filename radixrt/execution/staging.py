@@ -62,8 +62,8 @@ class Staging:
 
     The host side is a ring of two buffers (pinned, for CUDA), so that words can be sent while the copy before may
     not have been made yet; sending waits for the copy before that. The device side is one buffer: passes run in
-    order, and the words of a pass are valid until the next upload. It moves when it has to grow, unless it is
-    `fixed`: then words that are too many get a buffer beside it.
+    order, and the words of a pass are valid until the next upload. It moves when it has to grow. Once there is a
+    fixed one, only words that are too many for that go there.
     """
 
     def __init__(self, device: torch.device, num_words: int = 1 << 16) -> None:
@@ -83,15 +83,13 @@ class Staging:
         self._buffer = torch.empty(num_words, dtype=torch.int32, device=self._device)
 
     def fix(self, num_words: int) -> None:
-        """Keep the buffer where it is from now on: graphs that read up to `num_words` of it know its address."""
+        """From now on, keep one buffer where it is: graphs that read up to `num_words` of it know its address."""
         assert self._fixed is None
-        if num_words > len(self._buffer):
-            self._reserve(num_words)
-        self._fixed = self._buffer
+        self._fixed = torch.empty(2 * num_words, dtype=torch.int32, device=self._device)  # the rest is for extras
 
     def upload(self, words: Int32Array, num_fixed: int = 0) -> Tensor:
-        """Return a device buffer that begins with a copy of int32 `words`. The first `num_fixed` of them are
-        also in the fixed buffer, if that is another one.
+        """Return a buffer on the device that begins with a copy of int32 `words`. The first `num_fixed` are in the
+        fixed buffer, too, if that is another one.
         """
         count = len(words)
         if count > len(self._buffer):

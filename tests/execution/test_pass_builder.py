@@ -86,6 +86,7 @@ class World:
         plans = self.planner.plan_padded_decodes(padded(self.rows, 0), padded(self.planned, 0))
         assert made.key == PassKey(PassShape(0, size, 0), plans.shape)
         assert made.is_captured_decode
+        assert (made.features, made.num_rows, made.num_samples) == (features, count, count)
         self.plan_shapes.add(plans.shape)
         parts = made.inputs.parts(made.words)
         expected = {

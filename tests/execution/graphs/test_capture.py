@@ -7,7 +7,7 @@ surrounds a graph is the same.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from radixrt.cache.radix_tree import Namespace
 from radixrt.engine.engine import Engine
 from radixrt.execution.attention import planner as attention_planner
 from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE, PlanShape
-from radixrt.execution.attention.planner import planner_of
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.executor import Executor, Forward
 from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, MAX_CAPTURED_BATCH, ladder
@@ -39,6 +38,7 @@ from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import PassResult
 from tests.models.test_parity import MODELS
 from tests.support.checkpoints import VOCAB_SIZE, gemma2, gemma3, llama, qwen3_moe, smollm3, write
+from tests.support.recomputing import Recomputing, planner_on_cpu
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import FIRST_CAPABILITY
 
@@ -46,24 +46,6 @@ pytestmark = pytest.mark.usefixtures("device")
 
 MERGES_BELOW = PlanTuning.cuts_below
 GREEDY = Params(temperature=0, max_new_tokens=12, ignore_eos=True)
-
-
-class Recomputed:
-    """Stands in for a CUDA graph on a CPU: a replay computes anew."""
-
-    def __init__(self, compute: Callable[[], None]) -> None:
-        self.replay = torch.inference_mode()(compute)
-
-
-class Recomputing:
-    """Stands in for GraphMemory on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def captured(self, compute: Callable[[], None], warm_up: Callable[[], None]) -> Recomputed:
-        warm_up()
-        return Recomputed(compute)
 
 
 def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int = 64, **options: Any) -> Runtime:
@@ -78,8 +60,7 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
         tuning = Tuning(token_sizes=(16, 64), max_plan_passes=max_plan_passes)
         if not on_gpu:  # plans are cut and padded as if kernels ran
             kv_dtype = kv_pool.buffer.dtype
-            kernels = replace(model.placement, impl="triton")
-            planner = planner_of(model.config, kernels, rows.req_to_token, kv_dtype, tree=tree)
+            planner = planner_on_cpu(model.config, rows.req_to_token, kv_dtype, tree=tree)
             tuning = replace(tuning, recorder=Recomputing, planner=planner)
             most = options["max_running_requests"], options.get("chunked_prefill_size", 2048)
             limits = dict(zip(limits, most if cuda_graphs else (0, 0), strict=True))
@@ -597,23 +578,22 @@ def test_short_extends_read_once_what_they_share(
 # --- what must not be harmed ---
 
 
-def live(runtime: Runtime) -> list[Any]:
-    return [request for request in runtime.parts.scheduler.running if request.lease is not None]
-
-
 def check_tables(runtime: Runtime) -> list[tuple[Any, int, int]]:
-    """The device's table is the host's wherever a request runs. Returns of each that has sampled: the request, how
+    """The device's table is the host's wherever a request runs. Returns of each that has sampled: the answer, how
     many tokens, and which was the last.
     """
     executor = runner_of(runtime).executor
     table, last = executor.req_to_token.cpu().numpy(), executor.last_token.cpu().numpy()
-    assert not table[-1, 1:].any(), "padded decodes write the first cell of the last line alone"
+    assert not table[-1, 1:].any(), "padded decodes write the first cell of the last row alone"
     sampled = []
-    for request in live(runtime):
-        row, length = request.lease.row, request.launched
+    for answer in runtime.parts.scheduler.running:
+        if answer.lease is None:
+            continue
+        row, length = answer.lease.row, answer.lease.allocated_len
         np.testing.assert_array_equal(table[row, :length], runtime.parts.cache.rows.req_to_token[row, :length])
-        if request.total > request.prompt_len:
-            sampled.append((request, request.total - request.prompt_len, int(last[row])))
+        count = answer.progress.total_len - answer.request.prompt_len
+        if count > 0:
+            sampled.append((answer, count, int(last[row])))
     return sampled
 
 
@@ -634,8 +614,8 @@ def test_the_tables_of_device_and_host_are_the_same_after_each_step(folder: Path
             runtime.step()
             sampled += check_tables(runtime)
         assert len(sampled) > 100
-        for request, count, token in sampled:
-            assert request.tokens()[request.prompt_len + count - 1] == token
+        for answer, count, token in sampled:
+            assert answer.output_ids()[count - 1] == token
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 24])

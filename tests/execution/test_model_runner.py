@@ -1,0 +1,107 @@
+"""A runner of passes: launch, collect, and what is in flight between."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from memory_pool.req_to_token_pool import ReqToTokenPool
+from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, PassShape, captured_shapes, ladder
+from radixrt.execution.model_runner import ModelRunner, Tuning
+from radixrt.execution.packed_pass import PassKey
+from radixrt.models.decoder import Decoder
+from radixrt.models.loader import load_model
+from tests.support.checkpoints import llama, write
+from tests.support.passes import plain_pass
+from tests.support.recomputing import Recomputing, planner_on_cpu
+
+CPU = torch.device("cpu")
+MAX_REQUESTS, CONTEXT, TOKENS = 5, 64, 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = write(llama(seed=3, max_position_embeddings=CONTEXT), tmp_path_factory.mktemp("llama"))
+    return load_model(folder, device=CPU, dtype=torch.float32)[0]
+
+
+def runner_of(model: Decoder, *, captures: bool) -> ModelRunner:
+    config, rows = model.config, ReqToTokenPool(MAX_REQUESTS, CONTEXT)
+    pool = TokenToKVPool(
+        200, config.num_layers, config.num_kv_heads, config.head_dim, dtype=torch.float32, device=CPU
+    )
+    tuning = Tuning(
+        token_sizes=(8, TOKENS), recorder=Recomputing, planner=planner_on_cpu(config, rows.req_to_token)
+    )
+    limits = (MAX_REQUESTS, TOKENS) if captures else (0, 0)
+    return ModelRunner(
+        model, rows, pool, CPU, max_captured_batch=limits[0], max_captured_tokens=limits[1], tuning=tuning
+    )
+
+
+PROMPTS = plain_pass([2, 0, 4], [0, 0, 0], [7, 3, 1])
+ROWS, LENS = np.array([2, 0, 4], np.int32), np.array([8, 4, 2], np.int32)
+DECODES = [
+    plain_pass(ROWS, LENS + i - 1, LENS + i, input_ids=-(ROWS + 1), out_cache_loc=ROWS + np.int32(20 + 10 * i))
+    for i in range(5)
+]
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1, 2])
+def test_results_are_each_pass_s_own_however_many_are_in_flight(model: Decoder, max_in_flight: int) -> None:
+    """Captured or not; what one pass found stays when others have used its memory."""
+    outcomes = []
+    for captures in (False, True):
+        runner = runner_of(model, captures=captures)
+        runner.capture_graphs()
+        results, flying = [], []
+        for pass_ in [PROMPTS, *DECODES]:
+            flying.append(runner.launch(pass_))
+            if len(flying) > max_in_flight:
+                results.append(runner.collect(flying.pop(0)))
+        results += [runner.collect(handle) for handle in flying]
+        outcomes.append([result.token_ids.tolist() for result in results])
+        assert all(result.finite.tolist() == [True] * 3 for result in results)
+        assert all(result.accepted.tolist() == [1] * 3 for result in results)
+        assert runner.executor.results.num_free == (1 + min(max_in_flight, 4) if captures else 0)
+    assert outcomes[0] == outcomes[1]
+    assert len(set(map(tuple, outcomes[0]))) > 2
+
+
+def test_nothing_is_captured_before_it_is_asked_for(model: Decoder) -> None:
+    runner = runner_of(model, captures=True)
+    early = runner.collect(runner.launch(PROMPTS)).token_ids
+    assert runner.executor.graphs is None
+    runner.capture_graphs()
+    assert runner.collect(runner.launch(PROMPTS)).token_ids.tolist() == early.tolist()
+
+
+@pytest.mark.parametrize("max_shapes", [1, 2, None])
+def test_the_largest_shapes_of_each_kind_are_captured(model: Decoder, max_shapes: int | None) -> None:
+    """Passes that are smaller are padded to them."""
+    runner = runner_of(model, captures=True)
+    runner.capture_graphs(max_shapes)
+    graphs = runner.executor.graphs
+    assert graphs is not None
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    shapes = captured_shapes(MAX_REQUESTS, TOKENS, num_weights, (8, TOKENS))
+    decodes = [shape for shape in shapes if shape.is_decode]
+    others = [shape for shape in shapes if not shape.is_decode]
+    expected = {*decodes[-(max_shapes or 99) :], *others[-(max_shapes or 99) :]}
+    forwards = {key for key in graphs.keys if isinstance(key, PassKey)}
+    assert {key.shape for key in forwards} == expected
+    sizes = ladder(MAX_REQUESTS)[-(max_shapes or 99) :]
+    draws = {(PassShape(0, size, 0), features) for size in sizes for features in CAPTURED_DRAWS}
+    assert graphs.keys - forwards == draws
+    eager = runner_of(model, captures=False)
+    for pass_ in [PROMPTS, *DECODES[:2]]:
+        outcomes = [each.collect(each.launch(pass_)).token_ids.tolist() for each in (runner, eager)]
+        assert outcomes[0] == outcomes[1]
+
+
+def test_without_limits_there_are_no_graphs(model: Decoder) -> None:
+    runner = runner_of(model, captures=False)
+    runner.capture_graphs()
+    assert runner.executor.graphs is None

@@ -1,0 +1,41 @@
+"""Stands in for CUDA graphs on a CPU: what would be replayed is computed anew, from the numbers that were sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from radixrt.execution.attention.flat import KernelShape
+from radixrt.execution.attention.planner import AttentionPlanner, kernel_planner
+from radixrt.models.config import ModelConfig
+from triton_ops.attention.plan import Int32Array
+from triton_ops.implementation import gpu_of
+
+
+class Recomputed:
+    """Stands in for a CUDA graph."""
+
+    def __init__(self, compute: Callable[[], None]) -> None:
+        self.replay = torch.inference_mode()(compute)
+
+
+class Recomputing:
+    """Stands in for GraphMemory."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def captured(self, compute: Callable[[], None], warm_up: Callable[[], None]) -> Recomputed:
+        warm_up()
+        return Recomputed(compute)
+
+
+def planner_on_cpu(
+    config: ModelConfig, req_to_token: Int32Array, kv_dtype: torch.dtype = torch.float32, *, tree: bool = False
+) -> AttentionPlanner:
+    """Plans of a model in float32 that are cut and padded as if kernels ran."""
+    gpu = gpu_of(torch.device("cpu"))
+    shape = KernelShape(gpu, config.num_heads, config.num_kv_heads, config.head_dim, torch.float32)
+    windows = tuple({kind.window for kind in config.attention})
+    return kernel_planner(shape, windows, req_to_token, kv_dtype, tree=tree)
