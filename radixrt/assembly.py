@@ -19,8 +19,7 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
-from radixrt.engine.outputs import request_output
-from radixrt.engine.parts import Parts
+from radixrt.engine.parts import Parts, request_output
 from radixrt.errors import ParameterError
 from radixrt.execution.device import check_impl, check_kv_dtype, choose_device, warm_up_in_background
 from radixrt.execution.kv_scales import calibrated_scales
