@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from radixrt.engine.calls import N, OutputCall, PendingCall, StreamCall
 from radixrt.engine.engine import Engine
 from radixrt.engine.signals import deferred
-from radixrt.engine.tasks import answer_soon
+from radixrt.engine.tasks import wake_soon
 from radixrt.errors import DeviceLostError, ParameterError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.schedule.answer import Answer
@@ -316,7 +316,7 @@ class Driver:
                     futures.append(told)
             if not self._tasks and self in self._asleep:  # the proxy
                 self._asleep.pop(self).notify()
-        answer_soon((told, None, error) for told in futures)
+        wake_soon(futures, error)
 
     # -- between passes ------------------------------------------------------------------------------------
 
