@@ -316,11 +316,7 @@ def builder_without_weights(source: str | Path, context_length: int | None = Non
     if context_length is not None:
         config = config.with_context_length(context_length)
     return RequestBuilder(
-        config,
-        tokenizer_of(source),
-        context_length=config.context_length,
-        seed=0,
-        refusal=lambda request: None,
+        config, tokenizer_of(source), context_length=config.context_length, seed=0, refusal=lambda request: None
     )
 
 
