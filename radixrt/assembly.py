@@ -32,8 +32,7 @@ from radixrt.execution.memory_budget import (
 )
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.frontend.request_builder import RequestBuilder
-from radixrt.kept_cache.fingerprint import weight_fingerprint
-from radixrt.kept_cache.identity import cache_identity
+from radixrt.kept_cache.identity import cache_identity, weight_fingerprint
 from radixrt.kept_cache.storage import CacheStorage
 from radixrt.limits import RunLimits
 from radixrt.models.decoder import Decoder
