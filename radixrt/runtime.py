@@ -390,7 +390,7 @@ class Runtime:
 
     def print_tree(self, *, max_nodes: int = 200, console: Console | None = None) -> None:
         """Print the cached prefixes as a tree, the latest used first."""
-        from rich.console import Console  # a tenth of a second, and few want it
+        from rich.console import Console  # a tenth of a second to import
 
         from radixrt.cache.tree_view import view_tree
 

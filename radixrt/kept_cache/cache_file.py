@@ -103,7 +103,7 @@ def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> Tensors:
 
 
 class CacheFileWriter:
-    """Writes a cache file: `write` for each of `kv_pieces`, in order, then `finish`. Without that an older file stays.
+    """Writes a cache file: `write` for each of `kv_pieces`, in order, then `finish`, which replaces an older file.
 
     Raises:
         CacheFileError: the disk refuses, or another process is writing the same file.
