@@ -1,6 +1,6 @@
 """`radixrt bench`: its options. Nothing heavy is imported before a benchmark runs."""
 
-# Tests: tests/bench/test_prefix_reuse.py, test_kept_prefixes.py, test_throughput.py, test_kernels.py
+# Tests: tests/bench/test_prefix_reuse.py, tests/bench/test_throughput.py
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ Their tokens are random: the cost of a run depends on lengths and sharing, not o
 ranges (minimum, maximum), both included.
 """
 
-# Tests: tests/workloads/test_workloads.py
-
 from __future__ import annotations
 
 import math

@@ -4,8 +4,6 @@ A program is a generator that yields all prompts of a round and is sent the answ
 prompts is a program of one round.
 """
 
-# Tests: tests/workloads/test_workloads.py
-
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

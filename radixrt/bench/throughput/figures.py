@@ -1,7 +1,5 @@
 """Figures of a shape: times of its workloads, goals, and optional measurements."""
 
-# Tests: tests/bench/test_throughput.py
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The figures of the throughput benchmark as a picture. Needs matplotlib, which is in the extra `bench`."""
 
-# Tests: tests/bench/test_throughput.py
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """transformers' continuous batching on the same lists. Its model has the same shape, dtype and kind of weights."""
 
-# Tests: tests/bench/test_throughput.py
-
 from __future__ import annotations
 
 import gc
