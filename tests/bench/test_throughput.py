@@ -211,7 +211,7 @@ def test_a_baseline_that_fails_or_lasts_hides_nothing(
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no room\nfor anything")
 
-    for broken in ("_started", "_answer", "__init__"):
+    for broken in ("start_manager", "answer", "__init__"):
         with monkeypatch.context() as patch:
             patch.setattr(TransformersBatching, broken, fails)
             assert main(command) == 0
@@ -224,15 +224,15 @@ def test_a_baseline_that_fails_or_lasts_hides_nothing(
 def test_answers_of_another_length_are_no_figures(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = TransformersBatching._started
+    start = TransformersBatching.start_manager
 
     def shorter(self: TransformersBatching, prompts: Any) -> Any:
-        manager = started(self, prompts)
+        manager = start(self, prompts)
         add = manager.add_request
         manager.add_request = lambda ids, max_new_tokens: add(ids, max_new_tokens=max_new_tokens - 1)
         return manager
 
-    monkeypatch.setattr(TransformersBatching, "_started", shorter)
+    monkeypatch.setattr(TransformersBatching, "start_manager", shorter)
     options = "--scale cpu --workload docqa --repeat 1 --device cpu --baseline transformers"
     assert main(["bench", "throughput", *options.split()]) == 0
     assert "[1] RadixrtError: it made 12 of 16 tokens" in capsys.readouterr().out  # in the warm-up
