@@ -4,8 +4,6 @@ All that decides about hits is real, so they are those of a run whose answers ha
 requests exist at a time than the scheduler looks at.
 """
 
-# Tests: tests/planning/test_batch_plan.py
-
 from __future__ import annotations
 
 from collections.abc import Iterator
