@@ -3,6 +3,8 @@
 The floors below (`triton_ops`, `memory_pool`, `layers`) raise built-in exceptions.
 """
 
+# Tests: tests/test_origin.py
+
 
 class RadixrtError(Exception):
     """Base of all errors of radixrt."""

@@ -6,8 +6,6 @@ its bytes over bandwidth and its operations over speed, distinct KV read once. N
 range comes from measured multiples of it in docs/benchmarks.md.
 """
 
-# Tests: tests/planning/test_batch_plan.py
-
 from __future__ import annotations
 
 from dataclasses import dataclass
