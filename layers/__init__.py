@@ -1,1 +1,1 @@
-"""Floor 2: the layers of models, and the metadata of a forward pass."""
+"""Layer 2: the layers of models, and the metadata of a forward pass."""
