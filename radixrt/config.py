@@ -54,8 +54,8 @@ class RuntimeConfig:
         model: folder or hub id of a model in Hugging Face format; None is the small built-in model.
         dtype: "auto" (the checkpoint's; float32 on a CPU), "float32", "bfloat16" or "float16".
         kv_dtype: of keys and values: "auto" (that of the weights), or "fp8": e4m3, 8 bits, so that the pool holds
-            twice as many tokens as in 16. It is less precise (docs/architecture.md), and a GPU needs compute
-            capability 8.9 for it.
+            twice as many tokens as in 16. It is less precise (docs/architecture/kv-in-8-bits.md), and a GPU
+            needs compute capability 8.9 for it.
         device: such as "cpu", "cuda" or "cuda:1"; None is CUDA where there is a GPU.
         memory_fraction: share of the free memory which the KV pool takes, above 0, at most 1. On a GPU it is the
             memory that neither weights nor the largest pass and its graphs need, and None is 0.95; on a CPU None

@@ -1,6 +1,6 @@
 """Every exception that radixrt raises on purpose. Catch `RadixrtError` to catch them all.
 
-The floors below (`triton_ops`, `memory_pool`, `layers`) raise built-in exceptions.
+The layers below (`triton_ops`, `memory_pool`, `layers`) raise built-in exceptions.
 """
 
 # Tests: tests/test_origin.py

@@ -371,7 +371,7 @@ examples:
   radixrt bench prefix-reuse --scale full --config llama-3.1-8b --dtype bfloat16 --plot out.png
   radixrt bench prefix-reuse --workload chat --max-total-tokens 4000 --host-memory-gb 1
 
-sizes at --scale cpu, in tokens (for --scale full see docs/benchmarks.md):
+sizes at --scale cpu, in tokens (for --scale full see docs/workloads.md):
 {sizes}
 
 All requests of a round are submitted at once, and answers have fixed lengths. unshared to samples are lists known
