@@ -20,11 +20,10 @@ from radixrt.execution.model_runner import ModelRunner
 from radixrt.limits import PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.answer import Answer
+from radixrt.schedule.answer import Answer, RequestLog
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request
-from radixrt.schedule.request_log import RequestLog
-from radixrt.schedule.sampling_table import SamplingTable, prepare_sampling
+from radixrt.schedule.sampling_table import SamplingTable
 
 # Everything that a request can ask for and that takes memory a row of logits.
 _WANTS_ALL = SamplingParams(
@@ -73,7 +72,7 @@ def largest_pass(limits: PassLimits, context_length: int) -> Pass:
         num_scored=num_scored,
         num_top_scored=_WANTS_ALL.prompt_logprobs or 0,
         row_changes=RowChanges(nothing, nothing, nothing),
-        sampling=prepare_sampling(table, answers, rows, new, num_samples),
+        sampling=table.prepare(answers, rows, new, num_samples),
     )
 
 

@@ -16,7 +16,7 @@ from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import Int32Array, Pass
 from radixrt.schedule.request_table import RequestTable
-from radixrt.schedule.sampling_table import SamplingTable, prepare_sampling
+from radixrt.schedule.sampling_table import SamplingTable
 
 _NONE = np.zeros(0, dtype=np.int32)
 
@@ -138,7 +138,7 @@ def compose(
         scored_targets=scored_targets,
         num_top_scored=max((chunk.answer.request.params.prompt_logprobs or 0 for chunk in chunks), default=0),
         row_changes=row_changes,
-        sampling=prepare_sampling(sampling, answers, rows.req_pool_indices, rows.seq_lens, rows.num_samples),
+        sampling=sampling.prepare(answers, rows.req_pool_indices, rows.seq_lens, rows.num_samples),
         extended_tokens=sum(len(chunk.slots) for chunk in chunks),
         **rows._asdict(),
     )

@@ -19,13 +19,12 @@ from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason
 from radixrt.schedule.admission import Admission
-from radixrt.schedule.answer import Answer
+from radixrt.schedule.answer import Answer, RequestLog
 from radixrt.schedule.booking import Booking, Bookkeeper
 from radixrt.schedule.composer import DecodeGroup, ExtendChunk, compose
 from radixrt.schedule.passes import PassResult
 from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
-from radixrt.schedule.request_log import RequestLog
 from radixrt.schedule.roster import Roster
 
 
