@@ -235,7 +235,8 @@ def test_a_running_request_ends_first(kept: Path, folder: Path) -> None:
         runtime.submit(request)
         runtime.step()
         assert runtime.load_cache(kept) > 0
-        assert request.finished
+        assert runtime.has_begun(request)
+        assert not runtime.num_running
         assert runtime.step()[0].usage.completion_tokens == 6
 
 
