@@ -54,10 +54,8 @@ class PassBuilder:
         padding_row: int,
         max_plan_passes: int = MAX_PLAN_PASSES,
     ) -> None:
-        self._planner = planner
-        self._shapes = shapes
-        self._padding_row = padding_row
-        self._max_plan_passes = max_plan_passes
+        self._planner, self._shapes = planner, shapes
+        self._padding_row, self._max_plan_passes = padding_row, max_plan_passes
         # Shapes of which there are idle passes, ascending: others are not captured. Of decodes also the sizes.
         self._decodes: list[PassShape] = []
         self._sizes: list[int] = []
@@ -124,8 +122,6 @@ class PassBuilder:
         extras = _draw_arrays(pass_) | _row_changes(pass_) | scored
         return _packed_pass(pass_, None, *packed(inputs), extras, plans, pass_.num_extends)
 
-    # --- captured passes with extends ---
-
     def _with_extends(self, pass_: Pass, shape: PassShape) -> PackedPass | None:
         """None: a plan of its own is better, see `plan_padded_extends`."""
         made = self._padded(pass_, shape)
@@ -176,8 +172,6 @@ class PassBuilder:
             **plans.numbered(),
         }, plans
 
-    # --- captured decodes ---
-
     def _decode(self, pass_: Pass, shape: PassShape) -> PackedPass:
         rows = pass_.req_pool_indices
         if self._current is None or rows is not self._rows or not self._plan_passes_left:
@@ -199,8 +193,6 @@ class PassBuilder:
         made = _packed_pass(pass_, current.key, words, current.inputs, extras, plans, num_extends=0)
         current.packed = None if extras else made
         return made
-
-    # --- plans, and passes to capture ---
 
     @property
     def _kernels(self) -> AttentionPlanner:

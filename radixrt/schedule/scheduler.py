@@ -134,8 +134,6 @@ class Scheduler:
         """Take a running answer back to its place in the queue. Its output stays, its KV becomes evictable."""
         self._roster.retract(answer)
 
-    # -- planning ------------------------------------------------------------------------------------------
-
     def _plan(self) -> Booking | None:
         retractions, budget = self.num_retractions, self.config.chunked_prefill_size
         decodes, slots = self._decode()
