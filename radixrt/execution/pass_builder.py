@@ -12,13 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layers.input_metadata import InputMetadata, Int32Array
-from memory_pool.req_to_token_pool import NO_CHANGES
 from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
 from radixrt.execution.attention.planner import AttentionPlanner, ReferencePlanner
 from radixrt.execution.graphs.ladder import PassShape
 from radixrt.execution.packed_pass import PackedPass, PassKey
 from radixrt.execution.staging import Layout, packed, padded
-from radixrt.schedule.passes import Features, Pass, SamplingInputs
+from radixrt.schedule.passes import NO_ROWS, Pass
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -209,11 +208,11 @@ class PassBuilder:
         if shape.is_decode:
             plans = self._kernels.plan_padded_decodes(zeros, zeros, [key.plans])
             idle = self._decode_words[key] = _DecodeWords(key, self._padding_row, plans)
-            return _packed_pass(_IDLE, key, idle.words.copy(), idle.inputs, {}, plans, num_extends=0)
-        made = self._padded(_IDLE, shape, [key.plans])
+            return _packed_pass(NO_ROWS, key, idle.words.copy(), idle.inputs, {}, plans, num_extends=0)
+        made = self._padded(NO_ROWS, shape, [key.plans])
         assert made is not None  # nothing is out of balance
         words, self._inputs[key] = packed(made[0])
-        return _packed_pass(_IDLE, key, words, self._inputs[key], {}, made[1], shape.num_extends)
+        return _packed_pass(NO_ROWS, key, words, self._inputs[key], {}, made[1], shape.num_extends)
 
 
 class _DecodeWords:
@@ -259,23 +258,6 @@ class _DecodeWords:
         for name in draws.features.array_names:
             arrays[name][:count] = draws.arrays[name]
         self.plans.grow(pass_.seq_lens)
-
-
-_NONE = np.zeros(0, np.int32)
-_IDLE = Pass(  # nothing but padding
-    num_extends=0,
-    req_pool_indices=_NONE,
-    prefix_lens=_NONE,
-    seq_lens=_NONE,
-    input_ids=_NONE,
-    out_cache_loc=_NONE,
-    num_samples=_NONE,
-    scored=_NONE,
-    scored_targets=_NONE,
-    num_scored=_NONE,
-    row_changes=NO_CHANGES,
-    sampling=SamplingInputs(_NONE, Features(), None, None, {}),
-)
 
 
 def _packed_pass(

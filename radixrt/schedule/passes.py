@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memory_pool.kv_transfers import KVTransfer
-from memory_pool.req_to_token_pool import RowChanges
+from memory_pool.req_to_token_pool import NO_CHANGES, RowChanges
 
 Int32Array = NDArray[np.int32]
 Arrays = dict[str, NDArray[Any]]
@@ -115,6 +115,12 @@ class Pass:
     def num_rows(self) -> int:
         """B."""
         return len(self.req_pool_indices)
+
+
+_NONE = np.zeros(0, np.int32)
+_NO_DRAWS = SamplingInputs(_NONE, Features(), None, None, {})
+NO_ROWS = Pass(0, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, NO_CHANGES, _NO_DRAWS)
+"""A pass of nothing, to `replace` the parts of that another one has."""
 
 
 @dataclass(frozen=True)
