@@ -71,7 +71,7 @@ def largest_pass(limits: PassLimits, context_length: int) -> Pass:
     )
 
 
-class CapturedSizes(TypedDict):
+class CapturedSizes(TypedDict, total=False):
     """How far a ModelRunner captures passes: its keywords."""
 
     max_captured_batch: int
@@ -81,9 +81,8 @@ class CapturedSizes(TypedDict):
 def captured_sizes(limits: PassLimits, *, captures: bool) -> CapturedSizes:
     """The sizes for these limits; none unless it `captures`."""
     if not captures:
-        return CapturedSizes(max_captured_batch=0, max_captured_tokens=0)
-    batch = limits.max_running_requests
-    return CapturedSizes(max_captured_batch=batch, max_captured_tokens=limits.chunked_prefill_size)
+        return {}
+    return {"max_captured_batch": limits.max_running_requests, "max_captured_tokens": limits.chunked_prefill_size}
 
 
 def measured_pass_memory(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -73,11 +72,14 @@ class PassBuilder:
         so many shapes with extends and of decodes.
         """
         for is_decode, known in ((False, self._extends), (True, self._decodes)):
-            shapes = (shape for shape in reversed(self._shapes) if shape.is_decode == is_decode)
-            for shape in islice(shapes, max_shapes):
+            shapes = [shape for shape in reversed(self._shapes) if shape.is_decode == is_decode]
+            for shape in shapes[:max_shapes]:
                 known.insert(0, shape)
                 self._sizes = [decodes.num_rows for decodes in self._decodes]
-                for plans in reversed(self._plan_shapes(shape)):
+                plan_shapes = self._kernels.decode_shapes(shape.num_rows)
+                if not is_decode:
+                    plan_shapes = self._kernels.extend_shapes(shape.num_tokens, shape.num_rows)
+                for plans in reversed(plan_shapes):
                     yield self._idle(PassKey(shape, plans))
 
     def build(self, pass_: Pass) -> PackedPass:
@@ -138,23 +140,22 @@ class PassBuilder:
         """A pass in the places of a shape with extends. Its padding tokens are those of an extend of their own."""
         num_live, num_decodes = pass_.num_extends, pass_.num_rows - pass_.num_extends
         num_tokens = len(pass_.input_ids) - num_decodes
-        spare_tokens, spare_rows = shape.num_tokens - num_tokens, shape.num_rows - num_decodes
 
-        def spread(array: Int32Array, count: int, spare: int, filler: int, decode_filler: int) -> Int32Array:
-            """`count` numbers of the extends and `spare` fillers, then those of the decodes and their fillers."""
-            fillers = np.full(spare, filler, np.int32), np.full(spare_rows, decode_filler, np.int32)
-            return np.concatenate([array[:count], fillers[0], array[count:], fillers[1]])
+        def spread(
+            array: Int32Array, count: int, size: int, filler: int = 0, decode_filler: int | None = None
+        ) -> Int32Array:
+            """`count` numbers of the extends in `size` places, then those of the decodes; fillers after both."""
+            decode_filler = filler if decode_filler is None else decode_filler
+            decodes = padded(array[count:], shape.num_rows, decode_filler)
+            return np.concatenate([padded(array[:count], size, filler), decodes])
 
-        def by_request(array: Int32Array, filler: int, decode_filler: int) -> Int32Array:
-            return spread(array, num_live, shape.num_extends - num_live, filler, decode_filler)
-
-        seq_lens = by_request(pass_.seq_lens, 0, 1)
-        seq_lens[shape.num_extends - 1] = spare_tokens
+        seq_lens = spread(pass_.seq_lens, num_live, shape.num_extends, 0, 1)
+        seq_lens[shape.num_extends - 1] = shape.num_tokens - num_tokens
         host = InputMetadata.host_arrays(
-            by_request(pass_.req_pool_indices, self._padding_row, self._padding_row),
+            spread(pass_.req_pool_indices, num_live, shape.num_extends, self._padding_row),
             seq_lens,
-            by_request(pass_.prefix_lens, 0, 0),
-            spread(pass_.out_cache_loc, num_tokens, spare_tokens, 0, 0),
+            spread(pass_.prefix_lens, num_live, shape.num_extends),
+            spread(pass_.out_cache_loc, num_tokens, shape.num_tokens),
         )
         host["positions"][num_tokens : shape.num_tokens] = 0  # there may be none so great
         lens = padded(pass_.seq_lens[num_live:], shape.num_rows)
@@ -165,7 +166,7 @@ class PassBuilder:
         last = np.concatenate([last[:num_live], last[shape.num_extends : shape.num_extends + num_decodes]])
         return {
             **host,
-            "input_ids": spread(pass_.input_ids, num_tokens, spare_tokens, 0, 0),
+            "input_ids": spread(pass_.input_ids, num_tokens, shape.num_tokens),
             "last_tokens": padded(last, shape.num_extends + shape.num_rows),
             "logits_indices": padded(last[pass_.num_samples > 0], shape.num_rows),
             **plans.numbered(),
@@ -198,11 +199,6 @@ class PassBuilder:
         assert isinstance(self._planner, AttentionPlanner)
         return self._planner
 
-    def _plan_shapes(self, shape: PassShape) -> tuple[PlanShape, ...]:
-        if shape.is_decode:
-            return self._kernels.decode_shapes(shape.num_rows)
-        return self._kernels.extend_shapes(shape.num_tokens, shape.num_rows)
-
     def _idle(self, key: PassKey) -> PackedPass:
         shape, zeros = key.shape, np.zeros(key.shape.num_rows, np.int32)
         if shape.is_decode:
@@ -218,10 +214,8 @@ class PassBuilder:
 class _DecodeWords:
     """The words of captured decodes of one key, updated in place from pass to pass of the same requests.
 
-    Attributes:
-        inputs: where the arrays lie that `arrays` has.
-        arrays, plans: parts of the words.
-        packed: a pass of these requests that has no extras; None: there is none yet.
+    `arrays` and `plans` are parts of the words, laid out as `inputs` says. `packed` is a pass of these requests
+    that has no extras, once there is one.
     """
 
     def __init__(self, key: PassKey, padding_row: int, plans: PassPlans[Int32Array]) -> None:

@@ -54,9 +54,7 @@ class Answer:
     """The live half of a request: one of the n answers to its prompt.
 
     Attributes:
-        request: what was asked.
         arrival: its place in the order of submission; the answers to one prompt share it.
-        log: what is told of it afterwards.
         in_order: submitted in an order that is known to be good: later ones do not skip it for a longer match.
         sample_index: its number among the answers to the prompt.
         parent: the first of these answers, which computed the prompt; None for that one itself.

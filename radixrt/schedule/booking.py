@@ -22,12 +22,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Booking:
-    """A scheduled pass and its owners.
-
-    Attributes:
-        pass_: the pass, of B rows.
-        answers: the answer of each row.
-        leases: what each of them holds. Positions count for an answer that still holds the same.
+    """A scheduled pass, the answer of each row, and its lease: positions count while the answer holds the same.
 
     While the same answers decode pass after pass, and nothing else is computed, the tuples are the same.
     """
@@ -125,10 +120,7 @@ class Bookkeeper:
             self.cache.truncate(lease, start + accepted)
 
     def _book_tokens(self, answer: Answer, token_ids: Sequence[int], found: _Found, i: int) -> list[Answer]:
-        """Book a row's tokens: the first ones of a prompt's answers, or the next ones of one answer.
-
-        Returns the answers that ended.
-        """
+        """Book a row's tokens: the first of each of a prompt's answers, or the next of one. Returns who ended."""
         ended: list[Answer] = []
         takers = self._forked(answer) if answer.num_answers > 1 and token_ids else itertools.repeat(answer)
         for k, (taker, token_id) in enumerate(zip(takers, token_ids, strict=False)):

@@ -125,8 +125,9 @@ class AttentionPlanner(ReferencePlanner):
         of 0.
         """
         plans, shape = self._decodes(rows, seq_lens, shapes or self.decode_shapes(len(rows)))
-        capacity = {window: self._decode_capacity(len(rows), shape, window) for window in plans}
-        return PassPlans({window: padded_decodes(plan, capacity[window]) for window, plan in plans.items()})
+        for window, plan in plans.items():
+            plans[window] = padded_decodes(plan, self._decode_capacity(len(rows), shape, window))
+        return PassPlans(plans)
 
     def plan_padded_extends(
         self,
@@ -300,8 +301,8 @@ def planner_of(
 ) -> ReferencePlanner:
     """The planner of a model's passes: an AttentionPlanner where the kernels run.
 
-    `req_to_token` is the host's table, `kv_dtype` that of the pool (None: the model's). With `tree`, requests read
-    what they share once for all of them, where that is cheaper.
+    `kv_dtype` is the pool's (None: the model's). With `tree`, requests read what they share once for all of them,
+    where that is cheaper.
     """
     windows = tuple({kind.window for kind in config.attention})
     if not runs_triton(placement.impl, placement.device):
