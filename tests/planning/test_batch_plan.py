@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.limits import RunLimits
-from radixrt.planning import batch_plan, rehearsal
+from radixrt.planning import batch_plan, rehearsal, simulated
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.cache_model import ModelledRun, model_run
 from radixrt.planning.rehearsal import Rehearsal, rehearse
@@ -196,7 +196,7 @@ def test_many_requests_are_never_objects_at_once(monkeypatch: pytest.MonkeyPatch
         return answers
 
     monkeypatch.setattr(Scheduler, "submit_all", watched)
-    monkeypatch.setattr(rehearsal, "SchedulerConfig", partial(SchedulerConfig, max_ranked=10))
+    monkeypatch.setattr(simulated, "SchedulerConfig", partial(SchedulerConfig, max_ranked=10))
     limits = RunLimits(3000, max_running_requests=8, chunked_prefill_size=64)
     all_at_once = real_run(plan, limits)
     monkeypatch.setattr(rehearsal, "SUBMITTED_AT_ONCE", 50)
