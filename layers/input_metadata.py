@@ -76,10 +76,8 @@ class InputMetadata:
 
         Raises ValueError where lengths disagree, a prefix is longer than its sequence, or a value is negative.
         """
-        rows = np.asarray(req_pool_indices, np.int32)
-        seq = np.asarray(seq_lens, np.int32)
-        prefix = np.asarray(prefix_lens, np.int32)
-        slots = np.asarray(out_cache_loc, np.int32)
+        given = (req_pool_indices, seq_lens, prefix_lens, out_cache_loc)
+        rows, seq, prefix, slots = (np.asarray(array, np.int32) for array in given)
         if not (rows.shape == seq.shape == prefix.shape == (rows.size,)):
             raise ValueError(
                 "req_pool_indices, seq_lens and prefix_lens must be of one length, "

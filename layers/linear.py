@@ -18,9 +18,7 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
         super().__init__()
         self.weight = placement.parameter(out_features, in_features)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = placement.parameter(out_features)
+        self.bias = placement.parameter(out_features) if bias else None
         self.impl = placement.impl
 
     def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
@@ -89,9 +87,7 @@ class QKVLinear(StackedLinear):
         bias: bool,
         placement: Placement,
     ) -> None:
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         kv_size = num_kv_heads * head_dim
         parts = {"q_proj": num_heads * head_dim, "k_proj": kv_size, "v_proj": kv_size}
         super().__init__(hidden_size, parts, packed_as=packed_as, bias=bias, placement=placement)

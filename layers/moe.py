@@ -33,10 +33,8 @@ class SparseMoE(nn.Module):
         placement: Placement,
     ) -> None:
         super().__init__()
-        self.top_k = top_k
-        self.renormalize = renormalize
-        self.names = tuple(names)
-        self.impl = placement.impl
+        self.top_k, self.renormalize = top_k, renormalize
+        self.names, self.impl = tuple(names), placement.impl
         self.router = Linear(hidden_size, num_experts, bias=False, placement=placement)
         self.gate_up = placement.parameter(num_experts, 2 * intermediate_size, hidden_size)
         self.down = placement.parameter(num_experts, hidden_size, intermediate_size)
@@ -47,9 +45,7 @@ class SparseMoE(nn.Module):
         return moe(x, weights, experts, self.gate_up, self.down, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """The layer's tensors in a checkpoint, where it is called `name`, expert by expert: (tensor name,
-        destination).
-        """
+        """As `Linear.checkpoint_tensors`, of the router, then expert by expert."""
         yield from self.router.checkpoint_tensors(f"{name}.gate")
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             parts = (*gate_up.chunk(2), down)

@@ -24,11 +24,8 @@ class KVCache(Protocol):
     """
 
     def k_buffer(self, layer_id: int) -> Tensor: ...
-
     def v_buffer(self, layer_id: int) -> Tensor: ...
-
     def k_scale(self, layer_id: int) -> Tensor | None: ...
-
     def v_scale(self, layer_id: int) -> Tensor | None: ...
 
 
@@ -58,13 +55,9 @@ class RadixAttention(nn.Module):
         super().__init__()
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
-        self.layer_id = layer_id
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.rotary = rotary
-        self.q_norm = q_norm
-        self.k_norm = k_norm
+        self.layer_id, self.head_dim = layer_id, head_dim
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.rotary, self.q_norm, self.k_norm = rotary, q_norm, k_norm
         self.scoring = Scoring(scale, softcap, sliding_window)
         self.impl = impl
 
@@ -81,13 +74,9 @@ class RadixAttention(nn.Module):
             norm = HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
         if self.rotary is not None:
             rotation = Rotation(self.rotary.cos_sin_cache, metadata.positions)
-        kv = KVView(
-            kv_pool.k_buffer(self.layer_id),
-            kv_pool.v_buffer(self.layer_id),
-            metadata.req_to_token,
-            kv_pool.k_scale(self.layer_id),
-            kv_pool.v_scale(self.layer_id),
-        )
+        layer = self.layer_id
+        k_scale, v_scale = kv_pool.k_scale(layer), kv_pool.v_scale(layer)
+        kv = KVView(kv_pool.k_buffer(layer), kv_pool.v_buffer(layer), metadata.req_to_token, k_scale, v_scale)
         q, k, v = qk_norm_rope_store(
             q, k, v, kv, metadata.out_cache_loc, norm=norm, rotation=rotation, impl=self.impl
         )

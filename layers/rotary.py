@@ -34,12 +34,10 @@ class RopeScaling(Protocol):
 
     def frequencies(self, theta: float, rotary_dim: int, context_length: int) -> Tensor:
         """Float32 `[rotary_dim // 2]` on the CPU."""
-        ...
 
     @property
     def attention_factor(self) -> float:
         """A factor on cosines and sines."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -86,15 +84,11 @@ class Llama3Scaling:
         wavelengths = 2 * math.pi / inv_freq
         longest = self.original_max_position_embeddings / self.low_freq_factor
         shortest = self.original_max_position_embeddings / self.high_freq_factor
-        kept = (self.original_max_position_embeddings / wavelengths - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
+        turns = self.original_max_position_embeddings / wavelengths
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         blended = (1 - kept) * inv_freq / self.factor + kept * inv_freq
-        return torch.where(
-            wavelengths > longest,
-            inv_freq / self.factor,
-            torch.where(wavelengths < shortest, inv_freq, blended),
-        )
+        others = torch.where(wavelengths < shortest, inv_freq, blended)
+        return torch.where(wavelengths > longest, inv_freq / self.factor, others)
 
 
 @dataclass(frozen=True)
@@ -170,9 +164,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         rotary_dim = int(head_dim * rope.partial_rotary_factor)
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-            raise ValueError(
-                f"the rotated part of a head must be even and at most head_dim {head_dim}, but is {rotary_dim}"
-            )
+            must_be = f"must be even and at most head_dim {head_dim}"
+            raise ValueError(f"the rotated part of a head {must_be}, but is {rotary_dim}")
         if rope.scaling is None:
             inv_freq, factor = geometric_frequencies(rope.theta, rotary_dim), 1.0
         else:

@@ -15,9 +15,7 @@ from memory_pool.slot_allocator import Slots
 class KVTransfer:
     """Copy the KV of tokens from one tier to the other, in all layers.
 
-    Attributes:
-        to_host: True is a store, from the device to the host; False is a load, back to the device.
-        device_slots, host_slots: `[n]` int32, token by token; targets are distinct.
+    A store goes `to_host`, a load back to the device. Slots are `[n]` int32, token by token; targets are distinct.
     """
 
     to_host: bool

@@ -37,8 +37,7 @@ class ReqToTokenPool:
     def __init__(self, max_requests: int, max_context_len: int) -> None:
         if max_requests < 1 or max_context_len < 1:
             raise ValueError(f"a table of {max_requests} requests by {max_context_len} positions holds nothing")
-        self.max_requests = max_requests
-        self.max_context_len = max_context_len
+        self.max_requests, self.max_context_len = max_requests, max_context_len
         self.req_to_token = sparse_table(max_requests, max_context_len)
         self._free = list(range(max_requests - 1, -1, -1))
         self._in_use = [False] * max_requests
@@ -71,21 +70,13 @@ class ReqToTokenPool:
 
     def truncate(self, row: int, length: int) -> None:
         """Void a row from position `length` on: changes there that nobody has taken are dropped."""
-        kept_runs = [
-            (start, slots[: length - start]) for start, slots in self._runs.pop(row, ()) if start < length
-        ]
-        if kept_runs:
-            self._runs[row] = kept_runs
-        if self._changes:
-            kept = []
-            for change in self._changes:
-                dropped = (change.rows == row) & (change.positions >= length)
-                if not dropped.any():
-                    kept.append(change)
-                elif not dropped.all():
-                    others = ~dropped
-                    kept.append(RowChanges(change.rows[others], change.positions[others], change.slots[others]))
-            self._changes = kept
+        runs = [(start, slots[: length - start]) for start, slots in self._runs.pop(row, ()) if start < length]
+        if runs:
+            self._runs[row] = runs
+        for i, change in enumerate(self._changes):
+            kept = (change.rows != row) | (change.positions < length)
+            if not kept.all():
+                self._changes[i] = RowChanges(change.rows[kept], change.positions[kept], change.slots[kept])
 
     def write(self, row: int, start: int, slots: Slots) -> None:
         """Map positions start .. start + len(slots) - 1 of a row to `slots` `[n]` int32, which must not change."""
@@ -107,11 +98,7 @@ class ReqToTokenPool:
             return NO_CHANGES
         if len(changes) == 1:
             return changes[0]
-        return RowChanges(
-            np.concatenate([c.rows for c in changes]),
-            np.concatenate([c.positions for c in changes]),
-            np.concatenate([c.slots for c in changes]),
-        )
+        return RowChanges(*map(np.concatenate, zip(*(vars(change).values() for change in changes), strict=True)))
 
     def give_back(self, changes: RowChanges) -> None:
         """Put back changes that never reached the device, before all newer ones."""

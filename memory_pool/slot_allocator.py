@@ -19,9 +19,9 @@ class SlotAllocator:
         if num_slots < 2:
             raise ValueError(f"num_slots is {num_slots}; slot 0 is reserved, so at least 2 are needed")
         self.num_slots = num_slots
-        # A stack, whose live part is [0, _num_free).
+        self.num_free = num_slots - 1
+        # A stack, whose live part is [0, num_free).
         self._stack = self._all_slots()
-        self._num_free = num_slots - 1
         self._in_use = np.zeros(num_slots, dtype=bool)
         self._mark = np.zeros(num_slots, dtype=np.int32)
 
@@ -30,18 +30,14 @@ class SlotAllocator:
         """The number of slots that can be in use at once."""
         return self.num_slots - 1
 
-    @property
-    def num_free(self) -> int:
-        return self._num_free
-
     def alloc(self, count: int) -> Slots | None:
         """Return `count` slots `[count]` int32, or None, without a change, if fewer are free."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} slots")
-        if count > self._num_free:
+        if count > self.num_free:
             return None
-        self._num_free -= count
-        slots = self._stack[self._num_free : self._num_free + count][::-1].copy()
+        self.num_free -= count
+        slots = self._stack[self.num_free : self.num_free + count][::-1].copy()
         self._in_use[slots] = True
         return slots
 
@@ -62,9 +58,9 @@ class SlotAllocator:
         if (self._mark[slots] != order).any():
             raise ValueError(f"freeing slots twice in one call: {slots[self._mark[slots] != order][:8].tolist()}")
         self._in_use[slots] = False
-        self._stack[self._num_free : self._num_free + n] = slots[::-1]
-        self._num_free += n
-        if self._num_free == self.capacity:
+        self._stack[self.num_free : self.num_free + n] = slots[::-1]
+        self.num_free += n
+        if self.num_free == self.capacity:
             self._stack = self._all_slots()
 
     def _all_slots(self) -> Slots:
@@ -72,4 +68,4 @@ class SlotAllocator:
 
     def free_slots(self) -> Slots:
         """A copy of the free list `[num_free]` int32, in no particular order (for checks)."""
-        return self._stack[: self._num_free].copy()
+        return self._stack[: self.num_free].copy()

@@ -13,6 +13,10 @@ class TokenToKVPool:
 
     All layers use the same slot numbers, one dtype and one shape. A pool of e4m3 (`torch.float8_e4m3fn`) has
     scales: keys and values are the stored numbers times their head's scale.
+
+    Attributes:
+        buffer: all KV, `[num_layers, 2, num_slots, num_kv_heads, head_dim]`: keys, then values.
+        scales: float32 `[num_layers, 2, num_kv_heads]`, likewise; None where there are none.
     """
 
     def __init__(
@@ -27,48 +31,38 @@ class TokenToKVPool:
     ) -> None:
         self.allocator = SlotAllocator(num_slots)
         # Not zeros: no slot is read before it is written, and untouched pages cost a CPU nothing.
-        self._buffer = torch.empty((num_layers, 2, num_slots, num_kv_heads, head_dim), dtype=dtype, device=device)
-        self._scales = torch.ones((num_layers, 2, num_kv_heads), device=device) if dtype == E4M3 else None
+        self.buffer = torch.empty((num_layers, 2, num_slots, num_kv_heads, head_dim), dtype=dtype, device=device)
+        self.scales = torch.ones((num_layers, 2, num_kv_heads), device=device) if dtype == E4M3 else None
 
     @staticmethod
     def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes of one token's K and V in all layers."""
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
-    @property
-    def buffer(self) -> torch.Tensor:
-        """All KV, `[num_layers, 2, num_slots, num_kv_heads, head_dim]`: keys, then values."""
-        return self._buffer
-
     def k_buffer(self, layer_id: int) -> torch.Tensor:
         """Keys of a layer, `[num_slots, num_kv_heads, head_dim]`, a view."""
-        return self._buffer[layer_id, 0]
+        return self.buffer[layer_id, 0]
 
     def v_buffer(self, layer_id: int) -> torch.Tensor:
         """Values of a layer, `[num_slots, num_kv_heads, head_dim]`, a view."""
-        return self._buffer[layer_id, 1]
+        return self.buffer[layer_id, 1]
 
     def k_scale(self, layer_id: int) -> torch.Tensor | None:
         """The scales of a layer's keys, float32 `[num_kv_heads]`, a view; None without scales."""
-        return None if self._scales is None else self._scales[layer_id, 0]
+        return None if self.scales is None else self.scales[layer_id, 0]
 
     def v_scale(self, layer_id: int) -> torch.Tensor | None:
         """The scales of a layer's values, likewise."""
-        return None if self._scales is None else self._scales[layer_id, 1]
-
-    @property
-    def scales(self) -> torch.Tensor | None:
-        """All scales, float32 `[num_layers, 2, num_kv_heads]`, keys before values."""
-        return self._scales
+        return None if self.scales is None else self.scales[layer_id, 1]
 
     def set_scales(self, scales: torch.Tensor) -> None:
         """Replace the scales in place. KV stored before must not be read any more."""
-        if self._scales is None:
+        if self.scales is None:
             raise ValueError("a pool that is not of e4m3 has no scales")
-        if scales.shape != self._scales.shape or not bool((scales > 0).all()):
-            raise ValueError(f"scales must be positive, of shape {[*self._scales.shape]}")
-        self._scales.copy_(scales)
+        if scales.shape != self.scales.shape or not bool((scales > 0).all()):
+            raise ValueError(f"scales must be positive, of shape {[*self.scales.shape]}")
+        self.scales.copy_(scales)
 
     def fill(self, value: float) -> None:
         """Overwrite every slot (tests fill the pool with NaN, so that reads of foreign slots show)."""
-        self._buffer.fill_(value)
+        self.buffer.fill_(value)

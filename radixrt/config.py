@@ -51,7 +51,7 @@ class RuntimeConfig:
         model: folder or hub id of a model in Hugging Face format; None is the small built-in model.
         dtype: "auto" (the checkpoint's; float32 on a CPU), "float32", "bfloat16" or "float16".
         kv_dtype: of keys and values: "auto" (that of the weights), or "fp8" (e4m3: the pool holds twice the
-            tokens, less precisely; a GPU needs compute capability 8.9).
+            tokens, less precisely; a GPU needs compute capability 8.9; docs/architecture/kv-in-8-bits.md).
         device: such as "cpu", "cuda" or "cuda:1"; None is CUDA where there is a GPU.
         memory_fraction: share of the free memory which the KV pool takes, above 0, at most 1; on a GPU, of what
             weights, the largest pass and graphs leave. None is 0.95 on a GPU and 0.25 on a CPU. Several Runtimes

@@ -11,13 +11,9 @@ from radixrt.cache.radix_tree import Match, Node, Tokens
 
 @dataclass(eq=False)
 class Frontier:
-    """How far a live lease has come: its next token follows `node`.
+    """How far a live lease has come: its next token follows `node`, the end of its `committed` tokens.
 
-    Attributes:
-        node: the end of its committed path.
-        committed: length of that path in tokens.
-        tokens: `[n > committed]`, all that it computes.
-        is_open: False once the lease has come further or is released.
+    `tokens` `[n > committed]` are all that it computes. It is open until the lease comes further or is released.
     """
 
     node: Node

@@ -15,19 +15,15 @@ class HostTier:
     Each host slot is free or in exactly one tree node. Device slots stay the cache's: `evict` returns those to be
     freed, `load` takes those to be filled. Copies are booked as `transfers`, made in order before the next pass.
 
-    Args:
-        tree: whose nodes move.
-        slots: the free list of the host's pool.
-        transfers: where copies are booked.
-        min_store_tokens: at least so many tokens of a node are stored together: small pieces cost time.
+    `slots` is the free list of the host's pool. At least `min_store_tokens` tokens of a node are stored together:
+    small pieces cost time.
     """
 
     def __init__(
         self, tree: RadixTree, slots: SlotAllocator, transfers: KVTransfers, *, min_store_tokens: int
     ) -> None:
         self.slots = slots
-        self.stored_tokens = 0
-        self.loaded_tokens = 0
+        self.stored_tokens = self.loaded_tokens = 0
         self._tree = tree
         self._transfers = transfers
         self._min_store_tokens = min_store_tokens

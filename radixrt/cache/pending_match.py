@@ -13,18 +13,11 @@ class PendingMatch:
     The tree changes with every pass, but seldom where a given match ends: as long as the node there keeps its edge
     and gets no child for the token that comes next, the match is what it was.
 
-    Args:
-        cache: where the tokens are looked up.
-        namespace: of their prefix.
-        tokens: `[n]`; they do not change.
-        limit: tokens that may come from the cache.
+    `tokens` `[n]` do not change; at most `limit` of them may come from the cache.
     """
 
     def __init__(self, cache: PrefixCache, namespace: Namespace, tokens: Tokens, limit: int) -> None:
-        self._cache = cache
-        self._namespace = namespace
-        self._tokens = tokens
-        self._limit = limit
+        self._cache, self._namespace, self._tokens, self._limit = cache, namespace, tokens, limit
         self._leader: Frontier | None = None
         self._leader_match_len: int | None = None  # as `leader_match_len` has found it
         self._version = cache.tree.version

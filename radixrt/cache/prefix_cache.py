@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,12 +50,10 @@ class Lease:
     """What one live request holds: a row, a locked path, private slots. 0 <= committed <= allocated_len.
 
     Attributes:
-        row: the request's row in `req_to_token`.
+        row: the request's row in `req_to_token` and in the cache's `allocated_lens`.
         node: the end of the committed part of its tokens; locked.
         committed: positions whose slots belong to the tree.
-        matched: positions that were found in the tree when the lease was made.
-        allocated_lens: the cache's column of that name.
-        loaded: matched positions that only the host had.
+        matched, loaded: positions found in the tree when the lease was made; those that only the host had.
         frontier: where others see what it computes next; None if it computes nothing for others.
         reusable_len: set on release: how many of its leading tokens later requests may share; None: all.
     """
@@ -80,8 +79,7 @@ class CacheStats:
     """Counters of a cache since it was made, and its sizes now. All are in tokens, a slot a token.
 
     Attributes:
-        prompt_tokens: tokens of all prompts that were admitted, each request once.
-        cached_tokens: prompt tokens that were found in the tree.
+        prompt_tokens, cached_tokens: of all prompts that were admitted, each once; those found in the tree.
         recomputed_tokens: tokens computed again, after a retraction or for one of several answers.
         evicted_tokens: tokens that had to leave the device.
         capacity: slots of the pool, without the reserved one.
@@ -131,8 +129,7 @@ class PrefixCache:
     """Matches prompts, lends slots and rows, publishes what was computed.
 
     Args:
-        rows: the table of positions to slots.
-        slots: the free list of the KV pool.
+        rows, slots: the table of positions to slots, and the free list of the KV pool.
         host_slots: the free list of the host's KV pool; None: evicted tokens are forgotten.
         min_store_tokens: see `HostTier`.
         enabled: False: nothing is matched and nothing is published.
@@ -164,18 +161,12 @@ class PrefixCache:
         self.frontiers = Frontiers()
         self.enabled = enabled
         self.force_miss = force_miss
-        self.passes_launched = 0
-        self.passes_ended = 0
+        self.passes_launched = self.passes_ended = 0
         self.leases: set[Lease] = set()
         self.allocated_lens = np.zeros(rows.max_requests, dtype=np.int32)
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.recomputed_tokens = 0
-        self.evicted_tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.recomputed_tokens = self.evicted_tokens = 0
         self._pending: deque[_Pending] = deque()
         self._arriving = 0
-
-    # -- looking -------------------------------------------------------------------------------------------
 
     @property
     def available(self) -> int:
@@ -194,9 +185,8 @@ class PrefixCache:
 
     def pending_slots(self) -> list[Slots]:
         """Slots that wait for passes to end: duplicates, truncated ones, the private slots of released leases."""
-        return [p.slots for p in self._pending if p.slots is not None] + [
-            self._private(p.lease) for p in self._pending if p.lease is not None
-        ]
+        own = [pending.slots for pending in self._pending if pending.slots is not None]
+        return own + [self._private(lease) for lease in self.pending_leases()]
 
     def pending_leases(self) -> list[Lease]:
         """Released leases that wait for passes to end."""
@@ -216,8 +206,6 @@ class PrefixCache:
         if self.force_miss or not self.enabled or match.length >= limit:
             return None
         return self.frontiers.leader(match, tokens)
-
-    # -- a lease, from acquire to release ------------------------------------------------------------------
 
     def acquire(self, namespace: Namespace, tokens: Tokens, match: Match, reserve: int) -> Lease | None:
         """Lock `match`, the tokens found of `tokens`, and take a row for a request that will compute the rest.
@@ -280,10 +268,8 @@ class PrefixCache:
         end = lease.allocated_len
         if lease.released or not lease.committed <= length <= end:
             kind = "released" if lease.released else "live"
-            raise ValueError(
-                f"a {kind} lease cannot be truncated to {length} tokens: {lease.committed} are committed, "
-                f"{end} allocated"
-            )
+            lens = f"{lease.committed} are committed, {end} allocated"
+            raise ValueError(f"a {kind} lease cannot be truncated to {length} tokens: {lens}")
         if length < end:
             slots = self.rows.req_to_token[lease.row, length:end].copy()
             self.rows.truncate(lease.row, length)
@@ -301,14 +287,13 @@ class PrefixCache:
         if not self.enabled or computed <= start:
             return
         own = self.rows.req_to_token[lease.row, start:computed].copy()
-        insertion = self.tree.insert(lease.node, tokens[start:computed], own)
-        duplicates = len(insertion.canonical)
+        node, canonical = self.tree.insert(lease.node, tokens[start:computed], own)
+        duplicates = len(canonical)
         if duplicates:
-            self.rows.write(lease.row, start, insertion.canonical)
+            self.rows.write(lease.row, start, canonical)
             self._defer_free(_Pending(self.passes_launched, duplicates, slots=own[:duplicates]))
-        self.tree.lock(insertion.node, until=lease.node)
-        lease.node = insertion.node
-        lease.committed = computed
+        self.tree.lock(node, until=lease.node)
+        lease.node, lease.committed = node, computed
         self._announce(lease, tokens)
 
     def release(self, lease: Lease, reusable_len: int | None = None) -> None:
@@ -319,21 +304,11 @@ class PrefixCache:
         """
         if lease.released:
             return
-        lease.released = True
-        lease.reusable_len = reusable_len
+        lease.released, lease.reusable_len = True, reusable_len
         self._unannounce(lease)
-        self._defer_free(_Pending(self.passes_launched, self.reclaimable(lease), lease=lease))
-
-    def reclaimable(self, lease: Lease) -> int:
-        """Slots that releasing this lease alone would make available."""
-        count = lease.allocated_len - lease.committed
-        for node in self.tree.path(lease.node):
-            if node.lock != 1:
-                break
-            count += len(node.tokens)
-        return count
-
-    # -- passes --------------------------------------------------------------------------------------------
+        alone = takewhile(lambda node: node.lock == 1, self.tree.path(lease.node))
+        tokens = lease.allocated_len - lease.committed + sum(len(node.tokens) for node in alone)
+        self._defer_free(_Pending(self.passes_launched, tokens, lease=lease))
 
     def pass_launched(self) -> None:
         """Count a pass that has been launched and reads rows and slots as they are now."""
@@ -344,8 +319,6 @@ class PrefixCache:
         self.passes_ended += 1
         while self._pending and self._pending[0].after <= self.passes_ended:
             self._free_pending(self._pending.popleft())
-
-    # -- a kept cache is loaded; no pass is in flight --------------------------------------------------------
 
     def begin_adoption(self, snapshot: TreeSnapshot, weights_version: int) -> Adoption:
         """Choose the part of a faultless snapshot that is new and finds free slots, most recently used first.
@@ -369,8 +342,6 @@ class PrefixCache:
         """Free the slots of an adoption; the tree stays as it was."""
         self.slots.free(adoption.slots[adoption.slots > 0])
         self._arriving = 0
-
-    # -- the whole -----------------------------------------------------------------------------------------
 
     def evict(self, num_tokens: int) -> None:
         """Take `num_tokens` evictable tokens or some more, or all there are, off the device."""
@@ -418,8 +389,6 @@ class PrefixCache:
             host_free=0 if host is None else host.slots.num_free,
         )
 
-    # -- inside --------------------------------------------------------------------------------------------
-
     def _alloc(self, count: int) -> Slots | None:
         missing = count - self.slots.num_free
         if missing > self.tree.evictable_tokens:
@@ -461,8 +430,7 @@ class PrefixCache:
     def _free_pending(self, pending: _Pending) -> None:
         if pending.slots is not None:
             self.slots.free(pending.slots)
-        lease = pending.lease
-        if lease is not None:
+        if (lease := pending.lease) is not None:
             self.slots.free(self._private(lease))
             self.slots.free(self.tree.unlock(lease.node, lease.reusable_len))
             self.rows.free(lease.row)

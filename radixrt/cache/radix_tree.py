@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int32]
 Slots = NDArray[np.int32]
 
-_EMPTY = np.zeros(0, dtype=np.int32)
+EMPTY = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,13 @@ class Match(NamedTuple):
         return Match(node, inside, length)
 
 
-NO_MATCH = Match(Node(_EMPTY, _EMPTY, None, DEFAULT_NAMESPACE), 0, 0)
+NO_MATCH = Match(Node(EMPTY, EMPTY, None, DEFAULT_NAMESPACE), 0, 0)
 """The match where a namespace holds nothing; its node is in no tree."""
 
 
 class Insertion(NamedTuple):
-    """What `insert` did.
-
-    Attributes:
-        node: the node where the inserted path ends.
-        canonical: `[n]`, the tree's own slots of the first n inserted tokens, which the device had already. The
-            slots given for them did not enter the tree; the rest did.
+    """The node where an inserted path ends, and the tree's own slots `[n]` of its first n tokens, which the device
+    had already: the slots given for them did not enter the tree; the rest did.
     """
 
     node: Node
@@ -166,9 +162,7 @@ class RadixTree:
 
     def __init__(self) -> None:
         self.roots: dict[Namespace, Node] = {}
-        self.device_tokens = 0
-        self.host_only_tokens = 0
-        self.locked_tokens = 0
+        self.device_tokens = self.host_only_tokens = self.locked_tokens = 0
         self.version = 0  # grows whenever a match may have changed
         self.device_leaves = LeafQueue(is_device_leaf)
         self.host_leaves = LeafQueue(is_host_leaf)
@@ -183,8 +177,6 @@ class RadixTree:
     def evictable_tokens(self) -> int:
         """Tokens that can leave the device. A locked node's ancestors are locked, so all others can."""
         return self.device_tokens - self.locked_tokens
-
-    # -- looking up ----------------------------------------------------------------------------------------
 
     def match(self, namespace: Namespace, tokens: Tokens, limit: int | None = None) -> Match:
         """The longest prefix of `tokens` `[n]`, at most `limit` long, that the tree holds. Changes nothing."""
@@ -211,10 +203,7 @@ class RadixTree:
 
     def slots_of(self, end: Node) -> Slots:
         """The slots of the whole path of a node on the device, `[depth in tokens]`."""
-        parts = []
-        for node in self.path(end):
-            assert node.slots is not None  # its parents are on the device too
-            parts.append(node.slots)
+        parts = [node.slots for node in self.path(end) if node.slots is not None]  # as its parents' are
         return np.concatenate(parts[::-1])
 
     def path(self, end: Node, until: Node | None = None) -> Iterator[Node]:
@@ -224,13 +213,11 @@ class RadixTree:
             yield node
             node = node.parent
 
-    # -- growing -------------------------------------------------------------------------------------------
-
     def root(self, namespace: Namespace) -> Node:
         """The root of a namespace, made if there is none."""
         root = self.roots.get(namespace)
         if root is None:
-            root = self.roots[namespace] = Node(_EMPTY, _EMPTY, None, namespace)
+            root = self.roots[namespace] = Node(EMPTY, EMPTY, None, namespace)
         return root
 
     def node_at(self, namespace: Namespace, match: Match) -> Node:
@@ -282,8 +269,6 @@ class RadixTree:
         for node in self.path(end):
             node.last_access = self._clock
 
-    # -- locks ---------------------------------------------------------------------------------------------
-
     def lock(self, end: Node, until: Node | None = None) -> None:
         """Count one more live request on a path on the device; with `until`, on its part below that ancestor."""
         for node in self.path(end, until):
@@ -319,13 +304,9 @@ class RadixTree:
             depth = above
         return _joined(freed)
 
-    # -- the device's copies -------------------------------------------------------------------------------
-
     def evict(self, num_tokens: int) -> Slots:
-        """Take `num_tokens` tokens, or all that can be, off the device, least recently used leaves first.
-
-        The last leaf loses only as much of its tail as is needed. Tokens without a copy on the host are forgotten.
-        Returns the slots of the evicted tokens.
+        """Take `num_tokens` tokens, or all that can be, off the device, least recently used leaves first, of the
+        last one only its tail. Tokens without a copy on the host are forgotten. Returns the slots of the tokens.
         """
         freed: list[Slots] = []
         left = num_tokens
@@ -335,10 +316,7 @@ class RadixTree:
         return _joined(freed)
 
     def next_victim(self, max_tokens: int) -> Node | None:
-        """The unlocked device leaf that was used longest ago, or its tail of `max_tokens`: to be detached next.
-
-        None if all that is on the device is locked.
-        """
+        """The unlocked device leaf used longest ago, or its tail of `max_tokens`; None if all is locked."""
         node = self.device_leaves.pop()
         if node is not None and len(node.tokens) > max_tokens:
             self._split(node, len(node.tokens) - max_tokens)
@@ -367,8 +345,6 @@ class RadixTree:
         self._offer(parent)
         return slots
 
-    # -- the host's copies ---------------------------------------------------------------------------------
-
     def attach_host(self, node: Node, host_slots: Slots) -> None:
         """Say that the host has a copy of a node on the device: in `host_slots` `[n]`."""
         assert node.parent is not None  # roots have nothing to copy
@@ -377,10 +353,8 @@ class RadixTree:
         self.host_leaves.offer(node)
 
     def evict_from_host(self, num_tokens: int) -> Slots:
-        """Drop the host's copies of at least `num_tokens` tokens, or all, least recently used leaves first.
-
-        Tokens that are not on the device are forgotten, of the last leaf only as much of the tail as is needed.
-        Returns the host slots of the dropped copies.
+        """Drop the host's copies of at least `num_tokens` tokens, or all, least recently used leaves first. Tokens
+        that are not on the device are forgotten, of the last leaf only its tail. Returns the copies' host slots.
         """
         freed: list[Slots] = []
         left = num_tokens
@@ -401,13 +375,10 @@ class RadixTree:
             self.host_leaves.offer(parent)
         return _joined(freed)
 
-    # -- inside --------------------------------------------------------------------------------------------
-
     def _split(self, node: Node, at: int) -> Node:
         """Cut a node's edge after `at` tokens. The new upper node is returned; `node` keeps the rest."""
         upper = Node(node.tokens[:at], None, node.parent, node.namespace)
-        upper.lock = node.lock
-        upper.last_access = node.last_access
+        upper.lock, upper.last_access = node.lock, node.last_access
         if node.slots is not None:
             upper.slots, node.slots = node.slots[:at], node.slots[at:]
             upper.device_children = 1
@@ -416,8 +387,7 @@ class RadixTree:
             upper.host_children = 1
         assert node.parent is not None  # a root has no tokens to split
         node.parent.children[int(upper.tokens[0])] = upper
-        node.tokens = node.tokens[at:]
-        node.parent = upper
+        node.tokens, node.parent = node.tokens[at:], upper
         upper.children[int(node.tokens[0])] = node
         return upper
 
@@ -425,7 +395,7 @@ class RadixTree:
         """Take a node that is in no tier out of the tree."""
         assert node.parent is not None  # roots are in no tier
         del node.parent.children[node.tokens.item(0)]
-        node.tokens = _EMPTY
+        node.tokens = EMPTY
         self.version += 1
 
     def _offer(self, node: Node) -> None:
@@ -440,4 +410,4 @@ class RadixTree:
 
 
 def _joined(parts: Sequence[Slots]) -> Slots:
-    return np.concatenate(parts) if parts else _EMPTY
+    return np.concatenate(parts) if parts else EMPTY

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from radixrt.cache.radix_tree import Match, Namespace, Node, RadixTree, Slots, Tokens
-
-_EMPTY = np.zeros(0, dtype=np.int32)
+from radixrt.cache.radix_tree import EMPTY, Match, Namespace, Node, RadixTree, Slots, Tokens
 
 
 @dataclass(frozen=True)
@@ -17,12 +15,10 @@ class TreeSnapshot:
     """The prefixes of one version of the weights: N nodes, parents before their children, with T tokens in all.
 
     Attributes:
-        tokens: int32 `[T]`, node after node.
-        lengths: int32 `[N]`, tokens of each node.
+        tokens, lengths: int32 `[T]`, node after node; int32 `[N]`, tokens of each node.
         parents: int32 `[N]`, indices of nodes; -1 where a node begins a prefix.
-        tenants: int32 `[N]`, indices into `tenant_names`.
+        tenants: int32 `[N]`, indices into `tenant_names`, where None is for requests without a tenant.
         last_used: int64 `[N]`, greater is later.
-        tenant_names: None stands for requests without a tenant.
     """
 
     tokens: Tokens
@@ -74,9 +70,7 @@ def take_snapshot(tree: RadixTree, weights_version: int) -> tuple[TreeSnapshot, 
     A token that is not on the device has -s, for host slot s.
     """
     spaces = [s for s in tree.roots if s.weights_version == weights_version and s.adapter is None]
-    nodes: list[Node] = []
-    parents: list[int] = []
-    tenants: list[int] = []
+    nodes, parents, tenants = list[Node](), list[int](), list[int]()
     stack = [(child, -1, i) for i, s in enumerate(spaces) for child in tree.roots[s].children.values()]
     while stack:
         node, parent, tenant = stack.pop()
@@ -85,14 +79,14 @@ def take_snapshot(tree: RadixTree, weights_version: int) -> tuple[TreeSnapshot, 
         parents.append(parent)
         tenants.append(tenant)
     snapshot = TreeSnapshot(
-        tokens=np.concatenate([_EMPTY, *(node.tokens for node in nodes)]),
+        tokens=np.concatenate([EMPTY, *(node.tokens for node in nodes)]),
         lengths=np.array([len(node.tokens) for node in nodes], dtype=np.int32),
         parents=np.array(parents, dtype=np.int32),
         tenants=np.array(tenants, dtype=np.int32),
         last_used=np.array([node.last_access for node in nodes], dtype=np.int64),
         tenant_names=tuple(space.tenant for space in spaces),
     )
-    return snapshot, np.concatenate([_EMPTY, *map(_places, nodes)])
+    return snapshot, np.concatenate([EMPTY, *map(_places, nodes)])
 
 
 def _places(node: Node) -> Slots:

@@ -34,11 +34,9 @@ class Forward:
 
     Attributes:
         arrays: inputs and extras of the pass, by name; of a captured pass no inputs but those that draws read.
-        logits: `[S, vocab_size]`.
-        finite: bool `[B]`, whether the last hidden state of each row is; None for captured decodes. There each row
-            samples from its only hidden state: if that is not finite, no token is found to draw, and the draw
-            tells. So nothing is launched to look at it.
-        hidden: `[T, hidden_size]`; None for captured passes.
+        logits, hidden: `[S, vocab_size]` and `[T, hidden_size]`; no hidden states of captured passes.
+        finite: bool `[B]`, whether the last hidden state of each row is; None for captured decodes, where each row
+            samples from its only hidden state: if that is not finite, the draw finds no token and says so.
     """
 
     arrays: Arrays
@@ -71,10 +69,8 @@ class Executor:
     input from there, so that tokens go from pass to pass without the host.
 
     Args:
-        model: on the device.
         rows: the host's table, of which the device keeps a copy.
-        kv_pool: the KV of all tokens, on the device.
-        device: where everything is.
+        device: where the model and the pool are.
         max_scored_at_once: rows of logits that are held at a time to score prompt tokens.
 
     Attributes:
@@ -92,13 +88,10 @@ class Executor:
         device: torch.device,
         max_scored_at_once: int = MAX_SCORED_AT_ONCE,
     ) -> None:
-        self._model = model
-        self._kv_pool = kv_pool
-        self._impl = model.placement.impl
+        self._model, self._kv_pool, self._impl = model, kv_pool, model.placement.impl
         self._max_scored_at_once = max_scored_at_once
-        self.req_to_token = torch.zeros(
-            (rows.max_requests + 1, rows.max_context_len), dtype=torch.int32, device=device
-        )
+        size = rows.max_requests + 1, rows.max_context_len
+        self.req_to_token = torch.zeros(size, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(rows.max_requests + 1, dtype=torch.int32, device=device)
         self._staging = Staging(device)
         self.graphs: CapturedGraphs | None = None
@@ -135,7 +128,7 @@ class Executor:
 
     def forward(self, packed: PackedPass) -> Forward:
         """Start a pass, up to its logits."""
-        words = self._staging.upload(packed.words, packed.inputs.num_words)
+        words = self._staging.upload(packed.words, 0 if packed.key is None else packed.inputs.num_words)
         arrays = packed.extras.tensors(words)
         if packed.has_row_changes:
             rows, positions, slots = (arrays[f"changed_{name}"] for name in ("rows", "positions", "slots"))

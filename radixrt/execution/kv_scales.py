@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,7 +13,7 @@ from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.passes import Features, Pass, SamplingInputs
+from radixrt.schedule.passes import NO_ROWS, Pass
 from triton_ops.kv.e4m3 import E4M3_MAX
 
 NUM_TOKENS = 256
@@ -33,30 +35,19 @@ def calibrated_scales(model: Decoder, device: torch.device) -> Tensor:
     ids = np.random.default_rng(SEED).integers(0, config.vocab_size, num_tokens, dtype=np.int32)
     if config.bos_token_id is not None:
         ids[0] = config.bos_token_id
-    pool = TokenToKVPool(
-        num_tokens + 1,
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
-        dtype=model.placement.dtype,
-        device=device,
-    )
+    shape = config.num_layers, config.num_kv_heads, config.head_dim
+    pool = TokenToKVPool(num_tokens + 1, *shape, dtype=model.placement.dtype, device=device)
     runner = ModelRunner(model, ReqToTokenPool(1, num_tokens), pool, device)
     runner.collect(runner.launch(_pass_of(ids)))
-    greatest = torch.stack(
-        [
-            torch.stack([buffer[1:].abs().amax((0, 2)) for buffer in (pool.k_buffer(i), pool.v_buffer(i))])
-            for i in range(config.num_layers)
-        ]
-    )
+    greatest = pool.buffer[:, :, 1:].abs().amax((2, 4))
     return torch.tensor(_powers_of_two(greatest.double().cpu().numpy() * MARGIN / E4M3_MAX), device=device)
 
 
 def _pass_of(ids: NDArray[np.int32]) -> Pass:
     """A prompt alone, in slots 1, 2, ..., of which no token is sampled."""
-    none, zero = np.zeros(0, np.int32), np.zeros(1, np.int32)
-    positions = np.arange(len(ids), dtype=np.int32)
-    return Pass(
+    zero, positions = np.zeros(1, np.int32), np.arange(len(ids), dtype=np.int32)
+    return replace(
+        NO_ROWS,
         num_extends=1,
         req_pool_indices=zero,
         prefix_lens=zero,
@@ -64,11 +55,8 @@ def _pass_of(ids: NDArray[np.int32]) -> Pass:
         input_ids=ids,
         out_cache_loc=positions + 1,
         num_samples=zero,
-        scored=none,
-        scored_targets=none,
         num_scored=zero,
         row_changes=RowChanges(np.zeros_like(positions), positions, positions + 1),
-        sampling=SamplingInputs(none, Features(), None, None, {}),
     )
 
 

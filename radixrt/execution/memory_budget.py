@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypedDict
 
 import numpy as np
 import psutil
 import torch
 
-from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
+from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
@@ -20,21 +21,14 @@ from radixrt.execution.model_runner import ModelRunner
 from radixrt.limits import PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.answer import Answer
-from radixrt.schedule.passes import Pass
+from radixrt.schedule.answer import Answer, RequestLog
+from radixrt.schedule.passes import NO_ROWS, Pass
 from radixrt.schedule.request import Request
-from radixrt.schedule.request_log import RequestLog
-from radixrt.schedule.sampling_table import SamplingTable, prepare_sampling
+from radixrt.schedule.sampling_table import SamplingTable
 
 # Everything that a request can ask for and that takes memory a row of logits.
 _WANTS_ALL = SamplingParams(
-    max_new_tokens=2**16,
-    top_k=50,
-    top_p=0.9,
-    min_p=0.1,
-    repetition_penalty=1.1,
-    logprobs=20,
-    prompt_logprobs=20,
+    max_new_tokens=2**16, top_k=50, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logprobs=20, prompt_logprobs=20
 )
 
 
@@ -55,12 +49,13 @@ def largest_pass(limits: PassLimits, context_length: int) -> Pass:
     num_samples[0] += limits.max_samples - count
     request = Request(0, np.zeros(1, np.int32), _WANTS_ALL, max_new_tokens=1, seed=0)
     answers = [Answer(request, arrival=0, log=RequestLog(submitted_at=0.0))] * count
-    rows, nothing = np.arange(count, dtype=np.int32), np.zeros(0, np.int32)
+    rows = np.arange(count, dtype=np.int32)
     scored = np.arange(num_scored.sum(), dtype=np.int32)
     table = SamplingTable(count)
     for row, answer in enumerate(answers):
         table.admit(row, answer)
-    return Pass(
+    return replace(
+        NO_ROWS,
         num_extends=int((new > 1).sum()),
         req_pool_indices=rows,
         prefix_lens=np.zeros(count, np.int32),
@@ -72,12 +67,11 @@ def largest_pass(limits: PassLimits, context_length: int) -> Pass:
         scored_targets=np.zeros_like(scored),
         num_scored=num_scored,
         num_top_scored=_WANTS_ALL.prompt_logprobs or 0,
-        row_changes=RowChanges(nothing, nothing, nothing),
-        sampling=prepare_sampling(table, answers, rows, new, num_samples),
+        sampling=table.prepare(answers, rows, new, num_samples),
     )
 
 
-class CapturedSizes(TypedDict):
+class CapturedSizes(TypedDict, total=False):
     """How far a ModelRunner captures passes: its keywords."""
 
     max_captured_batch: int
@@ -87,9 +81,8 @@ class CapturedSizes(TypedDict):
 def captured_sizes(limits: PassLimits, *, captures: bool) -> CapturedSizes:
     """The sizes for these limits; none unless it `captures`."""
     if not captures:
-        return CapturedSizes(max_captured_batch=0, max_captured_tokens=0)
-    batch = limits.max_running_requests
-    return CapturedSizes(max_captured_batch=batch, max_captured_tokens=limits.chunked_prefill_size)
+        return {}
+    return {"max_captured_batch": limits.max_running_requests, "max_captured_tokens": limits.chunked_prefill_size}
 
 
 def measured_pass_memory(
@@ -115,14 +108,7 @@ def measured_pass_memory(
     before = free()
     pool = TokenToKVPool(2, config.num_layers, config.num_kv_heads, config.head_dim, dtype=kv_dtype, device=device)
     pool.buffer.zero_()
-    runner = ModelRunner(
-        model,
-        rows,
-        pool,
-        device,
-        tree=tree,
-        **captured_sizes(limits, captures=captures),
-    )
+    runner = ModelRunner(model, rows, pool, device, tree=tree, **captured_sizes(limits, captures=captures))
     runner.collect(runner.launch(largest_pass(limits, config.context_length)))
     passes = before - free()
     torch.cuda.empty_cache()

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.kv_transfers import KVTransfer
@@ -21,7 +20,7 @@ from radixrt.execution.executor import MAX_SCORED_AT_ONCE, Drawn, Executor
 from radixrt.execution.graphs.capture import GraphRecorder
 from radixrt.execution.graphs.ladder import TOKEN_SIZES, captured_shapes
 from radixrt.execution.graphs.memory import GraphMemory
-from radixrt.execution.graphs.results import SampledTokens
+from radixrt.execution.host_copies import HostCopies, HostCopy
 from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.pass_builder import MAX_PLAN_PASSES, PassBuilder
 from radixrt.execution.pass_timer import PassTimer, TimedPass
@@ -53,18 +52,16 @@ class Tuning:
 
 @dataclass(frozen=True)
 class PassInFlight:
-    """A launched pass: tensors that are on the host, and hold its result, once it has ended.
+    """A launched pass, and copies on the host that hold its result once it has ended.
 
-    `borrowed`: the memory of `token_ids` and `finite`, which other passes use after this one.
+    `sampled`: of token ids and flags, or, for captured decodes, of the executor's `results`, which has both.
     """
 
     accepted: Int32Array
-    token_ids: Tensor
-    finite: Tensor
-    logprobs: LogprobTensors | None
-    prompt_logprobs: LogprobTensors | None
+    sampled: tuple[HostCopy, ...]
+    logprobs: list[HostCopy] | None
+    prompt_logprobs: list[HostCopy] | None
     timed: TimedPass
-    borrowed: SampledTokens | None = None
 
 
 class ModelRunner:
@@ -103,6 +100,7 @@ class ModelRunner:
         self._probe = torch.zeros(_PROBE_WORDS, dtype=torch.int32, device=device)  # each is `_probes`
         self._probes = 0
         self._timer = PassTimer(device)
+        self.copies = HostCopies(device)
         planner = tuning.planner or planner_of(
             model.config, model.placement, rows.req_to_token, kv_pool.buffer.dtype, tree=tree
         )
@@ -146,42 +144,28 @@ class ModelRunner:
                 raise
 
     def _send_back(self, pass_: Pass, drawn: Drawn, prompt_logprobs: LogprobTensors | None) -> PassInFlight:
-        borrowed = None
-        if drawn.is_in_results:
-            borrowed = self.executor.results.to_host()
-            token_ids, finite = borrowed.token_ids[: len(drawn.token_ids)], borrowed.finite[: len(drawn.finite)]
-        else:
-            # One by one: what has a name is not freed where the next call raises (`keep_for_good` says why).
-            token_ids = self._to_host(drawn.token_ids)
-            finite = self._to_host(drawn.finite)
-        logprobs = self._all_to_host(drawn.logprobs)
-        prompt_logprobs = self._all_to_host(prompt_logprobs)
+        tensors = (self.executor.results.words,) if drawn.is_in_results else (drawn.token_ids, drawn.finite)
+        # On a CPU, too, they are copied: the next passes overwrite some of them.
+        sampled = tuple(map(self.copies.start, tensors))
+        logprobs, prompt_logprob_copies = self._all_to_host(drawn.logprobs), self._all_to_host(prompt_logprobs)
         accepted = pass_.num_samples  # nothing is drafted yet
-        timed = self._timer.end()
-        return PassInFlight(accepted, token_ids, finite, logprobs, prompt_logprobs, timed, borrowed)
+        return PassInFlight(accepted, sampled, logprobs, prompt_logprob_copies, self._timer.end())
 
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        """A copy, started; on a CPU, too, where the next passes overwrite what this one has staged."""
-        pinned = self.device.type == "cuda"
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-        return host.copy_(tensor, non_blocking=True)
-
-    def _all_to_host(self, tensors: LogprobTensors | None) -> LogprobTensors | None:
-        if tensors is None:
-            return None
-        chosen, ranks, top_ids, top = map(self._to_host, tensors)
-        return chosen, ranks, top_ids, top
+    def _all_to_host(self, tensors: LogprobTensors | None) -> list[HostCopy] | None:
+        return None if tensors is None else [self.copies.start(tensor) for tensor in tensors]
 
     def collect(self, handle: object) -> PassResult:
         """Wait for a pass and return its result."""
         assert isinstance(handle, PassInFlight)
         seconds, launching = self._timer.wait(handle.timed)
-        token_ids, finite = handle.token_ids.numpy(), handle.finite.numpy()
-        if handle.borrowed is not None:
-            token_ids, finite = token_ids.copy(), finite.copy()
-            self.executor.results.give_back(handle.borrowed)
-        logprobs, prompt_logprobs = _to_numpy(handle.logprobs), _to_numpy(handle.prompt_logprobs)
+        first, *others = map(self.copies.take, handle.sampled)
+        results, count = self.executor.results, len(handle.accepted)
+        token_ids, finite = (first, *others) if others else results.parts(first, count)
+        logprobs, prompt_logprobs = self._logprobs(handle.logprobs), self._logprobs(handle.prompt_logprobs)
         return PassResult(token_ids, handle.accepted, finite, logprobs, prompt_logprobs, seconds, launching)
+
+    def _logprobs(self, copies: list[HostCopy] | None) -> Logprobs | None:
+        return None if copies is None else Logprobs(*map(self.copies.take, copies))
 
     def _on_device(self) -> AbstractContextManager[object]:
         # Kernels and events go to the current device, whatever their tensors' is.
@@ -218,7 +202,3 @@ class ModelRunner:
     def _lost(self, error: Exception) -> str:
         said = str(error).partition("\n")[0] or type(error).__name__
         return f"the device {self.device} works no more ({said}); only a new process can use it again"
-
-
-def _to_numpy(tensors: LogprobTensors | None) -> Logprobs | None:
-    return None if tensors is None else Logprobs(*(t.numpy() for t in tensors))

@@ -5,20 +5,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layers.input_metadata import InputMetadata, Int32Array
-from memory_pool.req_to_token_pool import NO_CHANGES
 from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
 from radixrt.execution.attention.planner import AttentionPlanner, ReferencePlanner
 from radixrt.execution.graphs.ladder import PassShape
 from radixrt.execution.packed_pass import PackedPass, PassKey
 from radixrt.execution.staging import Layout, packed, padded
-from radixrt.schedule.passes import Features, Pass, SamplingInputs
+from radixrt.schedule.passes import NO_ROWS, Pass
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -54,10 +52,8 @@ class PassBuilder:
         padding_row: int,
         max_plan_passes: int = MAX_PLAN_PASSES,
     ) -> None:
-        self._planner = planner
-        self._shapes = shapes
-        self._padding_row = padding_row
-        self._max_plan_passes = max_plan_passes
+        self._planner, self._shapes = planner, shapes
+        self._padding_row, self._max_plan_passes = padding_row, max_plan_passes
         # Shapes of which there are idle passes, ascending: others are not captured. Of decodes also the sizes.
         self._decodes: list[PassShape] = []
         self._sizes: list[int] = []
@@ -76,11 +72,14 @@ class PassBuilder:
         so many shapes with extends and of decodes.
         """
         for is_decode, known in ((False, self._extends), (True, self._decodes)):
-            shapes = (shape for shape in reversed(self._shapes) if shape.is_decode == is_decode)
-            for shape in islice(shapes, max_shapes):
+            shapes = [shape for shape in reversed(self._shapes) if shape.is_decode == is_decode]
+            for shape in shapes[:max_shapes]:
                 known.insert(0, shape)
                 self._sizes = [decodes.num_rows for decodes in self._decodes]
-                for plans in reversed(self._plan_shapes(shape)):
+                plan_shapes = self._kernels.decode_shapes(shape.num_rows)
+                if not is_decode:
+                    plan_shapes = self._kernels.extend_shapes(shape.num_tokens, shape.num_rows)
+                for plans in reversed(plan_shapes):
                     yield self._idle(PassKey(shape, plans))
 
     def build(self, pass_: Pass) -> PackedPass:
@@ -124,8 +123,6 @@ class PassBuilder:
         extras = _draw_arrays(pass_) | _row_changes(pass_) | scored
         return _packed_pass(pass_, None, *packed(inputs), extras, plans, pass_.num_extends)
 
-    # --- captured passes with extends ---
-
     def _with_extends(self, pass_: Pass, shape: PassShape) -> PackedPass | None:
         """None: a plan of its own is better, see `plan_padded_extends`."""
         made = self._padded(pass_, shape)
@@ -143,23 +140,22 @@ class PassBuilder:
         """A pass in the places of a shape with extends. Its padding tokens are those of an extend of their own."""
         num_live, num_decodes = pass_.num_extends, pass_.num_rows - pass_.num_extends
         num_tokens = len(pass_.input_ids) - num_decodes
-        spare_tokens, spare_rows = shape.num_tokens - num_tokens, shape.num_rows - num_decodes
 
-        def spread(array: Int32Array, count: int, spare: int, filler: int, decode_filler: int) -> Int32Array:
-            """`count` numbers of the extends and `spare` fillers, then those of the decodes and their fillers."""
-            fillers = np.full(spare, filler, np.int32), np.full(spare_rows, decode_filler, np.int32)
-            return np.concatenate([array[:count], fillers[0], array[count:], fillers[1]])
+        def spread(
+            array: Int32Array, count: int, size: int, filler: int = 0, decode_filler: int | None = None
+        ) -> Int32Array:
+            """`count` numbers of the extends in `size` places, then those of the decodes; fillers after both."""
+            decode_filler = filler if decode_filler is None else decode_filler
+            decodes = padded(array[count:], shape.num_rows, decode_filler)
+            return np.concatenate([padded(array[:count], size, filler), decodes])
 
-        def by_request(array: Int32Array, filler: int, decode_filler: int) -> Int32Array:
-            return spread(array, num_live, shape.num_extends - num_live, filler, decode_filler)
-
-        seq_lens = by_request(pass_.seq_lens, 0, 1)
-        seq_lens[shape.num_extends - 1] = spare_tokens
+        seq_lens = spread(pass_.seq_lens, num_live, shape.num_extends, 0, 1)
+        seq_lens[shape.num_extends - 1] = shape.num_tokens - num_tokens
         host = InputMetadata.host_arrays(
-            by_request(pass_.req_pool_indices, self._padding_row, self._padding_row),
+            spread(pass_.req_pool_indices, num_live, shape.num_extends, self._padding_row),
             seq_lens,
-            by_request(pass_.prefix_lens, 0, 0),
-            spread(pass_.out_cache_loc, num_tokens, spare_tokens, 0, 0),
+            spread(pass_.prefix_lens, num_live, shape.num_extends),
+            spread(pass_.out_cache_loc, num_tokens, shape.num_tokens),
         )
         host["positions"][num_tokens : shape.num_tokens] = 0  # there may be none so great
         lens = padded(pass_.seq_lens[num_live:], shape.num_rows)
@@ -170,13 +166,11 @@ class PassBuilder:
         last = np.concatenate([last[:num_live], last[shape.num_extends : shape.num_extends + num_decodes]])
         return {
             **host,
-            "input_ids": spread(pass_.input_ids, num_tokens, spare_tokens, 0, 0),
+            "input_ids": spread(pass_.input_ids, num_tokens, shape.num_tokens),
             "last_tokens": padded(last, shape.num_extends + shape.num_rows),
             "logits_indices": padded(last[pass_.num_samples > 0], shape.num_rows),
             **plans.numbered(),
         }, plans
-
-    # --- captured decodes ---
 
     def _decode(self, pass_: Pass, shape: PassShape) -> PackedPass:
         rows = pass_.req_pool_indices
@@ -200,37 +194,28 @@ class PassBuilder:
         current.packed = None if extras else made
         return made
 
-    # --- plans, and passes to capture ---
-
     @property
     def _kernels(self) -> AttentionPlanner:
         assert isinstance(self._planner, AttentionPlanner)
         return self._planner
-
-    def _plan_shapes(self, shape: PassShape) -> tuple[PlanShape, ...]:
-        if shape.is_decode:
-            return self._kernels.decode_shapes(shape.num_rows)
-        return self._kernels.extend_shapes(shape.num_tokens, shape.num_rows)
 
     def _idle(self, key: PassKey) -> PackedPass:
         shape, zeros = key.shape, np.zeros(key.shape.num_rows, np.int32)
         if shape.is_decode:
             plans = self._kernels.plan_padded_decodes(zeros, zeros, [key.plans])
             idle = self._decode_words[key] = _DecodeWords(key, self._padding_row, plans)
-            return _packed_pass(_IDLE, key, idle.words.copy(), idle.inputs, {}, plans, num_extends=0)
-        made = self._padded(_IDLE, shape, [key.plans])
+            return _packed_pass(NO_ROWS, key, idle.words.copy(), idle.inputs, {}, plans, num_extends=0)
+        made = self._padded(NO_ROWS, shape, [key.plans])
         assert made is not None  # nothing is out of balance
         words, self._inputs[key] = packed(made[0])
-        return _packed_pass(_IDLE, key, words, self._inputs[key], {}, made[1], shape.num_extends)
+        return _packed_pass(NO_ROWS, key, words, self._inputs[key], {}, made[1], shape.num_extends)
 
 
 class _DecodeWords:
     """The words of captured decodes of one key, updated in place from pass to pass of the same requests.
 
-    Attributes:
-        inputs: where the arrays lie that `arrays` has.
-        arrays, plans: parts of the words.
-        packed: a pass of these requests that has no extras; None: there is none yet.
+    `arrays` and `plans` are parts of the words, laid out as `inputs` says. `packed` is a pass of these requests
+    that has no extras, once there is one.
     """
 
     def __init__(self, key: PassKey, padding_row: int, plans: PassPlans[Int32Array]) -> None:
@@ -267,23 +252,6 @@ class _DecodeWords:
         for name in draws.features.array_names:
             arrays[name][:count] = draws.arrays[name]
         self.plans.grow(pass_.seq_lens)
-
-
-_NONE = np.zeros(0, np.int32)
-_IDLE = Pass(  # nothing but padding
-    num_extends=0,
-    req_pool_indices=_NONE,
-    prefix_lens=_NONE,
-    seq_lens=_NONE,
-    input_ids=_NONE,
-    out_cache_loc=_NONE,
-    num_samples=_NONE,
-    scored=_NONE,
-    scored_targets=_NONE,
-    num_scored=_NONE,
-    row_changes=NO_CHANGES,
-    sampling=SamplingInputs(_NONE, Features(), None, None, {}),
-)
 
 
 def _packed_pass(

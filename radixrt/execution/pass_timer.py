@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class TimedPass:
-    """A launched pass: the seconds of its launch and, on a GPU, the events before and behind all that it is."""
+    """A launched pass: the seconds of its launch and, on a GPU, the events before and after all that it is."""
 
     launch_seconds: float
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None

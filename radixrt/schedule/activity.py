@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import TypeVar
 
 from radixrt.schedule.passes import Pass, PassResult
@@ -20,14 +20,11 @@ class Activity:
     A pass is counted when its result has come. One that failed has none: the device's time in it is not known.
 
     Attributes:
-        passes: passes of any kind.
-        extend_passes: those of them that extend an answer; they may have decodes beside it.
+        passes, extend_passes: of any kind, and those that extend an answer, perhaps with decodes beside it.
         extended_tokens: tokens that extends compute: prompt tokens not found in the cache, and tokens computed
             again after a retraction or for one of several answers.
-        decoded_tokens: tokens that were sampled, the first of each answer among them, and those that were thrown
-            away because their answer had ended.
-        prefill_seconds: the device's time in `extend_passes`.
-        decode_seconds: the device's time in the other passes.
+        decoded_tokens: tokens that were sampled, those of answers that had ended included.
+        prefill_seconds, decode_seconds: the device's time in `extend_passes`, and in the others.
         scheduling_seconds: the host's time in steps: planning, booking, starting transfers, and launching where
             the device computes meanwhile; not waiting for results. On a GPU most of it passes while the device
             computes, so that it must not be added to the others.
@@ -51,36 +48,23 @@ class Activity:
 
 
 class ActivityMeter:
-    """Adds up an engine's activity, step by step.
+    """Adds up an engine's activity, step by step, in seconds of the host's `clock`.
 
-    Args:
-        clock: seconds of the host.
-
-    Attributes:
-        activity: up to the end of the last step. It is replaced whole: another thread sees no half of a step.
+    `activity` is up to the end of the last step. It is replaced whole: another thread sees no half of a step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.activity = Activity()
         self._clock = clock
-        self._passes = self._extend_passes = self._extended_tokens = self._decoded_tokens = 0
-        self._prefill_seconds = self._decode_seconds = self._scheduling_seconds = 0.0
+        self._counts = asdict(self.activity)
         self._began = 0.0
 
     def begin_step(self) -> None:
         self._began = self._clock()
 
     def end_step(self) -> None:
-        self._scheduling_seconds += self._clock() - self._began
-        self.activity = Activity(
-            self._passes,
-            self._extend_passes,
-            self._extended_tokens,
-            self._decoded_tokens,
-            self._prefill_seconds,
-            self._decode_seconds,
-            self._scheduling_seconds,
-        )
+        self._counts["scheduling_seconds"] += self._clock() - self._began
+        self.activity = Activity(**self._counts)
 
     def in_runner(self, call: Callable[[A], T], argument: A) -> T:
         """What `call(argument)` returns. It launches or collects a pass: its time is not the scheduler's."""
@@ -92,13 +76,10 @@ class ActivityMeter:
 
     def count(self, pass_: Pass, result: PassResult) -> None:
         """Count a pass whose result has come."""
-        seconds = result.seconds or 0.0
-        self._passes += 1
-        if pass_.extended_tokens:
-            self._extend_passes += 1
-            self._extended_tokens += pass_.extended_tokens
-            self._prefill_seconds += seconds
-        else:
-            self._decode_seconds += seconds
-        self._decoded_tokens += len(result.token_ids)
-        self._scheduling_seconds += result.launch_seconds
+        counts, extends = self._counts, pass_.extended_tokens > 0
+        counts["passes"] += 1
+        counts["extend_passes"] += extends
+        counts["extended_tokens"] += pass_.extended_tokens
+        counts["decoded_tokens"] += len(result.token_ids)
+        counts["prefill_seconds" if extends else "decode_seconds"] += result.seconds or 0.0
+        counts["scheduling_seconds"] += result.launch_seconds

@@ -1,17 +1,16 @@
-"""One answer on its way: which request it is for, what it holds, how far it has come."""
+"""One answer on its way: its request, what it holds, how far it has come, and what is told of it afterwards."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Tokens
-from radixrt.output import Timings, Usage
+from radixrt.output import FinishReason, Timings, TokenLogprob, Usage
 from radixrt.schedule.request import Request, TextStop
-from radixrt.schedule.request_log import RequestLog
 from radixrt.schedule.request_table import Parked, RequestTable, TableRow
 
 
@@ -21,14 +20,41 @@ class AnswerState(Enum):
     FINISHED = "finished"
 
 
+@dataclass
+class RequestLog:
+    """The record of one answer. Moments are of time.perf_counter.
+
+    Attributes:
+        cached_tokens: prompt tokens found in the cache at its first admission; None before it.
+        recomputed_tokens: tokens computed again after a retraction, or for one of several answers.
+        retractions: times that it was taken back to the queue.
+        logprobs, prompt_logprobs: of its tokens and of its prompt's, where they are wanted.
+        finish_reason: why it ended; None while it has not.
+        matched: the token or string that stopped it.
+        error, cause: what went wrong, and the exception of its pass.
+    """
+
+    submitted_at: float
+    launched_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    cached_tokens: int | None = None
+    recomputed_tokens: int = 0
+    retractions: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    matched: int | str | None = None
+    error: str | None = None
+    cause: BaseException | None = None
+
+
 @dataclass(eq=False)
 class Answer:
     """The live half of a request: one of the n answers to its prompt.
 
     Attributes:
-        request: what was asked.
         arrival: its place in the order of submission; the answers to one prompt share it.
-        log: what is told of it afterwards.
         in_order: submitted in an order that is known to be good: later ones do not skip it for a longer match.
         sample_index: its number among the answers to the prompt.
         parent: the first of these answers, which computed the prompt; None for that one itself.
@@ -133,10 +159,10 @@ class Answer:
 
     def fork(self, sample_index: int) -> Answer:
         """Another answer to the same prompt, which this one has computed."""
-        prompt_len = self.request.prompt_len
-        log = RequestLog(self.log.submitted_at, self.log.launched_at)
-        log.cached_tokens = prompt_len  # hits are counted once, for the first answer
-        fork = Answer(self.request, self.arrival, log, self.in_order, sample_index, parent=self)
+        log, prompt_len = self.log, self.request.prompt_len
+        # Hits are counted once, for the first answer.
+        own = RequestLog(log.submitted_at, log.launched_at, cached_tokens=prompt_len)
+        fork = Answer(self.request, self.arrival, own, self.in_order, sample_index, parent=self)
         fork.launched_len = prompt_len
         return fork
 
@@ -148,6 +174,11 @@ class Answer:
         return Usage(prompt_len, cached, prompt_len - cached, num_output, recomputed)
 
     def timings(self) -> Timings:
-        """Of all answers to the prompt; until now where none has ended."""
-        ends = [answer.log.finished_at for answer in self.family]
-        return self.log.timings([end for end in ends if end is not None] or [time.perf_counter()])
+        """Of all answers to the prompt, in seconds since submission; until now where none has ended."""
+        log, ends = self.log, [answer.log.finished_at for answer in self.family]
+        total = max((end for end in ends if end is not None), default=time.perf_counter()) - log.submitted_at
+        return Timings(
+            queue=total if log.launched_at is None else log.launched_at - log.submitted_at,
+            first_token=None if log.first_token_at is None else log.first_token_at - log.submitted_at,
+            total=total,
+        )

@@ -22,12 +22,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Booking:
-    """A scheduled pass and its owners.
-
-    Attributes:
-        pass_: the pass, of B rows.
-        answers: the answer of each row.
-        leases: what each of them holds. Positions count for an answer that still holds the same.
+    """A scheduled pass, the answer of each row, and its lease: positions count while the answer holds the same.
 
     While the same answers decode pass after pass, and nothing else is computed, the tuples are the same.
     """
@@ -37,17 +32,17 @@ class Booking:
     leases: tuple[Lease, ...]
 
 
+@dataclass(frozen=True)
 class Bookkeeper:
     """Books what passes computed, and ends answers."""
 
-    def __init__(self, cache: PrefixCache, roster: Roster, estimate: OutputEstimate) -> None:
-        self._cache = cache
-        self._roster = roster
-        self._estimate = estimate
+    cache: PrefixCache
+    roster: Roster
+    estimate: OutputEstimate
 
     def process(self, booking: Booking, result: PassResult) -> list[Answer]:
         """Book what a pass computed; passes are processed in order. Returns the answers that ended."""
-        pass_, table = booking.pass_, self._roster.table
+        pass_, table = booking.pass_, self.roster.table
         rows, first_samples = pass_.req_pool_indices, _firsts(pass_.num_samples)
         # Answers that still run and decoded one token are booked together; no row has changed hands by now.
         decoded = table.runs.take(rows) & result.finite & (pass_.prefix_lens >= table.extend_lens.take(rows))
@@ -79,16 +74,16 @@ class Bookkeeper:
 
     def finish(self, answer: Answer, reason: FinishReason, error: str | None = None) -> None:
         """End an answer that waits or runs; what it has computed stays in the cache, if anybody may want it."""
-        waiting, reusable_len = self._roster.waiting, answer.request.reusable_len
+        waiting, reusable_len = self.roster.waiting, answer.request.reusable_len
         if answer.state is AnswerState.WAITING:
-            self._roster.leave_queue(answer)
+            self.roster.leave_queue(answer)
         elif waiting and waiting[0].arrival <= answer.arrival:
             # `reusable_len` does not count requests before it that still wait: rarely are there any.
-            self._roster.release(answer)
+            self.roster.release(answer)
         else:
-            self._roster.release(answer, reusable_len)
+            self.roster.release(answer, reusable_len)
         if answer.num_output:
-            self._estimate.ended(answer.num_output)
+            self.estimate.ended(answer.num_output)
         answer.state = AnswerState.FINISHED
         answer.log.finish_reason, answer.log.error = reason, error
         answer.log.finished_at = time.perf_counter()
@@ -118,17 +113,14 @@ class Bookkeeper:
         """Book what was computed of an extend, or take back what a decode computed for drafts in vain."""
         start, end = int(pass_.prefix_lens[i]), int(pass_.seq_lens[i])
         if start < answer.progress.extend_len:
-            self._roster.table.extended_lens[lease.row] = end
+            self.roster.table.extended_lens[lease.row] = end
             tokens = answer.progress.tokens(answer.progress.extend_len)
-            self._cache.commit(lease, tokens, answer.progress.computed_len)
+            self.cache.commit(lease, tokens, answer.progress.computed_len)
         elif start + accepted < end:
-            self._cache.truncate(lease, start + accepted)
+            self.cache.truncate(lease, start + accepted)
 
     def _book_tokens(self, answer: Answer, token_ids: Sequence[int], found: _Found, i: int) -> list[Answer]:
-        """Book a row's tokens: the first ones of a prompt's answers, or the next ones of one answer.
-
-        Returns the answers that ended.
-        """
+        """Book a row's tokens: the first of each of a prompt's answers, or the next of one. Returns who ended."""
         ended: list[Answer] = []
         takers = self._forked(answer) if answer.num_answers > 1 and token_ids else itertools.repeat(answer)
         for k, (taker, token_id) in enumerate(zip(takers, token_ids, strict=False)):
@@ -145,7 +137,7 @@ class Bookkeeper:
         """All answers to a prompt whose first tokens are there; those after the first one wait from now on."""
         answer.children = tuple(answer.fork(k) for k in range(1, answer.num_answers))
         for child in answer.children:
-            self._roster.enqueue(child)
+            self.roster.enqueue(child)
         return answer.family
 
     def _ends_with(self, answer: Answer, token_id: int, found: _Found, i: int, k: int = 0) -> bool:

@@ -16,20 +16,16 @@ from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import Int32Array, Pass
 from radixrt.schedule.request_table import RequestTable
-from radixrt.schedule.sampling_table import SamplingTable, prepare_sampling
+from radixrt.schedule.sampling_table import SamplingTable
 
 _NONE = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class ExtendChunk:
-    """The part of an extend that one pass computes: known tokens [start, start + len(slots)).
+    """The part of an answer's extend that one pass computes: known tokens [start, start + len(slots)).
 
-    Attributes:
-        answer: whose tokens they are.
-        lease: what it holds.
-        slots: `[n >= 1]`, those of the tokens.
-        num_samples: tokens that are sampled after the last one.
+    `slots` are `[n >= 1]`; `num_samples` tokens are sampled after the last of these.
     """
 
     answer: Answer
@@ -45,8 +41,7 @@ class ExtendChunk:
     @classmethod
     def next_of(cls, answer: Answer, cache: PrefixCache, budget: int) -> ExtendChunk | None:
         """The next tokens of an extend, as many as the budget allows; None if there are no slots for them."""
-        progress, log = answer.progress, answer.log
-        lease = answer.lease
+        progress, log, lease = answer.progress, answer.log, answer.lease
         assert lease is not None  # it runs
         start = progress.allocated_len
         end = min(start + budget, progress.extend_len)
@@ -73,14 +68,10 @@ class ExtendChunk:
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """N answers of which a pass computes one token each. Passes share the tuples and arrays: nobody changes them.
+    """N answers, in order of admission, of which a pass computes one token each, with their leases and rows `[N]`.
 
-    Attributes:
-        answers: in order of admission.
-        leases: what each of them holds.
-        rows: `[N]` the row of each.
-        last_tokens: `[N]` -(row + 1), which stands for the last token that was sampled for the row.
-        ones, zeros: `[N]`
+    `last_tokens` `[N]` are -(row + 1), for the last token that was sampled for the row. Passes share the tuples
+    and arrays: nobody changes them.
     """
 
     answers: tuple[Answer, ...]
@@ -138,7 +129,7 @@ def compose(
         scored_targets=scored_targets,
         num_top_scored=max((chunk.answer.request.params.prompt_logprobs or 0 for chunk in chunks), default=0),
         row_changes=row_changes,
-        sampling=prepare_sampling(sampling, answers, rows.req_pool_indices, rows.seq_lens, rows.num_samples),
+        sampling=sampling.prepare(answers, rows.req_pool_indices, rows.seq_lens, rows.num_samples),
         extended_tokens=sum(len(chunk.slots) for chunk in chunks),
         **rows._asdict(),
     )

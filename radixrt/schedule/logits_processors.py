@@ -56,7 +56,6 @@ class LogitsProcessors:
     """Those of one request, prepared once, when an answer is admitted.
 
     Attributes:
-        params, prompt_len: of the request.
         bias_ids, biases: int32 and float32 `[N]`, tokens and what is added to their logits.
         allowed_ids: int32 `[N]`, the only tokens that may be drawn; None: all.
         stop_bans: `[N, 2]` as in `BadWords`, bans of the stop tokens at positions below `stops_from`.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memory_pool.kv_transfers import KVTransfer
-from memory_pool.req_to_token_pool import RowChanges
+from memory_pool.req_to_token_pool import NO_CHANGES, RowChanges
 
 Int32Array = NDArray[np.int32]
 Arrays = dict[str, NDArray[Any]]
@@ -24,10 +24,8 @@ PROCESSED = "processed_"  # begins the names of the arrays of the second draw
 class Features:
     """Sampling parameters that some row of a draw uses. With the shape of the logits they tell what is launched.
 
-    Attributes:
-        is_random: a temperature above 0; without one each row takes its likeliest token, unfiltered.
-        has_top: top-k or top-p.
-        has_min_p: min-p.
+    `is_random`: a temperature above 0; without one each row takes its likeliest token, unfiltered. `has_top`:
+    top-k or top-p.
     """
 
     is_random: bool = False
@@ -39,14 +37,8 @@ class Features:
         """The arrays that such a draw reads, with a number for each row."""
         if not self.is_random:
             return ()
-        return (
-            "temperatures",
-            "seeds",
-            "sample_indices",
-            "draw_positions",
-            *(("top_ks", "top_ps") if self.has_top else ()),
-            *(("min_ps",) if self.has_min_p else ()),
-        )
+        filters = (*(("top_ks", "top_ps") if self.has_top else ()), *(("min_ps",) if self.has_min_p else ()))
+        return ("temperatures", "seeds", "sample_indices", "draw_positions", *filters)
 
 
 @dataclass(frozen=True)
@@ -77,15 +69,14 @@ class Pass:
     Attributes:
         num_extends: rows with more than one new token.
         req_pool_indices: `[B]` row of each request in `req_to_token`.
-        prefix_lens: `[B]` positions whose KV is in the pool before the pass.
-        seq_lens: `[B]` positions whose KV is in the pool after the pass.
+        prefix_lens, seq_lens: `[B]` positions whose KV is in the pool before the pass, and after it.
         input_ids: `[T]` token ids; -(row + 1) stands for the last token sampled for that row, which only the
             device knows yet.
         out_cache_loc: `[T]` slot of each new token.
         num_samples: `[B]` tokens sampled after the last new token: none, one, or the first of each of a prompt's n
             answers, as many of them as the pass has rows of logits for. They are S in all.
-        scored: `[P]` new tokens after which the log-probability of the prompt's next token is wanted.
-        scored_targets: `[P]` that next token.
+        scored, scored_targets: `[P]` new tokens after which the log-probability of the prompt's next token is
+            wanted, and that token.
         num_scored: `[B]` how many of the P belong to each row, in order.
         num_top_scored: alternatives to find for the P tokens.
         row_changes: cells of `req_to_token` to change before the pass.
@@ -117,15 +108,19 @@ class Pass:
         return len(self.req_pool_indices)
 
 
+_NONE = np.zeros(0, np.int32)
+_NO_DRAWS = SamplingInputs(_NONE, Features(), None, None, {})
+NO_ROWS = Pass(0, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, NO_CHANGES, _NO_DRAWS)
+"""A pass of nothing, to `replace` the parts of that another one has."""
+
+
 @dataclass(frozen=True)
 class Logprobs:
     """Natural log-probabilities of R tokens, and the K most likely tokens in the place of each.
 
     Attributes:
-        chosen: `[R]` float32, of the token itself.
-        ranks: `[R]` int32, 1 for the most likely.
-        top_ids: `[R, K]` int32, the most likely tokens, the most likely first.
-        top: `[R, K]` float32, theirs.
+        chosen, ranks: `[R]` float32, of the token itself, and int32, 1 for the most likely.
+        top_ids, top: `[R, K]` int32, the most likely tokens, the most likely first, and float32, theirs.
     """
 
     chosen: NDArray[np.float32]

@@ -54,17 +54,13 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if self.max_samples < self.max_running_requests:
-            raise ValueError(
-                f"max_samples_per_pass is {self.max_samples}; it must be at least max_running_requests, "
-                f"{self.max_running_requests}"
-            )
+            bound = f"at least max_running_requests, {self.max_running_requests}"
+            raise ValueError(f"max_samples_per_pass is {self.max_samples}; it must be {bound}")
 
     @property
     def max_samples(self) -> int:
         """Tokens that one pass samples."""
-        if self.max_samples_per_pass is None:
-            return 2 * self.max_running_requests
-        return self.max_samples_per_pass
+        return 2 * self.max_running_requests if self.max_samples_per_pass is None else self.max_samples_per_pass
 
     def is_overdue(self, oldest: Answer) -> bool:
         """Whether no other answer may be admitted before the oldest one in the queue."""

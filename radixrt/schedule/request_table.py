@@ -41,16 +41,12 @@ class RequestTable:
         allocated_lens: `[max_requests]` int32, positions that have a slot: the cache's own column.
 
     Attributes:
-        known_lens: `[max_requests]` int32, prompt tokens and collected output tokens.
         tokens: `[max_requests, max_context_len]` int32, the known tokens.
-        prompt_lens, max_lens: `[max_requests]` int32, as `Request.prompt_len` and `max_len`.
-        extend_lens: `[max_requests]` int32, tokens to extend over before it decodes.
-        extended_lens: `[max_requests]` int32, positions of the extend whose KV is computed and finite.
         stops: `[max_requests, MAX_STOPS]` int32, tokens that end it, NO_TOKEN where there are fewer.
-        may_stop: `[max_requests]` bool, whether it may end before max_len.
-        is_special: `[max_requests]` bool, whether each of its tokens is booked on its own.
-        wants_logprobs: `[max_requests]` bool, whether log-probabilities of its tokens are computed.
-        runs: `[max_requests]` bool, whether a running answer holds the row.
+        known_lens, prompt_lens, max_lens: `[max_requests]` int32, known tokens; the rest: see `Request`.
+        extend_lens, extended_lens: tokens to extend over before it decodes, and those whose KV is computed.
+        may_stop, wants_logprobs: `[max_requests]` bool: it may end before max_len; log-probabilities are computed.
+        is_special, runs: each of its tokens is booked on its own; a running answer holds the row.
     """
 
     def __init__(self, max_requests: int, max_context_len: int, allocated_lens: Int32Array) -> None:

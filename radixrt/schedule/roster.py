@@ -17,8 +17,7 @@ class Roster:
     """The answers that have not ended.
 
     Attributes:
-        waiting: in order of arrival.
-        running: in order of admission.
+        waiting, running: in order of arrival, and of admission.
         table, sampling: lengths, tokens and sampling parameters of the running ones.
         changes: times that an answer has begun or stopped running.
         num_retractions: running answers that were taken back to the queue.
@@ -26,12 +25,10 @@ class Roster:
 
     def __init__(self, cache: PrefixCache) -> None:
         rows = cache.rows
-        self.waiting: list[Answer] = []
-        self.running: list[Answer] = []
+        self.waiting, self.running = list[Answer](), list[Answer]()
         self.table = RequestTable(rows.max_requests, rows.max_context_len, cache.allocated_lens)
         self.sampling = SamplingTable(rows.max_requests)
-        self.changes = 0
-        self.num_retractions = 0
+        self.changes = self.num_retractions = 0
         self._cache = cache
 
     def running_rows(self) -> Int32Array:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.logits_processors import LogitsProcessors, ProcessedDraw, processor_arrays
@@ -18,11 +17,11 @@ class SamplingTable:
     """Sampling parameters of the running answers, by their row in `req_to_token`.
 
     Args:
-        max_requests: rows. One more, `neutral_row`, is always greedy and asks for nothing else.
+        max_requests: rows. One more is always greedy and asks for nothing else.
     """
 
     def __init__(self, max_requests: int) -> None:
-        self.neutral_row = max_requests
+        self._neutral_row = max_requests
         size = max_requests + 1
         self._temperatures = np.zeros(size, dtype=np.float32)
         self._columns: Arrays = {
@@ -58,25 +57,42 @@ class SamplingTable:
         if processors is not None:
             self._processors[row] = processors
 
-    def is_processed(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.bool_]:
-        """Bool `[S]`: whether the token at a position is drawn from processed logits."""
-        return positions < self._processors_end.take(rows)
+    def prepare(
+        self, answers: Sequence[Answer], rows_of_pass: Int32Array, seq_lens: Int32Array, num_samples: Int32Array
+    ) -> SamplingInputs:
+        """The draws of a pass of B `answers`, each of which samples `num_samples` `[B]` tokens."""
+        logits_rows = np.repeat(np.arange(len(answers), dtype=np.int32), num_samples)
+        rows, positions = rows_of_pass.take(logits_rows), seq_lens.take(logits_rows)
+        first = np.cumsum(num_samples) - num_samples
+        samples = (np.arange(len(logits_rows)) - first.take(logits_rows)).astype(np.int32)
 
-    def processors(self, row: int) -> LogitsProcessors:
-        """Those of a row that `is_processed`. Raises KeyError if it never is."""
-        return self._processors[row]
+        num_top = self._num_top.take(rows)
+        has_logprobs = num_top != NO_LOGPROBS
+        asks = bool(has_logprobs.any())
+        own: Arrays = {"logprob_rows": np.flatnonzero(has_logprobs).astype(np.int32)} if asks else {}
 
-    def num_top(self, rows: Int32Array) -> Int32Array:
-        """Int32 `[S]`: alternatives wanted with a token's log-probability; NO_LOGPROBS where none is wanted."""
-        return self._num_top.take(rows)
+        is_processed = positions < self._processors_end.take(rows)
+        processed = None
+        plain_rows = rows
+        if is_processed.any():
+            at = np.flatnonzero(is_processed)
+            processed, drawn = self._draws(rows[at], positions[at], samples[at])
+            draws = []
+            for i in at.tolist():
+                row, position, progress = int(rows[i]), int(positions[i]), answers[logits_rows[i]].progress
+                is_unknown = position > progress.known_len
+                draws.append(ProcessedDraw(self._processors[row], row, position, progress.tokens(), is_unknown))
+            own["processed_rows"] = at.astype(np.int32)
+            own |= {PROCESSED + name: array for name, array in drawn.items()} | processor_arrays(draws)
+            # These rows are drawn again from their processed logits: greedy draws are the cheapest here.
+            plain_rows = np.where(is_processed, np.int32(self._neutral_row), rows)
+        features, plain = self._draws(plain_rows, positions, samples)
+        return SamplingInputs(logits_rows, features, processed, int(num_top.max()) if asks else None, plain | own)
 
-    def draws(self, rows: Int32Array, positions: Int32Array, samples: Int32Array) -> tuple[Features, Arrays]:
+    def _draws(self, rows: Int32Array, positions: Int32Array, samples: Int32Array) -> tuple[Features, Arrays]:
         """The features of S draws, and the arrays that they read, each `[S]`.
 
-        Args:
-            rows: of the answers.
-            positions: of the tokens to be drawn.
-            samples: what to add to each row's sample index: 0 but for the other answers to a prompt.
+        `samples` is added to the rows' sample indices: 0 but for the other answers to a prompt.
         """
         temperatures = self._temperatures.take(rows)
         if not temperatures.any():
@@ -90,47 +106,3 @@ class SamplingTable:
             has_min_p=bool(arrays["min_ps"].any()),
         )
         return features, {name: arrays[name] for name in features.array_names}
-
-
-def prepare_sampling(
-    table: SamplingTable,
-    answers: Sequence[Answer],
-    req_pool_indices: Int32Array,
-    seq_lens: Int32Array,
-    num_samples: Int32Array,
-) -> SamplingInputs:
-    """The draws of a pass of B `answers`, each of which samples `num_samples` `[B]` tokens."""
-    logits_rows = np.repeat(np.arange(len(answers), dtype=np.int32), num_samples)
-    rows, positions = req_pool_indices.take(logits_rows), seq_lens.take(logits_rows)
-    first = np.cumsum(num_samples) - num_samples
-    samples = (np.arange(len(logits_rows)) - first.take(logits_rows)).astype(np.int32)
-
-    num_top = table.num_top(rows)
-    has_logprobs = num_top != NO_LOGPROBS
-    asks = bool(has_logprobs.any())
-    own: Arrays = {"logprob_rows": np.flatnonzero(has_logprobs).astype(np.int32)} if asks else {}
-
-    is_processed = table.is_processed(rows, positions)
-    processed = None
-    plain_rows = rows
-    if is_processed.any():
-        at = np.flatnonzero(is_processed)
-        processed, drawn = table.draws(rows[at], positions[at], samples[at])
-        draws = [
-            ProcessedDraw(
-                processors=table.processors(row),
-                row=row,
-                position=position,
-                known=answer.progress.tokens(),
-                last_is_unknown=position > answer.progress.known_len,
-            )
-            for row, position, answer in zip(
-                rows[at].tolist(), positions[at].tolist(), (answers[i] for i in logits_rows[at]), strict=True
-            )
-        ]
-        own |= {"processed_rows": at.astype(np.int32)} | {PROCESSED + name: array for name, array in drawn.items()}
-        own |= processor_arrays(draws)
-        # These rows are drawn again from their processed logits: draw them greedily here, which is the cheapest.
-        plain_rows = np.where(is_processed, np.int32(table.neutral_row), rows)
-    features, plain = table.draws(plain_rows, positions, samples)
-    return SamplingInputs(logits_rows, features, processed, int(num_top.max()) if asks else None, plain | own)

@@ -19,27 +19,23 @@ from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason
 from radixrt.schedule.admission import Admission
-from radixrt.schedule.answer import Answer
+from radixrt.schedule.answer import Answer, RequestLog
 from radixrt.schedule.booking import Booking, Bookkeeper
 from radixrt.schedule.composer import DecodeGroup, ExtendChunk, compose
 from radixrt.schedule.passes import PassResult
 from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
-from radixrt.schedule.request_log import RequestLog
 from radixrt.schedule.roster import Roster
 
 
 class Scheduler:
     """Admits, extends, decodes, retracts and ends answers.
 
-    Attributes:
-        waiting: answers in order of arrival.
-        running: answers in order of admission.
+    `waiting` are in order of arrival, `running` in order of admission.
     """
 
     def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
-        self.cache = cache
-        self.config = config
+        self.cache, self.config = cache, config
         self._roster = Roster(cache)
         self.waiting, self.running = self._roster.waiting, self._roster.running
         self._estimate = OutputEstimate()
@@ -135,8 +131,6 @@ class Scheduler:
         """Take a running answer back to its place in the queue. Its output stays, its KV becomes evictable."""
         self._roster.retract(answer)
 
-    # -- planning ------------------------------------------------------------------------------------------
-
     def _plan(self) -> Booking | None:
         retractions, budget = self.num_retractions, self.config.chunked_prefill_size
         decodes, slots = self._decode()
@@ -161,7 +155,6 @@ class Scheduler:
 
     def _limit_samples(self, chunks: list[ExtendChunk], num_decodes: int) -> list[ExtendChunk]:
         """Leave to later passes the first tokens of answers for which this one has no rows of logits."""
-        # Each samples one.
         left = self.config.max_samples - num_decodes - sum(chunk.num_samples > 0 for chunk in chunks)
         limited = []
         for chunk in chunks:
@@ -174,13 +167,12 @@ class Scheduler:
     def _decode(self) -> tuple[DecodeGroup, Slots]:
         """The answers that decode in this pass, and a slot for each."""
         self._group()
+        if len(self._decodes) > self.cache.available:
+            self._make_room(len(self._decodes))
+            self._group()
         decodes = self._decodes
         if len(decodes) > self.cache.available:
-            self._make_room(len(decodes))
-            self._group()
-            decodes = self._decodes
-            if len(decodes) > self.cache.available:
-                decodes = DecodeGroup.of(decodes.answers[: self.cache.available])
+            decodes = DecodeGroup.of(decodes.answers[: self.cache.available])
         slots = self.cache.extend_each(decodes.rows)
         if slots is None:
             return DecodeGroup.of(()), np.zeros(0, dtype=np.int32)

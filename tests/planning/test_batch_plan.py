@@ -307,7 +307,7 @@ H200 = DeviceSpeed(bandwidth=4.26e12, flops=790e12)
 QWEN3 = ModelShape(28, 1024, 3072, 16, 8, 128, 151936)
 LLAMA = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
 
-# Seconds that the engine took on an H200, at both shapes: docs/benchmarks.md, "What stands".
+# Seconds that the engine took on an H200, at both shapes: docs/lab-notebook/2026-11-22-five-lists.md.
 MEASURED = {
     "unshared": (5.27, 13.50),
     "fewshot": (0.60, 3.49),

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.answer import Answer
+from radixrt.schedule.answer import Answer, RequestLog
 from radixrt.schedule.request import Request
-from radixrt.schedule.request_log import RequestLog
 
 
 def answer(**params: int) -> Answer:

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.answer import Answer
+from radixrt.schedule.answer import Answer, RequestLog
 from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
-from radixrt.schedule.request_log import RequestLog
 from tests.support.world.world import Sizes, World
 
 

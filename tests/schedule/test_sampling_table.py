@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from radixrt.sampling_params import SamplingParams as Params
-from radixrt.schedule.answer import Answer
+from radixrt.schedule.answer import Answer, RequestLog
 from radixrt.schedule.passes import Features, SamplingInputs
 from radixrt.schedule.request import Request
-from radixrt.schedule.request_log import RequestLog
-from radixrt.schedule.sampling_table import NO_LOGPROBS, SamplingTable, prepare_sampling
+from radixrt.schedule.sampling_table import SamplingTable
 
 NUM_ROWS = 40
 END = 2
@@ -57,7 +55,7 @@ def prepared(
     seq_lens = np.array([one.progress.known_len + 1 for one in answers], dtype=np.int32)
     owners: Any = answers if asked else [None] * len(answers)
     columns = np.array(rows, dtype=np.int32), seq_lens, np.array(num_samples, dtype=np.int32)
-    return prepare_sampling(table, owners, *columns)
+    return table.prepare(owners, *columns)
 
 
 def test_a_plain_pass_asks_no_answer() -> None:
@@ -93,21 +91,24 @@ def test_several_draws_of_one_answer_and_none_of_another() -> None:
 
 def test_a_row_forgets_who_was_there_before() -> None:
     table = SamplingTable(1)
-    row = np.zeros(1, dtype=np.int32)
+    row, one = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.int32)
     everything = Params(top_k=3, top_p=0.5, min_p=0.1, logprobs=4, repetition_penalty=2, allowed_token_ids=(3,))
-    table.admit(0, answer(0, everything))
-    assert table.is_processed(row, row + 6).all()
-    assert table.num_top(row).tolist() == [4]
-    table.admit(0, answer(1, Params()))
-    assert not table.is_processed(row, row + 6).any()
-    assert table.num_top(row).tolist() == [NO_LOGPROBS]
-    assert table.draws(row, row, row)[0] == Features(is_random=True)
-    with pytest.raises(KeyError):
-        table.processors(0)
+    asking, plain = answer(0, everything), answer(1, Params())
+    table.admit(0, asking)
+    inputs = table.prepare([asking], row, row + 6, one)
+    assert inputs.processed is not None
+    assert inputs.num_top == 4
+    table.admit(0, plain)
+    inputs = table.prepare([plain], row, row + 6, one)
+    assert inputs.processed is None
+    assert inputs.num_top is None
+    assert inputs.features == Features(is_random=True)
 
 
 def test_ends_are_held_back_no_longer_than_asked() -> None:
     table = SamplingTable(1)
-    table.admit(0, answer(0, Params(min_new_tokens=4)))  # after a prompt of three
-    positions = np.arange(3, 10, dtype=np.int32)
-    assert table.is_processed(np.zeros(7, dtype=np.int32), positions).tolist() == [True] * 4 + [False] * 3
+    held = answer(0, Params(min_new_tokens=4))
+    table.admit(0, held)  # after a prompt of three
+    rows, positions = np.zeros(7, dtype=np.int32), np.arange(3, 10, dtype=np.int32)
+    inputs = table.prepare([held] * 7, rows, positions, np.ones(7, dtype=np.int32))
+    assert inputs.arrays["processed_rows"].tolist() == [0, 1, 2, 3]

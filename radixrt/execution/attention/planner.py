@@ -10,8 +10,18 @@ import torch
 
 from layers.placement import Placement
 from radixrt.execution.attention.flat import KernelShape
-from radixrt.execution.attention.padding import PlanCapacity, padded_decodes, padded_extends
-from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE, PassPlans, PlanShape, Window
+from radixrt.execution.attention.pass_plans import (
+    CUT,
+    CUT_TREE,
+    TREE,
+    WHOLE,
+    PassPlans,
+    PlanCapacity,
+    PlanShape,
+    Window,
+    padded_decodes,
+    padded_extends,
+)
 from radixrt.execution.attention.shared_segments import NoSharing, SharedCapacity, SharedSegments
 from radixrt.execution.attention.tuning import PlanTuning, plan_tuning
 from radixrt.models.config import ModelConfig
@@ -32,9 +42,7 @@ DecodePlans = dict[Window, AttentionPlan[Int32Array]]
 class ReferencePlanner:
     """Plans passes of the references, which need no cuts, and no plans of extends.
 
-    Args:
-        windows: of the model's layers; each gets a plan.
-        req_to_token: the host's table, which tells who reads the same.
+    Each of the layers' `windows` gets a plan. The host's table `req_to_token` tells who reads the same.
     """
 
     def __init__(self, windows: Sequence[Window], req_to_token: Int32Array) -> None:
@@ -61,13 +69,7 @@ class ReferencePlanner:
 
 class AttentionPlanner(ReferencePlanner):
     """Plans passes of the kernels: long contexts are cut so that all multiprocessors have work, and layers without
-    a window read what requests share once, wherever that is cheaper.
-
-    Args:
-        shape: what the kernels compute.
-        windows, req_to_token: as for ReferencePlanner.
-        tuning: of the GPU.
-        sharing: finds what requests share.
+    a window read what requests share, as `sharing` finds it, once, wherever that is cheaper.
     """
 
     def __init__(
@@ -79,9 +81,7 @@ class AttentionPlanner(ReferencePlanner):
         sharing: SharedSegments | NoSharing,
     ) -> None:
         super().__init__(windows, req_to_token)
-        self._shape = shape
-        self._tuning = tuning
-        self._sharing = sharing
+        self._shape, self._tuning, self._sharing = shape, tuning, sharing
         self._shares = isinstance(sharing, SharedSegments)
 
     def max_partial_bytes(self, num_decodes: int, num_tokens: int) -> int:
@@ -125,8 +125,9 @@ class AttentionPlanner(ReferencePlanner):
         of 0.
         """
         plans, shape = self._decodes(rows, seq_lens, shapes or self.decode_shapes(len(rows)))
-        capacity = {window: self._decode_capacity(len(rows), shape, window) for window in plans}
-        return PassPlans({window: padded_decodes(plan, capacity[window]) for window, plan in plans.items()})
+        for window, plan in plans.items():
+            plans[window] = padded_decodes(plan, self._decode_capacity(len(rows), shape, window))
+        return PassPlans(plans)
 
     def plan_padded_extends(
         self,
@@ -300,8 +301,8 @@ def planner_of(
 ) -> ReferencePlanner:
     """The planner of a model's passes: an AttentionPlanner where the kernels run.
 
-    `req_to_token` is the host's table, `kv_dtype` that of the pool (None: the model's). With `tree`, requests read
-    what they share once for all of them, where that is cheaper.
+    `kv_dtype` is the pool's (None: the model's). With `tree`, requests read what they share once for all of them,
+    where that is cheaper.
     """
     windows = tuple({kind.window for kind in config.attention})
     if not runs_triton(placement.impl, placement.device):

@@ -38,11 +38,7 @@ class NoSharing:
 class SharedSegments:
     """Chooses the segments of KV that are read once for several requests, so that the whole pass is cheapest.
 
-    Args:
-        shape: what the kernels compute.
-        kv_bytes: of an element of the pool.
-        rows_at_once: query rows that an item may have.
-        tuning: of the card.
+    `kv_bytes` are those of an element of the pool, `rows_at_once` the query rows that an item may have.
     """
 
     def __init__(self, shape: KernelShape, kv_bytes: int, rows_at_once: int, tuning: PlanTuning) -> None:
@@ -56,9 +52,8 @@ class SharedSegments:
         self._reread = self._token * costs.bandwidth / costs.reread_bandwidth
         # Of a token and a tile of rows, which takes as long if it has fewer.
         self._tile = 4 * shape.num_heads * head_dim * rows_at_once / costs.operations
-        self._partial = (
-            costs.partial_crossings * shape.num_heads * (4 * head_dim + 4) / costs.bandwidth
-        )  # of a row
+        row_bytes = shape.num_heads * (4 * head_dim + 4)
+        self._partial = costs.partial_crossings * row_bytes / costs.bandwidth  # of a row
         self._item = costs.item * shape.num_kv_heads / num_programs
 
     def capacity(self, count: int) -> SharedCapacity:
@@ -118,10 +113,8 @@ class SharedSegments:
             return tail_starts, NOTHING_SHARED
         first, size, start = tree.firsts[chosen], sizes[chosen], tree.starts(kept)[chosen]
         length = tree.stops[chosen] - start
-        tails = (
-            np.bincount(first, length, len(requests)) - np.bincount(ends[chosen], length, len(requests) + 1)[:-1]
-        )
-        tails = tails.cumsum()
+        begun = np.bincount(first, length, len(requests) + 1)
+        tails = (begun - np.bincount(ends[chosen], length, len(requests) + 1))[:-1].cumsum()
         own = self._token * float(lens.sum() - tails.sum())
         piece_len, seconds = self._cut(length, size, capacity, own)
         saved = float(tails @ (separate[1:] - separate[:-1]))

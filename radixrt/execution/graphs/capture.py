@@ -20,11 +20,7 @@ class GraphRecorder(Protocol):
 
 
 class CapturedGraphs:
-    """Graphs, and what each of them launches.
-
-    Args:
-        recorder: makes the graphs.
-    """
+    """Graphs that a recorder makes, and what each of them launches."""
 
     def __init__(self, recorder: GraphRecorder) -> None:
         self._recorder = recorder

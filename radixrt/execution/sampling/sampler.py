@@ -71,8 +71,7 @@ def sample_processed(
 
     Args:
         logits: `[S, vocab_size]`, the model's; they stay as they are.
-        arrays: the plan's, on the device.
-        features: of the processed rows.
+        arrays, features: those of SamplingInputs, the arrays on the device; the features are `processed`.
         last_token: int32 `[max_requests]`, the last token sampled for each row of `req_to_token`.
         token_ids, finite: int32 and bool `[S]`, what `sample_plain` left; the processed rows are replaced.
     """
@@ -115,11 +114,8 @@ def draw_logprobs(
 ) -> LogprobTensors:
     """Log-probabilities of the L drawn tokens whose requests asked for them, as `token_logprobs` returns them.
 
-    Args:
-        logits: `[S, vocab_size]`, the model's.
-        token_ids: int32 `[S]`, the tokens drawn.
-        arrays: the plan's, on the device.
-        num_top: the plan's; no more than the vocabulary holds are found.
+    `logits` `[S, vocab_size]` are the model's, `token_ids` int32 `[S]` the tokens drawn. No more of the `num_top`
+    alternatives are found than the vocabulary holds.
     """
     rows = arrays["logprob_rows"]
     if len(rows) < len(token_ids):
