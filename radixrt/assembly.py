@@ -156,13 +156,7 @@ def assemble(config: RuntimeConfig) -> Parts:
     running, chunk = limits.max_running_requests, limits.chunked_prefill_size
     scheduler = Scheduler(cache, SchedulerConfig(running, chunk, config.policy, limits.max_samples))
     runner = ModelRunner(
-        decoder,
-        rows,
-        kv_pool,
-        device,
-        host_pool,
-        tree=tree,
-        **captured_sizes(limits, captures=captures),
+        decoder, rows, kv_pool, device, host_pool, tree=tree, **captured_sizes(limits, captures=captures)
     )
     graphs_began = time.perf_counter()
     with room_for_passes():

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 Attention = Literal["tree", "flat"]
 
-GPU_MEMORY_FRACTION = 0.95
-CPU_MEMORY_FRACTION = 0.25
-
 
 class RuntimeOptions(TypedDict, total=False):
     """The keywords of `Runtime`; `RuntimeConfig` has their defaults."""
@@ -120,10 +117,8 @@ class RuntimeConfig:
             known = ", ".join(SchedulePolicy)
             raise ParameterError(f"schedule_policy is {self.schedule_policy!r}; it must be one of: {known}")
         if self.host_memory_gb and not self.enable_prefix_cache:
-            raise ParameterError(
-                f"host_memory_gb is {self.host_memory_gb!r} and enable_prefix_cache is False: "
-                "nothing is kept that could go to the host"
-            )
+            given = f"host_memory_gb is {self.host_memory_gb!r} and enable_prefix_cache is False"
+            raise ParameterError(f"{given}: nothing is kept that could go to the host")
 
     @property
     def policy(self) -> SchedulePolicy:
@@ -136,9 +131,8 @@ class RuntimeConfig:
 
     def share_of_memory(self, *, on_gpu: bool) -> float:
         """memory_fraction, or its default."""
-        if self.memory_fraction is not None:
-            return self.memory_fraction
-        return GPU_MEMORY_FRACTION if on_gpu else CPU_MEMORY_FRACTION
+        default = 0.95 if on_gpu else 0.25
+        return default if self.memory_fraction is None else self.memory_fraction
 
     def pass_limits(self, *, on_gpu: bool) -> PassLimits:
         """max_running_requests and chunked_prefill_size, or their defaults."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from radixrt.cache.prefix_cache import CacheStats
-from radixrt.config import RuntimeConfig
+from radixrt.config import RuntimeConfig, RuntimeOptions
 from radixrt.engine.calls import OutputCall, StreamCall
 from radixrt.engine.driver import Driver
 from radixrt.engine.gc_control import old_objects_left_alone
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from radixrt.batch.options import BatchOptions
-    from radixrt.config import RuntimeOptions
     from radixrt.report.batch_report import BatchReport
 
 OnError = Literal["raise", "return"]
+_Built = tuple[list[RequestOutput], list[Request]]
 
 _log = logging.getLogger(__name__)
 
@@ -167,7 +167,8 @@ class Runtime:
             DeviceLostError: a pass failed, and the device works no more: go on in a new process.
         """
         listed, many = listed_prompts(prompts)
-        outputs = list(self._iterate(listed, sampling_params, many, tenant, request_ids, on_error, progress))
+        built = partial(self._built, listed, sampling_params, many, tenant, request_ids, on_error)
+        outputs = list(self._iterate(built, on_error, progress))
         outputs.sort(key=lambda output: output.index)
         return outputs if many else outputs[0]
 
@@ -186,7 +187,8 @@ class Runtime:
         Leaving the loop early ends what is left.
         """
         listed, _ = listed_prompts(prompts)
-        yield from self._iterate(listed, sampling_params, True, tenant, request_ids, on_error, progress)
+        built = partial(self._built, listed, sampling_params, True, tenant, request_ids, on_error)
+        yield from self._iterate(built, on_error, progress)
 
     def stream(
         self,
@@ -388,7 +390,7 @@ class Runtime:
 
     def print_tree(self, *, max_nodes: int = 200, console: Console | None = None) -> None:
         """Print the cached prefixes as a tree, the latest used first."""
-        from rich.console import Console  # a tenth of a second, and few want it
+        from rich.console import Console  # a tenth of a second to import
 
         from radixrt.cache.tree_view import view_tree
 
@@ -453,9 +455,8 @@ class Runtime:
         """
         self._check_keeps_a_cache("load_cache")
         version = self._builder.weights_version
-        loaded, left_out = self._driver.while_idle(
-            lambda: self.parts.model.load_cache(Path(path), version, progress=progress)
-        )
+        load = partial(self.parts.model.load_cache, Path(path), version, progress=progress)
+        loaded, left_out = self._driver.while_idle(load)
         if left_out:
             shares = f"{loaded:,} of its tokens are loaded, {left_out:,} are left out for lack of free slots"
             _log.warning("%s: %s", path, shares)
@@ -493,7 +494,7 @@ class Runtime:
         tenant: str | None,
         request_ids: str | Sequence[str] | None,
         on_error: OnError,
-    ) -> tuple[list[RequestOutput], list[Request]]:
+    ) -> _Built:
         """Outputs of prompts that cannot run (if errors are to be returned), and requests for the others."""
         each, ids = one_each(params, len(prompts), many), own_ids(request_ids, len(prompts), many)
         if on_error not in ("raise", "return"):
@@ -519,18 +520,9 @@ class Runtime:
             raise ParameterError(f"n is {request.params.n}; a stream gives one answer")
         return request
 
-    def _iterate(
-        self,
-        prompts: Sequence[Prompt],
-        params: Params | Sequence[Params],
-        many: bool,
-        tenant: str | None,
-        request_ids: str | Sequence[str] | None,
-        on_error: OnError,
-        progress: bool,
-    ) -> Iterator[RequestOutput]:
+    def _iterate(self, built: Callable[[], _Built], on_error: OnError, progress: bool) -> Iterator[RequestOutput]:
         with old_objects_left_alone():
-            refused, requests = self._built(prompts, params, many, tenant, request_ids, on_error)
+            refused, requests = built()
             yield from refused
             yield from self._run(requests, on_error, progress)
 

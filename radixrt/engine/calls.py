@@ -38,18 +38,18 @@ class PendingCall(Generic[N]):
 
     def end(self, first: Answer, output: RequestOutput) -> None:
         """Take a request off, with its output as news."""
-        self._tell(first, output)
+        self._news.append(self._news_of(first, output))
         del self.requests[first.request.id]
 
-    def _tell(self, first: Answer, output: RequestOutput) -> None:
+    def _news_of(self, first: Answer, output: RequestOutput) -> N:
         raise NotImplementedError
 
 
 class OutputCall(PendingCall[RequestOutput]):
     """A call whose news are outputs."""
 
-    def _tell(self, first: Answer, output: RequestOutput) -> None:
-        self._news.append(output)
+    def _news_of(self, first: Answer, output: RequestOutput) -> RequestOutput:
+        return output
 
 
 class StreamCall(PendingCall[StreamChunk]):
@@ -64,7 +64,7 @@ class StreamCall(PendingCall[StreamChunk]):
         """Add the request's new tokens to the news. Returns whether there are any."""
         answers = [answer for answer in tuple(self.requests.values()) if answer is not None]
         new = [answer for answer in answers if answer.num_output > self._seen]
-        self._news += [self._chunk(answer, None) for answer in new]
+        self._news += [self._news_of(answer, None) for answer in new]
         return bool(new)
 
     def take(self) -> list[StreamChunk]:
@@ -78,16 +78,13 @@ class StreamCall(PendingCall[StreamChunk]):
         token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
         return [StreamChunk(text, token_ids, chunks[-1].output, chunks[-1].request_id)]
 
-    def _tell(self, first: Answer, output: RequestOutput) -> None:
-        self._news.append(self._chunk(first, output))
-
-    def _chunk(self, answer: Answer, output: RequestOutput | None) -> StreamChunk:
-        builder = answer.text_stop
+    def _news_of(self, first: Answer, output: RequestOutput | None) -> StreamChunk:
+        builder = first.text_stop
         assert isinstance(builder, TextBuilder)  # it streams
-        ids, text = tuple(answer.output_ids()[self._seen :].tolist()), ""
+        ids, text = tuple(first.output_ids()[self._seen :].tolist()), ""
         self._seen += len(ids)
         try:
             text = builder.delta()
         except Exception as error:  # for its consumer: one request's text must not cost the others theirs
             self._error = error
-        return StreamChunk(text, ids, output, answer.request.id)
+        return StreamChunk(text, ids, output, first.request.id)

@@ -187,23 +187,21 @@ class Driver:
                 if not self._stepped_until(done):
                     self._sleep(done, key)
         finally:
-            with self._mutex:
-                self._pass_on()
+            self._pass_on()
 
     def _stepped_until(self, done: Callable[[], bool]) -> bool:
         """Step until `done`, or until a guest waits. False if it is not this thread's turn."""
-        me = threading.get_ident()
         try:
             with self._mutex:
                 if self._owner is not None or self._guests:
                     return False
-                self._owner = me
+                self._owner = threading.get_ident()
             self._step()
             while not done() and not self._guests:
                 self._step()
             return True
         finally:
-            self._give_back(me)
+            self._pass_on()
 
     def _sleep(self, done: Callable[[], bool], key: object) -> None:
         with self._mutex:
@@ -228,7 +226,6 @@ class Driver:
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """Have the turn once the current pass has ended."""
-        me = threading.get_ident()
         with self._entered():
             try:
                 with self._mutex:
@@ -236,27 +233,22 @@ class Driver:
                     try:
                         while self._owner is not None:
                             self._turn_is_free.wait()
-                        self._owner = me
+                        self._owner = threading.get_ident()
                     finally:
                         self._guests -= 1
                 yield
             finally:
-                self._give_back(me)
-
-    def _give_back(self, me: int) -> None:
-        with self._mutex:
-            if self._owner == me:
-                self._owner = None
-            self._pass_on()
+                self._pass_on()
 
     def _pass_on(self) -> None:
-        """Wake a thread to take the turn, if it is free."""
-        if self._owner is not None:
-            return
-        if self._guests:
-            self._turn_is_free.notify()
-        elif self._asleep:
-            self._asleep.pop(next(iter(self._asleep))).notify()
+        """Give back the turn, if this thread has it; if it is free, wake a thread to take it."""
+        with self._mutex:
+            if self._owner == threading.get_ident():
+                self._owner = None
+            if self._owner is None and self._guests:
+                self._turn_is_free.notify()
+            elif self._owner is None and self._asleep:
+                self._asleep.pop(next(iter(self._asleep))).notify()
 
     # -- tasks ---------------------------------------------------------------------------------------------
 

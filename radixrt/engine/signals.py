@@ -31,12 +31,7 @@ def signal_of(error: KeyboardInterrupt) -> int:
 
 
 class FirstSignal:
-    """The first signal.
-
-    Attributes:
-        notice: for stderr when it comes; may be changed until then.
-        number: the signal; None before it has come.
-    """
+    """The first signal: its `number`, None before it comes, and the `notice` for stderr when it comes."""
 
     def __init__(self, notice: str) -> None:
         self.notice = notice

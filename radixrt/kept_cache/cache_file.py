@@ -103,9 +103,7 @@ def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> Tensors:
 
 
 class CacheFileWriter:
-    """Writes a cache file: `write` for each of `kv_pieces`, in order, then `finish`.
-
-    Until then an older file of that name stays. As a context manager it leaves nothing without `finish`.
+    """Writes a cache file: `write` for each of `kv_pieces`, in order, then `finish`, which replaces an older file.
 
     Raises:
         CacheFileError: the disk refuses, or another process is writing the same file.
@@ -113,7 +111,6 @@ class CacheFileWriter:
 
     def __init__(self, path: Path, tree: TreeSnapshot, kv: KVFormat, identity: Identity) -> None:
         self._path = path
-        self._kv = kv
         tensors = _layout(len(tree), tree.num_tokens, kv)
         metadata = {
             "radixrt_cache_version": VERSION,

@@ -35,23 +35,19 @@ _NOT_OF_KV = frozenset(
 def cache_identity(
     config: ModelConfig, fingerprint: str, dtype: torch.dtype, kv: KVFormat, scales: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Collect everything that KV depends on: JSON values by the names that messages call them.
+    """Collect everything that KV depends on: JSON values by their names in messages.
 
-    Args:
-        fingerprint: `weight_fingerprint` of the model.
-        dtype: the model's.
-        kv: the layout of a token's KV.
-        scales: the pool's, or None.
+    `fingerprint` is `weight_fingerprint` of the model, `dtype` the model's, `scales` are the pool's.
     """
     own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _NOT_OF_KV}
     ropes = [kind.rope for kind in config.attention]
     identity = {
         **{name.replace("_", " "): value for name, value in own.items()},
-        "rope theta": _each([None if rope is None else rope.theta for rope in ropes]),
-        "rope scaling": _each([None if rope is None else _scaling(rope) for rope in ropes]),
-        "rotated share of a head": _each([None if rope is None else rope.partial_rotary_factor for rope in ropes]),
+        "rope theta": _each([rope and rope.theta for rope in ropes]),
+        "rope scaling": _each([rope and _scaling(rope) for rope in ropes]),
+        "rotated share of a head": _each([rope and rope.partial_rotary_factor for rope in ropes]),
         # Some kinds of scaling depend on the context length.
-        "rope frequencies": _each([None if rope is None else _frequencies(rope, config) for rope in ropes]),
+        "rope frequencies": _each([rope and _frequencies(rope, config) for rope in ropes]),
         "sliding window": _each([kind.window for kind in config.attention]),
         "dtype": str(dtype).removeprefix("torch."),
         "dtype of KV": kv.dtype,

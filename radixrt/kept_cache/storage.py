@@ -57,9 +57,10 @@ class CacheStorage:
         self.format = KVFormat(DTYPE_NAMES[kv_pool.buffer.dtype], (num_layers, two, num_kv_heads, head_dim))
 
     def save(self, path: Path, weights_version: int, identity: Identity, *, progress: bool) -> int:
-        """Write all prefixes of a weights version to a file, over an older one. Returns how many tokens it holds.
+        """Write all prefixes of a weights version to a file. Returns how many tokens it holds.
 
-        After a CacheFileError the old file is as it was.
+        Raises:
+            CacheFileError: the file cannot be written; an older one is as it was.
         """
         tree, slots = take_snapshot(self.cache.tree, weights_version)
         with (

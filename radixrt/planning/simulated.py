@@ -1,5 +1,7 @@
 """Engines and Runtimes without a model: the real scheduler and cache around a runner that computes nothing."""
 
+# Tests: tests/engine/test_driver.py, tests/planning/test_batch_plan.py
+
 from __future__ import annotations
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""The text of one request: its stream, its stop strings, its end."""
+"""The text of one request: stream, stop strings, end."""
 
 from __future__ import annotations
 

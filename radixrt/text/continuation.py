@@ -13,11 +13,7 @@ _LEADS = ("1", ".", "a")
 
 
 def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode `text` as a continuation of other tokens: without BOS or the blank that some tokenizers prepend.
-
-    Raises:
-        TokenizerError: `text` holds half of a surrogate pair.
-    """
+    """Encode `text` as a continuation of other tokens: without BOS or the blank that some tokenizers prepend."""
     direct: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
     before = [] if tokenizer.anchor is None else [tokenizer.anchor]
     if tokenizer.decode(before + direct, False) == tokenizer.decode(before, False) + text:

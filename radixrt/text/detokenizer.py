@@ -31,11 +31,7 @@ class Detokenizer:
         self._due = 1  # length at which the window is decoded next
 
     def push(self, token_id: int) -> str:
-        """Take the next token. Returns the text that has become certain, often "".
-
-        Raises:
-            TokenizerError: the id is negative.
-        """
+        """Take the next token. Returns the text that has become certain, often ""."""
         self._window.append(token_id)
         if token_id in self._tokenizer.byte_ids:
             self._in_bytes = True
@@ -61,10 +57,7 @@ class Detokenizer:
         return new
 
     def tentative(self) -> str:
-        """Return what `finish` would now, if it is whole characters; more tokens may change it.
-
-        "" after more than 64 tokens without certain text, where decoding would take long.
-        """
+        """Return what `finish` would now, if it is whole characters; "" beyond 64 uncertain tokens."""
         if not self._window or len(self._window) > _MAX_WINDOW:
             return ""
         text = self._window_text()

@@ -44,13 +44,13 @@ class Tokenizer:
     _template: Callable[[list[dict[str, str]], bool], str] | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Encode `text` to int32 `[num_tokens]`, with BOS if the checkpoint's tokenizer adds it.
+        """Encode `text` to int32 `[num_tokens]`, with BOS if the checkpoint's tokenizer adds special tokens.
 
-        `add_special_tokens=False` leaves BOS out. Special tokens written out in the text (such as `</s>`) become
-        those tokens, except in a bare sentencepiece model, where they are plain text.
+        Special tokens written out in the text (such as `</s>`) become those tokens, except in a bare sentencepiece
+        model, where they are plain text.
 
         Raises:
-            TokenizerError: `text` holds half of a surrogate pair; the message names its position.
+            TokenizerError: `text` holds half of a surrogate pair.
         """
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
@@ -93,21 +93,14 @@ class Tokenizer:
         return render(self._template, messages, add_generation_prompt)
 
     def piece(self, token_id: int) -> str:
-        """Return a token as the vocabulary spells it, such as `▁the`, `Ġthe` or `<0xE3>`; "" for an unknown id.
-
-        Raises:
-            TokenizerError: the id is negative.
-        """
+        """A token as the vocabulary spells it, such as `▁the`, `Ġthe` or `<0xE3>`; "" for an unknown id."""
         if token_id < 0:
             raise TokenizerError(f"token id {token_id} is negative")
         return (self._piece(int(token_id)) if token_id < self.vocab_size else None) or ""
 
     @cached_property
     def anchor(self) -> int | None:
-        """An ordinary token that spells a letter or digit; None if there is none.
-
-        Tokens are decoded after it to keep their leading blank, which the first token of a text may lose.
-        """
+        """An ordinary token that spells a letter or digit, or None. Tokens after it keep their leading blank."""
         for token_id in range(self.vocab_size):
             text = self._decode([token_id], True)
             if text.isascii() and text.isalnum() and token_id not in self.byte_ids:
