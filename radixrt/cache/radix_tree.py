@@ -89,9 +89,7 @@ class Match(NamedTuple):
     @property
     def on_device(self) -> Match:
         """The part of it that is on the device: the whole match, or its beginning up to a node's end."""
-        node, inside, length = self.node, self.inside, self.length
-        if node.slots is not None:
-            return self
+        node, inside, length = self
         while node.slots is None:
             length -= inside
             assert node.parent is not None  # roots are on the device

@@ -184,8 +184,8 @@ class Executor:
             return Drawn(forward.arrays["logits_rows"], forward.finite)
         if packed.is_captured_decode:
             return self._draw_captured(packed, forward)
-        assert forward.finite is not None
         arrays, finite = forward.arrays, forward.finite
+        assert finite is not None
         token_ids = torch.empty_like(arrays["logits_rows"])
         drawn = torch.empty_like(token_ids, dtype=torch.bool)
         sample_plain(forward.logits, arrays, packed.features, token_ids, drawn, impl=self._impl)

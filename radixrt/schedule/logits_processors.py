@@ -102,16 +102,13 @@ class LogitsProcessors:
 
 @dataclass(frozen=True)
 class ProcessedDraw:
-    """A token to be drawn from processed logits.
-
-    `last_is_unknown`: the token before it has been sampled, but only the device knows it, in `last_token[row]`.
-    """
+    """A token to be drawn from processed logits."""
 
     processors: LogitsProcessors
     row: int
     position: int
     known: Int32Array
-    last_is_unknown: bool
+    last_is_unknown: bool  # the token before it: only the device knows it, in `last_token[row]`
 
 
 def processor_arrays(draws: Sequence[ProcessedDraw]) -> Arrays:

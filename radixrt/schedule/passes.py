@@ -173,6 +173,5 @@ class Runner(Protocol):
     def check_device(self, error: Exception) -> None:
         """Make ready for other passes after one that raised `error`, which may have run out of memory.
 
-        Raises:
-            DeviceLostError: no pass can run any more.
+        Raises DeviceLostError where no pass can run any more.
         """

@@ -41,10 +41,7 @@ CUT_TREE = PlanShape(cuts=True, shares=True)
 
 @dataclass(frozen=True)
 class PassPlans(Generic[Array]):
-    """The plans of a pass by window: on the host, or of tensors on the device.
-
-    There are none of extends where the pass has none, or the references run, which need none.
-    """
+    """The plans of a pass by window, on the host or the device. Those of the references have none of extends."""
 
     decode: Mapping[Window, AttentionPlan[Array]]
     extend: Mapping[Window, ExtendPlan[Array]] = field(default_factory=dict)
