@@ -47,19 +47,12 @@ class Forward:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The tokens of a pass, on the device.
+    """The tokens of a pass, on the device."""
 
-    Attributes:
-        token_ids: int32 `[S]`.
-        finite: bool `[B]`, whether the last hidden state of each row is, and what its tokens were drawn from.
-        logprobs: of the tokens whose requests want them.
-        is_in_results: both lie in the executor's `results`.
-    """
-
-    token_ids: Tensor
-    finite: Tensor
-    logprobs: LogprobTensors | None = None
-    is_in_results: bool = False
+    token_ids: Tensor  # int32 `[S]`
+    finite: Tensor  # bool `[B]`, whether a row's last hidden state is, and what its tokens were drawn from
+    logprobs: LogprobTensors | None = None  # of the tokens whose requests want them
+    is_in_results: bool = False  # both lie in the executor's `results`
 
 
 class Executor:

@@ -116,17 +116,12 @@ NO_ROWS = Pass(0, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE,
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Natural log-probabilities of R tokens, and the K most likely tokens in the place of each.
+    """Natural log-probabilities of R tokens, and the K most likely tokens in the place of each."""
 
-    Attributes:
-        chosen, ranks: `[R]` float32, of the token itself, and int32, 1 for the most likely.
-        top_ids, top: `[R, K]` int32, the most likely tokens, the most likely first, and float32, theirs.
-    """
-
-    chosen: NDArray[np.float32]
-    ranks: Int32Array
-    top_ids: Int32Array
-    top: NDArray[np.float32]
+    chosen: NDArray[np.float32]  # `[R]`, of the token itself
+    ranks: Int32Array  # `[R]`, 1 for the most likely
+    top_ids: Int32Array  # `[R, K]`, the most likely first
+    top: NDArray[np.float32]  # `[R, K]`, theirs
 
 
 @dataclass(frozen=True)
