@@ -32,17 +32,14 @@ Arrays = Mapping[str, Tensor]
 class Forward:
     """The outputs of a forward pass, on the device. Valid until the next one.
 
-    Attributes:
-        arrays: inputs and extras of the pass, by name; of a captured pass no inputs but those that draws read.
-        logits, hidden: `[S, vocab_size]` and `[T, hidden_size]`; no hidden states of captured passes.
-        finite: bool `[B]`, whether the last hidden state of each row is; None for captured decodes, where each row
-            samples from its only hidden state: if that is not finite, the draw finds no token and says so.
+    `finite` tells whether the last hidden state of each row is. None for captured decodes, where each row samples
+    from its only hidden state: if that is not finite, the draw finds no token and says so.
     """
 
-    arrays: Arrays
-    logits: Tensor
-    finite: Tensor | None
-    hidden: Tensor | None = None
+    arrays: Arrays  # inputs and extras, by name; of a captured pass no inputs but those that draws read
+    logits: Tensor  # `[S, vocab_size]`
+    finite: Tensor | None  # bool `[B]`
+    hidden: Tensor | None = None  # `[T, hidden_size]`; None for captured passes
 
 
 @dataclass(frozen=True)

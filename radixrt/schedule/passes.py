@@ -45,18 +45,13 @@ class Features:
 class SamplingInputs:
     """How a pass draws from its S rows of logits.
 
-    Attributes:
-        logits_rows: `[S]` int32, the row of the pass that each row of logits belongs to, ascending.
-        features: of the draw of all S rows.
-        processed: of the second draw, of the X rows whose logits are processed first; None: there are none.
-        num_top: alternatives to find for the L rows that want log-probabilities; None: there are none.
-        arrays: parameters by name, each `[S]`, `[X]` or `[L]`, or a list of pairs of a processed row and a token.
+    `arrays` are parameters by name, each `[S]`, `[X]` or `[L]`, or a list of pairs of a processed row and a token.
     """
 
-    logits_rows: Int32Array
-    features: Features
-    processed: Features | None
-    num_top: int | None
+    logits_rows: Int32Array  # `[S]`, the row of the pass that each row of logits belongs to, ascending
+    features: Features  # of the draw of all S rows
+    processed: Features | None  # of the second draw, of the X rows whose logits are processed first; may be none
+    num_top: int | None  # alternatives to find for the L rows that want log-probabilities; None: there are none
     arrays: Mapping[str, NDArray[Any]]
 
 
