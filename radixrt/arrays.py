@@ -1,5 +1,7 @@
 """Types of numpy arrays."""
 
+# Tests: tests/planning/test_token_store.py
+
 from __future__ import annotations
 
 import numpy as np

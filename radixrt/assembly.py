@@ -19,8 +19,7 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
-from radixrt.engine.outputs import request_output
-from radixrt.engine.parts import Parts
+from radixrt.engine.parts import Parts, request_output
 from radixrt.errors import ParameterError
 from radixrt.execution.device import check_impl, check_kv_dtype, choose_device, warm_up_in_background
 from radixrt.execution.kv_scales import calibrated_scales
@@ -33,8 +32,7 @@ from radixrt.execution.memory_budget import (
 )
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.frontend.request_builder import RequestBuilder
-from radixrt.kept_cache.fingerprint import weight_fingerprint
-from radixrt.kept_cache.identity import cache_identity
+from radixrt.kept_cache.identity import cache_identity, weight_fingerprint
 from radixrt.kept_cache.storage import CacheStorage
 from radixrt.limits import RunLimits
 from radixrt.models.decoder import Decoder
@@ -47,7 +45,7 @@ from triton_ops.kv.e4m3 import E4M3
 
 
 class LoadedModel:
-    """Weights, KV pools and the files that keep what is in these: a `ServedModel`."""
+    """Weights, KV pools and their files: a `ServedModel`."""
 
     def __init__(self, decoder: Decoder, kv_pool: TokenToKVPool, storage: CacheStorage) -> None:
         self.decoder = decoder
@@ -77,9 +75,7 @@ class LoadedModel:
         return self.storage.save(path, weights_version, self.identity(), progress=progress)
 
     def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
-        vocab_size = self.config.vocab_size
-        found = self.storage.load(path, weights_version, self.identity(), vocab_size, progress=progress)
-        return found.loaded, found.left_out
+        return self.storage.load(path, weights_version, self.identity(), self.config.vocab_size, progress=progress)
 
     def free_device(self) -> None:
         if self.device.type == "cuda":
@@ -100,7 +96,7 @@ def assemble(config: RuntimeConfig) -> Parts:
     check_kv_dtype(config.kv_dtype, impl, device)
     on_gpu = device.type == "cuda"
     runs_kernels = on_gpu and runs_triton(impl, device)
-    captures = _captures(config, runs_kernels)
+    captures, tree = _captures(config, runs_kernels), config.attention == "tree"
     limits = config.pass_limits(on_gpu=on_gpu)
 
     source = MODEL_PATH if config.model is None else config.model
@@ -114,7 +110,7 @@ def assemble(config: RuntimeConfig) -> Parts:
             seed=config.seed,
             impl=impl,
         )
-    weights_seconds = time.perf_counter() - began
+    seconds = {"weights": time.perf_counter() - began}
     tokenizer = tokenizer_of(source)
 
     kv_dtype = E4M3 if config.kv_dtype == "fp8" else next(decoder.parameters()).dtype
@@ -122,14 +118,13 @@ def assemble(config: RuntimeConfig) -> Parts:
         raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
     # Before the pool takes the free memory: this needs some, too.
     scales = calibrated_scales(decoder, device) if kv_dtype == E4M3 else None
-    rows = ReqToTokenPool(limits.num_rows, model_config.context_length)
+    context_length = model_config.context_length
+    rows = ReqToTokenPool(limits.num_rows, context_length)
     memory_began, for_passes = time.perf_counter(), 0
     if runs_kernels and config.max_total_tokens is None:  # references are not for passes of any size
         with room_for_passes():
-            for_passes = measured_pass_memory(
-                decoder, rows, limits, kv_dtype, captures=captures, tree=config.reads_tree
-            )
-    memory_seconds = time.perf_counter() - memory_began
+            for_passes = measured_pass_memory(decoder, rows, limits, kv_dtype, captures=captures, tree=tree)
+    seconds["memory"] = time.perf_counter() - memory_began
 
     shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
     bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, kv_dtype)
@@ -158,17 +153,15 @@ def assemble(config: RuntimeConfig) -> Parts:
         enabled=config.enable_prefix_cache,
         force_miss=config.force_miss,
     )
-    scheduler_config = SchedulerConfig(
-        limits.max_running_requests, limits.chunked_prefill_size, config.policy, limits.max_samples
-    )
-    scheduler = Scheduler(cache, scheduler_config)
+    running, chunk = limits.max_running_requests, limits.chunked_prefill_size
+    scheduler = Scheduler(cache, SchedulerConfig(running, chunk, config.policy, limits.max_samples))
     runner = ModelRunner(
         decoder,
         rows,
         kv_pool,
         device,
         host_pool,
-        tree=config.reads_tree,
+        tree=tree,
         **captured_sizes(limits, captures=captures),
     )
     graphs_began = time.perf_counter()
@@ -177,28 +170,19 @@ def assemble(config: RuntimeConfig) -> Parts:
     ended = time.perf_counter()
     return Parts(
         config=config,
-        limits=RunLimits(slots, limits.max_running_requests, limits.chunked_prefill_size),
+        limits=RunLimits(slots, running, chunk),
         engine=Engine(scheduler, runner, max_in_flight=config.max_in_flight),
         builder=RequestBuilder(
-            model_config,
-            tokenizer,
-            context_length=model_config.context_length,
-            seed=config.seed,
-            refusal=scheduler.refusal,
+            model_config, tokenizer, context_length=context_length, seed=config.seed, refusal=scheduler.refusal
         ),
         model=LoadedModel(decoder, kv_pool, CacheStorage(cache, kv_pool, host_pool, impl=impl)),
         output_of=partial(request_output, tokenizer=tokenizer),
-        start_up={
-            "weights": weights_seconds,
-            "memory": memory_seconds,
-            "graphs": ended - graphs_began,
-            "total": ended - began,
-        },
+        start_up=seconds | {"graphs": ended - graphs_began, "total": ended - began},
     )
 
 
 def _captures(config: RuntimeConfig, runs_kernels: bool) -> bool:
-    """Whether passes are captured as graphs. Raises ParameterError if they cannot be and shall be."""
+    """Whether passes are captured as graphs. Raises ParameterError if `cuda_graphs` demands the impossible."""
     can_capture = runs_kernels and os.environ.get("TRITON_INTERPRET") != "1"
     if config.cuda_graphs and not can_capture:
         raise ParameterError(

@@ -53,37 +53,32 @@ class RuntimeConfig:
     Attributes:
         model: folder or hub id of a model in Hugging Face format; None is the small built-in model.
         dtype: "auto" (the checkpoint's; float32 on a CPU), "float32", "bfloat16" or "float16".
-        kv_dtype: of keys and values: "auto" (that of the weights), or "fp8": e4m3, 8 bits, so that the pool holds
-            twice as many tokens as in 16. It is less precise (docs/architecture.md), and a GPU needs compute
-            capability 8.9 for it.
+        kv_dtype: of keys and values: "auto" (that of the weights), or "fp8" (e4m3: the pool holds twice the
+            tokens, less precisely; a GPU needs compute capability 8.9; docs/architecture/kv-in-8-bits.md).
         device: such as "cpu", "cuda" or "cuda:1"; None is CUDA where there is a GPU.
-        memory_fraction: share of the free memory which the KV pool takes, above 0, at most 1. On a GPU it is the
-            memory that neither weights nor the largest pass and its graphs need, and None is 0.95; on a CPU None
-            is 0.25. Several Runtimes on one GPU each want a share of their own here.
-        max_total_tokens: tokens that the KV pool holds, whatever is free; None: see memory_fraction.
-        host_memory_gb: gigabytes (10^9 bytes) of the host's memory for a second tier of the prefix cache: prefixes
-            that leave the KV pool go there, and come back when a prompt begins with them. The memory is
-            page-locked where the device is a GPU. None or 0: no second tier.
+        memory_fraction: share of the free memory which the KV pool takes, above 0, at most 1; on a GPU, of what
+            weights, the largest pass and graphs leave. None is 0.95 on a GPU and 0.25 on a CPU. Several Runtimes
+            on one GPU each need a share of their own.
+        max_total_tokens: tokens that the KV pool holds; None: see memory_fraction.
+        host_memory_gb: gigabytes (10^9 bytes) of host memory, page-locked for a GPU, for a second tier of the
+            prefix cache, which takes the prefixes that leave the KV pool. None or 0: no second tier.
         max_running_requests: requests that run at once; None is 512 on a GPU and 64 on a CPU.
-        context_length: most tokens of a prompt with its answer; None is the model's own, which is the limit too
-            unless its rope is made to reach farther (docs/models.md).
+        context_length: most tokens of a prompt with its answer; None is the model's own, which also is the limit
+            unless its rope can reach farther (docs/models.md).
         chunked_prefill_size: prompt tokens that one pass computes; longer prompts take several passes. None is
             16384 on a GPU and 2048 on a CPU.
         schedule_policy: "lpm", longest matched prefix first, with ageing; or "fcfs", first come, first served.
         enable_prefix_cache: False: nothing is reused and nothing is kept.
-        force_miss: find nothing in the cache, but run through the same code: for measurements.
-        overlap: plan a pass while the one before it is computed. False: one after the other, with the same
-            outputs: for measurements.
-        cuda_graphs: replay passes as captured graphs; None: where kernels run on a GPU. Capturing them takes
-            seconds and some memory.
-        attention: how requests of a pass read the KV that they share. "tree": once for all of them, wherever that
-            is cheaper; the references, as on a CPU, read it once for each. "flat": each request by itself, for
-            comparison.
+        force_miss: find nothing in the cache, but run the same code: for measurements.
+        overlap: plan a pass while the one before it is computed; False, for measurements: one after the other.
+        cuda_graphs: replay passes as captured graphs, which take seconds and some memory to capture; None: where
+            kernels run on a GPU.
+        attention: how kernels read the KV that requests of a pass share. "tree": once for all of them, where that
+            is cheaper. "flat": once for each, for comparison.
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
-        seed: of the run: requests without a seed of their own derive theirs from it and from their index; also
-            of dummy weights.
-        impl: what computes the model's operations: "triton", kernels; "torch", the references; "auto" is kernels
-            on a GPU where Triton is installed, else references.
+        seed: of dummy weights, and of requests without a seed of their own, together with their index.
+        impl: of the model's operations: "triton", kernels; "torch", the references; "auto", kernels on a GPU
+            where Triton is installed, else references.
 
     Raises:
         ParameterError: an option is outside its bounds.
@@ -133,11 +128,6 @@ class RuntimeConfig:
     @property
     def policy(self) -> SchedulePolicy:
         return SchedulePolicy(self.schedule_policy)
-
-    @property
-    def reads_tree(self) -> bool:
-        """Whether requests of a pass may read the KV that they share together."""
-        return self.attention == "tree"
 
     @property
     def max_in_flight(self) -> int:

@@ -70,10 +70,7 @@ class Conversation:
     """
 
     def __init__(
-        self,
-        runtime: ChatRuntime,
-        messages: Sequence[Message] | None = None,
-        sampling_params: Params = None,
+        self, runtime: ChatRuntime, messages: Sequence[Message] | None = None, sampling_params: Params = None
     ) -> None:
         if runtime.tokenizer is None:
             raise TokenizerError("a conversation needs a tokenizer, and the model's folder has none")

@@ -1,7 +1,9 @@
 """Every exception that radixrt raises on purpose. Catch `RadixrtError` to catch them all.
 
-The floors below (`triton_ops`, `memory_pool`, `layers`) raise built-in exceptions.
+The layers below (`triton_ops`, `memory_pool`, `layers`) raise built-in exceptions.
 """
+
+# Tests: tests/test_origin.py
 
 
 class RadixrtError(Exception):

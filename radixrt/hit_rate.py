@@ -1,5 +1,7 @@
 """The hit rate of a prefix cache."""
 
+# Tests: tests/planning/test_batch_plan.py, tests/report/test_batch_report.py
+
 from __future__ import annotations
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -60,19 +59,16 @@ class Runtime:
     Several Runtimes live in one process without knowing of each other. The calling thread does the work.
 
     Args:
-        model: folder or hub id of a model in Hugging Face format; None is the small built-in model.
-        options: those of `radixrt.config.RuntimeConfig`, such as device, max_total_tokens and seed.
+        model, options: the fields of `radixrt.config.RuntimeConfig`, such as device, max_total_tokens and seed.
 
     Attributes:
-        config: of the model.
-        device: where it runs.
+        config, device: of the model.
         tokenizer: None if the model has none.
         context_length: most tokens of a prompt with its answer.
         seed: of the run.
-        limits: tokens of the KV pool, requests that run at once, and prompt tokens of a pass.
+        limits: of the KV pool, and of a pass.
         reuses_prefixes: whether what prompts share is computed once.
-        start_up: seconds that making this took: "weights", "memory" (running the largest pass, to know what it
-            takes), "graphs", and "total" with all else.
+        start_up: seconds: "weights", "memory" (running the largest pass, to measure it), "graphs", and "total".
 
     Raises:
         ParameterError: an option is outside its bounds, or does not go with the device or the model.
@@ -87,7 +83,7 @@ class Runtime:
 
     @classmethod
     def from_parts(cls, parts: Parts) -> Runtime:
-        """A Runtime of parts that are made already, such as those around a simulated model."""
+        """Make a Runtime of other parts, such as those of `radixrt.planning.simulated`."""
         runtime = cls.__new__(cls)
         runtime._set(parts)
         return runtime
@@ -104,7 +100,7 @@ class Runtime:
 
     @property
     def parts(self) -> Parts:
-        """What it is made of, for measurements and tests. Raises RadixrtError if it is closed."""
+        """Its parts, for measurements and tests. Raises RadixrtError if it is closed."""
         if self._parts is None:
             raise RadixrtError("the runtime is closed")
         return self._parts
@@ -145,25 +141,24 @@ class Runtime:
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> RequestOutput | list[RequestOutput]:
-        """Answer one prompt, or a list of prompts, together, in any order; outputs are in the prompts' order.
+        """Answer one prompt, or a list of prompts, together.
 
-        Ctrl-C ends all requests of the call after the current pass and raises KeyboardInterrupt. Calls from
-        several threads run together.
+        Ctrl-C ends the call's requests after the current pass and raises KeyboardInterrupt. Calls from several
+        threads run together.
 
         Args:
             prompts: a prompt is a string, a list of token ids, or a list of chat messages ({"role", "content"}).
-                One gives one output, a list gives a list, and [] gives [].
             sampling_params: one for all prompts, or one each: a SamplingParams or a dict in the spelling of SGLang
                 or vLLM; None is SamplingParams().
             tenant: prefixes are shared only between calls of one tenant.
-            request_ids: ids of your own for `abort`, one for one prompt, a list for a list. No two requests that
-                have not ended may have the same. None: numbers, which only outputs and chunks tell.
+            request_ids: ids of your own for `abort`, each unique among unfinished requests; None: numbers.
             on_error: "raise": one bad prompt, or one failed pass, raises. "return": it becomes that output's
                 error, and the others run.
             progress: show a bar on stderr.
 
         Returns:
-            Each request's output. finish_reason is "error" where the model computed values that are not finite.
+            One output for one prompt, a list in the prompts' order for a list. finish_reason is "error" where
+            the model computed values that are not finite.
 
         Raises:
             PromptError: names every prompt that cannot be run; nothing has run then.
@@ -172,8 +167,7 @@ class Runtime:
             DeviceLostError: a pass failed, and the device works no more: go on in a new process.
         """
         listed, many = listed_prompts(prompts)
-        each, ids = one_each(sampling_params, len(listed), many), own_ids(request_ids, len(listed), many)
-        outputs = list(self._iterate(listed, each, ids, tenant, on_error, progress))
+        outputs = list(self._iterate(listed, sampling_params, many, tenant, request_ids, on_error, progress))
         outputs.sort(key=lambda output: output.index)
         return outputs if many else outputs[0]
 
@@ -187,13 +181,12 @@ class Runtime:
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
-        """As `generate` with a list, but outputs come as they are complete; `index` says which prompt's.
+        """`generate` with a list; yields each output, with its prompt's `index`, as soon as it is complete.
 
         Leaving the loop early ends what is left.
         """
         listed, _ = listed_prompts(prompts)
-        each, ids = one_each(sampling_params, len(listed), True), own_ids(request_ids, len(listed), True)
-        yield from self._iterate(listed, each, ids, tenant, on_error, progress)
+        yield from self._iterate(listed, sampling_params, True, tenant, request_ids, on_error, progress)
 
     def stream(
         self,
@@ -203,15 +196,11 @@ class Runtime:
         tenant: str | None = None,
         request_id: str | None = None,
     ) -> Iterator[StreamChunk]:
-        """Answer one prompt piece by piece.
+        """Answer one prompt piece by piece; arguments and errors are those of `generate`, and n must be 1.
 
-        Yields a chunk whenever tokens have come; the last one has the whole output. The texts of all chunks
-        together are the output's text: none holds half a character, or the beginning of a stop string. Leaving
-        the loop early ends the request. Streams of several threads advance together.
-
-        Raises:
-            PromptError, ParameterError: the prompt cannot be run, or n is not 1.
-            PassError: a pass failed.
+        Yields a chunk whenever tokens have come; the last one has the whole output. The chunks' texts join to the
+        output's: none holds half a character, or the beginning of a stop string. Leaving the loop early ends the
+        request. Streams of several threads advance together.
         """
         request, call = self._stream_request(prompt, sampling_params, tenant, request_id), StreamCall()
         try:
@@ -236,8 +225,7 @@ class Runtime:
         Threads of the event loop's executor build the requests and run the passes.
         """
         listed, many = listed_prompts(prompts)
-        each, ids = one_each(sampling_params, len(listed), many), own_ids(request_ids, len(listed), many)
-        built = partial(self._built, listed, each, ids, tenant, on_error)
+        built = partial(self._built, listed, sampling_params, many, tenant, request_ids, on_error)
         outputs, requests = await self._workshop.run(built)
         call = OutputCall()
         try:
@@ -277,10 +265,9 @@ class Runtime:
         tenant: str | None = None,
         progress: bool = False,
     ) -> list[ScoreOutput | list[ScoreOutput]]:
-        """How likely the model finds continuations of prompts. Each shared context is computed once.
+        """Score how likely the model finds continuations of prompts; shared contexts are computed once.
 
         Args:
-            prompts: what comes before.
             continuations: for each prompt a continuation (text after a text prompt, else token ids), or a list of
                 them (multiple choice).
 
@@ -306,15 +293,13 @@ class Runtime:
     def run_batch(
         self, input_path: str | Path, output_path: str | Path, **options: Unpack[BatchOptions]
     ) -> BatchReport:
-        """Answer a file of prompts with a file of records, as `radixrt batch` does: nothing of what is finished is
-        lost, and the same call goes on where an earlier one was ended.
+        """Answer a file of prompts with a file of records, as `radixrt batch` does.
+
+        Finished answers are never lost; the same call resumes a run that was ended.
 
         Args:
             input_path, output_path: "-" is standard input or output.
-            options: those of `radixrt.batch.job.Batch`, such as overwrite, strict, max_error_rate and report.
-
-        Returns:
-            The batch's figures.
+            options: the fields of `radixrt.batch.options.BatchConfig`, such as overwrite, strict and report.
 
         Raises:
             BatchFileError, JournalError: a file cannot be used, or the disk failed.
@@ -340,34 +325,27 @@ class Runtime:
 
         Args:
             index: comes back in its output; with the Runtime's seed it also gives the request's own.
-            keep: leading tokens of the prompt that are wanted again: when it has ended, the rest of it leaves the
-                cache at once. None: all of it may be wanted.
+            keep: leading tokens of the prompt that later prompts begin with: the rest leaves the cache when the
+                request has ended. None: all of it may be reused.
 
         Raises:
-            PromptError: the prompt cannot be run.
-            ParameterError: its parameters ask for what this model does not have.
+            PromptError, ParameterError: as of `generate`.
         """
         self._driver.check_open()
         request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant)
         return replace(request, reusable_len=keep)
 
     def submit(self, *requests: Request, in_order: bool = False) -> None:
-        """Queue requests that `prepare` has made, best all that are known; `step` advances them.
-
-        `in_order`: they are served first come, first served, as they are given here, whatever the policy.
-        """
+        """Queue requests of `prepare`, best all that are known; with `in_order` they are served in this order."""
         self._driver.submit_now(requests, self._loose, in_order=in_order)
 
     def step(self) -> list[RequestOutput]:
-        """Advance all requests by one pass. Returns what has ended of those from `submit`, failed ones too."""
+        """Advance all requests by one pass. Returns the outputs of those of `submit` that have ended."""
         self._driver.step()
         return self._loose.take()
 
     def abort(self, request: Request | int | str) -> bool:
-        """End a request, given itself or its id, at the next step, from any thread.
-
-        False if it has ended, or has not been submitted yet.
-        """
+        """End a request, or the one of this id, at the next step; from any thread. False if there is none."""
         own_id = request.id if isinstance(request, Request) else request
         return self._driver.abort(own_id if isinstance(own_id, str) else int(own_id))
 
@@ -382,27 +360,25 @@ class Runtime:
 
     @property
     def num_running(self) -> int:
-        """Requests that are admitted and have not ended; of n answers to a prompt each is one."""
+        """Answers that are admitted and have not ended."""
         return len(self.parts.scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        """Submitted requests that are not admitted yet, or wait again after a retraction."""
+        """Requests that are not admitted yet, or wait again after a retraction."""
         return self._driver.num_waiting
 
     def activity(self) -> Activity:
-        """What passes have computed since the Runtime was made, and where the time went: on the device in prefill
-        and in decode, on the host in scheduling. `later - earlier` is what came between two calls.
-
-        It is as of the end of the last step. Any thread may ask.
+        """Work and time of all passes, as of the end of the last step; from any thread. `later - earlier` is
+        the activity between two calls.
         """
         return self.parts.engine.activity
 
     # -- the cache, the weights and the end ----------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
-        """What answers depend on besides prompts, parameters and seed: a hash of the weights, dtypes, rope and the
-        like, as JSON values. Runtimes with equal ones give the same answers, but for how a GPU rounds.
+        """What answers depend on besides prompts, parameters and seed, as JSON values: a hash of the weights,
+        dtypes, rope. Runtimes with equal ones give the same answers, but for how a GPU rounds.
         """
         return self._driver.while_idle(lambda: self.parts.model.identity())
 
@@ -431,12 +407,11 @@ class Runtime:
             return self._driver.between_passes(lambda: self.parts.cache.flush())
 
     def update_weights(self, source: str | Path) -> None:
-        """Take other weights of the same model: running requests end first, and no cached prefix outlives this.
+        """Load other weights of the same model, after the running requests, and forget all prefixes.
 
         Raises:
-            ModelError: the source is not a checkpoint of this model. Its weights have not changed then.
-            Exception: anything else, such as a file that cannot be read to its end, leaves weights of both: call
-                this again before anything else.
+            ModelError: the source is not a checkpoint of this model; nothing has changed.
+            Exception: anything else, such as an unreadable file, leaves weights of both: call this again.
         """
 
         def forget() -> None:
@@ -451,12 +426,7 @@ class Runtime:
         """Write all cached prefixes, of all tenants and tiers, with their KV to a file that `load_cache` reads.
 
         Running requests end first, and new ones wait. The file is written beside `path` and renamed when it is
-        whole and durable: whatever happens, the process being killed included, `path` holds the old file or the
-        new one.
-
-        Args:
-            path: a safetensors file in a folder that exists; replaced if it is there.
-            progress: show a bar on stderr.
+        whole and durable, so that `path` always holds the old file or the new one.
 
         Returns:
             How many tokens were saved.
@@ -465,45 +435,34 @@ class Runtime:
             CacheFileError: the file cannot be written.
         """
         self._check_keeps_a_cache("save_cache")
-
         version = self._builder.weights_version
         return self._driver.while_idle(lambda: self.parts.model.save_cache(Path(path), version, progress=progress))
 
     def load_cache(self, path: str | Path, *, progress: bool = False) -> int:
-        """Take the prefixes of a file that `save_cache` wrote, so that prompts find them in the cache.
+        """Load the prefixes of a file that a Runtime of the same weights, dtype and rope wrote with `save_cache`.
 
-        Running requests end first, and new ones wait. What is cached already stays; the rest goes to free slots,
-        what was used last first, and nothing is evicted for it. It is the first to go when slots are wanted, to
-        the host if there is a tier. A warning is logged where there are too few.
-
-        Args:
-            path: the file. It must have been written by a Runtime with the same weights, dtype and rope.
-            progress: show a bar on stderr.
+        Running requests end first, and new ones wait. Prefixes go to free slots, the last used first, and evict
+        nothing; they are the first to be evicted. A warning is logged where there are too few slots.
 
         Returns:
             How many tokens were loaded.
 
         Raises:
-            CacheFileError: there is no such file, it has been cut short or altered, or it is of other weights,
-                another dtype or another rope, which the message names. Nothing of it is used then.
+            CacheFileError: the file is missing, cut short or altered, or of another model, and the message says
+                how. Nothing of it is used then.
         """
         self._check_keeps_a_cache("load_cache")
-
         version = self._builder.weights_version
         loaded, left_out = self._driver.while_idle(
             lambda: self.parts.model.load_cache(Path(path), version, progress=progress)
         )
         if left_out:
-            _log.warning(
-                "%s: %s of its tokens are loaded, %s are left out for lack of free slots",
-                path,
-                f"{loaded:,}",
-                f"{left_out:,}",
-            )
+            shares = f"{loaded:,} of its tokens are loaded, {left_out:,} are left out for lack of free slots"
+            _log.warning("%s: %s", path, shares)
         return loaded
 
     def close(self) -> None:
-        """End all requests and let go of the model, from any thread. A second call does nothing.
+        """End all requests and free the model, from any thread. A second call does nothing.
 
         Calls that wait in other threads raise RadixrtError, or return outputs that end with "abort".
         """
@@ -517,9 +476,7 @@ class Runtime:
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # -- inside --------------------------------------------------------------------------------------------
@@ -531,19 +488,21 @@ class Runtime:
     def _built(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[Params],
-        request_ids: Mapping[int, str],
+        params: Params | Sequence[Params],
+        many: bool,
         tenant: str | None,
+        request_ids: str | Sequence[str] | None,
         on_error: OnError,
     ) -> tuple[list[RequestOutput], list[Request]]:
         """Outputs of prompts that cannot run (if errors are to be returned), and requests for the others."""
+        each, ids = one_each(params, len(prompts), many), own_ids(request_ids, len(prompts), many)
         if on_error not in ("raise", "return"):
             raise ParameterError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
-        requests, errors = self._builder.build_all(prompts, params, tenant, request_ids)
+        requests, errors = self._builder.build_all(prompts, each, tenant, ids)
         if errors and on_error == "raise":
             raise named_together(errors, len(prompts))
         refused = [
-            RequestOutput.refused(index, f"the prompt {error}", request_ids.get(index, -1))
+            RequestOutput.refused(index, f"the prompt {error}", ids.get(index, -1))
             for index, error in errors.items()
         ]
         return refused, requests
@@ -563,22 +522,22 @@ class Runtime:
     def _iterate(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[Params],
-        request_ids: Mapping[int, str],
+        params: Params | Sequence[Params],
+        many: bool,
         tenant: str | None,
+        request_ids: str | Sequence[str] | None,
         on_error: OnError,
         progress: bool,
     ) -> Iterator[RequestOutput]:
         with old_objects_left_alone():
-            refused, requests = self._built(prompts, params, request_ids, tenant, on_error)
+            refused, requests = self._built(prompts, params, many, tenant, request_ids, on_error)
             yield from refused
             yield from self._run(requests, on_error, progress)
 
     def _run(self, requests: list[Request], on_error: OnError, progress: bool) -> Iterator[RequestOutput]:
         """Run requests as one call; outputs come as they are complete."""
         call, tokens = OutputCall(), 0
-        bar = tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr)
-        with bar:
+        with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
             try:
                 self._driver.submit(requests, call)
                 while not call.is_over:

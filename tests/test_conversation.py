@@ -315,7 +315,9 @@ def test_forks_share_the_history_and_go_their_own_way(chatml: Tokenizer) -> None
         assert len({params.seed for params in runtime.params[1:]}) == len(branches)
         assert all(replace(params, seed=None) == SamplingParams(top_k=3) for params in runtime.params)
         again = Conversation(runtime, sampling_params=SamplingParams(seed=7)).fork(2)
-        assert again[0]._params.seed != branches[0]._params.seed
+        runtime.will_say(*tokenizer.encode("f").tolist())
+        again[0].say("why?")
+        assert runtime.params[-1].seed != runtime.params[1].seed
         for bad in (0, -1):
             with pytest.raises(ParameterError, match=f"n is {bad}; it must be a whole number from 1 to 4096"):
                 talk.fork(bad)

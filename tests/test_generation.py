@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 from radixrt import FinishReason, ModelError, ParameterError, PassError, PromptError, RadixrtError, Runtime
 from radixrt import SamplingParams as Params
@@ -554,19 +556,22 @@ def test_weights_that_changed_in_part_match_nothing_stale(
 ) -> None:
     with torch.device("cpu"):
         other = write(llama(seed=11), tmp_path / "other")
-    fill = loader._fill_from_files
+    opened = []
 
-    def cut_short(*arguments: Any, **keywords: Any) -> None:
-        fill(*arguments, **keywords)
-        if not keywords:  # not the check
+    @contextmanager
+    def cut_short(file: Path, **options: Any) -> Iterator[Any]:
+        opened.append(file)
+        with safe_open(file, **options) as tensors:
+            yield tensors
+        if len(opened) == 2:  # first to check names and shapes
             raise OSError("the disk is gone")
 
     with Runtime(folder, device=torch.get_default_device(), max_total_tokens=500) as runtime:
         runtime.generate(PROMPT, GREEDY)
         fingerprint = runtime.parts.model.identity()
         with monkeypatch.context() as patch:
-            patch.setattr(loader, "_fill_from_files", cut_short)
-            with pytest.raises(OSError, match="the disk is gone"):
+            patch.setattr(loader, "safe_open", cut_short)
+            with pytest.raises(ModelError, match="cannot be read: the disk is gone"):
                 runtime.update_weights(other)
         assert runtime.parts.model.identity() != fingerprint
         assert runtime.generate(PROMPT, GREEDY).usage.cached_tokens == 0

@@ -1,5 +1,7 @@
 """Which implementation of an operation runs, torch or the Triton kernel, and on which GPU."""
 
+# Tests: tests/triton_ops/test_compile.py, tests/triton_ops/test_tuning.py
+
 from __future__ import annotations
 
 import os

@@ -1,6 +1,6 @@
 """Launch configurations of all kernels: tile sizes, warps, stages and register limits.
 
-Numbers for Hopper were measured on an H200 (docs/benchmarks.md), except those of float32 and ALiBi. Numbers for
+Numbers for Hopper were measured on an H200 (docs/lab-notebook), except those of float32 and ALiBi. Numbers for
 other NVIDIA GPUs are the ones that compile without spills. Other vendors have none yet: the functions that depend
 on the GPU raise ValueError for them.
 """

@@ -38,6 +38,7 @@ class Scale:
     max_total_tokens: int | None = None
 
 
+# Of the prefix-reuse benchmark; the throughput benchmark has LISTS.
 WORKLOADS = ("unshared", "fewshot", "docqa", "system_prompt", "samples", "chat", "choices", "tree_search")
 
 SCALES = {
@@ -64,6 +65,32 @@ SCALES = {
             },
             "system_prompt": {"requests": 48, "system_len": 512, "user_len": (8, 64), "new_tokens": (16, 64)},
             "samples": {"prompts": 4, "prompt_len": 256, "samples": 12, "new_tokens": 48},
+            "judging": {
+                "questions": 6,
+                "rubric_len": 256,
+                "question_len": (10, 40),
+                "answers": 3,
+                "answer_len": (10, 30),
+                "votes": 2,
+                "new_tokens": (8, 16),
+            },
+            "documents": {
+                "documents": 3,
+                "document_len": (256, 2048),
+                "questions": 8,
+                "question_len": (5, 30),
+                "new_tokens": (4, 96),
+                "mean_tail": 12,
+            },
+            "rollouts": {
+                "prompts": 4,
+                "prompt_len": (150, 250),
+                "samples": 8,
+                "max_new_tokens": 128,
+                "mean_log": 3,
+            },
+            "classification": {"requests": 120, "instruction_len": 256, "text_len": (10, 40), "new_tokens": 3},
+            "alone": {"requests": 4, "prompt_len": 100, "new_tokens": 64},
             "chat": {
                 "conversations": 12,
                 "turns": 4,
@@ -94,8 +121,8 @@ SCALES = {
 }
 
 
-def size_table(scale: str) -> list[tuple[str, str]]:
-    """Each workload of a scale with its sizes in words."""
+def size_table(scale: str, workloads: Sequence[str]) -> list[tuple[str, str]]:
+    """Each of these workloads with its sizes in words, at this scale."""
 
     def words(size: Size) -> str:
         return str(size) if isinstance(size, int) else f"{size[0]}-{size[1]}"
@@ -103,6 +130,7 @@ def size_table(scale: str) -> list[tuple[str, str]]:
     return [
         (name, ", ".join(f"{size.replace('_', ' ')} {words(value)}" for size, value in sizes.items()))
         for name, sizes in SCALES[scale].sizes.items()
+        if name in workloads
     ]
 
 
@@ -176,7 +204,18 @@ def write_shape(name: str, folder: Path) -> Path:
 
 # -- the throughput benchmark ---------------------------------------------------------------------------
 
-LISTS = ("unshared", "fewshot", "docqa", "system_prompt", "samples")
+LISTS = (
+    "unshared",
+    "fewshot",
+    "docqa",
+    "system_prompt",
+    "samples",
+    "judging",
+    "documents",
+    "rollouts",
+    "classification",
+    "alone",
+)
 CONFIGS = {"cpu": ("tiny",), "full": ("qwen3-0.6b", "llama-3.1-8b")}
 """By scale: the default shapes."""
 ABLATIONS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """`radixrt bench`: its options. Nothing heavy is imported before a benchmark runs."""
 
-# Tests: tests/bench/test_prefix_reuse.py, test_kept_prefixes.py, test_throughput.py, test_kernels.py
+# Tests: tests/bench/test_prefix_reuse.py, tests/bench/test_throughput.py
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _streams(arguments: argparse.Namespace) -> int:
 
 
 _THROUGHPUT_DESCRIPTION = """\
-Time one Runtime.generate call over each of five lists of prompts, from an empty cache. Printed with each time: the
+Time one Runtime.generate call over each of ten lists of prompts, from an empty cache. Printed with each time: the
 time that no engine can beat on the device and, on an NVIDIA H200, the goal. On request also, in the same run: the
 engine with parts switched off, transformers' continuous batching, the device's idle time, the CPU's work in a
 decode step, a fresh process to its first token, and profiles.
@@ -211,7 +211,7 @@ def _add_throughput(benchmarks: Any) -> None:
     parser = _add_benchmark(
         benchmarks,
         "throughput",
-        help="five lists of prompts, compared with the bound, goals, ablations and transformers",
+        help="ten lists of prompts, compared with the bound, goals, ablations and transformers",
         description=_THROUGHPUT_DESCRIPTION,
         epilog=_THROUGHPUT_EPILOG,
     )
@@ -363,7 +363,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 def _epilog() -> str:
     width = max(map(len, WORKLOADS))
-    sizes = "\n".join(f"  {name:<{width}}  {words}" for name, words in size_table("cpu"))
+    sizes = "\n".join(f"  {name:<{width}}  {words}" for name, words in size_table("cpu", WORKLOADS))
     return f"""\
 examples:
   radixrt bench prefix-reuse
@@ -371,7 +371,7 @@ examples:
   radixrt bench prefix-reuse --scale full --config llama-3.1-8b --dtype bfloat16 --plot out.png
   radixrt bench prefix-reuse --workload chat --max-total-tokens 4000 --host-memory-gb 1
 
-sizes at --scale cpu, in tokens (for --scale full see docs/benchmarks.md):
+sizes at --scale cpu, in tokens (for --scale full see docs/workloads.md):
 {sizes}
 
 All requests of a round are submitted at once, and answers have fixed lengths. unshared to samples are lists known

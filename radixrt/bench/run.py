@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from radixrt.bench.catalogue import WORKLOADS, Size
+from radixrt.bench.catalogue import LISTS, WORKLOADS, Size
 from radixrt.errors import RadixrtError
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -56,9 +56,10 @@ def best_hit_rate(runs: Sequence[Run]) -> float:
 
 
 def program_of(name: str, sizes: Mapping[str, Size], vocab_size: int, repetition: int) -> Program:
-    """A program of WORKLOADS, with other prompts for each `repetition`."""
-    # The workloads' own seeds are 0 to 7, in this order.
-    seed = WORKLOADS.index(name) + SEED_STEP * repetition
+    """A program of LISTS or WORKLOADS, with other prompts for each `repetition`."""
+    # The lists' own seeds are 0 to 9, in this order, those of the programs after the first five lists 5 to 7.
+    own_seed = (LISTS if name in LISTS else WORKLOADS).index(name)
+    seed = own_seed + SEED_STEP * repetition
     return PROGRAMS[name](seed, vocab_size=min(VOCAB_SIZE, vocab_size), **sizes)
 
 

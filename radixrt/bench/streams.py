@@ -12,8 +12,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from radixrt.engine.simulated import ConstantRunner, simulated_parts
 from radixrt.limits import RunLimits
+from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.passes import Pass, PassResult

@@ -26,8 +26,8 @@ example:
 
 Nothing is run, and no weights are read: the model's tokenizer and config.json are enough. Hits and time are those
 of a run in the planned order with the options given here. The time is for --card, by the engine's measured
-multiples of the physical bound in docs/benchmarks.md. Answers are expected to have max_new_tokens;
---mean-new-tokens sets a lower expectation.
+multiples of the physical bound (docs/lab-notebook/2026-11-22-five-lists.md). Answers are expected to have
+max_new_tokens; --mean-new-tokens sets a lower expectation.
 """
 
 _OPTIONS = (

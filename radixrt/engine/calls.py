@@ -1,4 +1,4 @@
-"""Calls: requests that were submitted together, and the news of them."""
+"""Calls: requests that were submitted together, and their news."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PendingCall(Generic[N]):
     """Requests that were submitted together, and a queue of news: one thread adds, one takes.
 
     Attributes:
-        requests: by id, the first answers of those that have not ended; None: no step has submitted it yet.
+        requests: by id, the first answer to each that has not ended; None until a step submits it.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class PendingCall(Generic[N]):
         return not self.requests and not self._news  # in this order: the last news comes before its request goes
 
     def take(self) -> list[N]:
-        """The news since the last time."""
+        """Take all news."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def end(self, first: Answer, output: RequestOutput) -> None:
@@ -61,14 +61,14 @@ class StreamCall(PendingCall[StreamChunk]):
         self._error: Exception | None = None
 
     def catch_up(self) -> bool:
-        """Look for tokens of the request that have come with a pass. Whether there are any."""
+        """Add the request's new tokens to the news. Returns whether there are any."""
         answers = [answer for answer in tuple(self.requests.values()) if answer is not None]
         new = [answer for answer in answers if answer.num_output > self._seen]
         self._news += [self._chunk(answer, None) for answer in new]
         return bool(new)
 
     def take(self) -> list[StreamChunk]:
-        """What has come since the last time, as one chunk. Raises what making its text raised."""
+        """Take all news as one chunk. Raises what making its text raised."""
         if self._error is not None:
             raise self._error
         chunks = super().take()

@@ -1,4 +1,4 @@
-"""Many callers, one engine: one of those who wait steps it, the others sleep until there is news of theirs."""
+"""Many callers, one engine: one waiting caller steps it, the others sleep until there is news of their calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from radixrt.engine.calls import N, OutputCall, PendingCall, StreamCall
 from radixrt.engine.engine import Engine
 from radixrt.engine.signals import deferred
-from radixrt.engine.tasks import answer_soon
+from radixrt.engine.tasks import wake_soon
 from radixrt.errors import DeviceLostError, ParameterError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.schedule.answer import Answer
@@ -30,17 +30,13 @@ class Driver:
 
     It has no thread of its own. A caller that waits takes the turn and steps for all, until there is news of its
     call; then it passes the turn on to another that waits. Tasks of event loops sleep in futures, and one thread
-    of the loop's executor waits in their place. An exception that ends a step ends the wait of who took it; the
+    of the loop's executor waits in their place. An exception of a step is raised to the caller that took it; the
     others go on.
 
     `_mutex` guards who has the turn, who sleeps and which requests have not ended. It is never held during a pass.
 
-    Args:
-        engine: nobody else steps it.
-        output_of: turns the first answer to a prompt, once all have ended, into the request's output.
-
     Attributes:
-        device_lost: a step has lost the device; nothing may be asked of it any more.
+        device_lost: a step has lost the device, which must not be used any more.
     """
 
     def __init__(self, engine: Engine, output_of: Callable[[Answer], RequestOutput]) -> None:
@@ -56,7 +52,7 @@ class Driver:
         self._has_proxy = False  # a thread waits in place of the tasks, or is about to
         self._orphans: set[Call] = set()  # that tasks have abandoned
         self._calls: dict[int | str, Call] = {}  # by the id of each request that has not ended
-        self._streams: dict[StreamCall, None] = {}  # those of them that hear of every pass; in order
+        self._streams: dict[StreamCall, None] = {}  # the calls that get news of every pass, in order
         self._inbox: deque[list[Request]] = deque()  # for the next step to submit
         self._aborts: deque[int | str] = deque()  # ids of requests for the next step to end
         self.device_lost = False
@@ -70,7 +66,6 @@ class Driver:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not admitted, or wait again after a retraction."""
         return len(self.check_open().scheduler.waiting) + sum(map(len, tuple(self._inbox)))
 
     def check_open(self) -> Engine:
@@ -83,7 +78,7 @@ class Driver:
     # -- requests ------------------------------------------------------------------------------------------
 
     def submit(self, requests: Iterable[Request], call: Call) -> None:
-        """Hand requests that were checked when they were built to the next step, without waiting for this one.
+        """Hand requests of the builder to the next step, without waiting for this one.
 
         Raises:
             ParameterError: the id of one is taken.
@@ -91,11 +86,8 @@ class Driver:
         requests = list(requests)
         with self._entered(), self._mutex:
             self.check_open()
-            for request in requests:
-                if request.id in self._calls:
-                    raise ParameterError(
-                        f"request id {request.id!r} is that of another request that has not ended"
-                    )
+            if taken := [request.id for request in requests if request.id in self._calls]:
+                raise ParameterError(f"request id {taken[0]!r} is that of another request that has not ended")
             self._register(requests, call)
             call.requests |= dict.fromkeys(request.id for request in requests)
             if requests:
@@ -111,23 +103,22 @@ class Driver:
         with self._turn(), deferred():
             if len({request.id for request in requests}) < len(requests):
                 raise ValueError("a request is submitted twice")
-            for request in requests:
-                if request.id in self._calls:
-                    raise ValueError(f"request {request.index} was submitted before")
+            if known := [request.index for request in requests if request.id in self._calls]:
+                raise ValueError(f"request {known[0]} was submitted before")
             answers = self.check_open().submit_all(requests, in_order=in_order)
             with self._mutex:
                 self._register(requests, call)
                 call.requests |= {answer.request.id: answer for answer in answers}
 
     def abort(self, request_id: int | str) -> bool:
-        """End a request at the next step; from any thread. False if it has ended, or never was."""
+        """See `Runtime.abort`."""
         if request_id not in self._calls or self._open is None:
             return False
         self._aborts.append(request_id)
         return True
 
     def has_begun(self, request_id: int | str) -> bool:
-        """Whether a pass has computed some of a submitted request; True if it has ended."""
+        """See `Runtime.has_begun`."""
         call = self._calls.get(request_id)
         if call is None or request_id not in call.requests:
             return True
@@ -162,10 +153,7 @@ class Driver:
         return call.take()
 
     def abandon(self, call: Call) -> None:
-        """End what is left of a call and run until it is gone, so that nothing of it stays.
-
-        The last pass in flight is collected too, unless others will step.
-        """
+        """End a call's requests, and step until they and, unless others step, the passes in flight have ended."""
 
         def is_gone() -> bool:
             return self._open is None or not self.has_work or (not call.requests and bool(self._calls))
@@ -175,7 +163,7 @@ class Driver:
                 self._wait(is_gone, call)
 
     def abandon_soon(self, call: Call) -> None:
-        """`abandon` for a task: what is left ends at the next steps, and nobody waits for it."""
+        """`abandon` for a task, without waiting: the requests end at the next steps."""
         if call.requests and self._abort_all(call):
             with self._mutex:
                 self._orphans.add(call)
@@ -183,10 +171,8 @@ class Driver:
                 self._start_proxy(asyncio.get_running_loop())
 
     def _abort_all(self, call: Call) -> bool:
-        """Abort the requests of a call. Whether this thread may step.
-
-        It may not in the middle of something here, where the garbage collector ends a forgotten stream: steps to
-        come see to that.
+        """Abort the requests of a call. Returns whether this thread may step: not where the garbage collector
+        ends a forgotten stream in the middle of something here.
         """
         if self._open is None:
             return False
@@ -275,7 +261,7 @@ class Driver:
     # -- tasks ---------------------------------------------------------------------------------------------
 
     def _start_proxy(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have a thread of the loop's executor wait in place of the tasks, unless one does."""
+        """Let a thread of the loop's executor wait in place of the tasks, unless one does."""
         if self._has_proxy:
             return
         try:
@@ -288,35 +274,32 @@ class Driver:
     def _wait_for_tasks(self) -> None:
         try:
             with self._entered():
-                self._wait(self._no_task_waits, self)
+                self._wait(self._proxy_is_done, self)
         except Exception as error:  # as a caller in a thread gets it
             self._has_proxy = False
             self._wake(tuple(self._tasks), error)
 
-    def _no_task_waits(self) -> bool:
+    def _proxy_is_done(self) -> bool:
         # First: a task that comes after this look starts another proxy, and one that came before it is seen.
         self._has_proxy = False
-        self._has_proxy = self._tasks_need_steps()
-        return not self._has_proxy
-
-    def _tasks_need_steps(self) -> bool:
         with self._mutex:
             self._orphans = {call for call in self._orphans if call.requests}
             nobody_else_steps = bool(self._orphans) or not self._calls
-            return bool(self._tasks) or (nobody_else_steps and self._open is not None and self.has_work)
+            is_needed = bool(self._tasks) or (nobody_else_steps and self._open is not None and self.has_work)
+        self._has_proxy = is_needed
+        return not is_needed
 
     def _wake(self, keys: Iterable[Any], error: Exception | None = None) -> None:
-        """Wake who waits for these calls; tasks with an error, if there is one."""
+        """Wake the threads and tasks that wait for these calls; tasks raise `error`, if there is one."""
         with self._mutex:
-            futures = []
+            keys = list(keys)
             for key in keys:
                 if key in self._asleep:
                     self._asleep.pop(key).notify()
-                if (told := self._tasks.pop(key, None)) is not None:
-                    futures.append(told)
+            futures = [self._tasks.pop(key) for key in keys if key in self._tasks]
             if not self._tasks and self in self._asleep:  # the proxy
                 self._asleep.pop(self).notify()
-        answer_soon((told, None, error) for told in futures)
+        wake_soon(futures, error)
 
     # -- between passes ------------------------------------------------------------------------------------
 
@@ -326,16 +309,13 @@ class Driver:
             self._step()
 
     def between_passes(self, action: Callable[[], T]) -> T:
-        """What `action` returns while no pass is being booked. Raises RadixrtError if the driver is closed."""
+        """Return what `action` does, while no step runs."""
         with self._turn():
             self.check_open()
             return action()
 
     def while_idle(self, action: Callable[[], T]) -> T:
-        """Run everything to its end, then `action`, before anything else is let in. Returns what `action` does.
-
-        What is booked between the tiers has been started by then.
-        """
+        """Run all requests to their end, start all transfers, and return what `action` does then."""
         with self._turn():
             engine = self.check_open()
             self._submit_inbox(engine)
@@ -347,10 +327,7 @@ class Driver:
             return action()
 
     def close(self) -> None:
-        """End all requests and let go of the engine, from any thread.
-
-        Callers that wait get a RadixrtError, or outputs that end with "abort".
-        """
+        """End all requests and release the engine; see `Runtime.close`."""
         if self._open is None:
             return
         with self._turn():
@@ -371,7 +348,7 @@ class Driver:
                 self._calls[answer.request.id].requests[answer.request.id] = answer
 
     def _abort(self, engine: Engine) -> None:
-        """Have the engine end the requests that are to be aborted, and keep those that it does not have yet."""
+        """Pass aborts on to the engine, and keep those of requests that it does not have yet."""
         for request_id in [self._aborts.popleft() for _ in range(len(self._aborts))]:
             call = self._calls.get(request_id)
             if call is not None and (answer := call.requests.get(request_id)) is not None:

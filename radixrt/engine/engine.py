@@ -1,4 +1,4 @@
-"""Schedule, launch, collect: the one loop. The only room that knows both scheduler and runner."""
+"""Schedule, launch, collect: the one loop, which alone knows both scheduler and runner."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ class Engine:
     """Drives a scheduler and a runner. The calling thread does all the work; `abort` may come from any thread.
 
     Args:
-        scheduler: decides what runs; the cache it uses is told when passes start and end.
-        runner: computes it.
-        max_in_flight: passes that may be in flight while the next one is planned. 0: each is booked before the
-            next one is planned, so that the device waits for the host.
+        max_in_flight: passes that may be in flight while the next one is planned; with 0 the device waits for
+            the host.
         clock: seconds of the host.
     """
 
@@ -63,11 +61,11 @@ class Engine:
 
     @property
     def activity(self) -> Activity:
-        """What it has done up to the end of the last step; from any thread."""
+        """Work and time up to the end of the last step; from any thread."""
         return self._meter.activity
 
     def submit_all(self, requests: Iterable[Request], *, in_order: bool = False) -> list[Answer]:
-        """Queue requests that are known together: see `Scheduler.submit_all`. Returns the first answer of each."""
+        """See `Scheduler.submit_all`. Returns the first answer of each request."""
         return self.scheduler.submit_all(requests, in_order=in_order)
 
     def abort(self, answer: Answer) -> None:
@@ -82,7 +80,7 @@ class Engine:
             raise SchedulerError("an earlier step was cut in two; close this Runtime and make another one")
 
     def make_transfers(self) -> None:
-        """Start what is booked between the tiers. Passes do; so must whoever reads or writes slots beside them."""
+        """Start the booked transfers between the tiers; needed before slots are read or written without a pass."""
         booked = self.scheduler.cache.transfers
         transfers = booked.take()
         try:
@@ -99,8 +97,8 @@ class Engine:
 
         Raises:
             DeviceLostError: a pass has raised, and the device works no more. No request has ended for it.
-            SchedulerError: requests wait, and nothing can run; or a step before this one was cut in two by what
-                it could not handle (a third Ctrl-C), so that nobody knows what is in memory.
+            SchedulerError: requests wait, and nothing can run; or an earlier step was cut in two (by a third
+                Ctrl-C), so that the contents of memory are unknown.
         """
         self.check_whole()
         with deferred():

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept from what was there before a call, and from what must never be freed."""
+"""Objects that Python's garbage collector leaves alone: older ones during calls, and some for good."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _calls = 0  # in progress, of all threads
 
 @contextmanager
 def old_objects_left_alone() -> Iterator[None]:
-    """While calls are in progress, the collector looks at nothing that was there when the first of them began.
+    """Have the collector skip what was there when the first of the calls in progress began.
 
-    A full collection walks over all objects that torch and transformers have made, which takes it some tenths of a
-    second: as long as many a list of prompts. Garbage of the calls is collected as ever, older garbage after them.
+    A full collection walks over all objects of torch and transformers: some tenths of a second, as long as many a
+    list of prompts takes. Garbage of the calls is collected as ever.
     """
     global _calls
     with _lock:
@@ -34,10 +34,10 @@ def old_objects_left_alone() -> Iterator[None]:
 
 
 def keep_for_good(*objects: object) -> None:
-    """Keep objects, and what they refer to, as long as the process lives.
+    """Keep objects, and all that they refer to, as long as the process lives.
 
-    For what is on a device that was lost: freeing page-locked memory that it has used records an event there, and
-    the error of that, raised where C++ destroys an object, would end the process at once.
+    Freeing page-locked memory records an event on the device. If the device is lost, that raises inside of a C++
+    destructor, which would end the process.
     """
     for kept in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

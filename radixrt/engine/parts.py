@@ -1,9 +1,9 @@
-"""`Parts`: what a `Runtime` is made of."""
+"""`Parts`: what a `Runtime` is made of; and the `RequestOutput` of answers that have ended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,9 +12,11 @@ from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.limits import RunLimits
-from radixrt.output import RequestOutput
+from radixrt.output import CompletionOutput, FinishReason, RequestOutput
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.scheduler import Scheduler
+from radixrt.text.builder import TextBuilder
+from radixrt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ServedModel(Protocol):
-    """A model on its device, as far as it is more than a runner of passes."""
+    """A model on its device, with all that does not concern its passes."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -32,30 +34,26 @@ class ServedModel(Protocol):
     def device(self) -> torch.device: ...
 
     def identity(self) -> dict[str, Any]:
-        """What answers depend on besides prompts, parameters and seed, as JSON values."""
+        """See `Runtime.identity`."""
 
     def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
-        """Take other weights of the same model; `before_change` is called before the first one changes."""
+        """Load other weights of the same model; call `before_change` before the first one changes."""
 
     def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> int:
-        """Write the cached prefixes of a version of the weights to a file. Returns how many tokens it holds."""
+        """Write the cached prefixes to a file. Returns how many tokens it holds."""
 
     def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
-        """Put the prefixes of a file into the cache. Returns how many tokens it took, and for how many there were
-        no free slots.
-        """
+        """Read a file into the cache. Returns how many tokens were loaded, and how many found no free slot."""
 
     def free_device(self) -> None:
-        """Give back the device's memory that nobody uses any more."""
+        """Give unused memory back to the device."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a Runtime is made of: `assemble` makes it for a model, tests for a runner of their own.
+    """What a Runtime is made of: `assemble` makes it for a model, `simulated_parts` for another runner.
 
     Attributes:
-        engine: scheduler, cache and runner.
-        builder: makes the requests.
         output_of: turns the first answer to a prompt, once all have ended, into the request's output.
         start_up: seconds, as in Runtime.
     """
@@ -75,3 +73,46 @@ class Parts:
     @property
     def cache(self) -> PrefixCache:
         return self.engine.scheduler.cache
+
+
+def request_output(first: Answer, tokenizer: Tokenizer | None) -> RequestOutput:
+    """The output of a request whose answers have all ended; without a tokenizer it has no text."""
+    request = first.request
+    outputs = [_completion(answer, tokenizer) for answer in first.family]
+    # Where it ended before its answers' first tokens were drawn, all have ended so.
+    outputs += [replace(outputs[0], index=index) for index in range(len(outputs), request.params.n)]
+    return RequestOutput(
+        index=request.index,
+        id=request.id,
+        outputs=tuple(outputs),
+        usage=first.usage(),
+        timings=first.timings(),
+        prompt_ids=request.prompt_ids,
+        prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(first.log.prompt_logprobs),
+        cause=next((answer.log.cause for answer in first.family if answer.log.cause is not None), None),
+    )
+
+
+def _completion(answer: Answer, tokenizer: Tokenizer | None) -> CompletionOutput:
+    reason, matched, stop = answer.log.finish_reason, answer.log.matched, answer.text_stop
+    params = answer.request.params
+    assert reason is not None  # it has ended
+    ids = tuple(answer.output_ids().tolist())
+    if isinstance(stop, TextBuilder):
+        text = stop.finish()
+    elif tokenizer is None:
+        text = ""
+    else:
+        at_stop_token = reason is FinishReason.STOP and isinstance(matched, int)
+        text = tokenizer.decode(ids[:-1] if at_stop_token else ids, params.skip_special_tokens)
+    if reason is FinishReason.LENGTH and stop is not None and stop.matched:
+        reason, matched = FinishReason.STOP, stop.matched  # completed by the last token's rest
+    return CompletionOutput(
+        index=answer.sample_index,
+        text=text,
+        token_ids=ids,
+        finish_reason=reason,
+        matched=matched,
+        logprobs=None if params.logprobs is None else tuple(answer.log.logprobs),
+        error=answer.log.error,
+    )

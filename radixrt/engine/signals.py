@@ -1,4 +1,4 @@
-"""Ending long work cleanly when a signal asks for it: SIGINT, which is Ctrl-C, or SIGTERM."""
+"""SIGINT (Ctrl-C) and SIGTERM end long work cleanly."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-DRAIN_SECONDS = 20.0  # that a batch gives to what has begun, after the first signal
+DRAIN_SECONDS = 20.0  # that a batch gives to started requests, after the first signal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-Handler = Callable[[int, FrameType | None], object] | int | None
-"""Of a signal, as `signal.getsignal` gives it."""
+Handler = Callable[[int, FrameType | None], object] | int | None  # as `signal.getsignal` gives it
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has ended what ran.
-
-    Attributes:
-        signal_number: the signal.
-    """
+    """The signal `signal_number` has ended what ran."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
@@ -36,10 +31,10 @@ def signal_of(error: KeyboardInterrupt) -> int:
 
 
 class FirstSignal:
-    """The first signal that asks for an end, once it has come.
+    """The first signal.
 
     Attributes:
-        notice: what is said on stderr when it comes; whoever waits for it may change this.
+        notice: for stderr when it comes; may be changed until then.
         number: the signal; None before it has come.
     """
 
@@ -49,7 +44,6 @@ class FirstSignal:
         self._moment = 0.0
 
     def is_set(self) -> bool:
-        """Whether it has come."""
         return self.number is not None
 
     @property
@@ -63,14 +57,11 @@ class FirstSignal:
 
 @contextlib.contextmanager
 def first_interrupt(notice: str) -> Iterator[FirstSignal]:
-    """What stands inside looks for the first SIGINT or SIGTERM, so that no pass is cut in two.
+    """Only note the first SIGINT or SIGTERM, for the code inside to look for.
 
-    The second one raises: SIGINT what it raised before, SIGTERM `Interrupted`. A signal that is ignored stays so,
-    and so does a handler for SIGTERM that is the application's own. Outside the main thread, which alone gets
-    signals, nothing changes.
-
-    Args:
-        notice: as in FirstSignal.
+    The second one raises: SIGINT what it raised before, SIGTERM `Interrupted`. An ignored signal stays ignored,
+    and an application's own handler for SIGTERM stays. Outside the main thread, which alone gets signals, nothing
+    changes.
     """
     first = FirstSignal(notice)
     if threading.current_thread() is not threading.main_thread():
@@ -81,7 +72,7 @@ def first_interrupt(notice: str) -> Iterator[FirstSignal]:
     at_second = [(number, _terminate if number == signal.SIGTERM else handler) for number, handler in taken]
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
-        if first.is_set():  # it was put back by who had held it up
+        if first.is_set():  # `deferred` has put this handler back
             _install(at_second)
             signal.raise_signal(signal_number)
             return
@@ -99,17 +90,16 @@ def first_interrupt(notice: str) -> Iterator[FirstSignal]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """SIGINT and SIGTERM inside have their effect at the end, so that what stands here is not cut in two; a third
-    one has it at once. A signal without a handler of Python's, which ends the process, is not held up.
+    """Delay SIGINT and SIGTERM to the end, so that the code inside is not cut in two; a third one acts at once.
+
+    A signal without a handler of Python's, which ends the process, is not delayed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = [(number, signal.getsignal(number)) for number in _SIGNALS]
-    # What is held up already by a context around this one has its effect at the end of that.
-    before = [
-        (number, handler) for number, handler in before if callable(handler) and type(handler) is not _Pending
-    ]
+    # An outer `deferred` delays its signals to its own end.
+    before = [(number, old) for number, old in before if callable(old) and type(old) is not _Pending]
     pending = _Pending()
     try:
         _install([(number, pending) for number, _ in before])
@@ -122,7 +112,7 @@ def deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """SIGTERM inside raises `Interrupted`, where it would end the process without another word."""
+    """SIGTERM inside raises `Interrupted`, where it would end the process silently."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -160,7 +150,7 @@ def _is_ours(number: int, handler: Handler) -> bool:
 
 
 def _install(handlers: Sequence[tuple[int, Handler]]) -> None:
-    """All of them, whatever one of the signals raises meanwhile."""
+    """Install all, whatever one of the signals raises meanwhile."""
     if handlers:
         try:
             signal.signal(*handlers[0])

@@ -118,7 +118,7 @@ class Executor:
 
     def forward(self, packed: PackedPass) -> Forward:
         """Start a pass, up to its logits."""
-        words = self._staging.upload(packed.words, packed.inputs.num_words)
+        words = self._staging.upload(packed.words, 0 if packed.key is None else packed.inputs.num_words)
         arrays = packed.extras.tensors(words)
         if packed.has_row_changes:
             rows, positions, slots = (arrays[f"changed_{name}"] for name in ("rows", "positions", "slots"))

@@ -1,8 +1,7 @@
 """OpenAI's protocol: from the body of a request to a prompt and parameters, and from an output to a body.
 
-What a body gives is honoured, is a label without a part in the answer, or is refused by name: nothing is passed
-over. Besides OpenAI's parameters it takes those of `SamplingParams` in the spelling of vLLM and SGLang, as these
-engines do. `null` for any of them is the same as leaving it out. `model` is not checked; the answer bears it.
+A parameter is honoured, is a label that no answer depends on, or is refused by name. `SamplingParams` in the
+spelling of vLLM and SGLang are parameters too. `null` is no value. `model` is not checked; the answer repeats it.
 
 https://platform.openai.com/docs/api-reference
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Any
 
 from radixrt.checks import check_int, check_token_ids, kind, short
@@ -30,42 +28,28 @@ _LOWEST_LOGPROB = -9999.0  # what OpenAI writes for a token that is next to impo
 
 # Labels and hints to OpenAI's servers, which no answer depends on.
 _LABELS = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-    }
+    (
+        *("user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    )
 )
-
-# What cannot be honoured but for these values, which ask for nothing.
-_ONLY: MappingProxyType[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "audio": (),
-        "echo": (False,),
-        "function_call": ("none", "auto"),
-        "functions": ([],),
-        "modalities": (["text"],),
-        "moderation": (),
-        "parallel_tool_calls": (True, False),
-        "prediction": (),
-        "prompt_logprobs": (),
-        "prompt_logprobs_start": (),
-        "reasoning_effort": (),
-        "response_format": ({"type": "text"},),
-        "stream": (False,),
-        "stream_options": (),
-        "suffix": ("",),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
-        "verbosity": (),
-        "web_search_options": (),
-    }
+_UNSUPPORTED = (
+    *("audio", "moderation", "prediction", "prompt_logprobs", "prompt_logprobs_start", "reasoning_effort"),
+    *("stream_options", "verbosity", "web_search_options"),
 )
+# Parameters that are honoured only with these values, which ask for nothing.
+_ONLY: dict[str, tuple[object, ...]] = dict.fromkeys(_UNSUPPORTED, ()) | {
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "stream": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
 _SAMPLING = tuple(name for name in known_parameters() if name not in _ONLY and name != "logprobs")
 _OWN = {  # by url: what is read one by one
     CHAT: ("model", "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs"),
@@ -124,11 +108,8 @@ def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def asked_prompt(url: str, given: dict[str, Any]) -> str | list[int] | list[dict[str, str]]:
     """The prompt of a body. Raises PromptError, or TokenizerError of a chat."""
-    return _messages(given) if url == CHAT else _prompt(given)
-
-
-def _messages(given: dict[str, Any]) -> list[dict[str, str]]:
-    """The messages of a chat, each a role and one text. Raises PromptError or TokenizerError."""
+    if url != CHAT:
+        return _prompt(given)
     messages = given.get("messages")
     if not isinstance(messages, list):
         raise PromptError(f"messages is {kind(messages)}; it must be a list of messages")
@@ -141,7 +122,7 @@ def _message(which: str, message: Any) -> dict[str, str]:
     content = message.get("content")
     if isinstance(content, str) and len(message) == 2 and "role" in message:
         return message
-    # What an answer had but for its text may be in a message that was one, as long as it is empty.
+    # The message of an earlier answer may have its other fields, as long as they are empty.
     more = [name for name in message if name not in ("role", "content") and message[name] not in (None, [])]
     if more:
         raise PromptError(f"{which} has {_listed(more)}, which a batch cannot honour; give a role and a content")
@@ -168,7 +149,6 @@ def _part(which: str, part: Any) -> str:
 
 
 def _prompt(given: dict[str, Any]) -> str | list[int]:
-    """The one prompt of a completion. Raises PromptError."""
     prompt = given.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         if len(prompt) > 1:
@@ -186,12 +166,14 @@ def _prompt(given: dict[str, Any]) -> str | list[int]:
 def answer_body(
     url: str, output: RequestOutput, *, id_digest: str, model: str, created: int, spelling: TokenSpelling
 ) -> dict[str, object]:
-    """The body that answers a request which has ended well: a `chat.completion` or a `text_completion`."""
-    is_chat, usage = url == CHAT, output.usage
-    choice = _chat_choice if is_chat else _completion_choice
+    """The body of a `chat.completion` or a `text_completion`."""
+    usage = output.usage
+    choice, prefix, name = _chat_choice, "chatcmpl", "chat.completion"
+    if url != CHAT:
+        choice, prefix, name = _completion_choice, "cmpl", "text_completion"
     return {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{id_digest}",
-        "object": "chat.completion" if is_chat else "text_completion",
+        "id": f"{prefix}-{id_digest}",
+        "object": name,
         "created": created,
         "model": model,
         "choices": [choice(answer, spelling) for answer in output.outputs],
@@ -262,7 +244,7 @@ def _completion_choice(answer: CompletionOutput, spelling: TokenSpelling) -> dic
 
 
 def _alternatives(token: TokenLogprob, spelling: TokenSpelling) -> dict[str, float]:
-    """The likeliest tokens and the drawn one by their texts; of those that spell the same, the likeliest."""
+    """The likeliest tokens and the drawn one, by text; the likeliest of those with the same text."""
     texts: dict[str, float] = {}
     for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
         texts.setdefault(spelling.of(token_id).text, max(logprob, _LOWEST_LOGPROB))
@@ -270,7 +252,7 @@ def _alternatives(token: TokenLogprob, spelling: TokenSpelling) -> dict[str, flo
 
 
 def _of_text(answer: CompletionOutput, logprobs: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
-    """Those of the tokens that the text is made of: the one that stopped it by its id is none of them."""
+    """The tokens of the text, without the one that stopped it by its id."""
     stopped_by_token = answer.finish_reason is FinishReason.STOP and isinstance(answer.matched, int)
     return logprobs[:-1] if stopped_by_token else logprobs
 
@@ -280,5 +262,5 @@ def _listed(names: list[str]) -> str:
 
 
 def as_json(value: object) -> str:
-    """A value as it stood in the line, or its beginning."""
+    """A value as JSON, or the beginning of it."""
     return short(json.dumps(value))

@@ -1,14 +1,13 @@
-"""From what a caller gives to a Request that can run, or to an error that says why it cannot."""
+"""From a caller's prompt and parameters to a Request that can run, or to an error that says why it cannot."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +31,8 @@ Continuation = str | Sequence[int]
 MAX_NAMED = 8  # bad prompts that one error spells out
 
 
-@dataclass(frozen=True)
-class _Terms:
-    """Parameters, and what follows from them and the model: tokens that end a request, and its bad words."""
+class _Terms(NamedTuple):
+    """Parameters, and what follows from them and the model."""
 
     params: SamplingParams
     stop_ids: frozenset[int]
@@ -45,7 +43,6 @@ class RequestBuilder:
     """Makes requests for one model.
 
     Args:
-        config: of the model.
         tokenizer: None if the model has none; its prompts are token ids.
         context_length: most tokens of a prompt with its answer.
         seed: of the run.
@@ -82,7 +79,7 @@ class RequestBuilder:
         """A request for one prompt; with `streams` its text is built token by token.
 
         Args:
-            request_id: what the caller knows it by; None: a number that no other request has.
+            request_id: the caller's; None: a number that no other request has.
 
         Raises:
             PromptError: the prompt cannot be run.
@@ -97,10 +94,7 @@ class RequestBuilder:
         tenant: str | None,
         request_ids: Mapping[int, str],
     ) -> tuple[list[Request], dict[int, Exception]]:
-        """Requests for the prompts that can run, and by their indices why the others cannot.
-
-        Args:
-            request_ids: the caller's, by the index of the prompt.
+        """Requests for the prompts that can run, and why the others cannot. Errors and ids are by index.
 
         Raises:
             ParameterError: the tenant is no string.
@@ -113,9 +107,8 @@ class RequestBuilder:
             try:
                 if id(own) not in terms:
                     terms[id(own)] = self._terms(own)
-                requests.append(
-                    self._request(prompt, terms[id(own)], index, namespace, request_ids.get(index), False)
-                )
+                request_id = request_ids.get(index)
+                requests.append(self._request(prompt, terms[id(own)], index, namespace, request_id, False))
             except (PromptError, ParameterError) as error:
                 errors[index] = error
         return requests, errors
@@ -211,7 +204,14 @@ class RequestBuilder:
         if params.stop or streams:
             if self.tokenizer is None:
                 raise ParameterError("stop strings and streams need a tokenizer, and the model's folder has none")
-            make_text_stop = partial(_text_builder, self.tokenizer, params)
+            make_text_stop = partial(
+                TextBuilder,
+                self.tokenizer,
+                stop=params.stop,
+                include_stop_str=params.include_stop_str,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_new_tokens,
+            )
         request = Request(
             index=index,
             id=next(self._ids) if request_id is None else request_id,
@@ -224,8 +224,7 @@ class RequestBuilder:
             namespace=namespace,
             make_text_stop=make_text_stop,
         )
-        refusal = self._refusal(request)
-        if refusal is not None:
+        if (refusal := self._refusal(request)) is not None:
             raise PromptError(refusal)
         return request
 
@@ -279,6 +278,7 @@ class RequestBuilder:
     def _check_params(
         self, params: SamplingParams, stop_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...]
     ) -> None:
+        vocab_size = self.config.vocab_size
         named = {
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": [token for token, _ in params.logit_bias],
@@ -286,11 +286,8 @@ class RequestBuilder:
             "bad_words": [token for word in bad_words for token in word],
         }
         for name, ids in named.items():
-            unknown = [i for i in ids if i >= self.config.vocab_size]
-            if unknown:
-                raise ParameterError(
-                    f"{name} holds {unknown[0]}; the model's ids are below {self.config.vocab_size}"
-                )
+            if unknown := [i for i in ids if i >= vocab_size]:
+                raise ParameterError(f"{name} holds {unknown[0]}; the model's ids are below {vocab_size}")
         if params.allowed_token_ids is not None:
             left = set(params.allowed_token_ids) - {word[0] for word in bad_words if len(word) == 1}
             if params.min_new_tokens:
@@ -300,8 +297,7 @@ class RequestBuilder:
 
 
 def builder_without_weights(source: str | Path, context_length: int | None = None) -> RequestBuilder:
-    """A builder that finds out whether the model in `source` can run a request, before its weights are loaded. How
-    much its KV pool will hold is not known then.
+    """A builder that checks requests for the model in `source` without its weights, and without a KV pool's limit.
 
     Raises:
         ModelError, TokenizerError: there is no such model, or it cannot be read.
@@ -316,16 +312,12 @@ def builder_without_weights(source: str | Path, context_length: int | None = Non
     if context_length is not None:
         config = config.with_context_length(context_length)
     return RequestBuilder(
-        config,
-        tokenizer_of(source),
-        context_length=config.context_length,
-        seed=0,
-        refusal=lambda request: None,
+        config, tokenizer_of(source), context_length=config.context_length, seed=0, refusal=lambda request: None
     )
 
 
 def read_params(params: Params) -> SamplingParams:
-    """SamplingParams from themselves, from a mapping in the spelling of either engine, or from None (defaults)."""
+    """SamplingParams from themselves, from a mapping in either spelling, or from None."""
     if params is None:
         return SamplingParams()
     if isinstance(params, SamplingParams):
@@ -336,7 +328,7 @@ def read_params(params: Params) -> SamplingParams:
 
 
 def is_token_ids(prompt: object) -> bool:
-    """Whether a value is one prompt of token ids; an empty list is not: it is no prompts."""
+    """Whether a value is one prompt of token ids. An empty list is a list of no prompts."""
     if isinstance(prompt, np.ndarray):
         return prompt.ndim == 1 and prompt.dtype.kind in "iu"
     return (
@@ -347,14 +339,9 @@ def is_token_ids(prompt: object) -> bool:
     )
 
 
-def is_one_prompt(prompts: object) -> bool:
-    """Whether a value is one prompt rather than a list of them."""
-    return isinstance(prompts, (str, np.ndarray)) or is_token_ids(prompts) or is_chat(prompts)
-
-
 def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """One prompt or many as a list, and whether they were many. Raises PromptError for what is neither."""
-    if is_one_prompt(prompts):
+    if isinstance(prompts, (str, np.ndarray)) or is_token_ids(prompts) or is_chat(prompts):
         return [cast("Prompt", prompts)], False
     if isinstance(prompts, (Mapping, bytes, bytearray)) or not isinstance(prompts, Sequence):
         raise PromptError(f"prompts are a {type(prompts).__name__}; they must be one prompt or a list of prompts")
@@ -410,13 +397,3 @@ def _derived_seed(run_seed: int, index: int) -> int:
     """A request's own seed: 63 bits that differ for every run seed and index."""
     digest = hashlib.blake2b(f"{run_seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _text_builder(tokenizer: Tokenizer, params: SamplingParams) -> TextBuilder:
-    return TextBuilder(
-        tokenizer,
-        stop=params.stop,
-        include_stop_str=params.include_stop_str,
-        skip_special_tokens=params.skip_special_tokens,
-        min_tokens=params.min_new_tokens,
-    )

@@ -27,11 +27,11 @@ def known_parameters() -> dict[str, str]:
 
 
 def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
-    """SamplingParams from a plain dict, with the spellings of both engines; `defaults` for what is not in it.
+    """SamplingParams from a dict in either spelling; `defaults` for what is not in it.
 
     Raises:
-        ParameterError: keys are unknown (all of them are named, with the nearest that are known), a parameter is
-            given twice under two spellings, or a value is outside its bounds.
+        ParameterError: keys are unknown (all are named, with the nearest known ones), a parameter is given under
+            two spellings, or a value is outside its bounds.
     """
     if not isinstance(values, Mapping):
         raise ParameterError(f"sampling parameters are a dict or a SamplingParams, not {type(values).__name__}")

@@ -13,8 +13,7 @@
         piece_sha256    U8  [P, 32]           of each piece: the tensors above, with kv cut into runs of tokens
         sha256          U8  [32]              of the header with its length, and of piece_sha256
 
-A file whose hashes are right is whole. The identity is what the KV depends on. Nothing in a file is trusted: its
-sizes follow from N, T and the KV's shape, and are checked.
+The identity is what the KV depends on. Nothing in a file is trusted: hashes and sizes are checked.
 """
 
 # Tests: tests/kept_cache/test_kept_cache.py
@@ -39,6 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixrt.cache.snapshot import TreeSnapshot
+from radixrt.checks import short
 from radixrt.errors import CacheFileError
 from radixrt.files.atomic_file import AtomicFile
 
@@ -49,12 +49,12 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
 _MAX_HEADER_BYTES = 2**26
 _DIGEST_BYTES = 32
 _HASHERS = min(8, os.cpu_count() or 1)
-_ARRAYS = {
-    "node_last_used": "I64",
-    "node_lengths": "I32",
-    "node_parents": "I32",
-    "node_tenants": "I32",
-    "tokens": "I32",
+_ARRAYS = {  # by the field of TreeSnapshot: name and dtype in the file
+    "last_used": ("node_last_used", "I64"),
+    "lengths": ("node_lengths", "I32"),
+    "parents": ("node_parents", "I32"),
+    "tenants": ("node_tenants", "I32"),
+    "tokens": ("tokens", "I32"),
 }
 _NUMPY: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 
@@ -82,8 +82,8 @@ class KVFormat:
 
 def kv_pieces(num_tokens: int, kv: KVFormat) -> Iterator[tuple[int, int]]:
     """Yield the tokens [start, end) of each piece of KV."""
-    for start in range(0, num_tokens, kv.piece_tokens):
-        yield start, min(start + kv.piece_tokens, num_tokens)
+    size = kv.piece_tokens
+    return ((start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
 
 
 def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> Tensors:
@@ -91,7 +91,7 @@ def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> Tensors:
     tensors: Tensors = {}
     offset = 0
     for name, dtype, shape in (
-        *((name, dtype, [num_tokens if name == "tokens" else num_nodes]) for name, dtype in _ARRAYS.items()),
+        *((name, dtype, [num_tokens if name == "tokens" else num_nodes]) for name, dtype in _ARRAYS.values()),
         ("kv", kv.dtype, [num_tokens, *kv.shape]),
         ("piece_sha256", "U8", [num_pieces, _DIGEST_BYTES]),
         ("sha256", "U8", [_DIGEST_BYTES]),
@@ -102,17 +102,10 @@ def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> Tensors:
     return tensors
 
 
-def _arrays(tree: TreeSnapshot) -> dict[str, NDArray[Any]]:
-    arrays: tuple[NDArray[Any], ...] = (tree.last_used, tree.lengths, tree.parents, tree.tenants, tree.tokens)
-    return {
-        name: array.astype(_NUMPY[dtype]) for (name, dtype), array in zip(_ARRAYS.items(), arrays, strict=True)
-    }
-
-
 class CacheFileWriter:
     """Writes a cache file: `write` for each of `kv_pieces`, in order, then `finish`.
 
-    Until then an older file of that name stays. Used as a context manager, it leaves nothing without `finish`.
+    Until then an older file of that name stays. As a context manager it leaves nothing without `finish`.
 
     Raises:
         CacheFileError: the disk refuses, or another process is writing the same file.
@@ -139,8 +132,8 @@ class CacheFileWriter:
         try:
             with self._refusals():
                 self._file.write(self._head)
-                for array in _arrays(tree).values():
-                    self._append(array.view(np.uint8))
+                for field, (_, dtype) in _ARRAYS.items():
+                    self._append(getattr(tree, field).astype(_NUMPY[dtype]).view(np.uint8))
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -210,9 +203,7 @@ class CacheFileReader:
     def __enter__(self) -> CacheFileReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hashers.shutdown(cancel_futures=True)
         if self._file is not None:
             self._file.close()
@@ -274,22 +265,15 @@ class CacheFileReader:
             raise self._error("it has been altered: a hash is not that of its header and hashes")
         self._digests = np.frombuffer(table, np.uint8).reshape(-1, _DIGEST_BYTES)
         self._file.seek(begin)
-        arrays: dict[str, NDArray[Any]] = {}
-        for name, dtype in _ARRAYS.items():
+        arrays: dict[str, Any] = {}
+        for field, (name, dtype) in _ARRAYS.items():
             array: NDArray[Any] = np.empty(num_tokens if name == "tokens" else num_nodes, _NUMPY[dtype])
             self._fill(array.view(np.uint8))
             if _sha256(array.view(np.uint8)) != self._digests[self._next].tobytes():
                 raise self._error(f"it has been altered: a hash is not that of {name}")
             self._next += 1
-            arrays[name] = array
-        self.tree = TreeSnapshot(
-            tokens=arrays["tokens"].astype(np.int32),
-            lengths=arrays["node_lengths"].astype(np.int32),
-            parents=arrays["node_parents"].astype(np.int32),
-            tenants=arrays["node_tenants"].astype(np.int32),
-            last_used=arrays["node_last_used"].astype(np.int64),
-            tenant_names=tuple(tenants),
-        )
+            arrays[field] = array.astype(array.dtype.newbyteorder("="))
+        self.tree = TreeSnapshot(**arrays, tenant_names=tuple(tenants))
 
     def _bytes(self, count: int) -> bytes:
         data = np.empty(count, dtype=np.uint8)
@@ -328,8 +312,7 @@ def differences(kept: Identity, own: Identity) -> list[str]:
 def _word(identity: Identity, name: str) -> str:
     if name not in identity:
         return "not named"
-    word = str(identity[name])
-    return word if len(word) <= 60 else word[:57] + "..."
+    return short(str(identity[name]))
 
 
 def _sha256(data: NDArray[np.uint8]) -> bytes:

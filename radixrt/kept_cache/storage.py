@@ -9,7 +9,6 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +40,6 @@ from triton_ops.kv.kv_copy import kv_copy
 NUM_BUFFERS = 4  # pieces that are read or written, hashed and copied at once
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """How many tokens of a file were put into the tree, were there already, or found no free slot."""
-
-    loaded: int
-    known: int
-    left_out: int
-
-
-def kv_format(kv_pool: TokenToKVPool) -> KVFormat:
-    """The layout of a token's KV in a pool."""
-    num_layers, two, _, num_kv_heads, head_dim = kv_pool.buffer.shape
-    return KVFormat(DTYPE_NAMES[kv_pool.buffer.dtype], (num_layers, two, num_kv_heads, head_dim))
-
-
 class CacheStorage:
     """Saves and loads a cache, while no pass is in flight and no transfer is booked.
 
@@ -69,7 +53,8 @@ class CacheStorage:
         self.kv_pool = kv_pool
         self.host_pool = host_pool
         self.impl = impl
-        self.format = kv_format(kv_pool)
+        num_layers, two, _, num_kv_heads, head_dim = kv_pool.buffer.shape
+        self.format = KVFormat(DTYPE_NAMES[kv_pool.buffer.dtype], (num_layers, two, num_kv_heads, head_dim))
 
     def save(self, path: Path, weights_version: int, identity: Identity, *, progress: bool) -> int:
         """Write all prefixes of a weights version to a file, over an older one. Returns how many tokens it holds.
@@ -85,6 +70,13 @@ class CacheStorage:
             buffers = self._buffers(tree.num_tokens)
             hashed: deque[Future[Any]] = deque()
             gathered: deque[tuple[_Buffer, int]] = deque()
+
+            def write() -> None:
+                buffer, count = gathered.popleft()
+                buffer.wait()
+                hashed.append(writer.write(buffer.bytes(count)))
+                bar.update(count)
+
             for start, end in kv_pieces(tree.num_tokens, self.format):
                 if len(hashed) + len(gathered) == len(buffers):
                     hashed.popleft().result()
@@ -93,18 +85,22 @@ class CacheStorage:
                 self._gather(slots[start:end], buffer)
                 gathered.append((buffer, end - start))
                 if len(gathered) == 2:  # the GPU gathers one piece while the other is written
-                    hashed.append(self._write(writer, *gathered.popleft(), bar))
+                    write()
             while gathered:
-                hashed.append(self._write(writer, *gathered.popleft(), bar))
+                write()
             writer.finish()
         return tree.num_tokens
 
     def load(
         self, path: Path, weights_version: int, identity: Identity, vocab_size: int, *, progress: bool
-    ) -> Loaded:
+    ) -> tuple[int, int]:
         """Put the prefixes of a file into the tree, under `weights_version`, as far as there are free slots.
 
-        After a CacheFileError (the file is damaged, or of another identity) nothing has changed.
+        Returns:
+            How many tokens were loaded, and how many found no free slot.
+
+        Raises:
+            CacheFileError: the file is damaged, or of another identity. Nothing has changed then.
         """
         with self._on_device(), CacheFileReader(path) as reader:
             differing = differences(reader.identity, identity)
@@ -128,7 +124,7 @@ class CacheStorage:
                 if arriving is not None:
                     with deferred():
                         self.cache.cancel_adoption(arriving)
-        return Loaded(int(adoption.taken.sum()), int(adoption.known.sum()), adoption.left_out)
+        return int(adoption.taken.sum()), adoption.left_out
 
     def _read(self, reader: CacheFileReader, slots: Slots, progress: bool) -> None:
         """Check every piece of KV, and copy the tokens that have a slot into it."""
@@ -149,12 +145,6 @@ class CacheStorage:
                 future.result()
         for buffer in buffers:  # no copy may outlive it
             buffer.wait()
-
-    def _write(self, writer: CacheFileWriter, buffer: _Buffer, count: int, bar: tqdm[Any]) -> Future[Any]:
-        buffer.wait()
-        hashed = writer.write(buffer.bytes(count))
-        bar.update(count)
-        return hashed
 
     def _gather(self, slots: Slots, buffer: _Buffer) -> None:
         """Start to copy the KV of `slots` `[n]` (host slot s is -s) to the first n tokens of a buffer."""
@@ -182,10 +172,7 @@ class CacheStorage:
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Make the pool's device current, with nothing queued on it before and after.
-
-        No copy may outlive its buffer: torch does not know that a kernel uses it.
-        """
+        """Make the pool's device current, with nothing queued before and after: no copy may outlive its buffer."""
         device = self.kv_pool.buffer.device
         if device.type != "cuda":
             yield
@@ -199,7 +186,7 @@ class CacheStorage:
 
 
 class _Buffer:
-    """Host memory for the KV of some tokens, `[num_tokens, num_layers, 2, num_kv_heads, head_dim]`."""
+    """Host memory for KV, `[num_tokens, num_layers, 2, num_kv_heads, head_dim]`."""
 
     def __init__(self, pool: Tensor, num_tokens: int) -> None:
         num_layers, two, _, *head = pool.shape

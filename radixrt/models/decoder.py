@@ -5,8 +5,6 @@ Face, 2025: layers without positions) differ by their configs alone. Any other f
 `Decoder` and overrides the `build_...` methods of the parts that differ: see docs/models.md.
 """
 
-# Tests: tests/models/test_parity.py, tests/models/test_loader.py
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Gemma 2 (Google DeepMind, 2024) and the text part of Gemma 3 (2025)."""
 
-# Tests: tests/models/test_parity.py, tests/models/test_loader.py
-
 from __future__ import annotations
 
 from dataclasses import dataclass

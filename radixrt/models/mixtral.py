@@ -1,7 +1,5 @@
 """Mixtral (Mistral AI, 2024): Mistral whose feed-forward layers are mixtures of experts."""
 
-# Tests: tests/models/test_parity.py, tests/models/test_loader.py
-
 from __future__ import annotations
 
 import re

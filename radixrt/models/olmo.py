@@ -1,7 +1,5 @@
 """OLMo 2 (Ai2, 2024): norms after attention and feed-forward, not before them, and on all of q and k."""
 
-# Tests: tests/models/test_parity.py, tests/models/test_loader.py
-
 from __future__ import annotations
 
 from types import MappingProxyType

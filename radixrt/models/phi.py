@@ -1,7 +1,5 @@
 """Phi-3 and Phi-4 (Microsoft, 2024): Llama whose checkpoints store q, k and v as one matrix, and gate and up."""
 
-# Tests: tests/models/test_parity.py, tests/models/test_loader.py
-
 from __future__ import annotations
 
 from radixrt.models.decoder import Attention, Decoder, FeedForward

@@ -1,7 +1,5 @@
 """Qwen2 and 2.5 (Qwen team, 2024), Qwen3 and its mixtures of experts (Qwen team, 2025)."""
 
-# Tests: tests/models/test_parity.py, tests/models/test_loader.py
-
 from __future__ import annotations
 
 from collections.abc import Iterator

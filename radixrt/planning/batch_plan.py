@@ -125,7 +125,7 @@ class BatchPlan:
         """Hits of a run within `limits`; with a model's shape and a card's speed, also its cost.
 
         Short runs are rehearsed with the real scheduler. Others are modelled, which differs by less than a percent
-        in hits (docs/benchmarks.md).
+        in hits (docs/lab-notebook/2026-11-22-planning-batches.md).
 
         Raises:
             ValueError: the pool does not hold the longest request.

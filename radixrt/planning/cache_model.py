@@ -7,8 +7,6 @@ time, and remain as leaves or leave with all other tokens that no later prompt n
 others while a follower waits, and publication of a long prompt chunk by chunk.
 """
 
-# Tests: tests/planning/test_batch_plan.py
-
 from __future__ import annotations
 
 import heapq

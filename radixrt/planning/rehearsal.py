@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from radixrt.arrays import Int32Array, Int64Array
-from radixrt.engine.simulated import ConstantRunner, simulated_engine
 from radixrt.limits import RunLimits
+from radixrt.planning.simulated import ConstantRunner, simulated_engine
 from radixrt.planning.token_store import TokenStore
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy

@@ -3,10 +3,8 @@
 The minimum time is the bound of `radixrt.workloads.bound`, for no more requests at once than the run's limits
 allow: every computed token once through the layers with its causal attention, and every decode step the larger of
 its bytes over bandwidth and its operations over speed, distinct KV read once. No engine is as fast as that; the
-range comes from measured multiples of it in docs/benchmarks.md.
+range comes from measured multiples of it: docs/lab-notebook/2026-11-22-five-lists.md.
 """
-
-# Tests: tests/planning/test_batch_plan.py
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from radixrt.arrays import Int32Array, Int64Array
 from radixrt.planning.cache_model import ModelledRun
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 
-# Measured times over the bound, for five lists at two shapes (docs/benchmarks.md, "What stands").
+# Measured times over the bound, for five lists at two shapes: docs/lab-notebook/2026-11-22-five-lists.md.
 QUICKEST, SLOWEST = 1.2, 2.7
 
 

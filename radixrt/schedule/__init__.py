@@ -1,1 +1,3 @@
 """What runs in the next pass. Numpy only."""
+
+# Tests: tests/schedule/test_scheduler.py

@@ -129,8 +129,8 @@ class PassResult:
             fewer where drafts were wrong. Each of a prompt's answers takes one of them; a decode takes all, and
             has computed as many positions.
         finite: `[B]` bool, whether the row's numbers are all finite.
-        logprobs: of the sampled tokens whose request asked for them, in order; None: there are none.
-        prompt_logprobs: of the P scored tokens; None: there are none.
+        logprobs, prompt_logprobs: of the sampled tokens whose request asked for them, in order; of the P scored
+            tokens; None: there are none.
         seconds: device time, with gaps between kernels, without transfers between the tiers; None: not measured.
             A pass launched while the one before was computed begins when that ends, so that seconds add up.
         launch_seconds: host time of the launch, beside the device; 0 where launching computes the pass.

@@ -12,7 +12,7 @@ _KEYS = ("role", "content")
 
 
 def is_chat(prompt: object) -> bool:
-    """Whether a prompt is a conversation: a list that begins with a mapping. Its messages are not checked."""
+    """Whether a prompt is a list that begins with a mapping. Its messages are not checked."""
     return (
         isinstance(prompt, Sequence)
         and not isinstance(prompt, (str, bytes))
@@ -44,17 +44,22 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
             value: object = message[key]
             if not isinstance(value, str):
                 raise TokenizerError(f"{which} has a {key} of type {type(value).__name__}; it must be a string")
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise TokenizerError(
-                    f"{which} holds U+{ord(value[error.start]):04X}, half of a surrogate pair, at character "
-                    f"{error.start} of its {key}; it is not valid Unicode"
-                ) from None
+            check_unicode(which, value, f" of its {key}")
         if not message["role"]:
             raise TokenizerError(f"{which} has an empty role")
         checked.append({key: message[key] for key in _KEYS})
     return checked
+
+
+def check_unicode(which: str, text: str, part: str = "") -> None:
+    """Raise TokenizerError if `text` holds half of a surrogate pair; the message names its position."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"{which} holds U+{ord(text[error.start]):04X}, half of a surrogate pair, at character "
+            f"{error.start}{part}; it is not valid Unicode"
+        ) from None
 
 
 def render(
@@ -71,9 +76,8 @@ def render(
     try:
         return template(checked, add_generation_prompt)
     except SecurityError as error:
-        raise TokenizerError(
-            f"the chat template of this checkpoint tries to do what its sandbox forbids: {error}"
-        ) from error
+        forbidden = "the chat template of this checkpoint tries to do what its sandbox forbids"
+        raise TokenizerError(f"{forbidden}: {error}") from error
     except Exception as error:  # a template is a program: it may raise anything
         # transformers raises a bare TemplateError where a template calls raise_exception
         what = "refuses" if type(error) is TemplateError else "fails on"

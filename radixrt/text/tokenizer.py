@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixrt.errors import TokenizerError
-from radixrt.text.chat import Message, render
+from radixrt.text.chat import Message, check_unicode, render
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
@@ -55,20 +55,9 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[TokenIds]:
-        """Encode each text on the tokenizer's threads: faster than one by one.
-
-        Raises:
-            TokenizerError: as `encode`; the message names the text's place in the list too.
-        """
+        """`encode` each text on the tokenizer's threads; errors name the text's place in the list too."""
         for place, text in enumerate(texts):
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                which = f"text {place}" if len(texts) > 1 else "the text"
-                raise TokenizerError(
-                    f"{which} holds U+{ord(text[error.start]):04X}, half of a surrogate pair, at character "
-                    f"{error.start}; it is not valid Unicode"
-                ) from None
+            check_unicode(f"text {place}" if len(texts) > 1 else "the text", text)
         if not texts:
             return []
         return [np.array(ids, dtype=np.int32) for ids in self._encode(list(texts), add_special_tokens)]
@@ -79,10 +68,10 @@ class Tokenizer:
         return self._template is not None
 
     def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> TokenIds:
-        """Encode a conversation, as the checkpoint's chat template writes it, to int32 `[num_tokens]`.
+        """Encode `chat_text` to int32 `[num_tokens]`, with the same arguments and errors.
 
         The template alone decides about BOS, as in transformers' `apply_chat_template`. Special tokens written out
-        in a content become those tokens. Arguments and errors are those of `chat_text`.
+        in a content become those tokens.
         """
         text = self.chat_text(messages, add_generation_prompt=add_generation_prompt)
         return self.encode(text, add_special_tokens=False)
@@ -91,7 +80,6 @@ class Tokenizer:
         """Render a conversation with the checkpoint's chat template.
 
         Args:
-            messages: dicts of "role" and "content".
             add_generation_prompt: end with the beginning of the assistant's answer.
 
         Raises:
@@ -143,7 +131,7 @@ class Tokenizer:
 
 
 def tokenizer_of(source: str | Path) -> Tokenizer | None:
-    """Load the tokenizer of a model, or return None for a folder without one. Raises as `load_tokenizer`."""
+    """`load_tokenizer`, or None for a folder without one."""
     folder = Path(source)
     if folder.is_dir() and not any(list(folder.glob(name)) for name in _FILES):
         return None
@@ -185,16 +173,12 @@ def _load_transformers(source: str, local: bool) -> Tokenizer:
         )["input_ids"]
         return ids
 
-    def decode(ids: list[int], skip_special_tokens: bool) -> str:
-        return str(
-            tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
-        )
+    def decode(ids: list[int], skip: bool) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
-    def template(messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def template(messages: list[dict[str, str]], add_prompt: bool) -> str:
         # transformers runs it in Jinja's ImmutableSandboxedEnvironment
-        return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        )
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_prompt))
 
     def piece(token_id: int) -> str | None:
         return cast("str | None", tokenizer.convert_ids_to_tokens(token_id))

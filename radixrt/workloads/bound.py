@@ -1,7 +1,5 @@
 """The time that no engine can beat on a list of prompts: bytes over bandwidth, operations over speed."""
 
-# Tests: tests/workloads/test_workloads.py
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

@@ -1,13 +1,12 @@
-"""Five lists of prompts, determined by their seed.
+"""Ten lists of prompts, determined by their seed.
 
 Their tokens are random: the cost of a run depends on lengths and sharing, not on meaning. Sizes that vary are
 ranges (minimum, maximum), both included.
 """
 
-# Tests: tests/workloads/test_workloads.py
-
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -152,6 +151,116 @@ def samples(
     source = TokenSource(seed, vocab_size)
     drawn = [source.tokens(prompt_len) for _ in range(prompts)]
     return [WorkloadPrompt(prompt, new_tokens) for prompt in drawn for _ in range(samples)]
+
+
+def judging(
+    seed: int = 5,
+    *,
+    questions: int = 200,
+    rubric_len: int = 1536,
+    question_len: Range = (80, 400),
+    answers: int = 4,
+    answer_len: Range = (50, 300),
+    votes: int = 3,
+    new_tokens: Range = (48, 96),
+    vocab_size: int = VOCAB_SIZE,
+) -> list[WorkloadPrompt]:
+    """Votes on several answers to each question, under one rubric: a tree of four levels. Shuffled."""
+    source = TokenSource(seed, vocab_size)
+    rubric = source.tokens(rubric_len)
+    prompts = []
+    for _ in range(questions):
+        question = np.concatenate([rubric, source.some_tokens(question_len)])
+        for _ in range(answers):
+            judged = np.concatenate([question, source.some_tokens(answer_len)])
+            prompts += [WorkloadPrompt(judged, source.length(new_tokens)) for _ in range(votes)]
+    source.random.shuffle(prompts)
+    return prompts
+
+
+def documents(
+    seed: int = 6,
+    *,
+    documents: int = 12,
+    document_len: Range = (2048, 16_384),
+    questions: int = 40,
+    question_len: Range = (10, 200),
+    new_tokens: Range = (8, 1500),
+    mean_tail: int = 120,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[WorkloadPrompt]:
+    """Questions about documents of very different lengths, with long-tailed answers. Shuffled.
+
+    The logarithm of a document's length is uniform. An answer has the minimum of `new_tokens` and an exponential
+    number of further tokens, `mean_tail` on average.
+    """
+    source = TokenSource(seed, vocab_size)
+    shortest, longest = document_len
+    doublings = math.log2(longest / shortest)
+    minimum, maximum = new_tokens
+    prompts = []
+    for _ in range(documents):
+        document = source.tokens(int(shortest * 2 ** source.random.uniform(0, doublings)))
+        for _ in range(questions):
+            question = source.some_tokens(question_len)
+            answer_len = int(min(maximum, source.random.expovariate(1 / mean_tail) + minimum))
+            prompts.append(_continued(document, question, answer_len))
+    source.random.shuffle(prompts)
+    return prompts
+
+
+def rollouts(
+    seed: int = 7,
+    *,
+    prompts: int = 32,
+    prompt_len: Range = (80, 500),
+    samples: int = 16,
+    max_new_tokens: int = 3000,
+    mean_log: int = 6,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[WorkloadPrompt]:
+    """Several answers to each of a few short prompts, with long-tailed lengths.
+
+    The logarithm of an answer's length is normal, with the mean `mean_log` and a standard deviation of 0.8.
+    """
+    source = TokenSource(seed, vocab_size)
+
+    def answer_len() -> int:
+        return max(1, int(min(max_new_tokens, source.random.lognormvariate(mean_log, 0.8))))
+
+    drawn = []
+    for _ in range(prompts):
+        prompt = source.some_tokens(prompt_len)
+        drawn += [WorkloadPrompt(prompt, answer_len()) for _ in range(samples)]
+    return drawn
+
+
+def classification(
+    seed: int = 8,
+    *,
+    requests: int = 6000,
+    instruction_len: int = 700,
+    text_len: Range = (20, 150),
+    new_tokens: int = 3,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[WorkloadPrompt]:
+    """Many short texts after one instruction, with answers of a few tokens."""
+    source = TokenSource(seed, vocab_size)
+    instruction = source.tokens(instruction_len)
+    return [_continued(instruction, source.some_tokens(text_len), new_tokens) for _ in range(requests)]
+
+
+def alone(
+    seed: int = 9,
+    *,
+    requests: int = 8,
+    prompt_len: int = 600,
+    new_tokens: int = 700,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[WorkloadPrompt]:
+    """A few requests with long answers: a pass has few rows."""
+    source = TokenSource(seed, vocab_size)
+    return [WorkloadPrompt(source.tokens(prompt_len), new_tokens) for _ in range(requests)]
 
 
 def _continued(shared: Tokens, own: Tokens, new_tokens: int) -> WorkloadPrompt:

@@ -4,8 +4,6 @@ A program is a generator that yields all prompts of a round and is sent the answ
 prompts is a program of one round.
 """
 
-# Tests: tests/workloads/test_workloads.py
-
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -14,17 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixrt.cache.radix_tree import Tokens
-from radixrt.workloads.lists import (
-    VOCAB_SIZE,
-    Range,
-    TokenSource,
-    WorkloadPrompt,
-    docqa,
-    fewshot,
-    samples,
-    system_prompt,
-    unshared,
-)
+from radixrt.workloads import lists
+from radixrt.workloads.lists import VOCAB_SIZE, Range, TokenSource, WorkloadPrompt
 from radixrt.workloads.statistics import TokenStatistics, token_statistics
 
 Answer = Sequence[int]
@@ -176,7 +165,21 @@ def _listed(make: Callable[..., list[WorkloadPrompt]]) -> Callable[..., Program]
 
 
 PROGRAMS: dict[str, Callable[..., Program]] = {
-    **{make.__name__: _listed(make) for make in (unshared, fewshot, docqa, system_prompt, samples)},
+    **{
+        make.__name__: _listed(make)
+        for make in (
+            lists.unshared,
+            lists.fewshot,
+            lists.docqa,
+            lists.system_prompt,
+            lists.samples,
+            lists.judging,
+            lists.documents,
+            lists.rollouts,
+            lists.classification,
+            lists.alone,
+        )
+    },
     **{make.__name__: make for make in (chat, choices, tree_search)},
 }
 """By name: called with a seed, sizes as keywords and vocab_size."""

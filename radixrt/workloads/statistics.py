@@ -1,7 +1,5 @@
 """Computes the possible gain of prefix reuse from the tokens of a list of prompts."""
 
-# Tests: tests/workloads/test_workloads.py
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ from rich.console import Console
 
 import radixrt
 from radixrt.bench import prefix_reuse
-from radixrt.bench.catalogue import SCALES, SHAPES, WORKLOADS, size_table, write_shape
+from radixrt.bench.catalogue import LISTS, SCALES, SHAPES, WORKLOADS, size_table, write_shape
 from radixrt.bench.comparison import Comparison
 from radixrt.bench.prefix_reuse import Options, compare, print_comparisons, run_benchmark
 from radixrt.bench.run import Run
@@ -248,11 +248,11 @@ def test_the_script_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         runpy.run_path(str(HOME / "scripts" / "bench_prefix_reuse.py"), run_name="__main__")
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for name, sizes in size_table("cpu"):
+    for name, sizes in size_table("cpu", WORKLOADS):
         assert re.search(rf"  {name} +{sizes}\n", shown), name
 
 
 def test_documented_sizes_are_those_that_run() -> None:
     text = (HOME / "docs" / "workloads.md").read_text(encoding="utf-8")
-    for name, sizes in size_table("cpu"):
+    for name, sizes in size_table("cpu", (*WORKLOADS, *LISTS)):
         assert f"| {name} | {sizes} |" in text, name

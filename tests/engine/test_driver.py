@@ -22,7 +22,7 @@ from radixrt import DeviceLostError, FinishReason, ParameterError, RadixrtError,
 from radixrt import SamplingParams as Params
 from radixrt.bench.streams import letters
 from radixrt.engine.parts import Parts
-from radixrt.engine.simulated import ConstantRunner, simulated_parts
+from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.schedule.passes import PassResult
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
 

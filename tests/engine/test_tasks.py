@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
-from radixrt.engine.tasks import WOKEN_AT_ONCE, WORKERS, Workshop, answer_soon
+from radixrt.engine.tasks import WOKEN_AT_ONCE, WORKERS, Workshop, wake_soon
 
 
 def test_every_task_gets_its_own_answer_from_few_threads() -> None:
-    workshop, threads = Workshop(), set()
+    workshop, threads, at_work = Workshop(), set(), []
 
     def square(number: int) -> int:
         threads.add(threading.get_ident())
+        with_me.append(number)
+        at_work.append(len(with_me))
+        time.sleep(1e-4)
+        with_me.remove(number)
         if number % 50 == 7:
             raise KeyError(number)
         return number * number
@@ -23,12 +28,13 @@ def test_every_task_gets_its_own_answer_from_few_threads() -> None:
         asked = (workshop.run(lambda number=number: square(number)) for number in range(300))  # type: ignore[misc]
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    for _ in range(3):
+    for _ in range(3):  # each in a loop of its own
+        with_me: list[int] = []
         found = asyncio.run(everything())
         assert [one for one in found if isinstance(one, int)] == [n * n for n in range(300) if n % 50 != 7]
         assert [one.args[0] for one in found if isinstance(one, KeyError)] == list(range(7, 300, 50))
     assert threading.get_ident() not in threads
-    assert len(threads) <= 3 * WORKERS
+    assert max(at_work) == WORKERS
 
 
 def test_a_task_that_is_cancelled_costs_no_other_its_answer() -> None:
@@ -51,7 +57,7 @@ def test_many_tasks_are_woken_in_turns() -> None:
     async def everything() -> list[int]:
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in range(3 * WOKEN_AT_ONCE)]
-        answer_soon((future, None, None) for future in futures)
+        wake_soon(futures)
         done = []
         while not futures[-1].done():
             await asyncio.sleep(0)
@@ -66,4 +72,4 @@ def test_a_closed_loop_is_passed_over() -> None:
     async def make() -> asyncio.Future[None]:
         return asyncio.get_running_loop().create_future()
 
-    answer_soon([(asyncio.run(make()), None, None)])
+    wake_soon([asyncio.run(make())])

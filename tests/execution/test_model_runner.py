@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ from tests.support.passes import plain_pass
 from tests.support.recomputing import Recomputing, planner_on_cpu
 
 CPU = torch.device("cpu")
-MAX_REQUESTS, CONTEXT, TOKENS = 5, 64, 24
+MAX_REQUESTS, CONTEXT, TOKENS, NUM_SLOTS = 5, 64, 24, 200
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 def runner_of(model: Decoder, *, captures: bool) -> ModelRunner:
     config, rows = model.config, ReqToTokenPool(MAX_REQUESTS, CONTEXT)
     pool = TokenToKVPool(
-        200, config.num_layers, config.num_kv_heads, config.head_dim, dtype=torch.float32, device=CPU
+        NUM_SLOTS, config.num_layers, config.num_kv_heads, config.head_dim, dtype=torch.float32, device=CPU
     )
     tuning = Tuning(
         token_sizes=(8, TOKENS), recorder=Recomputing, planner=planner_on_cpu(config, rows.req_to_token)
@@ -105,3 +107,24 @@ def test_without_limits_there_are_no_graphs(model: Decoder) -> None:
     runner = runner_of(model, captures=False)
     runner.capture_graphs()
     assert runner.executor.graphs is None
+
+
+def test_a_pass_that_is_too_long_for_graphs_has_room_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sent in many more words than graphs read, and leaves theirs alone."""
+    length = 1000
+    folder = write(llama(seed=3, max_position_embeddings=2 * length), tmp_path)
+    model, _ = load_model(folder, device=CPU, dtype=torch.float32)
+    monkeypatch.setitem(globals(), "MAX_REQUESTS", 2)
+    monkeypatch.setitem(globals(), "CONTEXT", 2 * length)
+    monkeypatch.setitem(globals(), "NUM_SLOTS", 2 * length)
+    long = plain_pass([0], [0], [length], input_ids=np.arange(length, dtype=np.int32) % 20 + 1)
+    ids, slots = np.array([-1], np.int32), np.array([1500], np.int32)
+    after = plain_pass([0], [length], [length + 1], input_ids=ids, out_cache_loc=slots)
+    found = []
+    for captures in (False, True):
+        runner = runner_of(model, captures=captures)
+        runner.capture_graphs()
+        found.append([runner.collect(runner.launch(pass_)).token_ids.tolist() for pass_ in (long, after, after)])
+    assert found[0] == found[1]

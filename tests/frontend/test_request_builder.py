@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from radixrt.engine.simulated import NoWeights
 from radixrt.errors import PromptError
 from radixrt.frontend.request_builder import RequestBuilder, chosen_continuations
+from radixrt.planning.simulated import NoWeights
 
 
 @pytest.fixture

@@ -18,11 +18,10 @@ from layers.norm import GemmaRMSNorm, RMSNorm
 from layers.placement import Placement
 from radixrt.models.decoder import Block, Decoder
 from radixrt.models.loader import load_model
-from tests.support import checkpoints
+from tests.support import checkpoints, probe_kernels
 from tests.support.input_metadata import input_metadata
 from triton_ops.kv.e4m3 import E4M3
 from triton_ops.linear.split_k_linear import split_k_linear
-from triton_ops.norms import rms_norm
 from triton_ops.tuning import SplitKConfig
 
 
@@ -205,7 +204,7 @@ def test_launches_of_a_layer(family: str, launches: int, tmp_path: Path, monkeyp
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # kernels are not run, only asked for
     model, _ = load_model(tmp_path, device="cpu", impl="triton")
     launched = []
-    kernel_type = type(rms_norm._rms_norm_kernel)
+    kernel_type = type(probe_kernels.sums)  # of this process: interpreted or compiled
     monkeypatch.setattr(kernel_type, "run", lambda kernel, *_, **__: launched.append(kernel))
     monkeypatch.setattr(radix_attention, "extend_attention", lambda q, *_, **__: torch.empty_like(q))
     rows = torch.arange(8, dtype=torch.int32).view(1, 8)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.limits import RunLimits
-from radixrt.planning import batch_plan, rehearsal
+from radixrt.planning import batch_plan, rehearsal, simulated
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.cache_model import ModelledRun, model_run
 from radixrt.planning.rehearsal import Rehearsal, rehearse
@@ -196,7 +196,7 @@ def test_many_requests_are_never_objects_at_once(monkeypatch: pytest.MonkeyPatch
         return answers
 
     monkeypatch.setattr(Scheduler, "submit_all", watched)
-    monkeypatch.setattr(rehearsal, "SchedulerConfig", partial(SchedulerConfig, max_ranked=10))
+    monkeypatch.setattr(simulated, "SchedulerConfig", partial(SchedulerConfig, max_ranked=10))
     limits = RunLimits(3000, max_running_requests=8, chunked_prefill_size=64)
     all_at_once = real_run(plan, limits)
     monkeypatch.setattr(rehearsal, "SUBMITTED_AT_ONCE", 50)
@@ -307,7 +307,7 @@ H200 = DeviceSpeed(bandwidth=4.26e12, flops=790e12)
 QWEN3 = ModelShape(28, 1024, 3072, 16, 8, 128, 151936)
 LLAMA = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
 
-# Seconds that the engine took on an H200, at both shapes: docs/benchmarks.md, "What stands".
+# Seconds that the engine took on an H200, at both shapes: docs/lab-notebook/2026-11-22-five-lists.md.
 MEASURED = {
     "unshared": (5.27, 13.50),
     "fewshot": (0.60, 3.49),

@@ -111,10 +111,9 @@ class Recorder:
 
     def record(self, cases: Iterable[KernelCase]) -> None:
         """Call every case."""
-        recorder = self
 
         def run(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-            recorder._launch(kernel, arguments, grid, keywords)
+            self._launch(kernel, arguments, grid, keywords)
 
         launched, JITFunction.run = JITFunction.run, run
         try:

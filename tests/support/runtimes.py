@@ -8,12 +8,11 @@ from typing import Any
 
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
-from radixrt.engine.outputs import request_output
-from radixrt.engine.parts import Parts
-from radixrt.engine.simulated import ConstantRunner, NoWeights, simulated_parts
+from radixrt.engine.parts import Parts, request_output
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.limits import RunLimits
 from radixrt.output import RequestOutput
+from radixrt.planning.simulated import ConstantRunner, NoWeights, simulated_parts
 from radixrt.runtime import Runtime
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.answer import Answer

@@ -13,10 +13,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixrt.bench.catalogue import LISTS as LIST_NAMES
 from radixrt.bench.catalogue import SCALES, WORKLOADS
 from radixrt.workloads import TokenStatistics, best_hit_rate, token_statistics
 from radixrt.workloads.bound import DeviceSpeed, ModelShape, list_bound, program_bound
-from radixrt.workloads.lists import WorkloadPrompt, docqa, fewshot, samples, system_prompt, unshared
+from radixrt.workloads.lists import (
+    WorkloadPrompt,
+    alone,
+    classification,
+    docqa,
+    documents,
+    fewshot,
+    judging,
+    rollouts,
+    samples,
+    system_prompt,
+    unshared,
+)
 from radixrt.workloads.programs import (
     PROGRAMS,
     Answer,
@@ -117,7 +130,18 @@ def test_the_last_token_of_an_answer_is_not_cached() -> None:
 
 # -- the lists ---------------------------------------------------------------------------------------------
 
-LISTS: list[Callable[..., list[WorkloadPrompt]]] = [unshared, fewshot, docqa, system_prompt, samples]
+LISTS: list[Callable[..., list[WorkloadPrompt]]] = [
+    unshared,
+    fewshot,
+    docqa,
+    system_prompt,
+    samples,
+    judging,
+    documents,
+    rollouts,
+    classification,
+    alone,
+]
 
 # Of the definition's lists, for its own seeds and for seed 17.
 GOLDEN = {
@@ -126,6 +150,11 @@ GOLDEN = {
     "docqa": ("4cb5a5f539f46af1", "9735f3e35a459ae8"),
     "system_prompt": ("84e53bab30fad2d1", "e3600f59ed56791e"),
     "samples": ("65f3f921055d1b30", "124d8999b308b0ce"),
+    "judging": ("4589435c36a1c7d0", "a3874e2b19307bcf"),
+    "documents": ("e54e33eb405e972b", "0d05c531d1c98ccb"),
+    "rollouts": ("6cfea29e38ba8381", "aec5c903b07d97d3"),
+    "classification": ("dfed4896146c8b25", "522bb7cf62835e50"),
+    "alone": ("3d81979d96dc2beb", "4a27d3270e46fcec"),
 }
 
 # Of the same lists: requests, prompt tokens, distinct ones, answers' tokens, and the bound in seconds of both
@@ -136,6 +165,11 @@ FIGURES = {
     "docqa": (256, 2_107_377, 42_991, 32_768, 0.3499341248780125, 1.7014699344079391),
     "system_prompt": (512, 1_122_046, 75_510, 79_811, 0.7045463110099925, 3.301757062699651),
     "samples": (512, 524_288, 16_384, 262_144, 2.1938873882632643, 5.598115019103665),
+    "judging": (2400, 4_660_056, 187_520, 173_067, 0.8660767093438748, 7.016069493069596),
+    "documents": (480, 3_127_387, 125_674, 61_797, 1.1536418264912371, 6.107209608521396),
+    "rollouts": (512, 130_656, 8_166, 279_095, 4.7722578241207145, 16.06005935918213),
+    "classification": (6000, 4_708_623, 507_834, 18_000, 0.7076743098852647, 9.468305119143858),
+    "alone": (8, 4_800, 4_800, 5_600, 0.3443780601773846, 2.7120285900556103),
 }
 
 H200 = DeviceSpeed(bandwidth=4.26e12, flops=790e12)
@@ -177,6 +211,18 @@ def test_lists_of_other_sizes_are_those_of_the_definition() -> None:
     short = system_prompt(5, requests=9, system_len=50, user_len=(3, 9), new_tokens=(2, 5))
     assert digest(short) == "b267003950241920"
     assert digest(samples(5, prompts=2, prompt_len=30, samples=3, new_tokens=4)) == "281c48aa871f0b93"
+    assert digest(judging(5, questions=3, rubric_len=50, answers=2, votes=2)) == "d9be4fb0f40f5f05"
+    assert digest(documents(5, documents=2, questions=3)) == "2865b28010e0a07e"
+    assert digest(rollouts(5, prompts=3, samples=4)) == "851c5936770858d1"
+    assert digest(classification(5, requests=9)) == "d6efc59a4eaaaf2c"
+
+
+def test_lengths_keep_to_their_ranges() -> None:
+    texts = documents(documents=30, document_len=(4, 64), questions=4, question_len=(1, 1), new_tokens=(2, 9))
+    assert {len(one.prompt_ids) for one in texts} <= set(range(5, 66))
+    assert {2, 9} <= {one.max_new_tokens for one in texts} <= set(range(2, 10))
+    drawn = [one.max_new_tokens for one in rollouts(samples=100, max_new_tokens=3, mean_log=0)]
+    assert set(drawn) == {1, 2, 3}  # an answer has a token at least
 
 
 def test_a_small_vocabulary() -> None:
@@ -273,7 +319,7 @@ def test_tree_search_continues_what_it_keeps() -> None:
     assert len({tuple(prompt[:6]) for prompt in rounds[-1].inputs}) == 2  # no root is lost
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_depend_on_their_seed_alone(name: str) -> None:
     def asked(seed: int) -> list[list[Any]]:
         rounds = play(PROGRAMS[name](seed, **SCALES["cpu"].sizes[name]), echo)
@@ -284,11 +330,11 @@ def test_programs_depend_on_their_seed_alone(name: str) -> None:
 
 
 def test_every_program_has_a_size_at_the_cpu_scale() -> None:
-    assert tuple(PROGRAMS) == tuple(SCALES["cpu"].sizes) == WORKLOADS
+    assert tuple(PROGRAMS) == tuple(SCALES["cpu"].sizes) == tuple(dict.fromkeys(LIST_NAMES + WORKLOADS))
     # Requests that are admitted together must wait for their prefix: it takes more than one pass.
     budget = SCALES["cpu"].chunked_prefill_size
     assert budget is not None
-    for name in WORKLOADS[1:]:
+    for name in set(PROGRAMS) - {"unshared", "alone"}:
         first = next(PROGRAMS[name](0, **SCALES["cpu"].sizes[name]))
         shared = token_statistics([one.input_ids for one in first])
         assert shared.best_hit_rate > 0.5

@@ -1,1 +1,3 @@
 """Attention over a token-level KV pool."""
+
+# Tests: tests/triton_ops/attention/test_kernels.py

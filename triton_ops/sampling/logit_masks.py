@@ -1,5 +1,7 @@
 """Changes to the logits of single tokens: biases, bans, allow-lists and bit masks."""
 
+# Tests: tests/triton_ops/sampling/test_logits.py
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,7 @@
 """Log-probabilities of given tokens and of the likeliest ones."""
 
+# Tests: tests/triton_ops/sampling/test_logits.py
+
 from __future__ import annotations
 
 import torch

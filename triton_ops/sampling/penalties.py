@@ -1,5 +1,7 @@
 """Repetition, presence and frequency penalties on logits."""
 
+# Tests: tests/triton_ops/sampling/test_logits.py
+
 from __future__ import annotations
 
 import torch

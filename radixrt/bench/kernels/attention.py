@@ -1,7 +1,5 @@
 """Cases of attention over the pool: our kernels and their shapes."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

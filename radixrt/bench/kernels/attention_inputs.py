@@ -1,7 +1,5 @@
 """Inputs of attention: requests in a pool, and a reference."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 SDPA and FlexAttention know no pool: for them KV is gathered beforehand, which is not timed.
 """
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A case: an operation at one shape, with its contenders."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

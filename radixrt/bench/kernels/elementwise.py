@@ -1,7 +1,5 @@
 """Operations that read and write every element once: our kernels and torch.compile's, and their shapes."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence

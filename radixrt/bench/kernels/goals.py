@@ -1,7 +1,5 @@
 """Goals of the kernels, and published times of others, on an NVIDIA H200 in bf16."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Moving KV between a pool and pinned host memory, and within the pool: our kernel and torch's own operations."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

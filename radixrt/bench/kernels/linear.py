@@ -1,7 +1,5 @@
 """Output projections of small batches with the norm that follows: as layers compute them, and by cuBLAS alone."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence

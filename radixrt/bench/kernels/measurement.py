@@ -1,7 +1,5 @@
 """Measures cases: each contender checked against a reference, then timed eager and as a captured graph."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 import math

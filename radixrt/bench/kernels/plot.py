@@ -1,7 +1,5 @@
 """The figures of the kernel benchmark as a picture. Needs matplotlib, which is in the extra `bench`."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 from collections import Counter

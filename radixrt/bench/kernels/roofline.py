@@ -1,7 +1,5 @@
 """The time that a device's bandwidth and arithmetic allow for an operation."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 from collections.abc import Iterable

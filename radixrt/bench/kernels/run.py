@@ -1,7 +1,5 @@
 """The kernel benchmark: selected cases, as tables, JSON and a picture."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 import json

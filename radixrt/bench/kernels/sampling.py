@@ -4,8 +4,6 @@ Others draw other tokens: the comparison is of the share of rows whose token the
 the share of tokens that are the reference's.
 """
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

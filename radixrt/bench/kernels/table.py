@@ -1,7 +1,5 @@
 """Prints the figures of the kernel benchmark, one table for each group."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 from collections.abc import Sequence

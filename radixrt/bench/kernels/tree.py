@@ -1,7 +1,5 @@
 """Cases of decode attention over shared prefixes: trees whose tokens are to be read once."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 import time

@@ -1,7 +1,5 @@
 """The throughput benchmark: shape after shape, as tables, JSON and a picture."""
 
-# Tests: tests/bench/test_throughput.py
-
 from __future__ import annotations
 
 import contextlib

@@ -4,8 +4,6 @@ It imports nothing else, since imports are part of the time. Its one argument is
 Runtime; its last line of output is JSON, times of the monotonic clock and the Runtime's own parts.
 """
 
-# Tests: tests/bench/test_throughput.py
-
 from __future__ import annotations
 
 import json

@@ -1,7 +1,5 @@
 """Options of the throughput benchmark."""
 
-# Tests: tests/bench/test_throughput.py
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Measures single passes: the CPU's work in a decode step; profiles of a prefill pass and of decode steps."""
 
-# Tests: tests/bench/test_throughput.py
-
 from __future__ import annotations
 
 import contextlib

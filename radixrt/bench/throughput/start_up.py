@@ -1,7 +1,5 @@
 """Times a fresh process to its first token."""
 
-# Tests: tests/bench/test_throughput.py
-
 from __future__ import annotations
 
 import json

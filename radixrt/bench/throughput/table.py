@@ -1,7 +1,5 @@
 """Prints the figures of the throughput benchmark as tables."""
 
-# Tests: tests/bench/test_throughput.py
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """transformers' continuous batching on the same lists. Its model has the same shape, dtype and kind of weights."""
 
-# Tests: tests/bench/test_throughput.py
-
 from __future__ import annotations
 
 import gc
@@ -73,14 +71,14 @@ class TransformersBatching:
             return BaselineRun(reason=self._stuck)
         manager = None
         try:
-            manager = self._started(prompts)
+            manager = self.start_manager(prompts)
             warm_up = [
                 WorkloadPrompt(prompt.prompt_ids[:WARM_UP_LEN], WARM_UP_TOKENS)
                 for prompt in prompts[:WARM_UP_REQUESTS]
             ]
-            if self._answer(manager, warm_up, limit):
+            if self.answer(manager, warm_up, limit):
                 began = time.perf_counter()
-                if self._answer(manager, prompts, limit):
+                if self.answer(manager, prompts, limit):
                     return BaselineRun(seconds=time.perf_counter() - began)
             return BaselineRun(stopped_after=limit, reason=f"stopped after {limit:g} s")
         except Exception as error:  # of any kind: our own figures are still shown
@@ -105,7 +103,8 @@ class TransformersBatching:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def _started(self, prompts: Sequence[WorkloadPrompt]) -> Any:
+    def start_manager(self, prompts: Sequence[WorkloadPrompt]) -> Any:
+        """Start a manager of transformers with room for these prompts."""
         from transformers import GenerationConfig
         from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -125,7 +124,7 @@ class TransformersBatching:
         manager.start()
         return manager
 
-    def _answer(self, manager: Any, prompts: Sequence[WorkloadPrompt], limit: float) -> bool:
+    def answer(self, manager: Any, prompts: Sequence[WorkloadPrompt], limit: float) -> bool:
         """Whether all were answered within `limit` seconds."""
         began = time.perf_counter()
         # In the order in which its own `generate_batch` asks, for the sake of its prefix cache.

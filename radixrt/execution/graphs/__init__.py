@@ -1,1 +1,3 @@
 """Captured passes."""
+
+# Tests: tests/execution/graphs/test_capture.py

@@ -283,7 +283,7 @@ def test_syncs_come_by_count_and_by_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_defaults() -> None:
-    """As promised in docs/architecture.md; the fixture has changed them here."""
+    """As promised in docs/architecture/durability.md; the fixture has changed them here."""
     code = "from radixrt.batch.journal import journal; print(journal.SYNC_RECORDS, journal.SYNC_SECONDS)"
     home = Path(journal_module.__file__).parents[3]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Engines without a model: the real scheduler and cache around a runner that computes next to nothing."""
+"""Engines and Runtimes without a model: the real scheduler and cache around a runner that computes nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
-from radixrt.engine.outputs import request_output
-from radixrt.engine.parts import Parts
+from radixrt.engine.parts import Parts, request_output
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.limits import RunLimits
 from radixrt.schedule.passes import Pass, PassResult, Runner

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from radixrt.text.builder import TextBuilder
-from radixrt.text.stop import StopStrings
+from radixrt.text.builder import StopStrings, TextBuilder
 from radixrt.text.tokenizer import Tokenizer
 from tests.support.small_tokenizers import small_tokenizer
 
