@@ -63,9 +63,7 @@ class GemmaRMSNorm(RMSNorm):
         return rms_norm_fp32_weight(x, self.weight, self.eps, offset=self.offset, impl=self.impl)
 
     def add(self, x: Tensor, residual: Tensor, *, before: GemmaRMSNorm | None = None) -> tuple[Tensor, Tensor]:
-        """`x + residual` normed, and the sum, which is the next residual. With a norm `before`, of the same kind,
-        x is `before(x)`.
-        """
+        """As `RMSNorm.add`; with a norm `before`, of the same kind, x is `before(x)`."""
         if before is None:
             return add_rms_norm_fp32_weight(x, residual, self.weight, self.eps, offset=self.offset, impl=self.impl)
         weights = (before.weight, self.weight)

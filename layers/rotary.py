@@ -145,12 +145,10 @@ class LongRopeScaling:
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """The base of the frequencies, their scaling (None: the default rope), and the share of a head's first
-    elements that are rotated.
-    """
+    """The base of the frequencies, their scaling, and the share of a head's first elements that are rotated."""
 
     theta: float
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | None = None  # the default rope
     partial_rotary_factor: float = 1.0
 
 

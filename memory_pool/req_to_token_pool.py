@@ -58,10 +58,7 @@ class ReqToTokenPool:
         return row
 
     def free(self, row: int) -> None:
-        """Take a row back, and drop its changes that were not taken: the next owner writes its own.
-
-        Raises ValueError where the row is not in use.
-        """
+        """Take a row back, and drop its changes that were not taken. Raises ValueError where it is not in use."""
         if not 0 <= row < self.max_requests or not self._in_use[row]:
             raise ValueError(f"freeing row {row}, which is not in use")
         self._in_use[row] = False

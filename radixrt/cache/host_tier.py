@@ -43,10 +43,7 @@ class HostTier:
         return np.concatenate(freed)
 
     def load(self, end: Node, top: Node, slots: Slots) -> int:
-        """Put the path from `top` to `end`, which only the host has, on the device too: in the first of `slots`.
-
-        Returns how many of the slots are the tree's now.
-        """
+        """Put the path from `top` to `end`, which only the host has, in `slots` too. Returns how many it takes."""
         loaded = 0
         for node in reversed(list(self._tree.path(end, until=top))):
             assert node.host_slots is not None  # it is nowhere else

@@ -47,26 +47,17 @@ from radixrt.cache.snapshot import Adoption, TreeSnapshot, adopt, plan_adoption
 
 @dataclass(eq=False)
 class Lease:
-    """What one live request holds: a row, a locked path, private slots. 0 <= committed <= allocated_len.
+    """What one live request holds: a row, a locked path, private slots. 0 <= committed <= allocated_len."""
 
-    Attributes:
-        row: the request's row in `req_to_token` and in the cache's `allocated_lens`.
-        node: the end of the committed part of its tokens; locked.
-        committed: positions whose slots belong to the tree.
-        matched, loaded: positions found in the tree when the lease was made; those that only the host had.
-        frontier: where others see what it computes next; None if it computes nothing for others.
-        reusable_len: set on release: how many of its leading tokens later requests may share; None: all.
-    """
-
-    row: int
-    node: Node
-    committed: int
-    matched: int
-    allocated_lens: NDArray[np.int32]
-    loaded: int = 0
+    row: int  # in `req_to_token` and in `allocated_lens`
+    node: Node  # the end of the committed part of its tokens; locked
+    committed: int  # positions whose slots belong to the tree
+    matched: int  # positions that were found in the tree when the lease was made
+    allocated_lens: NDArray[np.int32]  # the cache's
+    loaded: int = 0  # matched positions that only the host had
     released: bool = False
-    frontier: Frontier | None = None
-    reusable_len: int | None = None
+    frontier: Frontier | None = None  # where others see what it computes next, if it computes anything for them
+    reusable_len: int | None = None  # set on release: leading tokens that later requests may share; None: all
 
     @property
     def allocated_len(self) -> int:

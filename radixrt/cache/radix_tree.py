@@ -69,17 +69,11 @@ def is_host_leaf(node: Node) -> bool:
 
 
 class Match(NamedTuple):
-    """A place in the tree, until the tree next changes: where the longest known prefix of some tokens ends.
+    """A place in the tree, until the tree next changes: where the longest known prefix of some tokens ends."""
 
-    Attributes:
-        node: the deepest node reached.
-        inside: how many tokens of `node` agree; all of them, unless the match ends inside its edge.
-        length: matched tokens in all, in either tier.
-    """
-
-    node: Node
-    inside: int
-    length: int
+    node: Node  # the deepest node reached
+    inside: int  # how many tokens of it agree; all of them, unless the match ends inside its edge
+    length: int  # matched tokens in all, in either tier
 
     @property
     def at_boundary(self) -> bool:
@@ -89,9 +83,7 @@ class Match(NamedTuple):
     @property
     def on_device(self) -> Match:
         """The part of it that is on the device: the whole match, or its beginning up to a node's end."""
-        node, inside, length = self.node, self.inside, self.length
-        if node.slots is not None:
-            return self
+        node, inside, length = self
         while node.slots is None:
             length -= inside
             assert node.parent is not None  # roots are on the device

@@ -12,21 +12,14 @@ from radixrt.cache.radix_tree import EMPTY, Match, Namespace, Node, RadixTree, S
 
 @dataclass(frozen=True)
 class TreeSnapshot:
-    """The prefixes of one version of the weights: N nodes, parents before their children, with T tokens in all.
+    """The prefixes of one version of the weights: N nodes, parents before their children, T tokens."""
 
-    Attributes:
-        tokens, lengths: int32 `[T]`, node after node; int32 `[N]`, tokens of each node.
-        parents: int32 `[N]`, indices of nodes; -1 where a node begins a prefix.
-        tenants: int32 `[N]`, indices into `tenant_names`, where None is for requests without a tenant.
-        last_used: int64 `[N]`, greater is later.
-    """
-
-    tokens: Tokens
-    lengths: NDArray[np.int32]
-    parents: NDArray[np.int32]
-    tenants: NDArray[np.int32]
-    last_used: NDArray[np.int64]
-    tenant_names: tuple[str | None, ...]
+    tokens: Tokens  # `[T]`, node after node
+    lengths: NDArray[np.int32]  # `[N]`, tokens of each node
+    parents: NDArray[np.int32]  # `[N]`, indices of nodes; -1 where a node begins a prefix
+    tenants: NDArray[np.int32]  # `[N]`, indices into `tenant_names`
+    last_used: NDArray[np.int64]  # `[N]`, greater is later
+    tenant_names: tuple[str | None, ...]  # None: requests without a tenant
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -98,21 +91,14 @@ def _places(node: Node) -> Slots:
 
 @dataclass(frozen=True)
 class Adoption:
-    """The part of a snapshot that a tree takes: of each node the tokens `[known, known + taken)`.
-
-    Attributes:
-        known: int64 `[N]`, tokens that the tree has on the device already.
-        taken: int64 `[N]`, tokens taken after these; none below a node that is not whole then.
-        recency: int64 `[N]`, below 0 (older than all that this process has used), greater is later.
-        slots: int32 `[T]`, the slot for each taken token's KV, 0 for the others.
-    """
+    """The part of a snapshot that a tree takes: of each node the tokens `[known, known + taken)`."""
 
     snapshot: TreeSnapshot
     weights_version: int
-    known: NDArray[np.int64]
-    taken: NDArray[np.int64]
-    recency: NDArray[np.int64]
-    slots: Slots
+    known: NDArray[np.int64]  # `[N]`, tokens that the tree has on the device already
+    taken: NDArray[np.int64]  # `[N]`, tokens taken after these; none below a node that is not whole then
+    recency: NDArray[np.int64]  # `[N]`, below 0 (older than all that this process has used), greater is later
+    slots: Slots  # `[T]`, the slot for each taken token's KV, 0 for the others
 
     @property
     def num_taken(self) -> int:

@@ -32,34 +32,24 @@ Arrays = Mapping[str, Tensor]
 class Forward:
     """The outputs of a forward pass, on the device. Valid until the next one.
 
-    Attributes:
-        arrays: inputs and extras of the pass, by name; of a captured pass no inputs but those that draws read.
-        logits, hidden: `[S, vocab_size]` and `[T, hidden_size]`; no hidden states of captured passes.
-        finite: bool `[B]`, whether the last hidden state of each row is; None for captured decodes, where each row
-            samples from its only hidden state: if that is not finite, the draw finds no token and says so.
+    `finite` tells whether the last hidden state of each row is. None for captured decodes, where each row samples
+    from its only hidden state: if that is not finite, the draw finds no token and says so.
     """
 
-    arrays: Arrays
-    logits: Tensor
-    finite: Tensor | None
-    hidden: Tensor | None = None
+    arrays: Arrays  # inputs and extras, by name; of a captured pass no inputs but those that draws read
+    logits: Tensor  # `[S, vocab_size]`
+    finite: Tensor | None  # bool `[B]`
+    hidden: Tensor | None = None  # `[T, hidden_size]`; None for captured passes
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The tokens of a pass, on the device.
+    """The tokens of a pass, on the device."""
 
-    Attributes:
-        token_ids: int32 `[S]`.
-        finite: bool `[B]`, whether the last hidden state of each row is, and what its tokens were drawn from.
-        logprobs: of the tokens whose requests want them.
-        is_in_results: both lie in the executor's `results`.
-    """
-
-    token_ids: Tensor
-    finite: Tensor
-    logprobs: LogprobTensors | None = None
-    is_in_results: bool = False
+    token_ids: Tensor  # int32 `[S]`
+    finite: Tensor  # bool `[B]`, whether a row's last hidden state is, and what its tokens were drawn from
+    logprobs: LogprobTensors | None = None  # of the tokens whose requests want them
+    is_in_results: bool = False  # both lie in the executor's `results`
 
 
 class Executor:
@@ -184,8 +174,8 @@ class Executor:
             return Drawn(forward.arrays["logits_rows"], forward.finite)
         if packed.is_captured_decode:
             return self._draw_captured(packed, forward)
-        assert forward.finite is not None
         arrays, finite = forward.arrays, forward.finite
+        assert finite is not None
         token_ids = torch.empty_like(arrays["logits_rows"])
         drawn = torch.empty_like(token_ids, dtype=torch.bool)
         sample_plain(forward.logits, arrays, packed.features, token_ids, drawn, impl=self._impl)

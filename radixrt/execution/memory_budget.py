@@ -71,7 +71,7 @@ def largest_pass(limits: PassLimits, context_length: int) -> Pass:
     )
 
 
-class CapturedSizes(TypedDict, total=False):
+class CapturedSizes(TypedDict):
     """How far a ModelRunner captures passes: its keywords."""
 
     max_captured_batch: int
@@ -80,9 +80,8 @@ class CapturedSizes(TypedDict, total=False):
 
 def captured_sizes(limits: PassLimits, *, captures: bool) -> CapturedSizes:
     """The sizes for these limits; none unless it `captures`."""
-    if not captures:
-        return {}
-    return {"max_captured_batch": limits.max_running_requests, "max_captured_tokens": limits.chunked_prefill_size}
+    batch, tokens = (limits.max_running_requests, limits.chunked_prefill_size) if captures else (0, 0)
+    return {"max_captured_batch": batch, "max_captured_tokens": tokens}
 
 
 def measured_pass_memory(

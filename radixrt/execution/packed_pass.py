@@ -34,11 +34,6 @@ class PackedPass:
             `logits_indices`, the plans. Of a captured decode also what plain draws read, but none of the last two.
         extras: where all others lie: changes of rows, draws, scored tokens.
         plans: of attention, on the host.
-        num_extends: with padding.
-        num_rows, num_samples, num_scored: B, S and P, without padding.
-        has_row_changes: `req_to_token` on the device has to change before the pass.
-        features, processed, num_top: as in SamplingInputs.
-        num_top_scored: alternatives to find for the P tokens.
     """
 
     key: PassKey | None
@@ -46,15 +41,15 @@ class PackedPass:
     inputs: Layout
     extras: Layout
     plans: PassPlans[Int32Array]
-    num_extends: int
-    num_rows: int
-    num_samples: int
-    has_row_changes: bool
-    features: Features
+    num_extends: int  # with padding
+    num_rows: int  # B, without padding, as S and P
+    num_samples: int  # S
+    has_row_changes: bool  # `req_to_token` on the device has to change before the pass
+    features: Features  # of the draws, as in SamplingInputs
     processed: Features | None
     num_top: int | None
-    num_scored: int = 0
-    num_top_scored: int = 0
+    num_scored: int = 0  # P
+    num_top_scored: int = 0  # alternatives to find for the P tokens
 
     @cached_property
     def is_captured_decode(self) -> bool:

@@ -23,15 +23,10 @@ _TORCH_DTYPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Where 1-d arrays of int32, int64 and float32 lie among words. Their order and sizes decide.
+    """Where 1-d arrays of int32, int64 and float32 lie among words. Their order and sizes decide."""
 
-    Attributes:
-        places: the words of each array, and its dtype.
-        num_words: where the last one ends.
-    """
-
-    places: Mapping[str, tuple[slice, np.dtype[Any]]]
-    num_words: int
+    places: Mapping[str, tuple[slice, np.dtype[Any]]]  # the words of each array, and its dtype
+    num_words: int  # where the last one ends
 
     @staticmethod
     def of(arrays: Mapping[str, NDArray[Any]], start: int = 0) -> Layout:
@@ -88,9 +83,7 @@ class Staging:
         self._fixed = torch.empty(2 * num_words, dtype=torch.int32, device=self._device)  # the rest is for extras
 
     def upload(self, words: Int32Array, num_fixed: int = 0) -> Tensor:
-        """Return a buffer on the device that begins with a copy of int32 `words`. The first `num_fixed` are in the
-        fixed buffer, too, if that is another one.
-        """
+        """A buffer on the device that begins with the words; the first `num_fixed` are in the fixed one, too."""
         count = len(words)
         if count > len(self._buffer):
             self._reserve(2 * count)

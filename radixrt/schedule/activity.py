@@ -48,10 +48,7 @@ class Activity:
 
 
 class ActivityMeter:
-    """Adds up an engine's activity, step by step, in seconds of the host's `clock`.
-
-    `activity` is up to the end of the last step. It is replaced whole: another thread sees no half of a step.
-    """
+    """Adds up an engine's `activity`, replaced whole after each step: another thread sees no half of one."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.activity = Activity()

@@ -22,65 +22,44 @@ class AnswerState(Enum):
 
 @dataclass
 class RequestLog:
-    """The record of one answer. Moments are of time.perf_counter.
-
-    Attributes:
-        cached_tokens: prompt tokens found in the cache at its first admission; None before it.
-        recomputed_tokens: tokens computed again after a retraction, or for one of several answers.
-        retractions: times that it was taken back to the queue.
-        logprobs, prompt_logprobs: of its tokens and of its prompt's, where they are wanted.
-        finish_reason: why it ended; None while it has not.
-        matched: the token or string that stopped it.
-        error, cause: what went wrong, and the exception of its pass.
-    """
+    """The record of one answer. Moments are of time.perf_counter."""
 
     submitted_at: float
     launched_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
-    cached_tokens: int | None = None
-    recomputed_tokens: int = 0
-    retractions: int = 0
+    cached_tokens: int | None = None  # prompt tokens found in the cache at its first admission; None before it
+    recomputed_tokens: int = 0  # tokens computed again after a retraction, or for one of several answers
+    retractions: int = 0  # times that it was taken back to the queue
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    matched: int | str | None = None
+    finish_reason: FinishReason | None = None  # None while it has not ended
+    matched: int | str | None = None  # the token or string that stopped it
     error: str | None = None
-    cause: BaseException | None = None
+    cause: BaseException | None = None  # the exception of its pass
 
 
 @dataclass(eq=False)
 class Answer:
     """The live half of a request: one of the n answers to its prompt.
 
-    Attributes:
-        arrival: its place in the order of submission; the answers to one prompt share it.
-        in_order: submitted in an order that is known to be good: later ones do not skip it for a longer match.
-        sample_index: its number among the answers to the prompt.
-        parent: the first of these answers, which computed the prompt; None for that one itself.
-        children: the other answers, once the first token is drawn.
-        progress: its lengths and tokens: a row of the scheduler's table while it runs, a record of its own before
-            and after.
-        lease: its row and slots while it runs.
-        pending_match: what it would find in the cache, while it waits.
-        times_skipped: admissions of others while it was the oldest in the queue.
-        resumable_after: passes that must have ended before it runs again: they hold what it had in flight.
-        launched_len: positions that passes were launched for, under its earlier leases.
+    Its `progress`, lengths and tokens, is a row of the scheduler's table while it runs, else a record of its own.
+    If it was submitted `in_order`, an order known to be good, later ones do not skip it for a longer match.
     """
 
     request: Request
-    arrival: int
+    arrival: int  # its place in the order of submission; the answers to one prompt share it
     log: RequestLog
     in_order: bool = False
-    sample_index: int = 0
-    parent: Answer | None = None
-    children: tuple[Answer, ...] = ()
+    sample_index: int = 0  # its number among the answers to the prompt
+    parent: Answer | None = None  # the first of these answers, which computed the prompt; None for that one itself
+    children: tuple[Answer, ...] = ()  # the other answers, once the first token is drawn
     state: AnswerState = AnswerState.WAITING
-    lease: Lease | None = None
-    pending_match: PendingMatch | None = None
-    times_skipped: int = 0
-    resumable_after: int = 0
-    launched_len: int = 0
+    lease: Lease | None = None  # while it runs
+    pending_match: PendingMatch | None = None  # what it would find in the cache, while it waits
+    times_skipped: int = 0  # admissions of others while it was the oldest in the queue
+    resumable_after: int = 0  # passes to end before it runs again: they hold what it had in flight
+    launched_len: int = 0  # positions that passes were launched for, under its earlier leases
 
     def __post_init__(self) -> None:
         self.progress: Parked | TableRow = Parked(self.request.prompt_ids)

@@ -23,16 +23,13 @@ _NONE = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class ExtendChunk:
-    """The part of an answer's extend that one pass computes: known tokens [start, start + len(slots)).
-
-    `slots` are `[n >= 1]`; `num_samples` tokens are sampled after the last of these.
-    """
+    """Known tokens [start, start + len(slots)), one at least, of an answer's extend that one pass computes."""
 
     answer: Answer
     lease: Lease
     start: int
     slots: Slots
-    num_samples: int
+    num_samples: int  # after the last token
 
     @property
     def end(self) -> int:

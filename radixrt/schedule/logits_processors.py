@@ -18,14 +18,11 @@ NEVER = int(np.iinfo(np.int64).max)  # a position that no answer reaches
 
 @dataclass(frozen=True)
 class BadWords:
-    """Bad words by the tokens of a history that must be known before their last token is banned.
+    """Bad words by the tokens of a history that must be known before their last token is banned."""
 
-    Attributes:
-        always: `[N, 2]` int32: a token, and the last token after which it is banned; NO_TOKEN: any.
-        begun_by: the other words, by the last token that must be known: all that must be, and a row as above.
-    """
-
+    # `[N, 2]`: a token, and the last token after which it is banned; NO_TOKEN: any.
     always: Int32Array
+    # The other words, by the last token that must be known: all that must be, and a row as above.
     begun_by: dict[int, list[tuple[tuple[int, ...], tuple[int, int]]]]
 
     @classmethod
@@ -53,25 +50,17 @@ class BadWords:
 
 @dataclass(frozen=True)
 class LogitsProcessors:
-    """Those of one request, prepared once, when an answer is admitted.
-
-    Attributes:
-        bias_ids, biases: int32 and float32 `[N]`, tokens and what is added to their logits.
-        allowed_ids: int32 `[N]`, the only tokens that may be drawn; None: all.
-        stop_bans: `[N, 2]` as in `BadWords`, bans of the stop tokens at positions below `stops_from`.
-        bad_words: for histories whose last token is known, and for those whose last token is not.
-        end: position from which on nothing is changed.
-    """
+    """Those of one request, prepared once, when an answer is admitted."""
 
     params: SamplingParams
     prompt_len: int
-    bias_ids: Int32Array
-    biases: NDArray[np.float32]
-    allowed_ids: Int32Array | None
-    stop_bans: Int32Array
+    bias_ids: Int32Array  # `[N]`
+    biases: NDArray[np.float32]  # `[N]`, added to their logits
+    allowed_ids: Int32Array | None  # `[N]`, the only tokens that may be drawn; None: all
+    stop_bans: Int32Array  # `[N, 2]` as in `BadWords`, bans of the stop tokens at positions below `stops_from`
     stops_from: int
-    bad_words: tuple[BadWords, BadWords]
-    end: int
+    bad_words: tuple[BadWords, BadWords]  # for histories whose last token is known, and is not
+    end: int  # position from which on nothing is changed
 
     @classmethod
     def of(cls, request: Request) -> LogitsProcessors | None:
@@ -102,16 +91,13 @@ class LogitsProcessors:
 
 @dataclass(frozen=True)
 class ProcessedDraw:
-    """A token to be drawn from processed logits.
-
-    `last_is_unknown`: the token before it has been sampled, but only the device knows it, in `last_token[row]`.
-    """
+    """A token to be drawn from processed logits."""
 
     processors: LogitsProcessors
     row: int
     position: int
     known: Int32Array
-    last_is_unknown: bool
+    last_is_unknown: bool  # the token before it: only the device knows it, in `last_token[row]`
 
 
 def processor_arrays(draws: Sequence[ProcessedDraw]) -> Arrays:

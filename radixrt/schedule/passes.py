@@ -45,18 +45,13 @@ class Features:
 class SamplingInputs:
     """How a pass draws from its S rows of logits.
 
-    Attributes:
-        logits_rows: `[S]` int32, the row of the pass that each row of logits belongs to, ascending.
-        features: of the draw of all S rows.
-        processed: of the second draw, of the X rows whose logits are processed first; None: there are none.
-        num_top: alternatives to find for the L rows that want log-probabilities; None: there are none.
-        arrays: parameters by name, each `[S]`, `[X]` or `[L]`, or a list of pairs of a processed row and a token.
+    `arrays` are parameters by name, each `[S]`, `[X]` or `[L]`, or a list of pairs of a processed row and a token.
     """
 
-    logits_rows: Int32Array
-    features: Features
-    processed: Features | None
-    num_top: int | None
+    logits_rows: Int32Array  # `[S]`, the row of the pass that each row of logits belongs to, ascending
+    features: Features  # of the draw of all S rows
+    processed: Features | None  # of the second draw, of the X rows whose logits are processed first; may be none
+    num_top: int | None  # alternatives to find for the L rows that want log-probabilities; None: there are none
     arrays: Mapping[str, NDArray[Any]]
 
 
@@ -116,17 +111,12 @@ NO_ROWS = Pass(0, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE,
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Natural log-probabilities of R tokens, and the K most likely tokens in the place of each.
+    """Natural log-probabilities of R tokens, and the K most likely tokens in the place of each."""
 
-    Attributes:
-        chosen, ranks: `[R]` float32, of the token itself, and int32, 1 for the most likely.
-        top_ids, top: `[R, K]` int32, the most likely tokens, the most likely first, and float32, theirs.
-    """
-
-    chosen: NDArray[np.float32]
-    ranks: Int32Array
-    top_ids: Int32Array
-    top: NDArray[np.float32]
+    chosen: NDArray[np.float32]  # `[R]`, of the token itself
+    ranks: Int32Array  # `[R]`, 1 for the most likely
+    top_ids: Int32Array  # `[R, K]`, the most likely first
+    top: NDArray[np.float32]  # `[R, K]`, theirs
 
 
 @dataclass(frozen=True)
@@ -139,8 +129,8 @@ class PassResult:
             fewer where drafts were wrong. Each of a prompt's answers takes one of them; a decode takes all, and
             has computed as many positions.
         finite: `[B]` bool, whether the row's numbers are all finite.
-        logprobs: of the sampled tokens whose request asked for them, in order; None: there are none.
-        prompt_logprobs: of the P scored tokens; None: there are none.
+        logprobs, prompt_logprobs: of the sampled tokens whose request asked for them, in order; of the P scored
+            tokens; None: there are none.
         seconds: device time, with gaps between kernels, without transfers between the tiers; None: not measured.
             A pass launched while the one before was computed begins when that ends, so that seconds add up.
         launch_seconds: host time of the launch, beside the device; 0 where launching computes the pass.
@@ -173,6 +163,5 @@ class Runner(Protocol):
     def check_device(self, error: Exception) -> None:
         """Make ready for other passes after one that raised `error`, which may have run out of memory.
 
-        Raises:
-            DeviceLostError: no pass can run any more.
+        Raises DeviceLostError where no pass can run any more.
         """

@@ -27,30 +27,19 @@ class SchedulePolicy(str, Enum):
 class SchedulerConfig:
     """What a scheduler works within.
 
-    Attributes:
-        max_running_requests: answers that run at once.
-        chunked_prefill_size: tokens of extends that one pass computes; longer ones take several passes.
-        policy: order of admission.
-        max_samples_per_pass: tokens that one pass samples, each from a row of logits of its own; at least
-            max_running_requests, since every running answer may sample one. None is twice that, for the first
-            tokens of n answers: those beyond it compute the prompt's last token once more.
-        max_ranked: answers at the head of the queue that are considered for a pass.
-        max_times_skipped: admissions that the oldest waiting answer lets pass.
-        max_loaded_chunks: about how many chunks of tokens a pass waits for from the host.
-        room_passes: decode passes to make room for once answers must be retracted.
-
-    Raises:
-        ValueError: max_samples_per_pass is less than max_running_requests.
+    One pass samples `max_samples_per_pass` tokens, each from a row of logits of its own. None is twice
+    `max_running_requests`, for the first tokens of n answers: those beyond it compute the prompt's last token once
+    more. Raises ValueError where it is less than `max_running_requests`: every running answer may sample one.
     """
 
     max_running_requests: int
-    chunked_prefill_size: int
+    chunked_prefill_size: int  # tokens of extends that one pass computes; longer ones take several passes
     policy: SchedulePolicy = SchedulePolicy.LPM
     max_samples_per_pass: int | None = None
-    max_ranked: int = 512
-    max_times_skipped: int = 256
-    max_loaded_chunks: int = 4
-    room_passes: int = 4
+    max_ranked: int = 512  # answers at the head of the queue that are considered for a pass
+    max_times_skipped: int = 256  # admissions that the oldest waiting answer lets pass
+    max_loaded_chunks: int = 4  # about how many chunks of tokens a pass waits for from the host
+    room_passes: int = 4  # decode passes to make room for once answers must be retracted
 
     def __post_init__(self) -> None:
         if self.max_samples < self.max_running_requests:

@@ -31,8 +31,7 @@ class Request:
         params: how to sample.
         max_new_tokens: params.max_new_tokens, fewer where the context ends before.
         seed: of its draws, 0 to 2**63 - 1.
-        stop_ids: tokens that end it.
-        bad_words: token ids that must not follow one another.
+        stop_ids, bad_words: tokens that end it, and tokens that must not follow one another.
         namespace: of its prefix.
         make_text_stop: makes the `TextStop` of one answer; None: nothing is told of single tokens.
         reusable_len: leading tokens of the prompt that later requests share, at most, where all are known: tokens

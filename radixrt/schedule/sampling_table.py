@@ -14,14 +14,10 @@ NO_LOGPROBS = -1
 
 
 class SamplingTable:
-    """Sampling parameters of the running answers, by their row in `req_to_token`.
-
-    Args:
-        max_requests: rows. One more is always greedy and asks for nothing else.
-    """
+    """Sampling parameters of the running answers, by their row in `req_to_token`: `max_requests` of them."""
 
     def __init__(self, max_requests: int) -> None:
-        self._neutral_row = max_requests
+        self._neutral_row = max_requests  # always greedy, and asks for nothing else
         size = max_requests + 1
         self._temperatures = np.zeros(size, dtype=np.float32)
         self._columns: Arrays = {

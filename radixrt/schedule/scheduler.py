@@ -29,10 +29,7 @@ from radixrt.schedule.roster import Roster
 
 
 class Scheduler:
-    """Admits, extends, decodes, retracts and ends answers.
-
-    `waiting` are in order of arrival, `running` in order of admission.
-    """
+    """Admits, extends, decodes, retracts and ends answers: `waiting` by arrival, `running` by admission."""
 
     def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
         self.cache, self.config = cache, config
@@ -94,8 +91,7 @@ class Scheduler:
     def next_pass(self) -> Booking | None:
         """Plan a pass. None if nothing is left to do, or all of it waits for passes in flight.
 
-        Raises:
-            SchedulerError: requests wait, nothing is in flight, and still nothing can run.
+        Raises SchedulerError where requests wait, nothing is in flight, and still nothing can run.
         """
         booking, planned_anew = self._plan(), False
         while booking is None and self.has_work and not self.cache.in_flight:

@@ -22,15 +22,10 @@ Window: TypeAlias = "int | None"  # positions that a layer sees; None: all
 
 @dataclass(frozen=True)
 class PlanShape:
-    """The kernels that the plans of decodes need. With its sizes it decides how long a padded plan's arrays are.
+    """The kernels that the plans of decodes need. With its sizes it decides the lengths of a padded plan."""
 
-    Attributes:
-        cuts: long contexts, or tails of them, are several items, whose results a kernel of its own merges.
-        shares: what decodes have in common is read once for all of them.
-    """
-
-    cuts: bool
-    shares: bool
+    cuts: bool  # long contexts, or tails of them, are several items, whose results a kernel of its own merges
+    shares: bool  # what decodes have in common is read once for all of them
 
 
 WHOLE = PlanShape(cuts=False, shares=False)
@@ -41,10 +36,7 @@ CUT_TREE = PlanShape(cuts=True, shares=True)
 
 @dataclass(frozen=True)
 class PassPlans(Generic[Array]):
-    """The plans of a pass by window: on the host, or of tensors on the device.
-
-    There are none of extends where the pass has none, or the references run, which need none.
-    """
+    """The plans of a pass by window, on the host or the device. Those of the references have none of extends."""
 
     decode: Mapping[Window, AttentionPlan[Array]]
     extend: Mapping[Window, ExtendPlan[Array]] = field(default_factory=dict)
@@ -95,19 +87,12 @@ class PassPlans(Generic[Array]):
 
 @dataclass(frozen=True)
 class PlanCapacity:
-    """What a padded plan has room for; its query rows are given.
+    """What a padded plan has room for; its query rows are given."""
 
-    Attributes:
-        num_items: of requests' own.
-        num_partials: partial results of all items.
-        merges: rows may be merged from partial results by a kernel of its own.
-        num_shared_items: None: nothing is shared.
-    """
-
-    num_items: int
-    num_partials: int
-    merges: bool
-    num_shared_items: int | None = None
+    num_items: int  # of requests' own
+    num_partials: int  # partial results of all items
+    merges: bool  # rows may be merged from partial results by a kernel of its own
+    num_shared_items: int | None = None  # None: nothing is shared
 
 
 def _names(plan: type[SharingPlan[Int32Array]], group: str) -> list[str]:

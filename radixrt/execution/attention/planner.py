@@ -40,10 +40,7 @@ DecodePlans = dict[Window, AttentionPlan[Int32Array]]
 
 
 class ReferencePlanner:
-    """Plans passes of the references, which need no cuts, and no plans of extends.
-
-    Each of the layers' `windows` gets a plan. The host's table `req_to_token` tells who reads the same.
-    """
+    """Plans passes of the references, which need no cuts, and no plans of extends: one for each window."""
 
     def __init__(self, windows: Sequence[Window], req_to_token: Int32Array) -> None:
         self._windows = windows
@@ -202,9 +199,7 @@ class AttentionPlanner(ReferencePlanner):
     def _extends(
         self, host: HostArrays, count: int, num_tokens: int, window: Window, tile_tokens: int | None = None
     ) -> ExtendPlan[Int32Array]:
-        """The plan of the first `count` requests in a pass with room for `num_tokens` of extends. With
-        `tile_tokens` it is to be padded.
-        """
+        """The plan of the first `count` requests, to be padded to `num_tokens` if `tile_tokens` are given."""
         names = ("req_pool_indices", "prefix_lens", "extend_start_loc", "extend_seq_lens")
         rows, prefix, first_rows, counts = (host[name][:count] for name in names)
         is_short_pass = num_tokens <= self._tuning.max_cut_tokens

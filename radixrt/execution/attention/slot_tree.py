@@ -22,21 +22,15 @@ class SlotTree:
     """Rows in depth-first order, and the nodes of the tree that has them as leaves, level by level; int64 arrays.
 
     A node is some rows, two at least, and the prefix, a token at least, that they and no others have in common.
-    Of N nodes and R rows:
-
-    - `order` [R]: the rows; node i has `order[firsts[i] : firsts[i] + sizes[i]]`,
-    - `firsts`, `sizes` [N],
-    - `stops` [N]: the tokens of its prefix,
-    - `parents` [N]: of the level above, or -1; children of a node are next to one another,
-    - `levels`: where each level begins, and the end.
+    There are N nodes and R rows. Node i has the rows `order[firsts[i] : firsts[i] + sizes[i]]`.
     """
 
-    order: Int64Array
-    firsts: Int64Array
-    sizes: Int64Array
-    stops: Int64Array
-    parents: Int64Array
-    levels: list[int]
+    order: Int64Array  # `[R]`
+    firsts: Int64Array  # `[N]`
+    sizes: Int64Array  # `[N]`
+    stops: Int64Array  # `[N]`, the tokens of its prefix
+    parents: Int64Array  # `[N]`, of the level above, or -1; children of a node are next to one another
+    levels: list[int]  # where each level begins, and the end
 
     @property
     def num_levels(self) -> int:
