@@ -274,7 +274,7 @@ def test_state_machine_long() -> None:
     often = ("retraction", "eviction", "split", "remap", "abort in flight", "n answers", "scored prompt")
     for event in (*often, "dropped", "dropped in part"):
         assert EVENTS[event] >= 200, (event, EVENTS)
-    for event in ("fork of a running request", "weights update", "first token drawn apart"):
+    for event in ("fork of a running answer", "weights update", "first token drawn apart"):
         assert EVENTS[event] >= 200, (event, EVENTS)
     assert EVENTS["abort of a running answer"] >= 25, EVENTS
     for event in ("load of a file", "save from the host", "store", "host eviction", "computed what the host has"):
