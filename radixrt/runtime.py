@@ -347,7 +347,10 @@ class Runtime:
         return self._loose.take()
 
     def abort(self, request: Request | int | str) -> bool:
-        """End a request, or the one of this id, at the next step; from any thread. False if there is none."""
+        """End a request, given itself or its id, at the next step; from any thread.
+
+        False if it has ended, or has not been submitted.
+        """
         own_id = request.id if isinstance(request, Request) else request
         return self._driver.abort(own_id if isinstance(own_id, str) else int(own_id))
 
@@ -430,6 +433,10 @@ class Runtime:
         Running requests end first, and new ones wait. The file is written beside `path` and renamed when it is
         whole and durable, so that `path` always holds the old file or the new one.
 
+        Args:
+            path: a safetensors file in a folder that exists; replaced if it is there.
+            progress: show a bar on stderr.
+
         Returns:
             How many tokens were saved.
 
@@ -444,7 +451,12 @@ class Runtime:
         """Load the prefixes of a file that a Runtime of the same weights, dtype and rope wrote with `save_cache`.
 
         Running requests end first, and new ones wait. Prefixes go to free slots, the last used first, and evict
-        nothing; they are the first to be evicted. A warning is logged where there are too few slots.
+        nothing; they are the first to be evicted, to the host if there is a tier. A warning is logged where there
+        are too few slots.
+
+        Args:
+            path: the file.
+            progress: show a bar on stderr.
 
         Returns:
             How many tokens were loaded.
