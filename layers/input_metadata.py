@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,35 +21,23 @@ class InputMetadata:
     """The batch of one pass: B requests, the `num_extends` extends first, then the decodes.
 
     The pass computes T new tokens, contiguous by request, in batch order; a decode computes one. All tensors are
-    int32, on the pass's device:
-
-    - `req_pool_indices` [B]: the request's row of `req_to_token`,
-    - `seq_lens` [B]: its tokens after this pass, `prefix_lens` [B]: those whose KV was in the pool before,
-      `extend_seq_lens` [B]: those computed now (seq = prefix + extend),
-    - `extend_start_loc` [B]: its first token among the T,
-    - `positions` [T]: position of each token in its request, `out_cache_loc` [T]: the slot for its KV,
-    - `logits_indices` [S]: the tokens, among the T, whose logits are needed,
-    - `req_to_token` [max_requests, max_context_len]: position to slot, the new tokens' included.
-
-    `decode_plans` and `extend_plans` have a plan for each sliding window of the model's layers; None's serves all
-    other layers. Query row 0 of a decode plan is the first decode.
-
-    A padded decode has `seq_len` 1 and writes to slot 0. `num_extend_tokens` of the T tokens are the extends'.
+    int32, on the pass's device. A padded decode has `seq_len` 1 and writes to slot 0.
     """
 
-    req_pool_indices: Tensor
-    seq_lens: Tensor
-    prefix_lens: Tensor
-    extend_seq_lens: Tensor
-    extend_start_loc: Tensor
-    positions: Tensor
-    out_cache_loc: Tensor
-    logits_indices: Tensor
-    req_to_token: Tensor
+    req_pool_indices: Tensor  # `[B]`, the request's row of `req_to_token`
+    seq_lens: Tensor  # `[B]`, its tokens after this pass: seq = prefix + extend
+    prefix_lens: Tensor  # `[B]`, those whose KV was in the pool before
+    extend_seq_lens: Tensor  # `[B]`, those computed now
+    extend_start_loc: Tensor  # `[B]`, its first token among the T
+    positions: Tensor  # `[T]`, of each token in its request
+    out_cache_loc: Tensor  # `[T]`, the slot for its KV
+    req_to_token: Tensor  # `[max_requests, max_context_len]`, position to slot, the new tokens' included
+    # A plan for each sliding window of the model's layers; None's serves all other layers. Query row 0 of a decode
+    # plan is the first decode.
     decode_plans: Mapping[int | None, AttentionPlan]
     extend_plans: Mapping[int | None, ExtendPlan]
     num_extends: int
-    num_extend_tokens: int
+    num_extend_tokens: int  # the first of the T
 
     @cached_property
     def extends(self) -> Extends:
@@ -72,7 +59,7 @@ class InputMetadata:
     def host_arrays(
         req_pool_indices: ArrayLike, seq_lens: ArrayLike, prefix_lens: ArrayLike, out_cache_loc: ArrayLike
     ) -> dict[str, Int32Array]:
-        """All int32 arrays of a batch except `logits_indices`, by field name, ready to be sent to the device.
+        """All int32 arrays of a batch by field name, ready to be sent to the device.
 
         Raises ValueError where lengths disagree, a prefix is longer than its sequence, or a value is negative.
         """
@@ -114,11 +101,10 @@ class InputMetadata:
         host: Mapping[str, Int32Array],
         device: Mapping[str, Tensor],
         *,
-        logits_indices: Tensor,
         req_to_token: Tensor,
         num_extends: int,
         decode_plans: Mapping[int | None, AttentionPlan],
-        extend_plans: Mapping[int | None, ExtendPlan] = MappingProxyType({}),
+        extend_plans: Mapping[int | None, ExtendPlan],
     ) -> InputMetadata:
         """The metadata of the arrays `host` (see `host_arrays`), which `device` holds under the same names.
 
@@ -131,7 +117,6 @@ class InputMetadata:
             raise ValueError(f"a decode computes one token, but extend_seq_lens are {extend[num_extends:]}")
         return cls(
             **{name: device[name] for name in host},
-            logits_indices=logits_indices,
             req_to_token=req_to_token,
             decode_plans=decode_plans,
             extend_plans=extend_plans,

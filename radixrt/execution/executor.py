@@ -147,7 +147,6 @@ class Executor:
         metadata = InputMetadata.from_host_and_device(
             packed.host_arrays(),
             arrays,
-            logits_indices=arrays["extend_start_loc"] if indices is None else indices,
             req_to_token=self.req_to_token,
             num_extends=packed.num_extends,
             decode_plans=plans.decode,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layers.rotary import RopeParameters, geometric_frequencies
+from layers.rotary import RopeParameters
 from radixrt.kept_cache.cache_file import KVFormat
 from radixrt.models.config import ModelConfig
 
@@ -67,16 +67,12 @@ def _each(values: list[Any]) -> Any:
 def _scaling(rope: RopeParameters) -> dict[str, Any] | None:
     if rope.scaling is None:
         return None
-    return {"kind": type(rope.scaling).__name__, **asdict(rope.scaling)}  # type: ignore[call-overload]
+    return {"kind": type(rope.scaling).__name__, **asdict(rope.scaling)}
 
 
 def _frequencies(rope: RopeParameters, config: ModelConfig) -> str:
     """Return the beginning of the hash of a rope's frequencies."""
-    rotary_dim = int(config.head_dim * rope.partial_rotary_factor)
-    if rope.scaling is None:
-        frequencies = geometric_frequencies(rope.theta, rotary_dim)
-    else:
-        frequencies = rope.scaling.frequencies(rope.theta, rotary_dim, config.context_length)
+    frequencies = rope.frequencies(config.head_dim, config.context_length)
     return hashlib.sha256(frequencies.numpy().astype("<f4").tobytes()).hexdigest()[:16]
 
 

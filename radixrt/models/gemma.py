@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from layers.embedding import Embedding
 from layers.input_metadata import InputMetadata
-from layers.logits import LogitsHead
 from layers.norm import GemmaRMSNorm
 from layers.radix_attention import KVCache
+from layers.vocabulary import Embedding, LogitsHead
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Block, Decoder
 
@@ -127,14 +126,7 @@ class Gemma2(Decoder):
         return last.after_feed_forward_norm
 
     def build_head(self) -> LogitsHead:
-        config = self.config
-        return LogitsHead(
-            config.vocab_size,
-            config.hidden_size,
-            tied_to=self.embedding if config.tie_word_embeddings else None,
-            softcap=config.logits_softcap,
-            placement=self.placement,
-        )
+        return LogitsHead(self.head_weight(), softcap=self.config.logits_softcap, impl=self.placement.impl)
 
 
 class Gemma3(Gemma2):
