@@ -41,10 +41,8 @@ class TokenToKVPool:
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     def view(self, layer_id: int, req_to_token: torch.Tensor) -> KVView:
-        """A layer's keys, values and scales, each a view, with the rows that name their slots."""
-        k_scale = v_scale = None
-        if self.scales is not None:
-            k_scale, v_scale = self.scales[layer_id, 0], self.scales[layer_id, 1]
+        """A layer as attention reads it, with the device's copy of the table of slots."""
+        k_scale, v_scale = (None, None) if self.scales is None else self.scales[layer_id].unbind()
         return KVView(self.buffer[layer_id, 0], self.buffer[layer_id, 1], req_to_token, k_scale, v_scale)
 
     def set_scales(self, scales: torch.Tensor) -> None:

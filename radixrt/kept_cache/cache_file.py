@@ -77,11 +77,6 @@ class KVFormat:
         """Tokens in a piece of KV; the last piece may have fewer."""
         return max(1, PIECE_BYTES // max(1, self.token_bytes))
 
-    def pieces(self, num_tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield the tokens [start, end) of each piece of the KV of so many tokens."""
-        size = self.piece_tokens
-        return ((start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
-
 
 def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> Tensors:
     num_pieces = len(_ARRAYS) + -(-num_tokens // kv.piece_tokens)
@@ -100,7 +95,7 @@ def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> Tensors:
 
 
 class CacheFileWriter:
-    """Writes a cache file: `write` for each of `KVFormat.pieces`, in order, then `finish`."""
+    """Writes a cache file: `write` for each piece of KV, in order, then `finish`."""
 
     def __init__(self, head: bytes, file: AtomicFile, hashers: ThreadPoolExecutor) -> None:
         self._head, self._file, self._hashers = head, file, hashers
@@ -151,7 +146,7 @@ class CacheFileWriter:
 
 
 class CacheFileReader:
-    """Reads a cache file: `read` for each of `KVFormat.pieces`, in order. All else is checked on opening.
+    """Reads a cache file: `read` for each piece of KV, in order. All else is checked on opening.
 
     Attributes:
         tree, kv, identity: as given to the writer.

@@ -108,28 +108,33 @@ class CacheStorage:
 
     def _read(self, reader: CacheFileReader, slots: Slots, progress: bool) -> None:
         """Check every piece of KV, and copy the tokens that have a slot into it."""
-        buffers = self._buffers(len(slots))
         with _bar("loading", len(slots), progress) as bar:
-            for (start, end), buffer in zip(self.format.pieces(len(slots)), cycle(buffers), strict=False):
-                buffer.wait()
-                buffer.hash = reader.read(buffer.bytes(end - start))
-                self._scatter(buffer, slots[start:end])
-                bar.update(end - start)
-            for buffer in buffers:  # no use may outlive it
-                buffer.wait()
+            for piece, buffer in self._pieces(slots):
+                buffer.hash = reader.read(buffer.bytes(len(piece)))
+                self._scatter(buffer, piece)
+                bar.update(len(piece))
 
     def _gathered(self, slots: Slots) -> Iterator[tuple[_Buffer, int]]:
         """Yield the KV of `slots` in buffers, with the number of its tokens, while the next piece is gathered."""
         before: tuple[_Buffer, int] | None = None
-        pieces, buffers = self.format.pieces(len(slots)), cycle(self._buffers(len(slots)))
-        for (start, end), buffer in zip(pieces, buffers, strict=False):
-            buffer.wait()
-            self._gather(slots[start:end], buffer)
+        for piece, buffer in self._pieces(slots):
+            self._gather(piece, buffer)
             if before is not None:
                 yield before
-            before = buffer, end - start
+            before = buffer, len(piece)
         if before is not None:
             yield before
+
+    def _pieces(self, slots: Slots) -> Iterator[tuple[Slots, _Buffer]]:
+        """Yield the slots of each piece of KV and a buffer that is free; at the end all of them are free."""
+        size, num_tokens = self.format.piece_tokens, len(slots)
+        num_buffers = min(NUM_BUFFERS, -(-num_tokens // size))
+        buffers = [_Buffer(self.kv_pool.buffer, min(size, num_tokens)) for _ in range(num_buffers)]
+        for start, buffer in zip(range(0, num_tokens, size), cycle(buffers), strict=False):
+            buffer.wait()
+            yield slots[start : start + size], buffer
+        for buffer in buffers:
+            buffer.wait()
 
     def _gather(self, slots: Slots, buffer: _Buffer) -> None:
         """Start to copy the KV of `slots` `[n]` (host slot s is -s) to the first n tokens of a buffer."""
@@ -149,11 +154,6 @@ class CacheStorage:
         source, target = (torch.from_numpy(array).to(pool.device) for array in (places, slots[places]))
         kv_copy(buffer.by_layer, source, pool, target, impl=self.impl)
         buffer.copied()
-
-    def _buffers(self, num_tokens: int) -> list[_Buffer]:
-        size = self.format.piece_tokens
-        count = min(NUM_BUFFERS, -(-num_tokens // size))
-        return [_Buffer(self.kv_pool.buffer, min(size, num_tokens)) for _ in range(count)]
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

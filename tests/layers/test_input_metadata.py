@@ -11,19 +11,21 @@ from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from layers.radix_attention import RadixAttention
-from memory_pool.token_to_kv_pool import TokenToKVPool
 from tests.support.input_metadata import input_metadata
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.plan import AttentionPlan
+from triton_ops.kv.view import KVView
 
 
-def two_layer_pool(num_slots: int, num_kv_heads: int, head_dim: int) -> TokenToKVPool:
+class TwoLayerPool:
     """K and V of two layers, NaN until written."""
-    device = torch.get_default_device()
-    pool = TokenToKVPool(num_slots, 2, num_kv_heads, head_dim, dtype=torch.float32, device=device)
-    pool.fill(torch.nan)
-    return pool
+
+    def __init__(self, num_slots: int, num_kv_heads: int, head_dim: int) -> None:
+        self.kv = torch.full((2, 2, num_slots, num_kv_heads, head_dim), torch.nan)
+
+    def view(self, layer_id: int, req_to_token: Tensor) -> KVView:
+        return KVView(*self.kv[layer_id], req_to_token)
 
 
 def scattered_rows(num_rows: int, length: int, seed: int = 0) -> Tensor:
@@ -55,20 +57,18 @@ def test_golden_example() -> None:
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(9, 32, 64, generator=generator)
     k, v = torch.randn(9, 4, 64, generator=generator), torch.randn(9, 4, 64, generator=generator)
-    pool = two_layer_pool(40, 4, 64)
+    pool = TwoLayerPool(40, 4, 64)
     for row, prefix in zip(rows, prefix_lens, strict=True):
         slots = req_to_token[row, :prefix].long()
-        pool.buffer[1, :, slots] = torch.randn(2, prefix, 4, 64, generator=generator)
+        pool.kv[1, :, slots] = torch.randn(2, prefix, 4, 64, generator=generator)
     out = RadixAttention(1, Scoring(0.125))(q, k, v, metadata, pool)
 
-    assert pool.buffer[0].isnan().all(), "layer 0 is not layer 1"
-    assert torch.equal(pool.buffer[1, 0][out_cache_loc.long()], k)
+    assert pool.kv[0].isnan().all(), "layer 0 is not layer 1"
+    assert torch.equal(pool.kv[1, 0, out_cache_loc.long()], k)
     start = 0
     for row, seq_len, extend_len in zip(rows, seq_lens, [3, 6], strict=True):
         slots = req_to_token[row, :seq_len].long()
-        dense = dense_attention(
-            q[start : start + extend_len], pool.buffer[1, 0][slots], pool.buffer[1, 1][slots], Scoring(0.125)
-        )[0]
+        dense = dense_attention(q[start : start + extend_len], *pool.kv[1, :, slots], Scoring(0.125))[0]
         torch.testing.assert_close(out[start : start + extend_len].double(), dense, atol=1e-5, rtol=1e-5)
         start += extend_len
 
@@ -92,9 +92,9 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
     assert metadata.decode_plan(sliding_window=7) is plan
 
     generator = torch.Generator().manual_seed(2)
-    pool = two_layer_pool(41, 2, 8)
+    pool = TwoLayerPool(41, 2, 8)
     for b in range(4):
-        pool.buffer[0, :, req_to_token[b, : prefix_lens[b]].long()] = torch.randn(
+        pool.kv[0, :, req_to_token[b, : prefix_lens[b]].long()] = torch.randn(
             2, prefix_lens[b], 2, 8, generator=generator
         )
     packed = torch.randn(sum(num_new), 8, 8, generator=generator)
@@ -103,7 +103,7 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
     assert out.shape == (sum(num_new), 4, 8)
     for b, (part, result) in enumerate(zip(q.split(num_new), out.split(num_new), strict=True)):
         slots = req_to_token[b, : seq_lens[b]].long()
-        dense = dense_attention(part, pool.buffer[0, 0][slots], pool.buffer[0, 1][slots], Scoring(0.3))[0]
+        dense = dense_attention(part, *pool.kv[0, :, slots], Scoring(0.3))[0]
         torch.testing.assert_close(result.double(), dense, atol=1e-5, rtol=1e-5)
 
 
@@ -111,7 +111,7 @@ def test_empty_batch() -> None:
     metadata = input_metadata([], [], [], [], scattered_rows(1, 4))
     assert metadata.positions.shape == (0,)
     empty = torch.empty(0, 2, 8)
-    out = RadixAttention(0, Scoring(1.0))(empty, empty, empty, metadata, two_layer_pool(4, 2, 8))
+    out = RadixAttention(0, Scoring(1.0))(empty, empty, empty, metadata, TwoLayerPool(4, 2, 8))
     assert out.shape == (0, 2, 8)
 
 

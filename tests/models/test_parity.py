@@ -77,7 +77,7 @@ class Session:
         self.kv = torch.full(shape, torch.nan)
 
     def view(self, layer_id: int, req_to_token: Tensor) -> KVView:
-        return KVView(self.kv[0, layer_id], self.kv[1, layer_id], req_to_token)
+        return KVView(*self.kv[:, layer_id], req_to_token)
 
     def run(
         self,
