@@ -52,8 +52,7 @@ class InputMetadata:
 
     def extend_plan(self, sliding_window: int | None) -> ExtendPlan | None:
         """The plan for the extends in layers of that window, or None."""
-        plans = self.extend_plans
-        return plans[sliding_window] if sliding_window in plans else plans.get(None)
+        return self.extend_plans.get(sliding_window, self.extend_plans.get(None))
 
     @staticmethod
     def host_arrays(
@@ -95,31 +94,16 @@ class InputMetadata:
             "out_cache_loc": slots,
         }
 
-    @classmethod
-    def from_host_and_device(
-        cls,
-        host: Mapping[str, Int32Array],
-        device: Mapping[str, Tensor],
-        *,
-        req_to_token: Tensor,
-        num_extends: int,
-        decode_plans: Mapping[int | None, AttentionPlan],
-        extend_plans: Mapping[int | None, ExtendPlan],
-    ) -> InputMetadata:
-        """The metadata of the arrays `host` (see `host_arrays`), which `device` holds under the same names.
+    @staticmethod
+    def count_extend_tokens(extend_seq_lens: Int32Array, num_extends: int) -> int:
+        """The `num_extend_tokens` of a batch, from host arrays.
 
         Raises ValueError where `num_extends` is out of range or a request after the extends is no decode.
         """
-        extend = host["extend_seq_lens"]
-        if not 0 <= num_extends <= extend.size:
-            raise ValueError(f"num_extends must be 0 to {extend.size} (all requests), but is {num_extends}")
-        if (extend[num_extends:] != 1).any():
-            raise ValueError(f"a decode computes one token, but extend_seq_lens are {extend[num_extends:]}")
-        return cls(
-            **{name: device[name] for name in host},
-            req_to_token=req_to_token,
-            decode_plans=decode_plans,
-            extend_plans=extend_plans,
-            num_extends=num_extends,
-            num_extend_tokens=int(extend[:num_extends].sum()),
-        )
+        if not 0 <= num_extends <= extend_seq_lens.size:
+            at_most = f"0 to {extend_seq_lens.size} (all requests)"
+            raise ValueError(f"num_extends must be {at_most}, but is {num_extends}")
+        decodes = extend_seq_lens[num_extends:]
+        if (decodes != 1).any():
+            raise ValueError(f"a decode computes one token, but extend_seq_lens are {decodes}")
+        return int(extend_seq_lens[:num_extends].sum())

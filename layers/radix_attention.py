@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from layers.input_metadata import InputMetadata
-from layers.rotary import RotaryEmbedding
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import extend_attention
@@ -26,22 +25,16 @@ class KVCache(Protocol):
 class RadixAttention(nn.Module):
     """The attention of layer `layer_id`, from the projections' output to the heads' outputs.
 
-    `rotary` is None where the layer has no positions; `norm` is of each head by itself. A layer with a window
-    stores all its KV nevertheless: a prefix can be reused at any length.
+    `cos_sin_cache`, see `Rotation`, is None where the layer has no positions; `norm` is of each head by itself. A
+    layer with a window stores all its KV nevertheless: a prefix can be reused at any length.
     """
 
     def __init__(
-        self,
-        layer_id: int,
-        scoring: Scoring,
-        *,
-        rotary: RotaryEmbedding | None = None,
-        norm: HeadNorm | None = None,
-        impl: Impl = "auto",
+        self, layer_id: int, scoring: Scoring, *, cos_sin_cache: Tensor | None, norm: HeadNorm | None, impl: Impl
     ) -> None:
         super().__init__()
         self.layer_id, self.scoring, self.impl = layer_id, scoring, impl
-        self.rotary, self.norm = rotary, norm
+        self.cos_sin_cache, self.norm = cos_sin_cache, norm
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
         """Attention of a pass's T new tokens; writes their K and V to `metadata.out_cache_loc` first.
@@ -51,7 +44,7 @@ class RadixAttention(nn.Module):
         dtype.
         """
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        rotation = None if self.rotary is None else Rotation(self.rotary.cos_sin_cache, metadata.positions)
+        rotation = None if self.cos_sin_cache is None else Rotation(self.cos_sin_cache, metadata.positions)
         kv = kv_pool.view(self.layer_id, metadata.req_to_token)
         q, k, v = qk_norm_rope_store(
             q, k, v, kv, metadata.out_cache_loc, norm=self.norm, rotation=rotation, impl=self.impl

@@ -136,31 +136,22 @@ class RopeParameters:
     scaling: RopeScaling | None = None  # None: RoFormer's own frequencies
     partial_rotary_factor: float = 1.0
 
-    def rotary_dim(self, head_dim: int) -> int:
-        """How many elements of a head are rotated."""
-        return int(head_dim * self.partial_rotary_factor)
-
     def frequencies(self, head_dim: int, context_length: int) -> Tensor:
-        """Of the pairs of elements: float32 `[rotary_dim // 2]` on the CPU."""
-        if self.scaling is None:
-            return 1.0 / _powers(self.theta, self.rotary_dim(head_dim))
-        return self.scaling.frequencies(self.theta, self.rotary_dim(head_dim), context_length)
+        """Of the pairs of elements that are rotated: float32 `[rotary_dim // 2]` on the CPU.
 
-
-class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the positions below `context_length`, shared by all layers of a kind.
-
-    `cos_sin_cache` is float32 `[context_length, rotary_dim]`: cosines, then sines.
-    """
-
-    def __init__(self, head_dim: int, context_length: int, rope: RopeParameters, *, device: torch.device) -> None:
-        super().__init__()
-        rotary_dim = rope.rotary_dim(head_dim)
+        Raises ValueError where they are no pairs, or more than a head has.
+        """
+        rotary_dim = int(head_dim * self.partial_rotary_factor)
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             must_be = f"must be even and at most head_dim {head_dim}"
             raise ValueError(f"the rotated part of a head {must_be}, but is {rotary_dim}")
+        if self.scaling is None:
+            return 1.0 / _powers(self.theta, rotary_dim)
+        return self.scaling.frequencies(self.theta, rotary_dim, context_length)
+
+    def cos_sin_cache(self, head_dim: int, context_length: int, device: torch.device) -> nn.Buffer:
+        """Cosines, then sines, of the positions below `context_length`: float32 `[context_length, rotary_dim]`."""
         positions = torch.arange(context_length, dtype=torch.float32, device="cpu")
-        angles = positions.unsqueeze(1) * rope.frequencies(head_dim, context_length)
-        factor = 1.0 if rope.scaling is None else rope.scaling.attention_factor
-        table = torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1)
-        self.cos_sin_cache = nn.Buffer(table.to(device))
+        angles = positions.unsqueeze(1) * self.frequencies(head_dim, context_length)
+        factor = 1.0 if self.scaling is None else self.scaling.attention_factor
+        return nn.Buffer(torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1).to(device))

@@ -21,7 +21,6 @@ from layers.moe import SparseMoE
 from layers.norm import RMSNorm
 from layers.placement import Placement
 from layers.radix_attention import KVCache, RadixAttention
-from layers.rotary import RotaryEmbedding
 from layers.vocabulary import Embedding, LogitsHead
 from radixrt.models.config import ModelConfig
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
@@ -45,7 +44,7 @@ class Attention(nn.Module):
     Args:
         config: the model's; `config.attention[layer_id]` has this layer's window.
         layer_id: counts from 0.
-        rotary: None where the layer has no positions.
+        cos_sin_cache: None where the layer has no positions.
         q_norm, k_norm: over a head, or over all heads where their size says so.
         qkv_bias, output_bias: whether the projections have biases; None: `config.attention_bias`.
         packed_as: the name of the q, k and v projections where a checkpoint stores them as one.
@@ -57,7 +56,7 @@ class Attention(nn.Module):
         self,
         config: ModelConfig,
         layer_id: int,
-        rotary: RotaryEmbedding | None,
+        cos_sin_cache: Tensor | None,
         *,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
@@ -90,7 +89,9 @@ class Attention(nn.Module):
             norm = HeadNorm(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset)
         scale = self.head_dim**-0.5 if scale is None else scale
         scoring = Scoring(scale, softcap, config.attention[layer_id].window)
-        self.attention = RadixAttention(layer_id, scoring, rotary=rotary, norm=norm, impl=placement.impl)
+        self.attention = RadixAttention(
+            layer_id, scoring, cos_sin_cache=cos_sin_cache, norm=norm, impl=placement.impl
+        )
 
     def forward(
         self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache, *, split_k_ok: bool = False
@@ -206,8 +207,7 @@ class Decoder(nn.Module):
         self.embedding = self.build_embedding()
         ropes = {kind.rope for kind in config.attention if kind.rope is not None}
         self._rotaries = {
-            rope: RotaryEmbedding(config.head_dim, config.context_length, rope, device=placement.device)
-            for rope in ropes
+            rope: rope.cos_sin_cache(config.head_dim, config.context_length, placement.device) for rope in ropes
         }
         self.blocks = nn.ModuleList()
         for layer_id in range(config.num_layers):
@@ -244,8 +244,8 @@ class Decoder(nn.Module):
             return self.embedding.weight
         return self.placement.parameter(self.config.vocab_size, self.config.hidden_size)
 
-    def rotary(self, layer_id: int) -> RotaryEmbedding | None:
-        """Return the rotary embedding of a layer, shared by all layers of that rope; None if it has no rope."""
+    def rotary(self, layer_id: int) -> Tensor | None:
+        """Return the `cos_sin_cache` of a layer, shared by all layers of that rope; None if it has no rope."""
         rope = self.config.attention[layer_id].rope
         return None if rope is None else self._rotaries[rope]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ class TwoLayerPool:
 
     def view(self, layer_id: int, req_to_token: Tensor) -> KVView:
         return KVView(*self.kv[layer_id], req_to_token)
+
+
+attention = partial(RadixAttention, cos_sin_cache=None, norm=None, impl="auto")
 
 
 def scattered_rows(num_rows: int, length: int, seed: int = 0) -> Tensor:
@@ -61,7 +65,7 @@ def test_golden_example() -> None:
     for row, prefix in zip(rows, prefix_lens, strict=True):
         slots = req_to_token[row, :prefix].long()
         pool.kv[1, :, slots] = torch.randn(2, prefix, 4, 64, generator=generator)
-    out = RadixAttention(1, Scoring(0.125))(q, k, v, metadata, pool)
+    out = attention(1, Scoring(0.125))(q, k, v, metadata, pool)
 
     assert pool.kv[0].isnan().all(), "layer 0 is not layer 1"
     assert torch.equal(pool.kv[1, 0, out_cache_loc.long()], k)
@@ -99,7 +103,7 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
         )
     packed = torch.randn(sum(num_new), 8, 8, generator=generator)
     q, k, v = packed[:, :4], packed[:, 4:6], packed[:, 6:]
-    out = RadixAttention(0, Scoring(0.3))(q, k, v, metadata, pool)
+    out = attention(0, Scoring(0.3))(q, k, v, metadata, pool)
     assert out.shape == (sum(num_new), 4, 8)
     for b, (part, result) in enumerate(zip(q.split(num_new), out.split(num_new), strict=True)):
         slots = req_to_token[b, : seq_lens[b]].long()
@@ -111,7 +115,7 @@ def test_empty_batch() -> None:
     metadata = input_metadata([], [], [], [], scattered_rows(1, 4))
     assert metadata.positions.shape == (0,)
     empty = torch.empty(0, 2, 8)
-    out = RadixAttention(0, Scoring(1.0))(empty, empty, empty, metadata, TwoLayerPool(4, 2, 8))
+    out = attention(0, Scoring(1.0))(empty, empty, empty, metadata, TwoLayerPool(4, 2, 8))
     assert out.shape == (0, 2, 8)
 
 
@@ -135,8 +139,10 @@ def test_device_views_need_not_be_copies() -> None:
     assert all(array.dtype == np.int32 for array in host.values())
     packed = torch.from_numpy(np.concatenate(list(host.values())))
     views = dict(zip(host, packed.split([array.size for array in host.values()]), strict=True))
-    metadata = InputMetadata.from_host_and_device(
-        host, views, req_to_token=scattered_rows(2, 10), num_extends=2, decode_plans={}, extend_plans={}
+    plans: dict[str, Any] = {"decode_plans": {}, "extend_plans": {}}
+    count = InputMetadata.count_extend_tokens(host["extend_seq_lens"], 2)
+    metadata = InputMetadata(
+        **views, req_to_token=scattered_rows(2, 10), num_extends=2, num_extend_tokens=count, **plans
     )
     assert metadata.positions.data_ptr() == views["positions"].data_ptr()
     assert metadata.positions.tolist() == [3, 4, 5, 4, 5, 6, 7, 8, 9]

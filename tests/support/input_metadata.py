@@ -32,11 +32,11 @@ def input_metadata(
     def to_device(array: NDArray[Any]) -> Tensor:
         return torch.tensor(array, dtype=torch.int32, device=req_to_token.device)
 
-    return InputMetadata.from_host_and_device(
-        host,
-        {name: to_device(array) for name, array in host.items()},
+    return InputMetadata(
+        **{name: to_device(array) for name, array in host.items()},
         req_to_token=req_to_token,
-        num_extends=num_extends,
         decode_plans={None: plan},
         extend_plans={},
+        num_extends=num_extends,
+        num_extend_tokens=InputMetadata.count_extend_tokens(host["extend_seq_lens"], num_extends),
     )
