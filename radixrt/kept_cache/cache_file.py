@@ -57,8 +57,6 @@ _ARRAYS = {  # by the field of TreeSnapshot: name and dtype in the file
 _NUMPY: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 
 Identity = Mapping[str, Any]
-Tensors = dict[str, dict[str, Any]]
-"""A header without its metadata: by name dtype, shape and data_offsets."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,10 @@ class KVFormat:
         return max(1, PIECE_BYTES // max(1, self.token_bytes))
 
 
-def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> Tensors:
+def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> dict[str, dict[str, Any]]:
+    """The header without its metadata: by name dtype, shape and data_offsets."""
     num_pieces = len(_ARRAYS) + -(-num_tokens // kv.piece_tokens)
-    tensors: Tensors = {}
-    offset = 0
+    tensors, offset = {}, 0
     for name, dtype, shape in (
         *((name, dtype, [num_tokens if name == "tokens" else num_nodes]) for name, dtype in _ARRAYS.values()),
         ("kv", kv.dtype, [num_tokens, *kv.shape]),

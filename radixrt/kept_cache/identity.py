@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from layers.rotary import RopeParameters
 from radixrt.kept_cache.cache_file import KVFormat
-from radixrt.models.config import ModelConfig
+from radixrt.models.config import AttentionKind, ModelConfig
 
 _PIECE = 2**22  # elements at a time, to bound the memory
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd numbers without a pattern: the fractions of the golden ratio and of the square root of 3.
 _STEP, _TURN = 0x1E3779B97F4A7C15, 0x3B67AE8584CAA73B
-# As safetensors names them.
-DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
 # Fields of a config on which no KV depends, or that are spelled out below.
 _NOT_OF_KV = {
     *("dtype", "initializer_range", "bos_token_id", "eos_token_ids"),
@@ -38,20 +36,21 @@ def cache_identity(
 
     `fingerprint` is `weight_fingerprint` of the model, `dtype` the model's, `scales` are the pool's.
     """
+    sizes = config.head_dim, config.context_length  # some kinds of scaling depend on the latter
     own = [field.name for field in fields(config) if field.name not in _NOT_OF_KV]
-    ropes = [kind.rope for kind in config.attention]
 
-    def each(of: Callable[[RopeParameters], Any]) -> Any:
-        return _one_or_all([None if rope is None else of(rope) for rope in ropes])
+    def each(of: Callable[[AttentionKind], Any]) -> Any:
+        """One value if all layers agree, else the list."""
+        values = [of(kind) for kind in config.attention]
+        return values[0] if all(value == values[0] for value in values) else values
 
     identity = {
         **{name.replace("_", " "): getattr(config, name) for name in own},
-        "rope theta": each(lambda rope: rope.theta),
-        "rope scaling": each(_scaling),
-        "rotated share of a head": each(lambda rope: rope.partial_rotary_factor),
-        # Some kinds of scaling depend on the context length.
-        "rope frequencies": each(lambda rope: _hash(rope.frequencies(config.head_dim, config.context_length))),
-        "sliding window": _one_or_all([kind.window for kind in config.attention]),
+        "rope theta": each(lambda kind: kind.rope and kind.rope.theta),
+        "rope scaling": each(lambda kind: kind.rope and _scaling(kind.rope)),
+        "rotated share of a head": each(lambda kind: kind.rope and kind.rope.partial_rotary_factor),
+        "rope frequencies": each(lambda kind: kind.rope and _hash(kind.rope.frequencies(*sizes))),
+        "sliding window": each(lambda kind: kind.window),
         "dtype": str(dtype).removeprefix("torch."),
         "dtype of KV": kv.dtype,
         "weights": fingerprint,
@@ -60,11 +59,6 @@ def cache_identity(
         identity["scales of KV"] = _hash(scales.cpu())
     read: dict[str, Any] = json.loads(json.dumps(identity, default=sorted))  # as read from a file, sets as lists
     return read
-
-
-def _one_or_all(values: list[Any]) -> Any:
-    """Return one value if all layers agree, else the list."""
-    return values[0] if all(value == values[0] for value in values) else values
 
 
 def _scaling(rope: RopeParameters) -> dict[str, Any] | None:

@@ -28,10 +28,11 @@ from radixrt.cache.snapshot import Adoption, take_snapshot
 from radixrt.engine.signals import deferred
 from radixrt.errors import CacheFileError
 from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, Identity, KVFormat, differences
-from radixrt.kept_cache.identity import DTYPE_NAMES
 from triton_ops.implementation import Impl
 from triton_ops.kv.kv_copy import kv_copy
 
+# As safetensors names them.
+DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
 NUM_BUFFERS = 4  # pieces that are read or written, hashed and copied at once
 
 
