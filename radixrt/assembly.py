@@ -48,7 +48,7 @@ class LoadedModel:
     """Weights, KV pools and their files: a `ServedModel`."""
 
     def __init__(self, decoder: Decoder, storage: CacheStorage) -> None:
-        self.decoder, self.config, self.device = decoder, decoder.config, decoder.placement.device
+        self.decoder, self.device = decoder, decoder.placement.device
         self.storage, self.kv_pool = storage, storage.kv_pool
         self._fingerprint: str | None = None  # of the weights, once somebody has asked
 
@@ -56,14 +56,11 @@ class LoadedModel:
         if self._fingerprint is None:
             self._fingerprint = weight_fingerprint(self.decoder)
         dtype, scales = self.decoder.placement.dtype, self.kv_pool.scales
-        return cache_identity(self.config, self._fingerprint, dtype, self.storage.format, scales)
+        return cache_identity(self.decoder.config, self._fingerprint, dtype, self.storage.format, scales)
 
     def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
-        def forget() -> None:
-            before_change()
-            self._fingerprint = None
-
-        reload_weights(self.decoder, self.config, source, before_change=forget)
+        self._fingerprint = None
+        reload_weights(self.decoder, self.decoder.config, source, before_change=before_change)
         if self.kv_pool.scales is not None:
             # Nothing is cached now, so nothing is read with other scales than it was stored with.
             self.kv_pool.set_scales(calibrated_scales(self.decoder, self.device))
@@ -72,7 +69,8 @@ class LoadedModel:
         return self.storage.save(path, weights_version, self.identity(), progress=progress)
 
     def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
-        return self.storage.load(path, weights_version, self.identity(), self.config.vocab_size, progress=progress)
+        vocab_size = self.decoder.config.vocab_size
+        return self.storage.load(path, weights_version, self.identity(), vocab_size, progress=progress)
 
 
 def assemble(config: RuntimeConfig) -> Parts:
@@ -119,35 +117,25 @@ def assemble(config: RuntimeConfig) -> Parts:
 
     shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
     bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, kv_dtype)
-    slots = pool_slots(
-        device,
-        bytes_per_slot,
-        memory_fraction=config.share_of_memory(on_gpu=on_gpu),
-        max_total_tokens=config.max_total_tokens,
-        promised=for_passes,
-    )
+    share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
+    slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, promised=for_passes)
     kv_pool = TokenToKVPool(slots, *shape, dtype=kv_dtype, device=device)
     if scales is not None:
         kv_pool.set_scales(scales)
     host_pool = None
-    on_host = 0 if on_gpu else slots * bytes_per_slot
-    if host_slots := host_pool_slots(config.host_memory_gb, bytes_per_slot, promised=on_host):
+    promised = 0 if on_gpu else slots * bytes_per_slot
+    if host_slots := host_pool_slots(config.host_memory_gb, bytes_per_slot, promised=promised):
         try:
             host_pool = HostKVPool(host_slots, *shape, dtype=kv_pool.buffer.dtype, device=device)
         except RuntimeError as error:
             raise ParameterError(f"host_memory_gb is {config.host_memory_gb:g}: {error}") from error
 
+    host = None if host_pool is None else host_pool.allocator
     cache = PrefixCache(
-        rows,
-        kv_pool.allocator,
-        host_slots=None if host_pool is None else host_pool.allocator,
-        enabled=config.enable_prefix_cache,
-        force_miss=config.force_miss,
+        rows, kv_pool.allocator, host_slots=host, enabled=config.enable_prefix_cache, force_miss=config.force_miss
     )
-    running, chunk = limits.max_running_requests, limits.chunked_prefill_size
-    scheduler = Scheduler(
-        cache, SchedulerConfig(running, chunk, SchedulePolicy(config.schedule_policy), limits.max_samples)
-    )
+    running, chunk, policy = limits.max_running_requests, limits.chunked_prefill_size, config.schedule_policy
+    scheduler = Scheduler(cache, SchedulerConfig(running, chunk, SchedulePolicy(policy), limits.max_samples))
     runner = ModelRunner(
         decoder, rows, kv_pool, device, host_pool, tree=tree, **captured_sizes(limits, captures=captures)
     )

@@ -101,7 +101,7 @@ class Runtime:
         self._driver = Driver(parts.engine, parts.output_of)
         self._loose = OutputCall()  # requests that came through `submit`
         self._builder, self._workshop = parts.builder, Workshop()
-        self.config, self.device = parts.model.config, parts.model.device
+        self.config, self.device = parts.builder.config, parts.model.device
         self.tokenizer, self.context_length = parts.builder.tokenizer, parts.builder.context_length
         self.seed, self.limits, self.start_up = parts.config.seed, parts.limits, parts.start_up
         self.reuses_prefixes = parts.config.enable_prefix_cache and not parts.config.force_miss
@@ -339,9 +339,8 @@ class Runtime:
         return self._loose.take()
 
     def abort(self, request: Request | int | str) -> bool:
-        """End a request, given itself or its id, at the next step; from any thread.
-
-        False if it has ended, or has not been submitted.
+        """End a request, given itself or its id, at the next step; from any thread. False if it has ended, or has
+        not been submitted.
         """
         own_id = request.id if isinstance(request, Request) else request
         return self._driver.abort(own_id if isinstance(own_id, str) else int(own_id))
@@ -433,8 +432,9 @@ class Runtime:
             CacheFileError: the file cannot be written.
         """
         self._check_keeps_a_cache("save_cache")
-        version = self._builder.weights_version
-        return self._driver.while_idle(lambda: self.parts.model.save_cache(Path(path), version, progress=progress))
+        return self._driver.while_idle(
+            lambda: self.parts.model.save_cache(Path(path), self._builder.weights_version, progress=progress)
+        )
 
     def load_cache(self, path: str | Path, *, progress: bool = False) -> int:
         """Load the prefixes of a file that a Runtime of the same weights, dtype and rope wrote with `save_cache`.
@@ -451,9 +451,9 @@ class Runtime:
                 how. Nothing of it is used then.
         """
         self._check_keeps_a_cache("load_cache")
-        version = self._builder.weights_version
-        load = partial(self.parts.model.load_cache, Path(path), version, progress=progress)
-        loaded, left_out = self._driver.while_idle(load)
+        loaded, left_out = self._driver.while_idle(
+            lambda: self.parts.model.load_cache(Path(path), self._builder.weights_version, progress=progress)
+        )
         if left_out:
             shares = f"{loaded:,} of its tokens are loaded, {left_out:,} are left out for lack of free slots"
             _log.warning("%s: %s", path, shares)

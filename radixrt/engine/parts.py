@@ -21,14 +21,9 @@ from radixrt.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
 
-    from radixrt.models.config import ModelConfig
-
 
 class ServedModel(Protocol):
     """A model on its device, with all that does not concern its passes."""
-
-    @property
-    def config(self) -> ModelConfig: ...
 
     @property
     def device(self) -> torch.device: ...
