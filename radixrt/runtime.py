@@ -189,8 +189,8 @@ class Runtime:
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
-        """`generate` with a list; yields each output, with its prompt's `index`, as soon as it is complete.
-        Leaving the loop early ends what is left.
+        """`generate` for a list: yields each output, with its prompt's `index`, once it is complete. Leaving the
+        loop early ends what is left.
         """
         listed, _ = listed_prompts(prompts)
         built = partial(self._builder.build_all, listed, sampling_params, True, tenant, request_ids, on_error)
@@ -229,9 +229,8 @@ class Runtime:
         request_ids: str | Sequence[str] | None = None,
         on_error: OnError = "raise",
     ) -> RequestOutput | list[RequestOutput]:
-        """`generate` for asyncio. Calls that wait at the same time run together; a cancelled one ends.
-
-        Threads of the event loop's executor build the requests and run the passes.
+        """`generate` for asyncio. Calls that wait at the same time run together; a cancelled one ends. Threads of
+        the event loop's executor build the requests and run the passes.
         """
         listed, many = listed_prompts(prompts)
         built = partial(self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error)
@@ -425,11 +424,7 @@ class Runtime:
         written beside `path` and renamed when it is whole and durable, so that `path` always holds the old file or
         the new one. With `progress` a bar is shown on stderr.
 
-        Returns:
-            How many tokens were saved.
-
-        Raises:
-            CacheFileError: the file cannot be written.
+        Returns how many tokens were saved. Raises CacheFileError if the file cannot be written.
         """
         self._check_keeps_a_cache("save_cache")
         return self._driver.while_idle(
@@ -443,12 +438,8 @@ class Runtime:
         nothing; they are the first to be evicted, to the host if there is a tier. A warning is logged where there
         are too few slots. With `progress` a bar is shown on stderr.
 
-        Returns:
-            How many tokens were loaded.
-
-        Raises:
-            CacheFileError: the file is missing, cut short or altered, or of another model, and the message says
-                how. Nothing of it is used then.
+        Returns how many tokens were loaded. Raises CacheFileError if the file is missing, cut short or altered, or
+        of another model, and says how; nothing of it is used then.
         """
         self._check_keeps_a_cache("load_cache")
         loaded, left_out = self._driver.while_idle(
