@@ -539,15 +539,15 @@ def test_ctrl_c_while_loading_changes_nothing(
         path = kept.with_name("again")
         runtime.save_cache(path)
         runtime.flush_cache()
-        before, scatter, left = runtime.cache_stats(), runtime.parts.model.storage._scatter, [2]
+        before, copy, left = runtime.cache_stats(), cache_storage.kv_copy, [2]
 
-        def interrupted(*arguments: Any) -> None:
+        def interrupted(*arguments: Any, **options: Any) -> None:
             left[0] -= 1
             if not left[0]:
                 raise KeyboardInterrupt
-            scatter(*arguments)
+            copy(*arguments, **options)
 
-        monkeypatch.setattr(runtime.parts.model.storage, "_scatter", interrupted)
+        monkeypatch.setattr(cache_storage, "kv_copy", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runtime.load_cache(path)
         assert runtime.cache_stats() == before
