@@ -1,9 +1,8 @@
-"""Draws the tokens of a pass from its logits, on the device.
+"""Draws the tokens of a pass from its logits, on the device, which need not be asked what is to be done.
 
-All rows are drawn from at once, from the model's own logits: what that launches depends on their number and on a
-few `Features` alone. Then the rows whose requests process their logits are drawn from again, and log-probabilities
-are computed where they are asked for. So a request costs its neighbours nothing but its own work, and its draws do
-not depend on them. The host knows without asking the device what is to be done.
+All rows are drawn from at once: what that launches depends on their number and on a few `Features` alone. Then the
+rows whose requests process their logits are drawn from again, and log-probabilities are computed where they are
+asked for. So a request costs its neighbours nothing but its own work, and its draws do not depend on them.
 """
 
 from __future__ import annotations
@@ -20,24 +19,16 @@ from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.penalties import apply_penalties
 from triton_ops.sampling.sample import greedy, sample
 
-LogprobTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # as `token_logprobs` returns them
+Arrays = Mapping[str, Tensor]  # those of SamplingInputs, on the device
 
 
 def sample_plain(
-    logits: Tensor,
-    arrays: Mapping[str, Tensor],
-    features: Features,
-    token_ids: Tensor,
-    finite: Tensor,
-    *,
-    impl: Impl = "auto",
+    logits: Tensor, arrays: Arrays, features: Features, token_ids: Tensor, finite: Tensor, *, impl: Impl = "auto"
 ) -> None:
     """Draw a token from each row of `logits` `[S, vocab_size]` as they are. A CUDA graph can capture it.
 
-    Args:
-        arrays: those that the features name, each `[S]`, on the device; others are not looked at.
-        token_ids: int32 `[S]`, gets the tokens.
-        finite: bool `[S]`, gets whether there was one to draw.
+    Only those of `arrays` are read that the features name, each `[S]`. `token_ids` int32 `[S]` gets the tokens,
+    `finite` bool `[S]` whether there was one to draw.
     """
     if not features.is_random:
         greedy(logits, out=token_ids, finite=finite, impl=impl)
@@ -59,7 +50,7 @@ def sample_plain(
 
 def sample_processed(
     logits: Tensor,
-    arrays: Mapping[str, Tensor],
+    arrays: Arrays,
     features: Features,
     last_token: Tensor,
     token_ids: Tensor,
@@ -71,7 +62,7 @@ def sample_processed(
 
     Args:
         logits: `[S, vocab_size]`, the model's; they stay as they are.
-        arrays, features: those of SamplingInputs, the arrays on the device; the features are `processed`.
+        features: `SamplingInputs.processed`.
         last_token: int32 `[max_requests]`, the last token sampled for each row of `req_to_token`.
         token_ids, finite: int32 and bool `[S]`, what `sample_plain` left; the processed rows are replaced.
     """
@@ -110,8 +101,8 @@ def sample_processed(
 
 
 def draw_logprobs(
-    logits: Tensor, token_ids: Tensor, arrays: Mapping[str, Tensor], num_top: int, *, impl: Impl = "auto"
-) -> LogprobTensors:
+    logits: Tensor, token_ids: Tensor, arrays: Arrays, num_top: int, *, impl: Impl = "auto"
+) -> tuple[Tensor, ...]:
     """Log-probabilities of the L drawn tokens whose requests asked for them, as `token_logprobs` returns them.
 
     `logits` `[S, vocab_size]` are the model's, `token_ids` int32 `[S]` the tokens drawn. No more of the `num_top`
