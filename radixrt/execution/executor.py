@@ -76,11 +76,6 @@ class Executor:
     The device keeps its own copy of `req_to_token` and the last sampled token of each row: the next pass takes its
     input from there, so that tokens go from pass to pass without the host.
 
-    Args:
-        rows: the host's table, of which the device keeps a copy.
-        device: where the model and the pool are.
-        max_scored_at_once: rows of logits that are held at a time to score prompt tokens.
-
     Attributes:
         req_to_token: int32 `[max_requests + 1, max_context_len]`, on the device. The last row is for padding.
         last_token: int32 `[max_requests + 1]`, the token that was sampled last for each row.
@@ -123,7 +118,7 @@ class Executor:
         self._staging.fix(max(len(packed.words) for packed in passes.values()))
         for key, packed in passes.items():
             inputs, shape = packed.inputs.tensors(self._staging.upload(packed.words)), key.shape
-            compute = partial(self._compute, packed, inputs)
+            compute = partial(self._compute, packed, inputs, shape.num_extends)
             warm_up = partial(compute, num_blocks=self._model.num_unlike_blocks)
             self.graphs[key] = recorder.captured(compute, warm_up)
             if shape.is_decode and shape not in self._decode_inputs:
@@ -142,21 +137,21 @@ class Executor:
             write_cells(self.req_to_token, rows, positions, slots, impl=self._impl)
         if key is None:
             arrays = packed.inputs.tensors(words) | arrays
-            return Forward(pass_, arrays, *self._compute(packed, arrays))
+            return Forward(pass_, arrays, *self._compute(packed, arrays, pass_.num_extends))
         self.graphs[key]()
         logits = self._logits[: len(pass_.sampling.logits_rows)]
-        if not packed.is_captured_decode:
+        if not key.shape.is_decode:
             return Forward(pass_, arrays, logits, self._finite[: pass_.num_rows])
         inputs = self._decode_inputs[key.shape]
         return Forward(pass_, {**inputs, **arrays} if arrays else inputs, logits, decodes=key.shape)
 
     def _compute(
-        self, packed: PackedPass, arrays: Arrays, num_blocks: int | None = None
+        self, packed: PackedPass, arrays: Arrays, num_extends: int, num_blocks: int | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The one way from the words of a pass to its logits, flags and hidden states. Logits and flags of a pass
         with a key are left in their places, too.
         """
-        is_decode = packed.is_captured_decode
+        is_decode = packed.key is not None and packed.key.shape.is_decode
         if is_decode:
             rows, positions = arrays["req_pool_indices"], arrays["positions"]
             write_cells(self.req_to_token, rows, positions, arrays["out_cache_loc"], impl=self._impl)
@@ -168,7 +163,7 @@ class Executor:
             arrays,
             logits_indices=arrays["extend_start_loc"] if indices is None else indices,
             req_to_token=self.req_to_token,
-            num_extends=packed.num_extends,
+            num_extends=num_extends,
             decode_plans=plans.decode,
             extend_plans=plans.extend,
         )
@@ -185,36 +180,34 @@ class Executor:
 
     def draw(self, forward: Forward) -> Drawn:
         """Start the draws of a pass: `last_token` gets the first of each row."""
-        if forward.decodes is not None:
-            return self._draw_captured(forward, forward.decodes)
-        arrays, finite = forward.arrays, forward.finite
-        assert finite is not None
-        if not len(arrays["logits_rows"]):
-            return Drawn(arrays["logits_rows"], finite)
-        token_ids = torch.empty_like(arrays["logits_rows"])
-        drawn = torch.empty_like(token_ids, dtype=torch.bool)
-        features = forward.pass_.sampling.features
-        sample_plain(forward.logits, arrays, features, token_ids, drawn, impl=self._impl)
-        logprobs = self._draw_others(forward, self.last_token, token_ids, drawn)
-        finite[arrays["logits_rows"]] &= drawn
+        arrays, sampling, logits = forward.arrays, forward.pass_.sampling, forward.logits
+        processed, last_token = sampling.processed, self.last_token
+        if forward.finite is not None and not len(logits):
+            return Drawn(arrays["logits_rows"], forward.finite)
+        if forward.decodes is None:
+            token_ids = torch.empty_like(arrays["logits_rows"])
+            drawn = torch.empty_like(token_ids, dtype=torch.bool)
+            sample_plain(logits, arrays, sampling.features, token_ids, drawn, impl=self._impl)
+        else:
+            token_ids, drawn = self.results.token_ids[: len(logits)], self.results.finite[: len(logits)]
+            if processed is not None:  # its draws depend on the last tokens, which the graph replaces
+                last_token = last_token.clone()
+            key = forward.decodes, sampling.features
+            launch = self.graphs.get(key) or partial(self._draw_decodes, *key)
+            launch()
+        if processed is not None:
+            sample_processed(logits, arrays, processed, last_token, token_ids, drawn, impl=self._impl)
+        logprobs: tuple[Tensor, ...] = ()
+        if sampling.num_top is not None:
+            logprobs = draw_logprobs(logits, token_ids, arrays, sampling.num_top, impl=self._impl)
+        if forward.finite is None:
+            if processed is not None:
+                self._keep_tokens(arrays["req_pool_indices"][: len(logits)], token_ids)
+            return Drawn(token_ids, drawn, logprobs, self.results.words)
+        forward.finite[arrays["logits_rows"]] &= drawn
         # The first answer goes on in its own row; the others get theirs when the host has heard of them.
         self._keep_tokens(arrays["first_rows"], token_ids[arrays["first_samples"]])
-        return Drawn(token_ids, finite, logprobs)
-
-    def _draw_captured(self, forward: Forward, shape: PassShape) -> Drawn:
-        sampling, count = forward.pass_.sampling, len(forward.logits)
-        token_ids, finite = self.results.token_ids[:count], self.results.finite[:count]
-        # The graph replaces the last tokens; the draws of processed rows depend on those before.
-        last_token = self.last_token if sampling.processed is None else self.last_token.clone()
-        graph = self.graphs.get((shape, sampling.features))
-        if graph is None:  # its kernels are launched one by one
-            self._draw_decodes(shape, sampling.features)
-        else:
-            graph()
-        logprobs = self._draw_others(forward, last_token, token_ids, finite)
-        if sampling.processed is not None:
-            self._keep_tokens(forward.arrays["req_pool_indices"][:count], token_ids)
-        return Drawn(token_ids, finite, logprobs, self.results.words)
+        return Drawn(token_ids, forward.finite, logprobs)
 
     def _draw_decodes(self, shape: PassShape, features: Features) -> None:
         """The plain draws of captured decodes, of padding too."""
@@ -222,17 +215,6 @@ class Executor:
         token_ids, finite = self.results.token_ids[:size], self.results.finite[:size]
         sample_plain(self._logits[:size], arrays, features, token_ids, finite, impl=self._impl)
         self._keep_tokens(arrays["req_pool_indices"], token_ids)
-
-    def _draw_others(
-        self, forward: Forward, last_token: Tensor, token_ids: Tensor, finite: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Draw processed rows again, in place; the log-probabilities of all tokens that want them."""
-        logits, arrays, sampling = forward.logits, forward.arrays, forward.pass_.sampling
-        if sampling.processed is not None:
-            sample_processed(logits, arrays, sampling.processed, last_token, token_ids, finite, impl=self._impl)
-        if sampling.num_top is None:
-            return ()
-        return draw_logprobs(logits, token_ids, arrays, sampling.num_top, impl=self._impl)
 
     def _keep_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
         write_cells(self.last_token.unsqueeze(1), rows, None, token_ids, impl=self._impl)

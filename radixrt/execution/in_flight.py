@@ -12,13 +12,7 @@ from torch import Tensor
 from triton_ops.implementation import next_power_of_2
 
 MIN_BYTES = 256
-
-
-class HostCopy(NamedTuple):
-    """`tensor`, the copy, lies in `memory`."""
-
-    memory: Tensor
-    tensor: Tensor
+HostCopy = tuple[Tensor, Tensor]  # memory, and the copy that lies in it
 
 
 class HostCopies:
@@ -38,19 +32,19 @@ class HostCopies:
         """Start a copy; it belongs to the caller until `take`."""
         num_bytes = next_power_of_2(max(tensor.nbytes, MIN_BYTES))
         free = self._free.setdefault(num_bytes, [])
-        memory = free.pop() if free else self._new(num_bytes)
+        if not free:
+            self.num_allocated += 1
+            free.append(torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned))
+        memory = free.pop()
         copy = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return HostCopy(memory, copy.copy_(tensor, non_blocking=True))
+        return memory, copy.copy_(tensor, non_blocking=True)
 
     def take(self, copy: HostCopy) -> NDArray[Any]:
         """The numbers of a copy that has been made, in memory of their own."""
-        numbers: NDArray[Any] = copy.tensor.numpy().copy()
-        self._free[len(copy.memory)].append(copy.memory)
+        memory, tensor = copy
+        numbers: NDArray[Any] = tensor.numpy().copy()
+        self._free[len(memory)].append(memory)
         return numbers
-
-    def _new(self, num_bytes: int) -> Tensor:
-        self.num_allocated += 1
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
 
 
 class TimedPass(NamedTuple):
@@ -70,8 +64,7 @@ class PassTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._free: list[list[torch.cuda.Event]] = []
-        self._events: list[torch.cuda.Event] = []  # of the launch at hand
+        self._free: list[list[torch.cuda.Event]] = []  # the last are those of the launch at hand
         self._began = 0.0
 
     def begin(self) -> None:
@@ -80,16 +73,15 @@ class PassTimer:
 
     def start(self) -> None:
         """The pass begins on the device: whatever the host had to find out first is known."""
-        if not self._on_gpu:
-            return
-        if not self._events:  # else those of a launch that raised
-            self._events = self._free.pop() if self._free else [_event(), _event()]
-        self._events[0].record()
+        if self._on_gpu:
+            if not self._free:
+                self._free.append([_event(), _event()])
+            self._free[-1][0].record()
 
     def end(self) -> TimedPass:
         """All of the pass has been launched."""
-        events, self._events = self._events, []
-        if self._on_gpu:
+        events = self._free.pop() if self._on_gpu else []
+        if events:
             events[1].record()
         return TimedPass(time.perf_counter() - self._began, events)
 

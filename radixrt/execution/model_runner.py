@@ -55,10 +55,6 @@ class ModelRunner:
     """Runs a model over passes, in the order of the launches.
 
     Args:
-        model: on the device.
-        rows: the host's table, of which the device keeps a copy.
-        kv_pool: the KV of all tokens, on the device.
-        device: where everything is.
         host_pool: the KV of tokens that have left the device; None: there is no such tier.
         max_captured_batch: passes of up to that many requests, or MAX_CAPTURED_BATCH, run as captured graphs, once
             `capture_graphs` has been called; 0: none do.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple, cast
 
@@ -49,7 +48,6 @@ class PackedPass:
         inputs: where those lie that make the logits: the fields of InputMetadata, `input_ids`, `last_tokens` and
             `logits_indices`, the plans. Of a captured decode also what plain draws read, but none of the last two.
         plans: of attention, on the host.
-        num_extends: with padding.
         extras: where all other arrays lie, after the inputs: changes of rows, draws, scored tokens.
     """
 
@@ -57,18 +55,12 @@ class PackedPass:
     words: Int32Array
     inputs: Layout
     plans: PassPlans[Int32Array]
-    num_extends: int = 0
     extras: Layout = _NOTHING
 
     def with_extras(self, extras: Arrays) -> PackedPass:
         """The pass with other arrays after its inputs."""
         words, layout = packed(extras, before=self.words)
         return replace(self, words=words, extras=layout)
-
-    @cached_property
-    def is_captured_decode(self) -> bool:
-        """Whether each row computes one token and samples one, in a graph."""
-        return self.key is not None and self.key.shape.is_decode
 
     def host_arrays(self) -> dict[str, Int32Array]:
         """What `InputMetadata.host_arrays` returned for the pass, with padding."""
@@ -79,14 +71,9 @@ class PackedPass:
 class PassBuilder:
     """Decides how each pass is computed, pads it, plans its attention, and packs all that it is told.
 
-    Padding belongs to no request: it reads nothing, writes its KV to slot 0 and its slots to `padding_row`.
-
-    Args:
-        planner: plans attention.
-        shapes: of passes that may be captured, of decodes and of others, each ascending. If there are any, the
-            planner is an AttentionPlanner: the references pad nothing.
-        padding_row: of `req_to_token`.
-        max_plan_passes: decodes of the same requests that a plan serves.
+    `shapes` are of passes that may be captured, of decodes and of others, each ascending. If there are any, the
+    planner is an AttentionPlanner: the references pad nothing. Padding belongs to no request: it reads nothing,
+    writes its KV to slot 0 and its slots to `padding_row`. A plan serves up to `max_plan_passes` decodes.
     """
 
     def __init__(
@@ -168,7 +155,7 @@ class PassBuilder:
         plans = self._planner.plan(host, pass_.num_extends)
         own = {"last_tokens": last, "logits_indices": last[pass_.sampling.logits_rows]}
         words, layout = packed({**host, "input_ids": pass_.input_ids, **own, **plans.numbered()})
-        return PackedPass(None, words, layout, plans, pass_.num_extends)
+        return PackedPass(None, words, layout, plans)
 
     def _padded(self, pass_: Pass, shape: PassShape, plan_shapes: Sequence[PlanShape] = ()) -> PackedPass | None:
         """A pass in the places of a shape with extends. Its padding tokens are those of an extend of their own.
@@ -208,7 +195,7 @@ class PassBuilder:
         }
         key = PassKey(shape, plans.shape)
         words, self._layouts[key] = packed(inputs, self._layouts.get(key))
-        return PackedPass(key, words, self._layouts[key], plans, num_extends)
+        return PackedPass(key, words, self._layouts[key], plans)
 
     def _decode(self, pass_: Pass, shape: PassShape) -> PackedPass:
         current, rows = self._current, pass_.req_pool_indices

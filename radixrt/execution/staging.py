@@ -29,16 +29,6 @@ class Layout:
     places: Mapping[str, tuple[slice, np.dtype[Any]]]  # the words of each array, and its dtype
     num_words: int  # where the last one ends
 
-    @staticmethod
-    def of(arrays: Mapping[str, NDArray[Any]], start: int = 0) -> Layout:
-        """The layout of arrays whose words begin at `start` or after it."""
-        places, end = {}, start
-        for name, array in arrays.items():
-            begin = -(-end // ALIGNMENT) * ALIGNMENT
-            end = begin + array.nbytes // 4
-            places[name] = slice(begin, end), array.dtype
-        return Layout(places, end)
-
     def parts(self, words: Int32Array) -> dict[str, NDArray[Any]]:
         """Each array's part of the words."""
         return {name: words[place].view(dtype) for name, (place, dtype) in self.places.items()}
@@ -101,7 +91,13 @@ def packed(
     arrays: Mapping[str, NDArray[Any]], layout: Layout | None = None, before: Int32Array = _NO_WORDS
 ) -> tuple[Int32Array, Layout]:
     """The words `before`, then arrays, and where each of these is: `layout`, if that is known."""
-    layout = layout or Layout.of(arrays, len(before))
+    if layout is None:
+        places, end = {}, len(before)
+        for name, array in arrays.items():
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+            end = begin + array.nbytes // 4
+            places[name] = slice(begin, end), array.dtype
+        layout = Layout(places, end)
     words = np.zeros(layout.num_words, np.int32)
     words[: len(before)] = before
     for name, (place, _) in layout.places.items():

@@ -33,19 +33,9 @@ def sample_plain(
     if not features.is_random:
         greedy(logits, out=token_ids, finite=finite, impl=impl)
         return
-    sample(
-        logits,
-        temperatures=arrays["temperatures"],
-        seeds=arrays["seeds"],
-        sample_indices=arrays["sample_indices"],
-        positions=arrays["draw_positions"],
-        top_ks=arrays["top_ks"] if features.has_top else None,
-        top_ps=arrays["top_ps"] if features.has_top else None,
-        min_ps=arrays["min_ps"] if features.has_min_p else None,
-        out=token_ids,
-        finite=finite,
-        impl=impl,
-    )
+    parameters = {name: arrays[name] for name in features.array_names}
+    positions = parameters.pop("draw_positions")
+    sample(logits, positions=positions, **parameters, out=token_ids, finite=finite, impl=impl)
 
 
 def sample_processed(

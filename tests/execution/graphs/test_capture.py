@@ -117,13 +117,13 @@ def decodes_of(launches: Launches) -> list[tuple[int, int, bool]]:
     return [
         (pass_.num_rows, packed.key.shape.num_rows, "changed_rows" in packed.extras.places)
         for pass_, packed in launches
-        if packed.key is not None and packed.is_captured_decode
+        if packed.key is not None and packed.key.shape.is_decode
     ]
 
 
 def extends_of(launches: Launches) -> list[PassKey]:
     """The keys of the other captured passes."""
-    return [packed.key for _, packed in launches if packed.key is not None and not packed.is_captured_decode]
+    return [packed.key for _, packed in launches if packed.key is not None and not packed.key.shape.is_decode]
 
 
 def random_prompts(count: int, *, least: int = 2, most: int = 30, seed: int = 0) -> list[list[int]]:
@@ -404,7 +404,7 @@ def test_more_requests_than_run_at_once(folder: Path, most: int, launches: Launc
     with runtime_of(folder, **options) as runtime:
         for _ in range(2):  # from the cache all begin together
             assert_same(runtime.generate(prompts, params), expected)
-    decodes = [packed.num_rows for packed in launches if not packed.num_extends]
+    decodes = [pass_.num_rows for pass_, _ in launches if not pass_.num_extends]
     assert max(decodes) == most
     assert [count for count, _, _ in decodes_of(launches)] == [n for n in decodes if n <= MAX_CAPTURED_BATCH]
 
@@ -682,7 +682,7 @@ def test_a_captured_pass_that_fails_leaves_the_runtime_usable(
         forward, calls = Executor.forward, [0]
 
         def failing(self: Executor, pass_: Pass, packed: PackedPass) -> Forward:
-            calls[0] += packed.key is not None and packed.is_captured_decode == decodes
+            calls[0] += packed.key is not None and packed.key.shape.is_decode == decodes
             fails = calls[0] == 3
             calls[0] += fails
             done = forward(self, pass_, packed) if when == "after" or not fails else None
