@@ -38,11 +38,8 @@ class KVMover:
 
     def run(self, transfers: deque[KVTransfer]) -> None:
         """Start transfers in order. Each is taken off the left end once it has been started."""
-        slots = {
-            f"{tier}{i}": slots
-            for i, transfer in enumerate(transfers)
-            for tier, slots in (("device", transfer.device_slots), ("host", transfer.host_slots))
-        }
+        slots = {f"device{i}": transfer.device_slots for i, transfer in enumerate(transfers)}
+        slots |= {f"host{i}": transfer.host_slots for i, transfer in enumerate(transfers)}
         words, layout = packed(slots)
         try:
             with self._on_stream():

@@ -76,14 +76,10 @@ class ModelRunner:
         tree: bool = False,
         tuning: Tuning = Tuning(),
     ) -> None:
-        self.model = model
-        self.kv_pool = kv_pool
-        self.device = device
-        self._tuning = tuning
+        self.model, self.device, self._tuning = model, device, tuning
         self._probe = torch.zeros(_PROBE_WORDS, dtype=torch.int32, device=device)  # each is `_probes`
         self._probes = 0
-        self._timer = PassTimer(device)
-        self.copies = HostCopies(device)
+        self._timer, self.copies = PassTimer(device), HostCopies(device)
         planner = tuning.planner or planner_of(
             model.config, model.placement, rows.req_to_token, kv_pool.buffer.dtype, tree=tree
         )
