@@ -17,7 +17,7 @@ from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.graphs.capture import GraphRecorder, Launch
 from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, PassShape
 from radixrt.execution.pass_builder import PackedPass
-from radixrt.execution.sampling.sampler import draw_logprobs, sample_plain, sample_processed
+from radixrt.execution.sampling.sampler import Tokens, draw_logprobs, sample_plain, sample_processed
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import Features, Int32Array, Pass
@@ -58,16 +58,21 @@ class Drawn:
 class ResultBuffer:
     """Where captured decodes, `max_rows` at most, leave their results: one copy a pass takes all to the host.
 
-    `words` int32 are `token_ids` and after them `finite`, a bool each, of which the last may be unused.
+    `words` int32 are token ids and after them flags, a byte each.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._max_rows = max_rows
         self.words = torch.zeros(max_rows + -(-max_rows // 4), dtype=torch.int32, device=device)
-        self.token_ids, self.finite = self.words[:max_rows], self.words[max_rows:].view(torch.bool)
+        self._finite = self.words[max_rows:].view(torch.bool)
 
-    def parts(self, words: Int32Array, count: int) -> tuple[Int32Array, NDArray[np.bool_]]:
-        """The first `count` tokens and flags of `words` that were copied to the host."""
-        return words[:count], words[len(self.token_ids) :].view(np.bool_)[:count]
+    def first(self, count: int) -> Tokens:
+        """The places of the first `count` tokens and flags."""
+        return self.words[:count], self._finite[:count]
+
+    def first_of(self, words: Int32Array, count: int) -> tuple[Int32Array, NDArray[np.bool_]]:
+        """The same of `words` that were copied to the host."""
+        return words[:count], words[self._max_rows :].view(np.bool_)[:count]
 
 
 class Executor:
@@ -186,17 +191,18 @@ class Executor:
             return Drawn(arrays["logits_rows"], forward.finite)
         if forward.decodes is None:
             token_ids = torch.empty_like(arrays["logits_rows"])
-            drawn = torch.empty_like(token_ids, dtype=torch.bool)
-            sample_plain(logits, arrays, sampling.features, token_ids, drawn, impl=self._impl)
+            out = token_ids, torch.empty_like(token_ids, dtype=torch.bool)
+            sample_plain(logits, arrays, sampling.features, out, impl=self._impl)
         else:
-            token_ids, drawn = self.results.token_ids[: len(logits)], self.results.finite[: len(logits)]
+            out = self.results.first(len(logits))
             if processed is not None:  # its draws depend on the last tokens, which the graph replaces
                 last_token = last_token.clone()
             key = forward.decodes, sampling.features
             launch = self.graphs.get(key) or partial(self._draw_decodes, *key)
             launch()
         if processed is not None:
-            sample_processed(logits, arrays, processed, last_token, token_ids, drawn, impl=self._impl)
+            sample_processed(logits, arrays, processed, last_token, out, impl=self._impl)
+        token_ids, drawn = out
         logprobs: tuple[Tensor, ...] = ()
         if sampling.num_top is not None:
             logprobs = draw_logprobs(logits, token_ids, arrays, sampling.num_top, impl=self._impl)
@@ -211,10 +217,9 @@ class Executor:
 
     def _draw_decodes(self, shape: PassShape, features: Features) -> None:
         """The plain draws of captured decodes, of padding too."""
-        arrays, size = self._decode_inputs[shape], shape.num_rows
-        token_ids, finite = self.results.token_ids[:size], self.results.finite[:size]
-        sample_plain(self._logits[:size], arrays, features, token_ids, finite, impl=self._impl)
-        self._keep_tokens(arrays["req_pool_indices"], token_ids)
+        arrays, out = self._decode_inputs[shape], self.results.first(shape.num_rows)
+        sample_plain(self._logits[: shape.num_rows], arrays, features, out, impl=self._impl)
+        self._keep_tokens(arrays["req_pool_indices"], out[0])
 
     def _keep_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
         write_cells(self.last_token.unsqueeze(1), rows, None, token_ids, impl=self._impl)

@@ -133,7 +133,7 @@ class ModelRunner:
         seconds, launching = self._timer.wait(handle.timed)
         sampled, *others = ([self.copies.take(copy) for copy in copies] for copies in handle.copies)
         results, accepted = self.executor.results, handle.accepted
-        token_ids, finite = sampled if len(sampled) == 2 else results.parts(sampled[0], len(accepted))
+        token_ids, finite = sampled if len(sampled) == 2 else results.first_of(sampled[0], len(accepted))
         logprobs, prompt_logprobs = (Logprobs(*arrays) if arrays else None for arrays in others)
         return PassResult(token_ids, accepted, finite, logprobs, prompt_logprobs, seconds, launching)
 

@@ -20,16 +20,15 @@ from triton_ops.sampling.penalties import apply_penalties
 from triton_ops.sampling.sample import greedy, sample
 
 Arrays = Mapping[str, Tensor]  # those of SamplingInputs, on the device
+Tokens = tuple[Tensor, Tensor]  # token ids int32 `[S]`, and whether there was one to draw, bool `[S]`
 
 
-def sample_plain(
-    logits: Tensor, arrays: Arrays, features: Features, token_ids: Tensor, finite: Tensor, *, impl: Impl = "auto"
-) -> None:
+def sample_plain(logits: Tensor, arrays: Arrays, features: Features, out: Tokens, *, impl: Impl = "auto") -> None:
     """Draw a token from each row of `logits` `[S, vocab_size]` as they are. A CUDA graph can capture it.
 
-    Only those of `arrays` are read that the features name, each `[S]`. `token_ids` int32 `[S]` gets the tokens,
-    `finite` bool `[S]` whether there was one to draw.
+    Only those of `arrays` are read that the features name, each `[S]`.
     """
+    token_ids, finite = out
     if not features.is_random:
         greedy(logits, out=token_ids, finite=finite, impl=impl)
         return
@@ -39,14 +38,7 @@ def sample_plain(
 
 
 def sample_processed(
-    logits: Tensor,
-    arrays: Arrays,
-    features: Features,
-    last_token: Tensor,
-    token_ids: Tensor,
-    finite: Tensor,
-    *,
-    impl: Impl = "auto",
+    logits: Tensor, arrays: Arrays, features: Features, last_token: Tensor, out: Tokens, *, impl: Impl = "auto"
 ) -> None:
     """Draw the tokens of the processed rows again, from what their requests make of their logits.
 
@@ -54,7 +46,7 @@ def sample_processed(
         logits: `[S, vocab_size]`, the model's; they stay as they are.
         features: `SamplingInputs.processed`.
         last_token: int32 `[max_requests]`, the last token sampled for each row of `req_to_token`.
-        token_ids, finite: int32 and bool `[S]`, what `sample_plain` left; the processed rows are replaced.
+        out: what `sample_plain` left; the processed rows are replaced.
     """
     rows = arrays["processed_rows"]
     # float32 whatever the changes are, as some need it: a row's numbers do not depend on the rows beside it.
@@ -81,13 +73,12 @@ def sample_processed(
     if "allowed_ids" in arrays:
         restricted = arrays["is_restricted"] != 0
         own = keep_only(own, arrays["allowed_rows"], arrays["allowed_ids"], restricted, impl=impl)
-    chosen = torch.empty_like(rows)
-    drawn = torch.empty_like(rows, dtype=torch.bool)
+    token_ids, finite = torch.empty_like(rows), torch.empty_like(rows, dtype=torch.bool)
     parameters = {name: arrays[PROCESSED + name] for name in features.array_names}
-    sample_plain(own, parameters, features, chosen, drawn, impl=impl)
-    token_ids[rows] = chosen
+    sample_plain(own, parameters, features, (token_ids, finite), impl=impl)
+    out[0][rows] = token_ids
     # What the model computed stays rejected if it is not finite, though `keep_only` may hide it.
-    finite[rows] &= drawn
+    out[1][rows] &= finite
 
 
 def draw_logprobs(
