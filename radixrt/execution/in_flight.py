@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -13,6 +13,8 @@ from triton_ops.implementation import next_power_of_2
 
 MIN_BYTES = 256
 HostCopy = tuple[Tensor, Tensor]  # memory, and the copy that lies in it
+# The seconds of a pass's launch and, on a GPU, the two events before and after all that it is.
+TimedPass = tuple[float, list[torch.cuda.Event]]
 
 
 class HostCopies:
@@ -47,13 +49,6 @@ class HostCopies:
         return numbers
 
 
-class TimedPass(NamedTuple):
-    """A launched pass: the seconds of its launch and, on a GPU, the two events before and after all that it is."""
-
-    launch_seconds: float
-    events: list[torch.cuda.Event]
-
-
 class PassTimer:
     """Times passes in the order in which they are launched: `begin`, `start` and `end` are of one launch.
 
@@ -75,7 +70,7 @@ class PassTimer:
         """The pass begins on the device: whatever the host had to find out first is known."""
         if self._on_gpu:
             if not self._free:
-                self._free.append([_event(), _event()])
+                self._free.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])  # type: ignore[no-untyped-call]
             self._free[-1][0].record()
 
     def end(self) -> TimedPass:
@@ -83,17 +78,14 @@ class PassTimer:
         events = self._free.pop() if self._on_gpu else []
         if events:
             events[1].record()
-        return TimedPass(time.perf_counter() - self._began, events)
+        return time.perf_counter() - self._began, events
 
     def wait(self, timed: TimedPass) -> tuple[float, float]:
         """Wait for a pass. The device's seconds, and those of the launch unless they are the same."""
-        if not timed.events:
-            return timed.launch_seconds, 0.0
-        started, ended = timed.events
+        launch_seconds, events = timed
+        if not events:
+            return launch_seconds, 0.0
+        started, ended = events
         ended.synchronize()
-        self._free.append(timed.events)
-        return started.elapsed_time(ended) / 1000, timed.launch_seconds
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._free.append(events)
+        return started.elapsed_time(ended) / 1000, launch_seconds

@@ -1,8 +1,7 @@
 """Draws the tokens of a pass from its logits, on the device, which need not be asked what is to be done.
 
-All rows are drawn from at once: what that launches depends on their number and on a few `Features` alone. Then the
-rows whose requests process their logits are drawn from again, and log-probabilities are computed where they are
-asked for. So a request costs its neighbours nothing but its own work, and its draws do not depend on them.
+All rows are drawn from at once. Then the rows whose requests process their logits are drawn from again, and
+log-probabilities are computed where they are asked for: a request costs its neighbours nothing but its own work.
 """
 
 from __future__ import annotations
