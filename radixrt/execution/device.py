@@ -43,18 +43,14 @@ def warm_up_in_background(device: torch.device) -> Iterator[None]:
         started.result()
 
 
-def check_impl(impl: Impl, device: torch.device) -> None:
-    """Raise ParameterError unless the implementation can run on the device."""
+def check_kernels(impl: Impl, kv_dtype: str, device: torch.device) -> None:
+    """Raise ParameterError unless the implementation runs on the device. Its kernels may not know e4m3 there."""
     try:
-        runs_triton(impl, device)
+        has_kernels = runs_triton(impl, device)
     except ValueError as error:
         raise ParameterError(str(error)) from error
-
-
-def check_kv_dtype(kv_dtype: str, impl: Impl, device: torch.device) -> None:
-    """Raise ParameterError where kernels would have to read e4m3 on a GPU that does not know it."""
     capability = gpu_of(device).capability
-    if kv_dtype == "fp8" and runs_triton(impl, device) and capability < FIRST_CAPABILITY:
+    if has_kernels and kv_dtype == "fp8" and capability < FIRST_CAPABILITY:
         raise ParameterError(
             f"kv_dtype is 'fp8', but {device} has compute capability {capability / 10}; kernels for fp8 need "
             f"{FIRST_CAPABILITY / 10} or higher"

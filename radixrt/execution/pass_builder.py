@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from layers.input_metadata import InputMetadata, Int32Array
 from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
-from radixrt.execution.attention.planner import AttentionPlanner, ReferencePlanner
+from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.graphs.ladder import PassShape
 from radixrt.execution.packed_pass import PackedPass, PassKey
 from radixrt.execution.staging import Layout, packed, padded
@@ -39,15 +39,14 @@ class PassBuilder:
 
     Args:
         planner: plans attention.
-        shapes: of passes that may be captured, of decodes and of others, each ascending. If there are any, the
-            planner is an AttentionPlanner: the references pad nothing.
+        shapes: of passes that may be captured, of decodes and of others, each ascending.
         padding_row: of `req_to_token`.
         max_plan_passes: decodes of the same requests that a plan serves.
     """
 
     def __init__(
         self,
-        planner: ReferencePlanner,
+        planner: AttentionPlanner,
         shapes: list[PassShape],
         padding_row: int,
         max_plan_passes: int = MAX_PLAN_PASSES,
@@ -76,10 +75,7 @@ class PassBuilder:
             for shape in shapes[:max_shapes]:
                 known.insert(0, shape)
                 self._sizes = [decodes.num_rows for decodes in self._decodes]
-                plan_shapes = self._kernels.decode_shapes(shape.num_rows)
-                if not is_decode:
-                    plan_shapes = self._kernels.extend_shapes(shape.num_tokens, shape.num_rows)
-                for plans in reversed(plan_shapes):
+                for plans in reversed(self._planner.shapes(shape.num_rows, shape.num_tokens)):
                     yield self._idle(PassKey(shape, plans))
 
     def build(self, pass_: Pass) -> PackedPass:
@@ -159,7 +155,7 @@ class PassBuilder:
         )
         host["positions"][num_tokens : shape.num_tokens] = 0  # there may be none so great
         lens = padded(pass_.seq_lens[num_live:], shape.num_rows)
-        plans = self._kernels.plan_padded_extends(host, shape.num_extends, num_live, lens, plan_shapes)
+        plans = self._planner.plan_padded_extends(host, shape.num_extends, num_live, lens, plan_shapes)
         if plans is None:
             return None
         last = host["extend_start_loc"] + host["extend_seq_lens"] - 1
@@ -176,7 +172,7 @@ class PassBuilder:
         rows = pass_.req_pool_indices
         if self._current is None or rows is not self._rows or not self._plan_passes_left:
             lens = padded(pass_.seq_lens, shape.num_rows)
-            plans = self._kernels.plan_padded_decodes(padded(rows, shape.num_rows), lens)
+            plans = self._planner.plan_padded_decodes(padded(rows, shape.num_rows), lens)
             self._current = self._decode_words[PassKey(shape, plans.shape)]
             self._current.begin(rows, plans)
             self._rows, self._plan_passes_left = rows, self._max_plan_passes
@@ -194,15 +190,10 @@ class PassBuilder:
         current.packed = None if extras else made
         return made
 
-    @property
-    def _kernels(self) -> AttentionPlanner:
-        assert isinstance(self._planner, AttentionPlanner)
-        return self._planner
-
     def _idle(self, key: PassKey) -> PackedPass:
         shape, zeros = key.shape, np.zeros(key.shape.num_rows, np.int32)
         if shape.is_decode:
-            plans = self._kernels.plan_padded_decodes(zeros, zeros, [key.plans])
+            plans = self._planner.plan_padded_decodes(zeros, zeros, [key.plans])
             idle = self._decode_words[key] = _DecodeWords(key, self._padding_row, plans)
             return _packed_pass(NO_ROWS, key, idle.words.copy(), idle.inputs, {}, plans, num_extends=0)
         made = self._padded(NO_ROWS, shape, [key.plans])

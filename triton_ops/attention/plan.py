@@ -7,7 +7,7 @@ tensors): `arrays` lists what to copy, `with_arrays` is the plan of the copies.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
@@ -340,7 +340,7 @@ def _merging(
     np.cumsum(np.bincount(rows, minlength=2 * num_rows), out=starts[1:])
     merging = {
         "item_partials": np.where(alone, -1, partials).astype(np.int32),
-        **{f"shared_{field.name}": getattr(shared, field.name) for field in fields(SharedItems)},
+        **{f"shared_{name}": array for name, array in vars(shared).items()},
         "shared_partials": num_own + np.cumsum(shared.query_lens, dtype=np.int32) - shared.query_lens,
         "row_partial_starts": starts[: num_rows + 1] if starts[num_rows] else _NONE,
         "row_partials": np.argsort(rows, kind="stable").astype(np.int32),
@@ -350,7 +350,7 @@ def _merging(
     return merging
 
 
-def pairs(first: Int32Array | int, count: Int32Array) -> tuple[Int32Array, Int32Array]:
+def pairs(first: Int32Array | int, count: NDArray[np.integer[Any]]) -> tuple[Int32Array, Int32Array]:
     """All pairs (i, first[i] + j) with j below count[i], in order: two arrays."""
     index = np.repeat(np.arange(count.size, dtype=np.int32), count)
     offset = np.cumsum(count, dtype=np.int32) - count
@@ -365,8 +365,9 @@ def _neighbours(keys: NDArray[np.int64]) -> NDArray[np.int64]:
     if is_new.all():
         return np.arange(keys.size)
     order = keys.argsort(kind="stable")  # takes longer
-    firsts = order[is_new][is_new.cumsum() - 1]
-    return order[firsts.argsort(kind="stable")]
+    firsts: NDArray[np.int64] = order[is_new][is_new.cumsum() - 1]
+    grouped: NDArray[np.int64] = order[firsts.argsort(kind="stable")]
+    return grouped
 
 
 def _clipped(ends: Int32Array, window: int) -> Int32Array:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from triton_ops.attention.plan import Int32Array, pairs
+
 GUESSES = 3  # at how much rows have in common, before bisection finds it
 MAX_LEVELS = 32  # of nodes on a path; deeper trees are looked at more coarsely
 
 BoolArray = NDArray[np.bool_]
-Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
@@ -193,7 +194,7 @@ def _by_paths(slots: Int32Array, offsets: Int64Array, lens: Int64Array) -> tuple
     out = np.zeros(len(offsets) - 1, np.int64)
     while len(several := (size > 1).nonzero()[0]):
         first, size = first[several], size[several]
-        group, nth = ranges(size)
+        group, nth = pairs(0, size)
         places = first[group] + nth
         rows, paths = order[places], order[first + size // 2][group]
         offset, length = offsets[rows], lens[rows]
@@ -241,12 +242,6 @@ def _common(slots: Int32Array, a: Int64Array, b: Int64Array, lens: Int64Array) -
             found = np.where(same(further - 1), further, found)
         common[left] = found
     return common
-
-
-def ranges(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """All pairs (i, j) with j below counts[i], in order: two arrays."""
-    index = np.arange(len(counts)).repeat(counts)
-    return index, np.arange(len(index)) - (counts.cumsum() - counts)[index]
 
 
 def _runs(*values: NDArray[np.integer[Any]]) -> tuple[Int64Array, Int64Array]:

@@ -469,7 +469,7 @@ def trees(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     cheap = TreeCosts(reread_bandwidth=4.2e12, operations=1e18, item=0.0, partial_crossings=0.1, launches=0.0)
     # Few programs, so that what is shared here occupies them all.
     tuning = PlanTuning(costs=cheap, shared_programs_per_sm=8 / gpu_of(device).num_sms)
-    monkeypatch.setattr(attention_planner, "plan_tuning", lambda gpu: tuning)
+    monkeypatch.setattr(attention_planner, "H200", tuning)
     seen: list[tuple[str, int]] = []
 
     def watch(name: str) -> None:
