@@ -154,11 +154,7 @@ class AttentionPlanner:
                 plans[window] = AttentionPlan.tree(rows, seq_lens, tail_starts, shared, max_item_len=item_len)
             else:
                 plans[window] = AttentionPlan.flat(
-                    rows,
-                    seq_lens,
-                    max_item_len=item_len,
-                    sliding_window=window,
-                    req_to_token=self._req_to_token,
+                    rows, seq_lens, max_item_len=item_len, sliding_window=window, req_to_token=self._req_to_token
                 )
         return plans, candidates[-1] if PassPlans(plans).shape.cuts else candidates[0]
 
@@ -216,12 +212,7 @@ class AttentionPlanner:
 
 
 def planner_of(
-    config: ModelConfig,
-    placement: Placement,
-    req_to_token: Int32Array,
-    kv_dtype: torch.dtype,
-    *,
-    tree: bool = False,
+    config: ModelConfig, placement: Placement, req_to_token: Int32Array, kv_dtype: torch.dtype, *, tree: bool
 ) -> AttentionPlanner:
     """The planner of a model's passes over a pool of that dtype; `tree` as in AttentionPlanner."""
     gpu, windows = gpu_of(placement.device), tuple({kind.window for kind in config.attention})

@@ -89,7 +89,8 @@ class SharedSegments:
         chosen = kept.nonzero()[0]
         if not chosen.size:
             return tail_starts, NOTHING_SHARED
-        first, size, start = tree.firsts[chosen], sizes[chosen], tree.starts(kept)[chosen]
+        first, size = tree.firsts[chosen], sizes[chosen]
+        start = np.append(tree.stops, 0)[tree.nearest_kept_ancestor(kept)[chosen]]
         length = tree.stops[chosen] - start
         begun = np.bincount(first, length, len(requests) + 1)
         tails = (begun - np.bincount(ends[chosen], length, len(requests) + 1))[:-1].cumsum()
@@ -155,15 +156,12 @@ class SharedSegments:
         """The number of query rows before each request and in all `[R + 1]`, and the sum of the seconds that they
         take for a token that each request reads by itself.
         """
-        before: Int64Array = np.arange(num_requests + 1)
-        seconds: FloatArray = np.zeros(num_requests + 1)
         if counts is None:
-            seconds += self._reread * before
-            return before, seconds
-        np.cumsum(counts, out=before[1:])
+            before: Int64Array = np.arange(num_requests + 1)
+            return before, np.multiply(before, self._reread, dtype=np.float64)
         tiles = -(-counts.astype(np.int64) // self.rows_at_once)
-        np.cumsum(np.maximum(self._reread, tiles * self._tile), out=seconds[1:])
-        return before, seconds
+        seconds: FloatArray = np.maximum(self._reread, tiles * self._tile)
+        return np.append(0, counts.cumsum(dtype=np.int64)), np.append(0.0, seconds.cumsum())
 
     def _tiles(self, sizes: Int64Array) -> tuple[Int64Array, FloatArray]:
         """The items that share segments of so many rows, and the card's seconds that each item takes for a token:
@@ -190,12 +188,11 @@ class SharedSegments:
         """
         tiles, share = self._tiles(sizes)
         per_token = tiles * share
-        own = tree.without_children(read_separately)
+        own = read_separately - np.bincount(tree.parents + 1, read_separately, len(sizes) + 1)[1:]
         partials = self._partial * sizes
         fixed = partials + tiles * self._item + (per_token - own) * tree.stops
-        starts = np.zeros((len(sizes), tree.num_levels + 1))
-        for level in range(1, tree.num_levels):
-            here = tree.level(level)
+        starts = np.zeros((len(sizes), len(tree.levels) + 1))
+        for level, here in enumerate(tree.levels[1:], 1):
             starts[here] = starts[tree.parents[here]]
             starts[here, level] = tree.stops[tree.parents[here]]
         skipped = -own[:, None] * starts
@@ -204,8 +201,8 @@ class SharedSegments:
         is_chosen = np.zeros(starts.shape, bool)
         is_first = np.ones(len(sizes), bool)
         np.not_equal(tree.parents[1:], tree.parents[:-1], out=is_first[1:])
-        for level in range(tree.num_levels - 1, -1, -1):
-            here = tree.level(level)
+        for level in reversed(range(len(tree.levels))):
+            here = tree.levels[level]
             np.less(chosen[here], skipped[here], out=is_chosen[here])
             if level:
                 runs = is_first[here].nonzero()[0]
@@ -215,8 +212,7 @@ class SharedSegments:
                 chosen[above] += sums[:, level, None]
         column = np.zeros(len(sizes), np.int64)
         kept = is_chosen[:, 0].copy()
-        for level in range(1, tree.num_levels):
-            here = tree.level(level)
+        for level, here in enumerate(tree.levels[1:], 1):
             above = tree.parents[here]
             column[here] = np.where(kept[above], level, column[above])
             kept[here] = is_chosen[here][np.arange(here.stop - here.start), column[here]]
@@ -240,7 +236,7 @@ class SharedSegments:
         # A token's cost if rows of a node's chosen children read it together, the others by themselves.
         otherwise = np.append(read_separately, 0.0)
         np.add.at(otherwise, above, per_token - read_separately[chosen])
-        tokens = tree.stops[chosen] - tree.starts(kept)[chosen]
+        tokens = tree.stops[chosen] - np.append(tree.stops, 0)[above]
         saving = tokens * (otherwise[chosen] - per_token) - size * self._partial - tile * self._item
         ranks = np.argsort(-saving, kind="stable")
         fits = np.cumsum(tile[ranks]) <= capacity.num_items

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,32 +32,15 @@ class SlotTree:
     sizes: Int64Array  # `[N]`
     stops: Int64Array  # `[N]`, the tokens of its prefix
     parents: Int64Array  # `[N]`, of the level above, or -1; children of a node are next to one another
-    levels: list[int]  # where each level begins, and the end
-
-    @property
-    def num_levels(self) -> int:
-        return len(self.levels) - 1
-
-    def level(self, number: int) -> slice:
-        """The nodes of a level."""
-        return slice(self.levels[number], self.levels[number + 1])
+    levels: list[slice]  # the nodes of each
 
     def nearest_kept_ancestor(self, kept: BoolArray) -> Int64Array:
         """The nearest of the `kept` nodes `[N]` above each, or -1."""
         found = self.parents.copy()
-        for number in range(1, self.num_levels):
-            parents = self.parents[self.level(number)]
-            found[self.level(number)] = np.where(kept[parents], parents, found[parents])
+        for here in self.levels[1:]:
+            parents = self.parents[here]
+            found[here] = np.where(kept[parents], parents, found[parents])
         return found
-
-    def starts(self, kept: BoolArray) -> Int64Array:
-        """Where the nearest of the `kept` nodes above each ends, or 0, `[N]`."""
-        return np.append(self.stops, 0)[self.nearest_kept_ancestor(kept)]
-
-    def without_children(self, values: FloatArray) -> FloatArray:
-        """The sums `values` `[N]` over nodes' rows, without those of their children."""
-        own: FloatArray = values - np.bincount(self.parents + 1, values, len(values) + 1)[1:]
-        return own
 
     @classmethod
     def of(cls, order: Int64Array, common: Int64Array) -> SlotTree:
@@ -102,7 +86,7 @@ class SlotTree:
         sort = (depths * len(order) + firsts).argsort()
         number = np.full(len(sort) + 1, -1)
         number[sort] = np.arange(len(sort))
-        levels = [0, *np.bincount(depths).cumsum().tolist()]
+        levels = [slice(*ends) for ends in pairwise([0, *np.bincount(depths).cumsum().tolist()])]
         return cls(order, firsts[sort], sizes[sort], stops[sort], number[parents[sort]], levels)
 
 
