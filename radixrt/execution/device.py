@@ -30,13 +30,10 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 @contextmanager
 def warm_up_in_background(device: torch.device) -> Iterator[None]:
-    """Have a GPU make its context in a thread while the block runs.
+    """Have a GPU make its context in a thread while the block runs; a CPU has none to make.
 
     Reading a config imports much of transformers, which keeps the host as busy as the context keeps the driver.
     """
-    if device.type != "cuda":
-        yield
-        return
     with ThreadPoolExecutor(max_workers=1) as starter:
         started = starter.submit(lambda: torch.empty(1, device=device))
         yield

@@ -31,8 +31,6 @@ class PlanShape:
 
 WHOLE = PlanShape(cuts=False, shares=False)
 CUT = PlanShape(cuts=True, shares=False)
-TREE = PlanShape(cuts=False, shares=True)
-CUT_TREE = PlanShape(cuts=True, shares=True)
 
 
 @dataclass(frozen=True)

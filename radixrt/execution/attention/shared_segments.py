@@ -59,15 +59,14 @@ class SharedSegments:
             req_pool_indices: `[R]`, the row of each request.
             lens: `[R]`, its first tokens that may be shared: of a decode all but the last, of an extend those of
                 its prefix; 0: none.
-            query_rows: `[R]` each, the first query row of each request and how many it has, at least one if it
-                has tokens: extends, which read by themselves in whole tiles. None: request r is row r alone.
+            query_rows: `[R]` each, of extends, which read by themselves in whole tiles: the first query row of
+                each, and how many it has, at least one if it has tokens. None: request r is row r alone.
             capacity: what the items may need at most; partial results of tails are not counted.
 
         Returns:
             `tail_starts` int32 `[R]`: the position from which on a request reads by itself; and the items that
-            hold all positions before it once for each of its query rows, those that take longest first. Items of
-            the same tokens and other query rows are next to one another. No items where a plan without them is as
-            cheap.
+            hold all positions before it once for each of its query rows, those that take longest first, and those
+            of the same tokens side by side. No items where a plan without them is as cheap.
         """
         tail_starts = np.zeros(len(req_pool_indices), np.int32)
         live = (lens > 0).nonzero()[0]
@@ -78,8 +77,8 @@ class SharedSegments:
         order, common = depth_first(slots, offsets, lens[live].astype(np.int64), self._tuning.max_stops)
         if not common.any():
             return tail_starts, NOTHING_SHARED
-        tree = SlotTree.of(order, common)
-        requests = live[tree.order]
+        tree = SlotTree.of(common)
+        requests = live[order]
         first_query, separate = self._query_rows(query_rows and query_rows[1][requests], len(requests))
         ends = tree.firsts + tree.sizes
         sizes = first_query[ends] - first_query[tree.firsts]

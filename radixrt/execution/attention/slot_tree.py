@@ -21,13 +21,12 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SlotTree:
-    """Rows in depth-first order, and the nodes of the tree that has them as leaves, level by level; int64 arrays.
+    """The nodes of a tree that has rows in depth-first order as leaves, level by level; int64 arrays.
 
     A node is some rows, two at least, and the prefix, a token at least, that they and no others have in common.
-    There are N nodes and R rows. Node i has the rows `order[firsts[i] : firsts[i] + sizes[i]]`.
+    Node i of N has the rows from `firsts[i]` to `firsts[i] + sizes[i] - 1`.
     """
 
-    order: Int64Array  # `[R]`
     firsts: Int64Array  # `[N]`
     sizes: Int64Array  # `[N]`
     stops: Int64Array  # `[N]`, the tokens of its prefix
@@ -43,8 +42,8 @@ class SlotTree:
         return found
 
     @classmethod
-    def of(cls, order: Int64Array, common: Int64Array) -> SlotTree:
-        """The tree of rows in depth-first order `[R]`, with `common` `[R - 1]` tokens in common with the next.
+    def of(cls, common: Int64Array) -> SlotTree:
+        """The tree of R rows in depth-first order, with `common` `[R - 1]` tokens in common with the next.
         Where it had more than `MAX_LEVELS` levels, prefixes end a little earlier.
 
         A border between two rows belongs to the node that ends there; runs of equal borders are one. The borders
@@ -83,11 +82,11 @@ class SlotTree:
         if depths.max(initial=0) >= MAX_LEVELS:
             kept, stops, parents = _coarser(stops, parents)
             firsts, sizes, depths = firsts[kept], sizes[kept], _depths(parents)
-        sort = (depths * len(order) + firsts).argsort()
+        sort = (depths * (len(common) + 1) + firsts).argsort()
         number = np.full(len(sort) + 1, -1)
         number[sort] = np.arange(len(sort))
         levels = [slice(*ends) for ends in pairwise([0, *np.bincount(depths).cumsum().tolist()])]
-        return cls(order, firsts[sort], sizes[sort], stops[sort], number[parents[sort]], levels)
+        return cls(firsts[sort], sizes[sort], stops[sort], number[parents[sort]], levels)
 
 
 def _depths(parents: Int64Array) -> Int64Array:

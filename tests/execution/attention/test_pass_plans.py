@@ -12,10 +12,10 @@ import torch
 
 from layers.input_metadata import InputMetadata
 from radixrt.execution.attention.flat import KernelShape
-from radixrt.execution.attention.pass_plans import CUT, TREE, WHOLE, PassPlans, PlanShape
+from radixrt.execution.attention.pass_plans import CUT, WHOLE, PassPlans, PlanShape
 from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
-from tests.execution.attention.test_planner import H200, PaddedExtends, families, int32, planner
+from tests.execution.attention.test_planner import H200, TREE, PaddedExtends, families, int32, planner
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.dense import dense_attention

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from layers.input_metadata import InputMetadata
 from radixrt.execution.attention.flat import KernelShape
-from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE, PassPlans, PlanShape
+from radixrt.execution.attention.pass_plans import CUT, WHOLE, PassPlans, PlanShape
 from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.attention.tuning import H200 as TUNING
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
@@ -27,6 +27,7 @@ from triton_ops.implementation import GPU
 from triton_ops.kv.view import KVView
 
 H200 = GPU(capability=90, num_sms=132)
+TREE, CUT_TREE = (PlanShape(cuts=cuts, shares=True) for cuts in (False, True))
 
 
 def planner(

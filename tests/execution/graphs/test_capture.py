@@ -25,7 +25,7 @@ from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine.engine import Engine
 from radixrt.execution.attention import planner as attention_planner
-from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE, PlanShape
+from radixrt.execution.attention.pass_plans import CUT, WHOLE, PlanShape
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.executor import Executor, Forward
 from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, MAX_CAPTURED_BATCH, ladder
@@ -36,6 +36,7 @@ from radixrt.execution.pass_timer import PassTimer
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import PassResult
+from tests.execution.attention.test_planner import CUT_TREE, TREE
 from tests.models.test_parity import MODELS
 from tests.support.checkpoints import VOCAB_SIZE, gemma2, gemma3, llama, qwen3_moe, smollm3, write
 from tests.support.recomputing import Recomputing, planner_on_cpu
