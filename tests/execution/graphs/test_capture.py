@@ -34,6 +34,7 @@ from radixrt.execution.packed_pass import PackedPass, PassKey
 from radixrt.execution.pass_builder import PassBuilder
 from radixrt.execution.pass_timer import PassTimer
 from radixrt.execution.staging import Staging
+from radixrt.limits import NO_PASSES, PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import PassResult
 from tests.execution.attention.test_planner import CUT_TREE, TREE
@@ -57,15 +58,17 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
     device = torch.get_default_device()
     on_gpu = device.type == "cuda"
 
-    def runner(model: Decoder, rows: Any, kv_pool: Any, *places: Any, tree: bool, **limits: int) -> ModelRunner:
+    def runner(
+        model: Decoder, rows: Any, kv_pool: Any, *places: Any, captured: PassLimits, tree: bool
+    ) -> ModelRunner:
         tuning = Tuning(token_sizes=(16, 64), max_plan_passes=max_plan_passes)
         if not on_gpu:  # plans are cut and padded as if kernels ran
             kv_dtype = kv_pool.buffer.dtype
             planner = planner_on_cpu(model.config, rows.req_to_token, kv_dtype, tree=tree)
             tuning = replace(tuning, recorder=Recomputing, planner=planner)
-            most = options["max_running_requests"], options.get("chunked_prefill_size", 2048)
-            limits = dict(zip(limits, most if cuda_graphs else (0, 0), strict=True))
-        return ModelRunner(model, rows, kv_pool, *places, tree=tree, tuning=tuning, **limits)
+            most = PassLimits(options["max_running_requests"], options.get("chunked_prefill_size", 2048))
+            captured = most if cuda_graphs else NO_PASSES
+        return ModelRunner(model, rows, kv_pool, *places, captured=captured, tree=tree, tuning=tuning)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(radixrt.assembly, "ModelRunner", runner)
