@@ -58,15 +58,13 @@ class KernelShape:
         """
         lens = lens[lens > 0]
         count, total = lens.size, int(lens.sum(dtype=np.int64))
-        longest = int(lens.max(initial=1))
-        wave = self.decode_wave
+        longest, wave = int(lens.max(initial=1)), self.decode_wave
 
         def cost(num_items: int, longest_item: int) -> float:
             waves = -(-num_items // wave)
             return max(waves * (total / num_items + ITEM_COST), longest_item + ITEM_COST)
 
-        best_len = longest
-        best = cost(count, longest) if count else 0.0
+        best_len, best = longest, cost(count, longest) if count else 0.0
         for waves in range(-(-count // wave), -(-count // wave) + MORE_WAVES):
             # A request's last piece is half empty on average.
             length = max(MIN_DECODE_ITEM, total // max(1, waves * wave - count // 2))

@@ -119,14 +119,10 @@ class AttentionPlanner:
             own, shared = self._extend_capacity(num_tokens, num_extends, shares=shares)
             # Tiles of zeros for the padding; after them items of no tokens, whose tiles begin beyond its end.
             begins = np.arange(own.num_items - len(plan.item_lens)) * plan.tile_tokens
+            begins[begins >= num_padding] = num_tokens
+            last = num_extends - 1
             extend[window] = padded_plan(
-                plan,
-                num_tokens,
-                own,
-                shared,
-                item_requests=num_extends - 1,
-                item_query_starts=np.where(begins < num_padding, begins, num_tokens),
-                item_partials=-1,
+                plan, num_tokens, own, shared, item_requests=last, item_query_starts=begins, item_partials=-1
             )
         return replace(plans, extend=extend)
 

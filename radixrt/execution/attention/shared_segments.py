@@ -5,11 +5,10 @@ from __future__ import annotations
 from math import ceil
 
 import numpy as np
-from numpy.typing import NDArray
 
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.pass_plans import Capacity
-from radixrt.execution.attention.slot_tree import FloatArray, Int64Array, SlotTree, depth_first
+from radixrt.execution.attention.slot_tree import BoolArray, FloatArray, Int64Array, SlotTree, depth_first
 from radixrt.execution.attention.tuning import PlanTuning
 from triton_ops.attention.plan import NOTHING_SHARED, Int32Array, SharedItems, pairs
 
@@ -169,7 +168,7 @@ class SharedSegments:
         tiles = -(-sizes // self.rows_at_once)
         return tiles, np.maximum(self._token, tiles * self._tile) / tiles
 
-    def _worthwhile(self, tree: SlotTree, sizes: Int64Array, read_separately: FloatArray) -> NDArray[np.bool_]:
+    def _worthwhile(self, tree: SlotTree, sizes: Int64Array, read_separately: FloatArray) -> BoolArray:
         """Choose the nodes `[N]` whose tokens are read once: the cheapest choice there is, waves aside.
 
         A node has `sizes` query rows, and its requests take `read_separately` seconds for a token that each reads
@@ -218,13 +217,8 @@ class SharedSegments:
         return kept
 
     def _within(
-        self,
-        tree: SlotTree,
-        kept: NDArray[np.bool_],
-        sizes: Int64Array,
-        read_separately: FloatArray,
-        capacity: Capacity,
-    ) -> NDArray[np.bool_]:
+        self, tree: SlotTree, kept: BoolArray, sizes: Int64Array, read_separately: FloatArray, capacity: Capacity
+    ) -> BoolArray:
         """Those of the `kept` nodes `[N]` that save most within the capacity; arguments as in `_worthwhile`."""
         tiles, share = self._tiles(sizes)
         if tiles[kept].sum() <= capacity.num_items and sizes[kept].sum() <= capacity.num_partials:

@@ -91,11 +91,10 @@ class SlotTree:
 
 def _depths(parents: Int64Array) -> Int64Array:
     """How many nodes are above each, `[N]`, of `parents` or -1."""
-    depths = (parents >= 0).astype(np.int64)
-    above, depths = np.append(parents, -1), np.append(depths, 0)  # the last is nobody's
+    above = np.append(parents, -1)  # the last is nobody's
+    depths = (above >= 0).astype(np.int64)
     while (above >= 0).any():
-        depths = depths + depths[above]
-        above = above[above]
+        depths, above = depths + depths[above], above[above]
     return depths[:-1]
 
 
