@@ -28,8 +28,8 @@ from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.errors import SchedulerError
 from radixrt.execution.attention import shared_segments
-from radixrt.execution.attention.pass_plans import PassPlans
-from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
+from radixrt.execution.attention.pass_plans import Capacity, PassPlans
+from radixrt.execution.attention.shared_segments import SharedSegments
 from radixrt.execution.pass_builder import PackedPass, PassBuilder
 from radixrt.output import FinishReason
 from radixrt.schedule.answer import Answer, AnswerState
@@ -871,7 +871,7 @@ def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
 @mutant("17: a plan is made", world=PlannedWorld)
 def share_more_than_padded_plans_have_room_for(patch: pytest.MonkeyPatch) -> None:
     find = SharedSegments.find
-    wide = SharedCapacity(99, 99)
+    wide = Capacity(99, 99)
     patch.setattr(
         SharedSegments, "find", lambda *arguments, **options: find(*arguments, **options | {"capacity": wide})
     )
