@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from radixrt.engine.gc_control import keep_for_good
-from radixrt.engine.signals import deferred
 from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.schedule.activity import Activity, ActivityMeter
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import Runner
-from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -47,6 +45,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.submit_all = scheduler.submit_all
         self._max_in_flight = max_in_flight
         self._in_flight: deque[_InFlight] = deque()
         self._aborts: deque[Answer] = deque()
@@ -63,10 +62,6 @@ class Engine:
     def activity(self) -> Activity:
         """Work and time up to the end of the last step; from any thread."""
         return self._meter.activity
-
-    def submit_all(self, requests: Iterable[Request], *, in_order: bool = False) -> list[Answer]:
-        """See `Scheduler.submit_all`. Returns the first answer of each request."""
-        return self.scheduler.submit_all(requests, in_order=in_order)
 
     def abort(self, answer: Answer) -> None:
         """End an answer, and the other ones to its prompt, at the next step."""
@@ -92,8 +87,7 @@ class Engine:
     def step(self) -> list[Answer]:
         """Launch the next pass, then book the one `max_in_flight` before it. Returns the answers that ended.
 
-        A pass that raises ends its own answers with FinishReason.ERROR; all others go on. Ctrl-C is raised
-        after the step.
+        A pass that raises ends its own answers with FinishReason.ERROR; all others go on.
 
         Raises:
             DeviceLostError: a pass has raised, and the device works no more. No request has ended for it.
@@ -101,15 +95,8 @@ class Engine:
                 Ctrl-C), so that the contents of memory are unknown.
         """
         self.check_whole()
-        with deferred():
-            self.is_cut = True
-            self._meter.begin_step()
-            ended = self._step()
-            self._meter.end_step()
-            self.is_cut = False
-        return ended
-
-    def _step(self) -> list[Answer]:
+        self.is_cut = True
+        self._meter.begin_step()
         ended: list[Answer] = []
         while self._aborts:
             ended += [answer for answer in self._aborts.popleft().family if self.scheduler.abort(answer)]
@@ -118,6 +105,8 @@ class Engine:
             self._in_flight.append(self._launch(booking))
         if self._in_flight and (booking is None or len(self._in_flight) > self._max_in_flight):
             ended += self._collect(self._in_flight.popleft())
+        self._meter.end_step()
+        self.is_cut = False
         return ended
 
     def _launch(self, booking: Booking) -> _InFlight:

@@ -57,7 +57,7 @@ def test_many_tasks_are_woken_in_turns() -> None:
     async def everything() -> list[int]:
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in range(3 * WOKEN_AT_ONCE)]
-        wake_soon(futures)
+        wake_soon(futures, None)
         done = []
         while not futures[-1].done():
             await asyncio.sleep(0)
@@ -72,4 +72,4 @@ def test_a_closed_loop_is_passed_over() -> None:
     async def make() -> asyncio.Future[None]:
         return asyncio.get_running_loop().create_future()
 
-    wake_soon([asyncio.run(make())])
+    wake_soon([asyncio.run(make())], None)
