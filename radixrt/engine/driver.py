@@ -40,11 +40,10 @@ class Driver:
         self._open: Engine | None = engine  # None once it is closed
         self._output_of = output_of
         self._mutex = threading.RLock()
-        self._turn_is_free = threading.Condition(self._mutex)
         self._owner: int | None = None  # the thread that has the turn
-        self._guests = 0  # threads that want the turn for something else than waiting: they go first
+        self._guests: dict[object, threading.Condition] = {}  # that want it for something else than waiting: first
         self._inside: set[int] = set()  # threads that are in here
-        self._asleep: dict[object, threading.Condition] = {}  # by call, threads that wait; the oldest first
+        self._asleep: dict[object, threading.Condition] = {}  # by call, threads that wait
         self._tasks: dict[Call, asyncio.Future[Exception | None]] = {}  # by call, tasks that wait
         self._has_proxy = False
         self._calls: dict[int | str, Call] = {}  # by the id of each request that has not ended
@@ -164,22 +163,21 @@ class Driver:
             while self._gets_turn(done, key):
                 self._step()
 
-    def _gets_turn(self, done: Callable[[], bool], key: object) -> bool:
-        """Sleep until this thread has the turn to step, or is `done`: False."""
-        me = threading.get_ident()
+    def _gets_turn(self, done: Callable[[], bool], key: object, *, as_guest: bool = False) -> bool:
+        """Sleep until this thread has the turn, or is `done`: False."""
+        me, queue = threading.get_ident(), self._guests if as_guest else self._asleep
         with self._mutex:
             while not done():
-                self.check_open()
-                if self._guests:
+                if self._guests and not as_guest:
                     self._pass_on()
                 elif self._owner in (None, me):
                     self._owner = me
                     return True
-                self._asleep[key] = woken = threading.Condition(self._mutex)
+                queue[key] = woken = threading.Condition(self._mutex)
                 try:
                     woken.wait()
                 finally:
-                    self._asleep.pop(key, None)
+                    queue.pop(key, None)
         return False
 
     @contextlib.contextmanager
@@ -199,13 +197,7 @@ class Driver:
     def _turn(self) -> Iterator[None]:
         """Have the turn once the current pass has ended."""
         with self._entered():
-            with self._mutex:
-                self._guests += 1
-                try:
-                    self._turn_is_free.wait_for(lambda: self._owner is None)
-                    self._owner = threading.get_ident()
-                finally:
-                    self._guests -= 1
+            self._gets_turn(lambda: False, object(), as_guest=True)
             yield
 
     def _pass_on(self) -> None:
@@ -213,10 +205,9 @@ class Driver:
         with self._mutex:
             if self._owner == threading.get_ident():
                 self._owner = None
-            if self._owner is None and self._guests:
-                self._turn_is_free.notify()
-            elif self._owner is None and self._asleep:
-                self._asleep.pop(next(iter(self._asleep))).notify()
+            waiting = self._guests or self._asleep
+            if self._owner is None and waiting:
+                next(iter(waiting.values())).notify()
 
     def _wait_for_tasks(self) -> None:
         try:
@@ -236,7 +227,7 @@ class Driver:
             futures = [self._tasks.pop(key) for key in keys if key in self._tasks]
             for key in keys if self._tasks else (*keys, self):
                 if key in self._asleep:
-                    self._asleep.pop(key).notify()
+                    self._asleep[key].notify()
         wake_soon(futures, error)
 
     # -- between passes ------------------------------------------------------------------------------------

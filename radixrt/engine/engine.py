@@ -117,8 +117,7 @@ class Engine:
         except Exception as error:
             # The device may not have got the changes, and some concern rows of other requests: send them again.
             self.scheduler.cache.rows.give_back(booking.pass_.row_changes)
-            _log.exception("a pass of %d answers could not be launched", len(booking.answers))
-            self._check_device(error)
+            self._check_device(error, booking, "could not be launched")
             return _InFlight(booking, error=error)
 
     def _collect(self, flight: _InFlight) -> list[Answer]:
@@ -128,16 +127,16 @@ class Engine:
                 result = self._meter.in_runner(self.runner.collect, flight.handle)
                 self._meter.count(flight.booking.pass_, result)
             except Exception as raised:
-                _log.exception("a pass of %d answers failed", len(flight.booking.answers))
-                self._check_device(raised)
+                self._check_device(raised, flight.booking, "failed")
                 error = raised
         self.scheduler.cache.pass_ended()
         if error is not None:
             return self.scheduler.fail(flight.booking, error)
         return self.scheduler.process(flight.booking, result)
 
-    def _check_device(self, error: Exception) -> None:
+    def _check_device(self, error: Exception, booking: Booking, failure: str) -> None:
         """Make the device ready after a pass that raised, or raise DeviceLostError."""
+        _log.exception("a pass of %d answers %s", len(booking.answers), failure)
         try:
             self.runner.check_device(error)
         except DeviceLostError:

@@ -83,7 +83,7 @@ def deferred() -> Iterator[None]:
     pending = _Pending()
     with _handled(lambda number, handler: callable(handler) and type(handler) is not _Pending, pending):
         yield
-    for number in pending.numbers:
+    for number in pending:
         signal.raise_signal(number)
 
 
@@ -94,15 +94,12 @@ def sigterm_raises() -> Iterator[None]:
         yield
 
 
-class _Pending:
-    """A handler that remembers signals, and raises at the third."""
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
+class _Pending(list[int]):
+    """Signals that wait for an end; as their handler it raises at the third."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.numbers.append(number)
-        if len(self.numbers) > 2:
+        self.append(number)
+        if len(self) > 2:
             _raise(number, frame)
 
 
