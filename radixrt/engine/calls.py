@@ -13,13 +13,10 @@ N = TypeVar("N", RequestOutput, StreamChunk)
 
 
 class PendingCall(Generic[N]):
-    """Requests that were submitted together, and a queue of news: one thread adds, one takes.
-
-    Attributes:
-        requests: by id, the first answer to each that has not ended; None until a step submits it.
-    """
+    """Requests that were submitted together, and a queue of news: one thread adds, one takes."""
 
     def __init__(self) -> None:
+        # By id, the first answer to each that has not ended; None until a step submits it.
         self.requests: dict[int | str, Answer | None] = {}
         self._news: deque[N] = deque()
 

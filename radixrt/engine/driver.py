@@ -272,14 +272,12 @@ class Driver:
             for answer in engine.submit_all(requests, in_order=in_order):
                 self._calls[answer.request.id].requests[answer.request.id] = answer
 
-    def _abort(self, engine: Engine) -> None:
-        """Pass aborts on to the engine, and keep those of requests that it does not have yet."""
-        for request_id in [self._aborts.popleft() for _ in range(len(self._aborts))]:
-            call = self._calls.get(request_id)
-            if call is not None and (answer := call.requests.get(request_id)) is not None:
-                engine.abort(answer)
-            elif call is not None:
-                self._aborts.append(request_id)
+    def _aborted(self) -> list[Answer]:
+        """Take the answers to end. Aborts of requests that the engine does not have yet stay."""
+        ids = [self._aborts.popleft() for _ in range(len(self._aborts))]
+        found = {name: call.requests.get(name) for name in ids if (call := self._calls.get(name)) is not None}
+        self._aborts += [name for name, answer in found.items() if answer is None]
+        return [answer for answer in found.values() if answer is not None]
 
     def _step(self, *, admit: bool = True) -> None:
         """Make a step and deliver its news. Ctrl-C is raised after it."""
@@ -287,8 +285,8 @@ class Driver:
         with deferred():  # booking included: an output that is not delivered now never is
             if admit:
                 self._submit_inbox(engine)
-            self._abort(engine)
-            told = [call for answer in engine.step() if (call := self._end(answer.family[0])) is not None]
+            ended = engine.step(self._aborted())
+            told = [call for answer in ended if (call := self._end(answer.family[0])) is not None]
             told += [call for call in tuple(self._streams.values()) if call.catch_up()]
             if told:
                 self._wake(told)

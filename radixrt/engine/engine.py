@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from radixrt.engine.gc_control import keep_for_good
@@ -27,7 +27,7 @@ class _InFlight:
 
 
 class Engine:
-    """Drives a scheduler and a runner. The calling thread does all the work; `abort` may come from any thread.
+    """Drives a scheduler and a runner. The calling thread does all the work.
 
     Args:
         max_in_flight: passes that may be in flight while the next one is planned; with 0 the device waits for
@@ -48,7 +48,6 @@ class Engine:
         self.submit_all = scheduler.submit_all
         self._max_in_flight = max_in_flight
         self._in_flight: deque[_InFlight] = deque()
-        self._aborts: deque[Answer] = deque()
         self._meter = ActivityMeter(clock)
         self.is_cut = False  # a step has ended in its middle
         self.is_lost = False  # because the device was lost
@@ -62,10 +61,6 @@ class Engine:
     def activity(self) -> Activity:
         """Work and time up to the end of the last step; from any thread."""
         return self._meter.activity
-
-    def abort(self, answer: Answer) -> None:
-        """End an answer, and the other ones to its prompt, at the next step."""
-        self._aborts.append(answer)
 
     def check_whole(self) -> None:
         """Raise SchedulerError if a step has been cut in two, DeviceLostError if the device was lost in it."""
@@ -84,8 +79,9 @@ class Engine:
         finally:
             booked.give_back(transfers)  # those that could not be started
 
-    def step(self) -> list[Answer]:
-        """Launch the next pass, then book the one `max_in_flight` before it. Returns the answers that ended.
+    def step(self, aborts: Iterable[Answer] = ()) -> list[Answer]:
+        """End `aborts` and the other answers to their prompts, launch the next pass, then book the one
+        `max_in_flight` before it. Returns the answers that ended.
 
         A pass that raises ends its own answers with FinishReason.ERROR; all others go on.
 
@@ -98,8 +94,8 @@ class Engine:
         self.is_cut = True
         self._meter.begin_step()
         ended: list[Answer] = []
-        while self._aborts:
-            ended += [answer for answer in self._aborts.popleft().family if self.scheduler.abort(answer)]
+        for aborted in aborts:
+            ended += [answer for answer in aborted.family if self.scheduler.abort(answer)]
         booking = self.scheduler.next_pass()
         if booking is not None:
             self._in_flight.append(self._launch(booking))
