@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from radixrt.engine.calls import N, PendingCall, StreamCall
 from radixrt.engine.engine import Engine
 from radixrt.engine.signals import deferred
-from radixrt.engine.tasks import wake_soon
+from radixrt.engine.tasks import wake_soon, with_pauses
 from radixrt.errors import ParameterError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.schedule.answer import Answer
@@ -287,7 +287,8 @@ class Driver:
                 self._submit_inbox(engine)
             ended = engine.step(self._aborted())
             told = [call for answer in ended if (call := self._end(answer.family[0])) is not None]
-            told += [call for call in tuple(self._streams.values()) if call.catch_up()]
+            streams = tuple(self._streams.values())
+            told += [call for call in (with_pauses(streams) if self._tasks else streams) if call.catch_up()]
             if told:
                 self._wake(told)
 
