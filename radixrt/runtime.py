@@ -330,7 +330,7 @@ class Runtime:
 
     def submit(self, *requests: Request, in_order: bool = False) -> None:
         """Queue requests of `prepare`, best all that are known; with `in_order` they are served in this order."""
-        self._driver.submit_now(requests, self._loose, in_order=in_order)
+        self._driver.submit(requests, self._loose, in_order=in_order)
 
     def step(self) -> list[RequestOutput]:
         """Advance all requests by one pass. Returns the outputs of those of `submit` that have ended."""
@@ -457,7 +457,7 @@ class Runtime:
         """
         self._driver.close()
         parts, self._parts = self._parts, None
-        if parts is not None and not self._driver.device_lost:
+        if parts is not None and not parts.engine.is_lost:
             free_device = parts.free_device
             del parts  # what it holds is unused now
             free_device()

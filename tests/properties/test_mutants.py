@@ -394,10 +394,12 @@ def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("8:", first=5)
 def abort_one_answer_and_not_the_others(patch: pytest.MonkeyPatch) -> None:
-    def alone(self: Engine, answer: Answer) -> None:
-        self.scheduler.abort(answer)
+    step = Engine.step
 
-    patch.setattr(Engine, "abort", alone)
+    def alone(self: Engine, aborts: Iterable[Answer] = ()) -> list[Answer]:
+        return [answer for answer in aborts if self.scheduler.abort(answer)] + step(self)
+
+    patch.setattr(Engine, "step", alone)
 
 
 @mutant("8:", first=7)
