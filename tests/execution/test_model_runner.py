@@ -12,7 +12,8 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, PassShape, captured_shapes, ladder
 from radixrt.execution.model_runner import ModelRunner, Tuning
-from radixrt.execution.packed_pass import PassKey
+from radixrt.execution.pass_builder import PassKey
+from radixrt.limits import NO_PASSES, PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from tests.support.checkpoints import llama, write
@@ -37,10 +38,8 @@ def runner_of(model: Decoder, *, captures: bool) -> ModelRunner:
     tuning = Tuning(
         token_sizes=(8, TOKENS), recorder=Recomputing, planner=planner_on_cpu(config, rows.req_to_token)
     )
-    limits = (MAX_REQUESTS, TOKENS) if captures else (0, 0)
-    return ModelRunner(
-        model, rows, pool, CPU, max_captured_batch=limits[0], max_captured_tokens=limits[1], tuning=tuning
-    )
+    captured = PassLimits(MAX_REQUESTS, TOKENS) if captures else NO_PASSES
+    return ModelRunner(model, rows, pool, CPU, captured=captured, tuning=tuning)
 
 
 PROMPTS = plain_pass([2, 0, 4], [0, 0, 0], [7, 3, 1])
@@ -75,7 +74,7 @@ def test_results_are_each_pass_s_own_however_many_are_in_flight(model: Decoder, 
 def test_nothing_is_captured_before_it_is_asked_for(model: Decoder) -> None:
     runner = runner_of(model, captures=True)
     early = runner.collect(runner.launch(PROMPTS)).token_ids
-    assert runner.executor.graphs is None
+    assert not runner.executor.graphs
     runner.capture_graphs()
     assert runner.collect(runner.launch(PROMPTS)).token_ids.tolist() == early.tolist()
 
@@ -86,17 +85,16 @@ def test_the_largest_shapes_of_each_kind_are_captured(model: Decoder, max_shapes
     runner = runner_of(model, captures=True)
     runner.capture_graphs(max_shapes)
     graphs = runner.executor.graphs
-    assert graphs is not None
     num_weights = sum(weight.numel() for weight in model.parameters())
     shapes = captured_shapes(MAX_REQUESTS, TOKENS, num_weights, (8, TOKENS))
     decodes = [shape for shape in shapes if shape.is_decode]
     others = [shape for shape in shapes if not shape.is_decode]
     expected = {*decodes[-(max_shapes or 99) :], *others[-(max_shapes or 99) :]}
-    forwards = {key for key in graphs.keys if isinstance(key, PassKey)}
+    forwards = {key for key in graphs if isinstance(key, PassKey)}
     assert {key.shape for key in forwards} == expected
     sizes = ladder(MAX_REQUESTS)[-(max_shapes or 99) :]
     draws = {(PassShape(0, size, 0), features) for size in sizes for features in CAPTURED_DRAWS}
-    assert graphs.keys - forwards == draws
+    assert graphs.keys() - forwards == draws
     eager = runner_of(model, captures=False)
     for pass_ in [PROMPTS, *DECODES[:2]]:
         outcomes = [each.collect(each.launch(pass_)).token_ids.tolist() for each in (runner, eager)]
@@ -106,7 +104,7 @@ def test_the_largest_shapes_of_each_kind_are_captured(model: Decoder, max_shapes
 def test_without_limits_there_are_no_graphs(model: Decoder) -> None:
     runner = runner_of(model, captures=False)
     runner.capture_graphs()
-    assert runner.executor.graphs is None
+    assert not runner.executor.graphs
 
 
 def test_a_pass_that_is_too_long_for_graphs_has_room_beside_them(

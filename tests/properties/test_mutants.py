@@ -28,10 +28,9 @@ from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.errors import SchedulerError
 from radixrt.execution.attention import shared_segments
-from radixrt.execution.attention.pass_plans import PassPlans
-from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
-from radixrt.execution.packed_pass import PackedPass
-from radixrt.execution.pass_builder import PassBuilder
+from radixrt.execution.attention.pass_plans import Capacity, PassPlans
+from radixrt.execution.attention.shared_segments import SharedSegments
+from radixrt.execution.pass_builder import PackedPass, PassBuilder
 from radixrt.output import FinishReason
 from radixrt.schedule.answer import Answer, AnswerState
 from radixrt.schedule.booking import Bookkeeper
@@ -395,10 +394,12 @@ def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("8:", first=5)
 def abort_one_answer_and_not_the_others(patch: pytest.MonkeyPatch) -> None:
-    def alone(self: Engine, answer: Answer) -> None:
-        self.scheduler.abort(answer)
+    step = Engine.step
 
-    patch.setattr(Engine, "abort", alone)
+    def alone(self: Engine, aborts: Iterable[Answer] = ()) -> list[Answer]:
+        return [answer for answer in aborts if self.scheduler.abort(answer)] + step(self)
+
+    patch.setattr(Engine, "step", alone)
 
 
 @mutant("8:", first=7)
@@ -852,8 +853,9 @@ def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
     build = PassBuilder.build
 
     def unnoticed(self: PassBuilder, pass_: Pass) -> PackedPass:
-        if self._rows is not None and len(self._rows) == pass_.num_rows:
-            self._rows = pass_.req_pool_indices
+        current = self._current
+        if current is not None and current.rows is not None and len(current.rows) == pass_.num_rows:
+            current.rows = pass_.req_pool_indices
         return build(self, pass_)
 
     patch.setattr(PassBuilder, "build", unnoticed)
@@ -871,7 +873,7 @@ def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
 @mutant("17: a plan is made", world=PlannedWorld)
 def share_more_than_padded_plans_have_room_for(patch: pytest.MonkeyPatch) -> None:
     find = SharedSegments.find
-    wide = SharedCapacity(99, 99)
+    wide = Capacity(99, 99)
     patch.setattr(
         SharedSegments, "find", lambda *arguments, **options: find(*arguments, **options | {"capacity": wide})
     )

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from radixrt.execution.attention.flat import KernelShape
-from radixrt.execution.attention.planner import AttentionPlanner, kernel_planner
+from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.graphs.capture import GraphRecorder, Launch
 from radixrt.models.config import ModelConfig
 from triton_ops.attention.plan import Int32Array
 from triton_ops.implementation import gpu_of
 
 
-class Recomputed:
-    """Stands in for a CUDA graph."""
-
-    def __init__(self, compute: Callable[[], None]) -> None:
-        self.replay = torch.inference_mode()(compute)
-
-
-class Recomputing:
-    """Stands in for GraphMemory."""
+class Recomputing(GraphRecorder):
+    """Computes what would be captured."""
 
     def __init__(self, device: torch.device) -> None:
         pass
 
-    def captured(self, compute: Callable[[], None], warm_up: Callable[[], None]) -> Recomputed:
+    def captured(self, compute: Launch, warm_up: Launch) -> Launch:
         warm_up()
-        return Recomputed(compute)
+        return torch.inference_mode()(compute)
 
 
 def planner_on_cpu(
@@ -38,4 +30,4 @@ def planner_on_cpu(
     gpu = gpu_of(torch.device("cpu"))
     shape = KernelShape(gpu, config.num_heads, config.num_kv_heads, config.head_dim, torch.float32)
     windows = tuple({kind.window for kind in config.attention})
-    return kernel_planner(shape, windows, req_to_token, kv_dtype, tree=tree)
+    return AttentionPlanner(shape, windows, req_to_token, kv_dtype, tree=tree)

@@ -63,7 +63,9 @@ class CheckedEngine:
     def has_work(self) -> bool:
         return self.world.engine.has_work
 
-    def step(self) -> list[Answer]:
+    def step(self, aborts: Sequence[Answer] = ()) -> list[Answer]:
+        for answer in aborts:
+            self.world.abort(answer)
         ended = self.world.step()
         self.world.check()
         return ended
@@ -446,7 +448,7 @@ class World:
         oldest = self.scheduler.waiting[0] if self.scheduler.waiting else None
         waiting = list(self.scheduler.waiting)
         aborted, self._aborted = self._aborted, []
-        ended = self.engine.step()
+        ended = self.engine.step(aborted)
         require("8: an abort ends all answers", all(a.finished for r in aborted for a in r.family))
         known = {id(r) for r in self.answers}
         forked = [c for r in list(self.answers) for c in r.children if id(c) not in known]
@@ -470,7 +472,6 @@ class World:
     def abort(self, answer: Answer) -> None:
         if any(answer in f.booking.answers for f in self.runner.in_flight) and not answer.finished:
             self.events["abort in flight"] += 1
-        self.engine.abort(answer)
         self._aborted.append(answer)
 
     def retract(self, answer: Answer) -> None:
