@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
+from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.passes import Int32Array
 from radixrt.schedule.request_table import BoolArray
@@ -56,21 +57,16 @@ class SchedulerConfig:
         return oldest.times_skipped >= self.max_times_skipped
 
 
-def admission_order(
-    config: SchedulerConfig, waiting: Sequence[Answer], match_length: Callable[[Answer], int]
-) -> list[Answer]:
+def admission_order(config: SchedulerConfig, waiting: list[Answer], cache: PrefixCache) -> list[Answer]:
     """The answers to consider for admission, in this order; `waiting` is in order of arrival.
 
     Under LPM the oldest answer goes first once it is overdue. If it is `in_order`, all are in order of arrival.
     """
-    ranked = list(waiting[: config.max_ranked])
-    if config.policy is SchedulePolicy.FCFS or not ranked or ranked[0].in_order:
-        return ranked
-    oldest = ranked[0]
-    ranked.sort(key=match_length, reverse=True)  # stable: equal matches stay in order of arrival
-    if config.is_overdue(oldest):
-        ranked.remove(oldest)
-        ranked.insert(0, oldest)
+    ranked = waiting[: config.max_ranked]
+    if config.policy is SchedulePolicy.LPM and not ranked[0].in_order:
+        first = ranked[0] if config.is_overdue(ranked[0]) else None
+        # Stable: equal matches stay in order of arrival.
+        ranked.sort(key=lambda one: math.inf if one is first else one.match_in(cache).length(), reverse=True)
     return ranked
 
 
@@ -93,8 +89,8 @@ class OutputEstimate:
         self._mean = self._deviation = 0.0
 
     def expected(self, answer: Answer) -> int:
-        """Output tokens still expected of one answer: 1 to `answer.remaining`, 0 if none remain."""
-        remaining = answer.remaining
+        """Output tokens still expected of one that waits: from 1 to what its limit leaves, 0 if that is none."""
+        remaining = answer.request.max_len - answer.known_len
         if not answer.request.may_stop:
             return remaining
         expected = remaining * self.share

@@ -75,9 +75,8 @@ class SamplingTable:
             processed, drawn = self._draws(rows[at], positions[at], samples[at])
             draws = []
             for i in at.tolist():
-                row, position, progress = int(rows[i]), int(positions[i]), answers[logits_rows[i]].progress
-                is_unknown = position > progress.known_len
-                draws.append(ProcessedDraw(self._processors[row], row, position, progress.tokens(), is_unknown))
+                row, position, known = int(rows[i]), int(positions[i]), answers[logits_rows[i]].tokens()
+                draws.append(ProcessedDraw(self._processors[row], row, position, known, position > len(known)))
             own["processed_rows"] = at.astype(np.int32)
             own |= {PROCESSED + name: array for name, array in drawn.items()} | processor_arrays(draws)
             # These rows are drawn again from their processed logits: greedy draws are the cheapest here.

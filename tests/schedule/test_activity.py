@@ -56,9 +56,7 @@ class Recorder:
     def launch(self, batch: Pass) -> SimulatedPass:
         handle = self._launch(batch)
         new = zip(handle.booking.answers, batch.prefix_lens.tolist(), batch.seq_lens.tolist(), strict=True)
-        self._extended[id(batch)] = sum(
-            end - start for request, start, end in new if start < request.progress.extend_len
-        )
+        self._extended[id(batch)] = sum(end - start for request, start, end in new if start < request.extend_len)
         return handle
 
     def collect(self, handle: SimulatedPass) -> PassResult:

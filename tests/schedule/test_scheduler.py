@@ -178,7 +178,7 @@ def test_a_retracted_request_finds_again_what_it_computed() -> None:
     request = world.submit([1, 2, 3, 4, 0, 1], 8)
     for _ in range(5):
         world.step()
-    computed = request.progress.computed_len
+    computed = request.computed_len
     assert computed > request.request.prompt_len
     world.retract(request)
     world.drain()

@@ -183,7 +183,7 @@ class SimulatedRunner:
         extended = [
             int(end - start)
             for answer, start, end in zip(self.booking.answers, batch.prefix_lens, batch.seq_lens, strict=True)
-            if start < answer.progress.extend_len
+            if start < answer.extend_len
         ]
         self._require("10: a pass keeps to its prefill budget", sum(extended) <= self.prefill_budget)
         samples = int(batch.num_samples.sum())
@@ -272,7 +272,7 @@ class SimulatedRunner:
                 read = read_on(read, history[-1])
                 if position >= start:
                     reads.append(read)
-            known = answer.progress.tokens()[:end]
+            known = answer.tokens()[:end]
             if i in flight.poisoned:
                 finite[i] = False
             elif not self._tainted(flight, i):
