@@ -154,7 +154,7 @@ def assemble(config: RuntimeConfig) -> Parts:
         force_miss=config.force_miss,
     )
     running, chunk = limits.max_running_requests, limits.chunked_prefill_size
-    scheduler = Scheduler(cache, SchedulerConfig(running, chunk, config.policy, limits.max_samples))
+    scheduler = Scheduler(cache, SchedulerConfig(running, chunk, limits.max_samples, config.policy))
     runner = ModelRunner(
         decoder, rows, kv_pool, device, host_pool, tree=tree, **captured_sizes(limits, captures=captures)
     )

@@ -14,6 +14,7 @@ from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.arrays import Int32Array
 from radixrt.errors import DeviceLostError
 from radixrt.execution.attention.planner import ReferencePlanner, planner_of
 from radixrt.execution.executor import MAX_SCORED_AT_ONCE, Drawn, Executor
@@ -26,7 +27,7 @@ from radixrt.execution.pass_builder import MAX_PLAN_PASSES, PassBuilder
 from radixrt.execution.pass_timer import PassTimer, TimedPass
 from radixrt.execution.sampling.sampler import LogprobTensors
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.passes import Int32Array, Logprobs, Pass, PassResult
+from radixrt.schedule.passes import Logprobs, Pass, PassResult
 
 _PROBE_WORDS = 1024  # that a device has to count up to show that it works
 

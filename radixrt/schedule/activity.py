@@ -52,9 +52,8 @@ class ActivityMeter:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.activity = Activity()
-        self._clock = clock
+        self._clock, self._began = clock, 0.0
         self._counts = asdict(self.activity)
-        self._began = 0.0
 
     def begin_step(self) -> None:
         self._began = self._clock()
@@ -72,7 +71,6 @@ class ActivityMeter:
             self._began += self._clock() - began  # as if the step had begun so much later
 
     def count(self, pass_: Pass, result: PassResult) -> None:
-        """Count a pass whose result has come."""
         counts, extends = self._counts, pass_.extended_tokens > 0
         counts["passes"] += 1
         counts["extend_passes"] += extends

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from memory_pool.slot_allocator import Slots
+from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.schedule.answer import Answer, rows_of
-from radixrt.schedule.passes import Int32Array
 from radixrt.schedule.policy import OutputEstimate, SchedulerConfig, admission_order
 from radixrt.schedule.request_table import RequestTable
 from radixrt.schedule.sampling_table import SamplingTable
@@ -64,22 +64,16 @@ class Admission:
     """The answers that have not ended. Lets them run while memory lasts that is not promised to others.
 
     An answer that runs alone is never refused memory: its request was checked to fit into the pool.
-
-    Attributes:
-        waiting, running: in order of arrival, and of admission.
-        table, sampling: lengths, tokens and sampling parameters of the running ones.
-        estimate: of their output.
-        changes: times that an answer has begun or stopped running.
-        num_retractions: running answers that were taken back to the queue.
     """
 
     def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
         rows = cache.rows
-        self.waiting, self.running = list[Answer](), list[Answer]()
+        self.waiting, self.running = list[Answer](), list[Answer]()  # in order of arrival, and of admission
         self.table = RequestTable(rows.max_requests, rows.max_context_len, cache.allocated_lens)
         self.sampling = SamplingTable(rows.max_requests)
         self.estimate = OutputEstimate()
-        self.changes = self.num_retractions = 0
+        self.changes = 0  # times that an answer has begun or stopped running
+        self.num_retractions = 0
         self._cache, self._config = cache, config
 
     def admit(self, budget: int, places: int) -> list[ExtendChunk]:
@@ -98,7 +92,10 @@ class Admission:
                 break
             if answer.resumable_after > cache.passes_ended:
                 continue  # just retracted: its tokens in flight are still to come
-            match, demand = answer.match_in(cache), self._demand(answer)
+            match = answer.match_in(cache)
+            # Slots that it is expected to take in all; its last token never wants one.
+            ahead = max(0, self.estimate.expected(answer) - 1)
+            demand = min(answer.known_len + ahead, answer.request.max_slots)
             if match.has_leader():
                 # A follower: its leader is computing what it needs next. Room is kept for the rest of it, or
                 # leaders of other prefixes would take that, and evict this prefix before it comes.
@@ -164,11 +161,6 @@ class Admission:
         self.sampling.admit(lease.row, answer)
         self.running.append(answer)
         self.changes += 1
-
-    def _demand(self, answer: Answer) -> int:
-        """Slots that a waiting answer is expected to take in all; its last token never wants one."""
-        ahead = max(0, self.estimate.expected(answer) - 1)
-        return min(answer.known_len + ahead, answer.request.max_slots)
 
     def _promised(self) -> int:
         """Slots that all running answers are still expected to ask for."""

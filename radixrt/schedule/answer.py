@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from radixrt.arrays import Int32Array
 from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Tokens
 from radixrt.output import FinishReason, Timings, TokenLogprob, Usage
-from radixrt.schedule.passes import Int32Array
 from radixrt.schedule.request import Request, TextStop
 from radixrt.schedule.request_table import RequestTable
 

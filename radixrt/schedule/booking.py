@@ -7,40 +7,28 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.arrays import Int32Array
+from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.output import FinishReason, TokenLogprob
 from radixrt.schedule.admission import Admission
 from radixrt.schedule.answer import Answer
-from radixrt.schedule.passes import Int32Array, Logprobs, Pass, PassResult
+from radixrt.schedule.passes import Logprobs, Pass, PassResult
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Booking:
-    """A scheduled pass, the answer of each row, and its lease: positions count while the answer holds the same.
+    """A scheduled pass, and the answer of each row.
 
-    While the same answers decode pass after pass, and nothing else is computed, the tuples are the same.
+    While the same answers decode pass after pass, and nothing else is computed, the tuple is the same.
     """
 
     pass_: Pass
     answers: tuple[Answer, ...]
-    leases: tuple[Lease, ...]
-
-
-class _Row(NamedTuple):
-    """What a pass computed of one of its rows."""
-
-    start: int  # positions [start, end)
-    end: int
-    is_finite: bool
-    token_ids: list[int]  # those accepted
-    logprobs: list[TokenLogprob]  # theirs, if they are wanted
-    scored: list[TokenLogprob]  # prompt tokens
 
 
 @dataclass(frozen=True)
@@ -63,7 +51,6 @@ class Bookkeeper:
         ended: list[Answer] = []
         if not to_visit.any():
             return ended
-        first_scored = _firsts(pass_.num_scored)
         first_logprobs = np.searchsorted(pass_.sampling.arrays.get("logprob_rows", ()), first_samples)
         for i in np.flatnonzero(to_visit).tolist():
             answer, first = booking.answers[i], first_samples[i]
@@ -74,12 +61,7 @@ class Bookkeeper:
                 if self._ends_with(answer, token_ids[0], logprobs):
                     ended.append(answer)
             elif not answer.finished:
-                first, end = first_scored[i], first_scored[i] + pass_.num_scored[i]
-                targets = pass_.scored_targets[first:end].tolist()
-                scored = _token_logprobs(result.prompt_logprobs, first, targets, params.prompt_logprobs)
-                start, end = int(pass_.prefix_lens[i]), int(pass_.seq_lens[i])
-                row = _Row(start, end, bool(result.finite[i]), token_ids, logprobs, scored)
-                ended += self._book(answer, booking.leases[i], row)
+                ended += self._book(booking, result, i, token_ids, logprobs)
         return ended
 
     def fail(self, booking: Booking, cause: Exception) -> list[Answer]:
@@ -103,36 +85,44 @@ class Bookkeeper:
             admission.estimate.ended(answer.num_output)
         log.finish_reason, log.error, log.finished_at = reason, error, time.perf_counter()
 
-    def _book(self, answer: Answer, lease: Lease, row: _Row) -> list[Answer]:
-        """Book a row on its own. Returns the answers that ended."""
-        request = answer.request
-        if not row.is_finite:
+    def _book(
+        self, booking: Booking, result: PassResult, i: int, token_ids: list[int], logprobs: list[TokenLogprob]
+    ) -> list[Answer]:
+        """Book row `i` of a pass on its own. Returns the answers that ended."""
+        pass_, answer = booking.pass_, booking.answers[i]
+        request, lease = answer.request, answer.lease
+        if not result.finite[i]:
             error = "the model computed values that are not finite"
             if request.params.allowed_token_ids is not None or request.bad_words:
                 error += ", or allowed_token_ids and bad_words left no token to draw"
             self.finish(answer, FinishReason.ERROR, error)
             return [answer]
-        holds = answer.lease is lease  # else it was retracted since; its tokens are good all the same
-        if holds and row.start < answer.extend_len:
-            answer.extended_len = row.end
-            self.cache.commit(lease, answer.tokens(answer.extend_len), row.end)
-        elif holds and row.start + len(row.token_ids) < row.end:  # it verified drafts, the last ones in vain
-            self.cache.truncate(lease, row.start + len(row.token_ids))
-        if row.scored:
-            answer.log.prompt_logprobs += row.scored
+        start, end = int(pass_.prefix_lens[i]), int(pass_.seq_lens[i])
+        # Without a lease it was retracted since, and its tokens are good all the same. It gets no other one before
+        # its passes have ended: see `Answer.resumable_after`.
+        if lease is not None and start < answer.extend_len:
+            answer.extended_len = end
+            self.cache.commit(lease, answer.tokens(answer.extend_len), end)
+        elif lease is not None and start + len(token_ids) < end:  # it verified drafts, the last ones in vain
+            self.cache.truncate(lease, start + len(token_ids))
+        if num_scored := int(pass_.num_scored[i]):
+            first = int(pass_.num_scored[:i].sum())
+            targets = pass_.scored_targets[first : first + num_scored].tolist()
+            scored = _token_logprobs(result.prompt_logprobs, first, targets, request.params.prompt_logprobs)
+            answer.log.prompt_logprobs += scored
             answer.pending_match = None  # more of it may come from the cache now
         ended: list[Answer] = []
         # The tokens are the first of each of a prompt's answers, or the next of one.
-        takers = self._forked(answer) if answer.num_answers > 1 and row.token_ids else itertools.repeat(answer)
-        for k, (taker, token_id) in enumerate(zip(takers, row.token_ids, strict=False)):
+        takers = self._forked(answer) if answer.num_answers > 1 and token_ids else itertools.repeat(answer)
+        for k, (taker, token_id) in enumerate(zip(takers, token_ids, strict=False)):
             if taker.finished:
                 break  # the tokens after its end are nobody's
             taker.append(token_id)
             if taker.log.first_token_at is None:
                 taker.log.first_token_at = time.perf_counter()
-            if self._ends_with(taker, token_id, row.logprobs[k : k + 1]):
+            if self._ends_with(taker, token_id, logprobs[k : k + 1]):
                 ended.append(taker)
-        if holds and not request.max_new_tokens and row.end == request.prompt_len:
+        if lease is not None and not request.max_new_tokens and end == request.prompt_len:
             self.finish(answer, FinishReason.LENGTH)
             ended.append(answer)
         return ended
@@ -146,27 +136,21 @@ class Bookkeeper:
 
     def _ends_with(self, answer: Answer, token_id: int, logprobs: Sequence[TokenLogprob]) -> bool:
         """Log an answer's latest token. Whether the answer has ended with it."""
-        answer.log.logprobs += logprobs
+        request, log, text_stop = answer.request, answer.log, answer.text_stop
+        log.logprobs += logprobs
+        reason = FinishReason.LENGTH if answer.known_len >= request.max_len else None
         try:
-            reason = self._why_ended(answer, token_id)
+            if token_id in request.stop_ids:
+                reason, log.matched = FinishReason.STOP, token_id
+            elif text_stop is not None and text_stop.push(token_id):
+                reason, log.matched = FinishReason.STOP, text_stop.matched
         except Exception as error:  # of its text: one answer's must not cost the others theirs
-            _log.exception("the text of request %d cannot be made", answer.request.index)
+            _log.exception("the text of request %d cannot be made", request.index)
             self.finish(answer, FinishReason.ERROR, f"no text can be made of its answer: {error}")
             return True
         if reason is not None:
             self.finish(answer, reason)
         return reason is not None
-
-    def _why_ended(self, answer: Answer, token_id: int) -> FinishReason | None:
-        """Why an answer ends with its latest token, if it does."""
-        request, text_stop = answer.request, answer.text_stop
-        if token_id in request.stop_ids:
-            answer.log.matched = token_id
-            return FinishReason.STOP
-        if text_stop is not None and text_stop.push(token_id):
-            answer.log.matched = text_stop.matched
-            return FinishReason.STOP
-        return FinishReason.LENGTH if answer.known_len >= request.max_len else None
 
 
 def _firsts(counts: Int32Array) -> Int32Array:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from radixrt.arrays import Int32Array
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.passes import NO_TOKEN, Arrays, Int32Array
+from radixrt.schedule.passes import NO_TOKEN, Arrays
 from radixrt.schedule.request import Request
 
 NEVER = int(np.iinfo(np.int64).max)  # a position that no answer reaches
@@ -99,7 +100,7 @@ class ProcessedDraw:
         return self.position > len(self.known)
 
     def history(self) -> Int32Array:
-        """The tokens before it, the last one as in `Pass.input_ids` where it is unknown; none without penalties."""
+        """The tokens before it that penalties count, as in `Pass.input_ids`; none where there are no penalties."""
         if not self.processors.params.has_penalties:
             return _ids([])
         return np.append(self.known, np.int32(-(self.row + 1))) if self.last_is_unknown else self.known
@@ -112,7 +113,7 @@ class ProcessedDraw:
 
 
 def processor_arrays(draws: Sequence[ProcessedDraw]) -> Arrays:
-    """The arrays that the processors of X draws read on the device, by name: `[X]`, or a number for each token."""
+    """The arrays that the processors of X draws read on the device, by name: a number for each draw or token."""
     own = [draw.processors for draw in draws]
     params = [processors.params for processors in own]
     bans = [draw.bans() for draw in draws]

@@ -18,14 +18,12 @@ collected since was sampled after a position of its own: all known tokens but th
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from memory_pool.sparse_table import sparse_table
+from radixrt.arrays import BoolArray, Int32Array
 from radixrt.cache.radix_tree import Tokens
-from radixrt.schedule.passes import NO_TOKEN, Int32Array
+from radixrt.schedule.passes import NO_TOKEN
 from radixrt.schedule.request import Request
-
-BoolArray = NDArray[np.bool_]
 
 MAX_STOPS = 8  # answers with more stop tokens look for them one by one
 
@@ -33,28 +31,17 @@ MAX_STOPS = 8  # answers with more stop tokens look for them one by one
 class RequestTable:
     """Lengths and tokens of the running answers, by their row in `req_to_token`.
 
-    A row keeps its numbers after its answer has been released, until it is handed out again.
-
-    Args:
-        max_requests: rows.
-        max_context_len: tokens of a prompt with its answer.
-        allocated_lens: `[max_requests]` int32, positions that have a slot: the cache's own column.
-
-    Attributes:
-        tokens: `[max_requests, max_context_len]` int32, the known tokens.
-        stops: `[max_requests, MAX_STOPS]` int32, tokens that end it, NO_TOKEN where there are fewer.
-        known_lens, extend_lens: `[max_requests]` int32, known tokens; those to extend over before it decodes.
-        prompt_lens, max_lens: `[max_requests]` int32, see `Request`.
-        may_stop: `[max_requests]` bool: it may end before max_len.
-        is_special, runs: each of its tokens is booked on its own; a running answer holds the row.
+    There are `max_requests` rows, each for a prompt with its answer, `max_context_len` tokens at most. A row keeps
+    its numbers after its answer has been released, until it is handed out again.
     """
 
     def __init__(self, max_requests: int, max_context_len: int, allocated_lens: Int32Array) -> None:
-        self.allocated_lens = allocated_lens
+        self.allocated_lens = allocated_lens  # positions that have a slot: the cache's own column
         columns = np.zeros((4, max_requests), dtype=np.int32)
         self.known_lens, self.extend_lens, self.prompt_lens, self.max_lens = columns
-        self.tokens = sparse_table(max_requests, max_context_len)
-        self.stops = np.full((max_requests, MAX_STOPS), NO_TOKEN, dtype=np.int32)
+        self.tokens = sparse_table(max_requests, max_context_len)  # the known ones
+        self.stops = np.full((max_requests, MAX_STOPS), NO_TOKEN, dtype=np.int32)  # fewer end with NO_TOKEN
+        # It may end before max_len; each of its tokens is booked on its own; a running answer holds the row.
         self.may_stop, self.is_special, self.runs = np.zeros((3, max_requests), dtype=bool)
 
     def begin(self, row: int, request: Request, tokens: Tokens) -> None:

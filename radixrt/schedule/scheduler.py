@@ -7,39 +7,25 @@ token may be in one more pass, whose result for it is thrown away.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
-from itertools import compress
-from typing import NamedTuple
 
 import numpy as np
 
 from memory_pool.slot_allocator import Slots
-from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.arrays import Int32Array
+from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason
 from radixrt.schedule.admission import Admission, ExtendChunk
 from radixrt.schedule.answer import Answer, RequestLog, rows_of
 from radixrt.schedule.booking import Booking, Bookkeeper
-from radixrt.schedule.passes import Int32Array, Pass, PassResult
+from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
 
 _NONE = np.zeros(0, dtype=np.int32)
-
-
-class _Group(NamedTuple):
-    """N running answers, in order of admission, their leases, and their rows `[N]`. Passes share them unchanged."""
-
-    answers: tuple[Answer, ...]
-    leases: tuple[Lease, ...]
-    rows: Int32Array
-
-    @classmethod
-    def of(cls, answers: Iterable[Answer]) -> _Group:
-        answers = tuple(answers)
-        leases = tuple(answer.lease for answer in answers if answer.lease is not None)
-        return cls(answers, leases, rows_of(answers))
 
 
 class Scheduler:
@@ -50,10 +36,11 @@ class Scheduler:
         self._admission = Admission(cache, config)
         self._bookkeeper = Bookkeeper(cache, self._admission)
         self.waiting, self.running = self._admission.waiting, self._admission.running
-        self._arrivals = 0
+        self._arrivals = itertools.count()
         # Which answers decode and which extend: found anew after a change of the running ones, after a chunk, and
         # once a decoding answer has launched its last token.
-        self._decodes = _Group.of(())
+        self._decodes: tuple[Answer, ...] = ()
+        self._decode_rows = _NONE  # theirs
         self._extends: tuple[Answer, ...] = ()
         self._grouped_at = 0  # `Admission.changes` then
         self._passes_left = 0  # until one of the decodes has launched its last token
@@ -95,8 +82,7 @@ class Scheduler:
         if self.config.policy is SchedulePolicy.LPM and not in_order:
             queued = sorted(answers, key=lambda answer: answer.request.prompt_ids.astype(">i4").tobytes())
         for answer in queued:
-            answer.arrival = self._arrivals
-            self._arrivals += 1
+            answer.arrival = next(self._arrivals)
         self.waiting.extend(queued)
         return answers
 
@@ -113,9 +99,8 @@ class Scheduler:
         if booking is None and self.waiting and not self.cache.in_flight:
             booking = self._plan()  # succeeds unless slots are refused again that should be there
             if booking is None:
-                raise SchedulerError(
-                    f"{len(self.waiting)} requests wait and none can be admitted: {self.cache.stats()}"
-                )
+                count, stats = len(self.waiting), self.cache.stats()
+                raise SchedulerError(f"{count} requests wait and none can be admitted: {stats}")
         return booking
 
     def process(self, booking: Booking, result: PassResult) -> list[Answer]:
@@ -128,10 +113,10 @@ class Scheduler:
 
     def abort(self, answer: Answer) -> bool:
         """End an answer now; what it has computed stays in the cache. False if it had ended before."""
-        if not answer.finished:
-            self._bookkeeper.finish(answer, FinishReason.ABORT)
-            return True
-        return False
+        if answer.finished:
+            return False
+        self._bookkeeper.finish(answer, FinishReason.ABORT)
+        return True
 
     def retract(self, answer: Answer) -> None:
         """Take a running answer back to its place in the queue. Its output stays, its KV becomes evictable."""
@@ -139,9 +124,19 @@ class Scheduler:
 
     def _plan(self) -> Booking | None:
         admission, retractions, budget = self._admission, self.num_retractions, self.config.chunked_prefill_size
-        decodes, slots = self._decode()
+        self._group()
+        if len(self._decodes) > self.cache.available:
+            self._make_room(len(self._decodes))
+            self._group()
         # Other running answers only wait for their last token.
-        places = self.config.max_running_requests - len(self._decodes.answers) - len(self._extends)
+        places = self.config.max_running_requests - len(self._decodes) - len(self._extends)
+        decodes, rows = self._decodes, self._decode_rows
+        if len(decodes) > self.cache.available:
+            decodes, rows = decodes[: self.cache.available], rows[: self.cache.available]
+        slots = self.cache.extend_each(rows)
+        if slots is None:
+            decodes, rows, slots = (), _NONE, _NONE
+        self._passes_left -= 1
         chunks: list[ExtendChunk] = []
         for answer in self._extends:
             chunk = ExtendChunk.next_of(answer, self.cache, budget) if budget > 0 else None
@@ -150,27 +145,12 @@ class Scheduler:
                 budget -= len(chunk.slots)
         if self.num_retractions == retractions:  # an answer that has just yielded does not come back at once
             chunks += admission.admit(budget, places)
-        if not chunks and not decodes.answers:
+        if not chunks and not decodes:
             return None
         admission.estimate.pass_scheduled()
         if chunks:
             self._passes_left = 0
-        return self._compose(chunks, decodes, slots)
-
-    def _decode(self) -> tuple[_Group, Slots]:
-        """The answers that decode in this pass, and a slot for each."""
-        self._group()
-        if len(self._decodes.answers) > self.cache.available:
-            self._make_room(len(self._decodes.answers))
-            self._group()
-        decodes = self._decodes
-        if len(decodes.answers) > self.cache.available:
-            decodes = _Group.of(decodes.answers[: self.cache.available])
-        slots = self.cache.extend_each(decodes.rows)
-        if slots is None:
-            return _Group.of(()), _NONE
-        self._passes_left -= 1
-        return decodes, slots
+        return self._compose(chunks, decodes, rows, slots)
 
     def _group(self) -> None:
         """Find out which answers decode and which extend in the next pass, unless that is known."""
@@ -181,10 +161,10 @@ class Scheduler:
         extends = table.allocated_lens[rows] < table.extend_lens[rows]
         remaining = table.max_lens[rows] - table.total_lens(rows)
         decodes = ~extends & (remaining > 0)
-        self._extends = tuple(compress(running, extends.tolist()))
-        found = _Group.of(compress(running, decodes.tolist()))
-        if found[:2] != self._decodes[:2]:
-            self._decodes = found
+        self._extends = tuple(itertools.compress(running, extends.tolist()))
+        found = tuple(itertools.compress(running, decodes.tolist()))
+        if found != self._decodes:  # the same ones hold what they held: who was retracted was not here meanwhile
+            self._decodes, self._decode_rows = found, rows[decodes]
         self._passes_left = int(remaining[decodes].min()) if decodes.any() else 0
         self._grouped_at = changes
 
@@ -198,17 +178,20 @@ class Scheduler:
         while len(by_arrival) > 1 and self.cache.available + self.cache.incoming < wanted:
             self.retract(by_arrival.pop())
 
-    def _compose(self, chunks: list[ExtendChunk], decodes: _Group, slots: Slots) -> Booking:
-        """A pass of chunks, the longer ones first, then of decodes with their slots `[N]`."""
-        table, group, count = self._admission.table, decodes, len(decodes.answers)
-        seq_lens = table.allocated_lens.take(decodes.rows)
+    def _compose(
+        self, chunks: list[ExtendChunk], decodes: tuple[Answer, ...], rows: Int32Array, slots: Slots
+    ) -> Booking:
+        """A pass of chunks, the longer ones first, then of decodes with their rows and slots `[N]`."""
+        table, answers, count = self._admission.table, decodes, len(decodes)
+        seq_lens = table.allocated_lens.take(rows)
         prefix_lens = seq_lens - 1
         # The token at a decode's end may be known to the device alone.
-        input_ids = ~decodes.rows
-        is_known = prefix_lens < table.known_lens.take(decodes.rows)
+        input_ids = ~rows
+        is_known = prefix_lens < table.known_lens.take(rows)
         if is_known.any():
-            input_ids = np.where(is_known, table.tokens[decodes.rows, prefix_lens], input_ids)
+            input_ids = np.where(is_known, table.tokens[rows, prefix_lens], input_ids)
         columns = {
+            "req_pool_indices": rows,
             "prefix_lens": prefix_lens,
             "seq_lens": seq_lens,
             "input_ids": input_ids,
@@ -220,22 +203,19 @@ class Scheduler:
         }
         if chunks:
             chunks.sort(key=lambda chunk: len(chunk.slots) == 1)  # stable
-            own = _Group.of(chunk.answer for chunk in chunks)
-            group = _Group(own.answers + group.answers, own.leases + group.leases, np.append(own.rows, group.rows))
+            answers = (*(chunk.answer for chunk in chunks), *decodes)
             extends = self._extend_columns(chunks, count)
-            columns = {name: np.append(column, columns[name]) for name, column in extends.items()}
+            columns = {name: np.concatenate([column, columns[name]]) for name, column in extends.items()}
+        draws = [columns[name] for name in ("req_pool_indices", "seq_lens", "num_samples")]
         pass_ = Pass(
             num_extends=sum(len(chunk.slots) > 1 for chunk in chunks),
-            req_pool_indices=group.rows,
             row_changes=self.cache.rows.take_changes(),
-            sampling=self._admission.sampling.prepare(
-                group.answers, group.rows, columns["seq_lens"], columns["num_samples"]
-            ),
+            sampling=self._admission.sampling.prepare(answers, *draws),
             num_top_scored=max((chunk.answer.request.params.prompt_logprobs or 0 for chunk in chunks), default=0),
             extended_tokens=sum(len(chunk.slots) for chunk in chunks),
             **columns,
         )
-        return Booking(pass_, group.answers, group.leases)
+        return Booking(pass_, answers)
 
     def _extend_columns(self, chunks: Sequence[ExtendChunk], num_decodes: int) -> dict[str, Int32Array]:
         """The columns of a `Pass`, of its chunks alone."""
@@ -248,6 +228,7 @@ class Scheduler:
         offsets = np.cumsum(lens, dtype=np.int32) - lens - starts  # from a position to its token in the pass
         asked = [chunk.answer.request.prompt_ids[at + 1] for chunk, at in zip(chunks, scored, strict=True)]
         return {
+            "req_pool_indices": rows_of([chunk.answer for chunk in chunks]),
             "prefix_lens": starts,
             "seq_lens": starts + lens,
             "input_ids": np.concatenate([chunk.answer.tokens(chunk.end)[chunk.start :] for chunk in chunks]),
@@ -261,7 +242,7 @@ class Scheduler:
     def _limited(self, num_samples: Int32Array, num_decodes: int) -> Int32Array:
         """Leave to later passes the first tokens of answers for which this one has no rows of logits."""
         ones = np.minimum(num_samples, 1)
-        left = self.config.max_samples - num_decodes - ones.sum()
+        left = self.config.max_samples_per_pass - num_decodes - ones.sum()
         others = np.minimum(np.cumsum(num_samples - ones), left).astype(np.int32)  # up to each chunk
         limited: Int32Array = ones + np.diff(others, prepend=np.int32(0))
         return limited

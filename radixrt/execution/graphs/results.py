@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixrt.schedule.passes import Int32Array
+from radixrt.arrays import Int32Array
 
 
 class ResultBuffer:

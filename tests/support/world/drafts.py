@@ -37,7 +37,8 @@ class Drafts:
         ids, slots = np.split(pass_.input_ids, firsts), np.split(pass_.out_cache_loc, firsts)
         num_drafts = np.zeros(pass_.num_rows, dtype=np.int32)
         left = world.runner.max_samples - int(pass_.num_samples.sum())
-        for i, (answer, lease) in enumerate(zip(booking.answers, booking.leases, strict=True)):
+        for i, answer in enumerate(booking.answers):
+            lease = answer.lease
             room = answer.request.max_slots - int(pass_.seq_lens[i])
             count = min(self.random.randint(0, self.MAX), room, left)
             is_decode = pass_.prefix_lens[i] >= answer.extend_len
@@ -85,9 +86,10 @@ class Drafts:
     def verified(self, booking: Booking, result: PassResult) -> None:
         """Count what was computed in vain as not launched."""
         runner, pass_ = self.world.runner, booking.pass_
-        for i, (answer, lease) in enumerate(zip(booking.answers, booking.leases, strict=True)):
+        for i, answer in enumerate(booking.answers):
+            lease = answer.lease
             count, accepted = int(pass_.num_samples[i]), int(result.accepted[i])
-            if i in runner.verifies and answer.lease is lease and result.finite[i]:
+            if i in runner.verifies and lease is not None and result.finite[i]:
                 runner.ends[lease] -= count - accepted
                 runner.tokens_launched[id(answer)] -= count - accepted
                 self.world.computed[lease] = int(pass_.prefix_lens[i]) + accepted

@@ -100,7 +100,7 @@ class World:
         )
         max_samples = max(s.max_samples, s.max_running)
         config = SchedulerConfig(
-            s.max_running, s.chunk, s.policy, max_samples, max_times_skipped=MAX_TIMES_SKIPPED
+            s.max_running, s.chunk, max_samples, s.policy, max_times_skipped=MAX_TIMES_SKIPPED
         )
         self.scheduler = Scheduler(self.cache, config)
         self.runner = SimulatedRunner(self.rows, s.num_slots, s.host_slots, s.chunk, max_samples)
@@ -224,9 +224,9 @@ class World:
 
         def watched_process(booking: Booking, result: PassResult) -> list[Answer]:
             ends = booking.pass_.seq_lens
-            for answer, lease, end, good in zip(booking.answers, booking.leases, ends, result.finite, strict=True):
-                if good and answer.lease is lease:
-                    self.computed[lease] = int(end)
+            for answer, end, good in zip(booking.answers, ends, result.finite, strict=True):
+                if good and answer.lease is not None:
+                    self.computed[answer.lease] = int(end)
             assert self.in_flight.popleft() is booking
             if self.drafts is not None:
                 self.drafts.verified(booking, result)
