@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from radixrt.schedule.passes import Pass, PassResult
 
-A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -62,7 +61,7 @@ class ActivityMeter:
         self._counts["scheduling_seconds"] += self._clock() - self._began
         self.activity = Activity(**self._counts)
 
-    def in_runner(self, call: Callable[[A], T], argument: A) -> T:
+    def in_runner(self, call: Callable[..., T], argument: object) -> T:
         """What `call(argument)` returns. It launches or collects a pass: its time is not the scheduler's."""
         began = self._clock()
         try:

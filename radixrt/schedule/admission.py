@@ -18,20 +18,13 @@ from radixrt.schedule.sampling_table import SamplingTable
 
 
 class ExtendChunk(NamedTuple):
-    """Known tokens [start, start + len(slots)), one at least, of an answer's extend that one pass computes."""
+    """Known tokens [start, end), one at least, of an answer's extend that one pass computes."""
 
     answer: Answer
     start: int
+    end: int
     slots: Slots
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.slots)
-
-    @property
-    def num_samples(self) -> int:
-        """Tokens to sample after its last one."""
-        return self.answer.num_answers if self.end == self.answer.extend_len else 0
+    num_samples: int  # after the last token
 
     @classmethod
     def next_of(cls, answer: Answer, cache: PrefixCache, budget: int) -> ExtendChunk | None:
@@ -48,7 +41,7 @@ class ExtendChunk(NamedTuple):
         cache.count(recomputed=recomputed)
         if log.launched_at is None:
             log.launched_at = time.perf_counter()
-        return cls(answer, start, slots)
+        return cls(answer, start, end, slots, answer.num_answers if end == answer.extend_len else 0)
 
     def scored_positions(self) -> Int32Array:
         """Positions after which the prompt's next token is to be scored, ascending."""

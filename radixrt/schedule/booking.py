@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.output import FinishReason, TokenLogprob
 from radixrt.schedule.admission import Admission
@@ -41,7 +40,7 @@ class Bookkeeper:
     def process(self, booking: Booking, result: PassResult) -> list[Answer]:
         """Book what a pass computed; passes are processed in order. Returns the answers that ended."""
         pass_, table = booking.pass_, self.admission.table
-        rows, first_samples = pass_.req_pool_indices, _firsts(pass_.num_samples)
+        rows, first_samples = pass_.req_pool_indices, np.cumsum(pass_.num_samples) - pass_.num_samples
         # Answers that still run and decoded one token are booked together; no row has changed hands by now.
         decoded = table.runs.take(rows) & result.finite & (pass_.prefix_lens >= table.extend_lens.take(rows))
         decoded &= pass_.num_samples == 1
@@ -97,7 +96,7 @@ class Bookkeeper:
                 error += ", or allowed_token_ids and bad_words left no token to draw"
             self.finish(answer, FinishReason.ERROR, error)
             return [answer]
-        start, end = int(pass_.prefix_lens[i]), int(pass_.seq_lens[i])
+        start, end, num_scored = int(pass_.prefix_lens[i]), int(pass_.seq_lens[i]), int(pass_.num_scored[i])
         # Without a lease it was retracted since, and its tokens are good all the same. It gets no other one before
         # its passes have ended: see `Answer.resumable_after`.
         if lease is not None and start < answer.extend_len:
@@ -105,7 +104,7 @@ class Bookkeeper:
             self.cache.commit(lease, answer.tokens(answer.extend_len), end)
         elif lease is not None and start + len(token_ids) < end:  # it verified drafts, the last ones in vain
             self.cache.truncate(lease, start + len(token_ids))
-        if num_scored := int(pass_.num_scored[i]):
+        if num_scored:
             first = int(pass_.num_scored[:i].sum())
             targets = pass_.scored_targets[first : first + num_scored].tolist()
             scored = _token_logprobs(result.prompt_logprobs, first, targets, request.params.prompt_logprobs)
@@ -151,12 +150,6 @@ class Bookkeeper:
         if reason is not None:
             self.finish(answer, reason)
         return reason is not None
-
-
-def _firsts(counts: Int32Array) -> Int32Array:
-    """`[B]` where each row's own begin, if each has so many, row after row."""
-    firsts: Int32Array = np.cumsum(counts, dtype=np.int32) - counts
-    return firsts
 
 
 def _token_logprobs(

@@ -61,9 +61,8 @@ class Pass:
     req_pool_indices: Int32Array  # `[B]`, row of each request in `req_to_token`
     prefix_lens: Int32Array  # `[B]`, positions whose KV is in the pool before the pass
     seq_lens: Int32Array  # `[B]`, and after it
-    input_ids: (
-        Int32Array  # `[T]`; -(row + 1): the last token sampled for that row, which the device alone knows yet
-    )
+    # `[T]`; -(row + 1) stands for the last token sampled for that row, which only the device knows yet.
+    input_ids: Int32Array
     out_cache_loc: Int32Array  # `[T]`, slot of each new token
     # `[B]`, tokens sampled after the last new token: none, one, or the first of each of a prompt's n answers, as
     # many of them as the pass has rows of logits for. They are S in all.

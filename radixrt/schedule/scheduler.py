@@ -69,9 +69,7 @@ class Scheduler:
         Under LPM they queue in lexicographic order of their tokens, the depth-first order of their radix tree:
         those that share a prefix come one after the other, which wants the least memory for the most hits (Zheng
         et al. 2024, theorem 3.1). With `in_order` they are served first come, first served, as they are given.
-
-        Raises:
-            ValueError: one can never run; `refusal` says why.
+        Raises ValueError where one can never run: see `refusal`.
         """
         requests = list(requests)
         for request in requests:
