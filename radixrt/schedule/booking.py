@@ -44,9 +44,8 @@ class Bookkeeper:
         # Answers that still run and decoded one token are booked together; no row has changed hands by now.
         decoded = table.runs.take(rows) & result.finite & (pass_.prefix_lens >= table.extend_lens.take(rows))
         decoded &= pass_.num_samples == 1
-        to_visit, together = ~decoded, np.flatnonzero(decoded)
-        token_ids = result.token_ids.take(first_samples.take(together))
-        to_visit[together] = table.append(rows.take(together), token_ids)
+        to_visit = ~decoded
+        to_visit[decoded] = table.append(rows[decoded], result.token_ids[first_samples[decoded]])
         to_visit |= table.is_special.take(rows)
         ended: list[Answer] = []
         if not to_visit.any():
@@ -55,13 +54,13 @@ class Bookkeeper:
         for i in np.flatnonzero(to_visit).tolist():
             answer, first = booking.answers[i], first_samples[i]
             params = answer.request.params
-            own = result.token_ids[first : first + result.accepted[i]].tolist()
-            logprobs = _token_logprobs(result.logprobs, first_logprobs[i], own, params.logprobs)
+            token_ids = result.token_ids[first : first + result.accepted[i]].tolist()
+            logprobs = _token_logprobs(result.logprobs, first_logprobs[i], token_ids, params.logprobs)
             if decoded[i]:
-                if self._ends_with(answer, own[0], logprobs):
+                if self._ends_with(answer, token_ids[0], logprobs):
                     ended.append(answer)
             elif not answer.finished:
-                ended += self._book(booking, result, i, own, logprobs)
+                ended += self._book(booking, result, i, token_ids, logprobs)
         return ended
 
     def fail(self, booking: Booking, cause: Exception) -> list[Answer]:
