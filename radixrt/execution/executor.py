@@ -163,14 +163,14 @@ class Executor:
         # Of these decodes all tokens have logits, in order.
         indices = None if is_decode else arrays["logits_indices"]
         plans = packed.plans.with_arrays(arrays[name] for name in packed.plans.numbered())
-        metadata = InputMetadata.from_host_and_device(
-            packed.host_arrays(),
-            arrays,
-            logits_indices=arrays["extend_start_loc"] if indices is None else indices,
+        host = packed.host_arrays()
+        metadata = InputMetadata(
+            **{name: arrays[name] for name in host},
             req_to_token=self.req_to_token,
-            num_extends=num_extends,
             decode_plans=plans.decode,
             extend_plans=plans.extend,
+            num_extends=num_extends,
+            num_extend_tokens=InputMetadata.count_extend_tokens(host["extend_seq_lens"], num_extends),
         )
         ids = known_tokens(arrays["input_ids"], self.last_token, impl=self._impl)
         hidden = self._model(ids, metadata, self._kv_pool, num_blocks=num_blocks)
