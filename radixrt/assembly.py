@@ -128,7 +128,7 @@ def assemble(config: RuntimeConfig) -> Parts:
         rows, kv_pool.allocator, host_slots=host, enabled=config.enable_prefix_cache, force_miss=config.force_miss
     )
     running, chunk, policy = limits.max_running_requests, limits.chunked_prefill_size, config.schedule_policy
-    scheduler = Scheduler(cache, SchedulerConfig(running, chunk, SchedulePolicy(policy), limits.max_samples))
+    scheduler = Scheduler(cache, SchedulerConfig(running, chunk, limits.max_samples, SchedulePolicy(policy)))
     runner = ModelRunner(decoder, rows, kv_pool, device, host_pool, captured=captured, tree=tree)
     graphs_began = time.perf_counter()
     with room_for_passes():

@@ -13,6 +13,7 @@ from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.arrays import Int32Array
 from radixrt.errors import DeviceLostError
 from radixrt.execution.attention.planner import AttentionPlanner, planner_of
 from radixrt.execution.executor import MAX_SCORED_AT_ONCE, Executor
@@ -23,7 +24,7 @@ from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.pass_builder import MAX_PLAN_PASSES, PassBuilder
 from radixrt.limits import NO_PASSES, PassLimits
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.passes import Int32Array, Logprobs, Pass, PassResult
+from radixrt.schedule.passes import Logprobs, Pass, PassResult
 
 _PROBE_WORDS = 1024  # that a device has to count up to show that it works
 

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from layers.input_metadata import InputMetadata
+from radixrt.arrays import Int32Array
 from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
 from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.graphs.ladder import PassShape
 from radixrt.execution.staging import Layout, packed, padded
-from radixrt.schedule.passes import NO_ROWS, Arrays, Int32Array, Pass
+from radixrt.schedule.passes import NO_ROWS, Arrays, Pass
 
 DRAW_DTYPES: Mapping[str, type[np.generic]] = {
     "temperatures": np.float32,

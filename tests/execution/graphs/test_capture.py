@@ -40,6 +40,7 @@ from tests.execution.attention.test_planner import CUT_TREE, TREE
 from tests.models.test_parity import MODELS
 from tests.support.checkpoints import VOCAB_SIZE, gemma2, gemma3, llama, qwen3_moe, smollm3, write
 from tests.support.recomputing import Recomputing, planner_on_cpu
+from tests.support.world.invariants import total_len
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import FIRST_CAPABILITY
 
@@ -599,7 +600,7 @@ def check_tables(runtime: Runtime) -> list[tuple[Any, int, int]]:
             continue
         row, length = answer.lease.row, answer.lease.allocated_len
         np.testing.assert_array_equal(table[row, :length], runtime.parts.cache.rows.req_to_token[row, :length])
-        count = answer.progress.total_len - answer.request.prompt_len
+        count = total_len(answer) - answer.request.prompt_len
         if count > 0:
             sampled.append((answer, count, int(last[row])))
     return sampled
