@@ -204,14 +204,7 @@ class RequestBuilder:
         if params.stop or streams:
             if self.tokenizer is None:
                 raise ParameterError("stop strings and streams need a tokenizer, and the model's folder has none")
-            make_text_stop = partial(
-                TextBuilder,
-                self.tokenizer,
-                stop=params.stop,
-                include_stop_str=params.include_stop_str,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_new_tokens,
-            )
+            make_text_stop = partial(TextBuilder, self.tokenizer, params)
         request = Request(
             index=index,
             id=next(self._ids) if request_id is None else request_id,

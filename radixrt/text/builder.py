@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from radixrt.sampling_params import SamplingParams
 from radixrt.text.detokenizer import Detokenizer
 from radixrt.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class StopStrings:
-    """Non-empty strings that end a text.
+def find_stop(stops: tuple[str, ...], text: str, after: int = 0) -> tuple[int, int] | None:
+    """Start and end of the stop string that ends first in `text`, beyond `after`; None if there is none.
 
-    The stop that ends first in the text wins, the longest of several that end there, so the result does not depend
-    on the boundaries between tokens.
+    It is the longest of several that end there, so the result does not depend on the boundaries between tokens.
     """
+    starts = {stop: text.find(stop, max(0, after + 1 - len(stop))) for stop in stops}
+    found = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
+    if not found:
+        return None
+    end, start = min(found)
+    return start, end
 
-    strings: tuple[str, ...]
 
-    def find(self, text: str, after: int = 0) -> tuple[int, int] | None:
-        """Return start and end of the first stop in `text` that ends beyond `after`."""
-        best: tuple[int, int] | None = None
-        for string in self.strings:
-            start = text.find(string, max(0, after + 1 - len(string)))
-            if start < 0:
-                continue
-            end = start + len(string)
-            if best is None or (end, start) < (best[1], best[0]):
-                best = start, end
-        return best
-
-    def unsafe(self, text: str) -> int:
-        """Count the last characters of `text` that could begin a stop."""
-        longest = 0
-        for string in self.strings:
-            start = max(0, len(text) - len(string) + 1)
-            while len(text) - start > longest:
-                start = text.find(string[0], start)
-                if start < 0:
-                    break
-                if string.startswith(text[start:]):
-                    longest = max(longest, len(text) - start)
-                    break
-                start += 1
-        return longest
+def unfinished_stop(stops: tuple[str, ...], text: str) -> int:
+    """Count the last characters of `text` that could begin a stop string."""
+    longest = max(map(len, stops), default=1)
+    for start in range(max(0, len(text) - longest + 1), len(text)):
+        rest = text[start:]
+        if any(stop.startswith(rest) and stop != rest for stop in stops):
+            return len(rest)
+    return 0
 
 
 class TextBuilder:
@@ -53,57 +37,32 @@ class TextBuilder:
     deltas, one after `finish` included, join to the text that `finish` returns. No delta shows part of a stop
     string that is later cut off.
 
-    Without stop strings tokens are decoded only when `delta` or `finish` asks for text.
+    The text ends before the first stop string to be complete, or after it with `include_stop_str`; one that is
+    complete before there are `min_new_tokens` tokens is ordinary text. Without stop strings, tokens are decoded
+    only when `delta` or `finish` asks for text.
 
-    Args:
-        stop: the text ends before the first of these to be complete (`StopStrings`).
-        include_stop_str: end after the stop instead.
-        min_tokens: a stop that is complete before there are this many tokens is ordinary text.
-        skip_special_tokens: leave special tokens out of the text.
+    Attributes:
+        matched: the stop string that ended the text, or None. Final after `finish`.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        stop: tuple[str, ...] = (),
-        include_stop_str: bool = False,
-        min_tokens: int = 0,
-        skip_special_tokens: bool = True,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stops = StopStrings(stop)
-        self._include_stop = include_stop_str
-        self._min_tokens = min_tokens
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.matched: str | None = None
+        self._tokenizer, self._params = tokenizer, params
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._ids: list[int] = []
         self._fed = 0  # ids given to the detokenizer
         self._parts: list[str] = []  # of the text, safe to show
         self._taken = 0  # parts that delta has returned
         self._held = ""  # certain text after them that may be the beginning of a stop
         self._ordinary = 0  # no stop ends in these first characters of _held
-        self._matched: str | None = None
-        self._finished = False
-
-    @property
-    def matched(self) -> str | None:
-        """The stop string that ended the text, or None. Final after `finish`."""
-        return self._matched
-
-    @property
-    def text(self) -> str:
-        """The text that is safe to show so far; after `finish`, all of it."""
-        self._feed()
-        return "".join(self._parts)
 
     def push(self, token_id: int) -> bool:
         """Take the next token. Returns whether a stop string is complete; later tokens are ignored."""
-        if self._matched is None:
+        if self.matched is None:
             self._ids.append(token_id)
-            if self._stops.strings:
+            if self._params.stop:
                 self._feed()
-        return self._matched is not None
+        return self.matched is not None
 
     def delta(self) -> str:
         """Return the text that has become safe to show since the last call."""
@@ -114,33 +73,34 @@ class TextBuilder:
 
     def finish(self) -> str:
         """Return the final text. `matched` may be set only now, by text that was not certain before."""
-        if not self._finished:
-            if self._fed == 0:
-                self._held = self._tokenizer.decode(self._ids, self._skip)
-            elif self._matched is None:
-                self._feed()
-                self._held += self._detokenizer.finish()
-                if self._fed >= self._min_tokens:
-                    self._search(self._held)
-            if self._matched is None:
-                self._parts.append(self._held)
-            self._finished = True
+        if self._fed == 0:
+            self._held = self._tokenizer.decode(self._ids, self._params.skip_special_tokens)
+            self._fed = len(self._ids)
+        elif self.matched is None:
+            self._feed()
+            self._held += self._detokenizer.finish()
+            if self._fed >= self._params.min_new_tokens:
+                self._search(self._held)
+        if self.matched is None:
+            self._parts.append(self._held)
+        self._held = ""
         return "".join(self._parts)
 
     def _feed(self) -> None:
         """Decode the tokens not yet fed, and divide their text between `_parts` and `_held`."""
-        while self._fed < len(self._ids) and not self._finished and self._matched is None:
+        stops = self._params.stop
+        while self._fed < len(self._ids) and self.matched is None:
             self._held += self._detokenizer.push(self._ids[self._fed])
             self._fed += 1
-            if self._stops.strings:
+            if stops:
                 # If a stop is complete here, tentative text is final.
                 text = self._held + self._detokenizer.tentative()
-                if self._fed < self._min_tokens:
+                if self._fed < self._params.min_new_tokens:
                     self._ordinary = len(text)
                 else:
                     self._search(text)
-            if self._matched is None:
-                safe = len(self._held) - self._stops.unsafe(self._held)
+            if self.matched is None:
+                safe = len(self._held) - unfinished_stop(stops, self._held)
                 if safe:
                     self._parts.append(self._held[:safe])
                     self._held = self._held[safe:]
@@ -148,8 +108,7 @@ class TextBuilder:
 
     def _search(self, text: str) -> None:
         """End the text at the first stop in `text`, which follows `_parts`, if there is one."""
-        found = self._stops.find(text, self._ordinary)
-        if found is not None:
+        if found := find_stop(self._params.stop, text, self._ordinary):
             start, end = found
-            self._matched = text[start:end]
-            self._parts.append(text[: end if self._include_stop else start])
+            self.matched = text[start:end]
+            self._parts.append(text[: end if self._params.include_stop_str else start])

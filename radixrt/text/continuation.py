@@ -15,8 +15,7 @@ _LEADS = ("1", ".", "a")
 def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode `text` as a continuation of other tokens: without BOS or the blank that some tokenizers prepend."""
     direct: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
-    before = [] if tokenizer.anchor is None else [tokenizer.anchor]
-    if tokenizer.decode(before + direct, False) == tokenizer.decode(before, False) + text:
+    if tokenizer.decode_inside(direct, skip_special_tokens=False) == text:
         return direct
     # After another character the text is no beginning: encode both, and drop that character's tokens.
     for lead in _LEADS:

@@ -21,8 +21,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._context: list[int] = []
         self._context_text = ""
         self._window: list[int] = []
@@ -42,8 +41,7 @@ class Detokenizer:
         if len(self._window) < self._due:
             return ""
         text = self._window_text()
-        # All bytes of an unfinished character together decode to one replacement.
-        certain = text.removesuffix(_REPLACEMENT)
+        certain = text.removesuffix(_REPLACEMENT)  # one for all bytes of an unfinished character
         new = certain[self._returned :]
         if text and certain == text:
             self._close(text)
@@ -75,7 +73,7 @@ class Detokenizer:
         return not self._window
 
     def _window_text(self) -> str:
-        return self._decode(self._context + self._window)[len(self._context_text) :]
+        return self._tokenizer.decode(self._context + self._window, self._skip)[len(self._context_text) :]
 
     def _close(self, text: str) -> None:
         """Turn the window, whose text is certain, into context."""
@@ -84,15 +82,11 @@ class Detokenizer:
         anchor = self._tokenizer.anchor
         if len(self._context) > _MAX_CONTEXT and anchor is not None:
             self._context = [anchor, self._context[-1]]
-            self._context_text = self._decode(self._context)
+            self._context_text = self._tokenizer.decode(self._context, self._skip)
         self._window.clear()
         self._returned = 0
         self._due = 1
 
     def _is_silent(self, token_id: int) -> bool:
         """Whether a token spells nothing in the middle of a text, like a skipped special token."""
-        anchor = self._tokenizer.anchor
-        return anchor is not None and self._decode([anchor, token_id]) == self._decode([anchor])
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, self._skip)
+        return self._tokenizer.decode_inside([token_id], self._skip) == ""
