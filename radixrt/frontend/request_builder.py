@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
 from radixrt.text.builder import TextBuilder
-from radixrt.text.chat import Message, is_chat
+from radixrt.text.chat import is_chat
 from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]
 Params = SamplingParams | Mapping[str, Any] | None
 Continuation = str | Sequence[int]
+Choices = Continuation | Sequence[Continuation]
 
 MAX_NAMED = 8  # bad prompts that one error spells out
+_MAX_REMEMBERED = 64  # parameters
 
 
 class _Terms(NamedTuple):
-    """Parameters, and what follows from them and the model."""
+    """What follows from parameters and the model."""
 
     params: SamplingParams
     stop_ids: frozenset[int]
@@ -55,16 +57,15 @@ class RequestBuilder:
         tokenizer: Tokenizer | None,
         *,
         context_length: int,
-        seed: int,
-        refusal: Callable[[Request], str | None],
+        seed: int = 0,
+        refusal: Callable[[Request], str | None] = lambda request: None,
     ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.context_length = context_length
-        self.seed = seed
+        self.config, self.tokenizer = config, tokenizer
+        self.context_length, self.seed = context_length, seed
         self.weights_version = 0
         self._refusal = refusal
         self._ids = itertools.count()
+        self._known: dict[int, _Terms] = {}  # by the identity of their parameters
 
     def build(
         self,
@@ -85,39 +86,61 @@ class RequestBuilder:
             PromptError: the prompt cannot be run.
             ParameterError: the parameters are out of bounds, or ask for what this model does not have.
         """
-        return self._request(prompt, self._terms(params), index, self._namespace(tenant), request_id, streams)
+        terms, namespace = self._terms(read_params(params)), self._namespace(tenant)
+        params, ids = terms.params, self.token_ids(prompt)
+        longest = self.context_length if params.max_new_tokens == 0 else self.context_length - 1
+        if len(ids) > longest:
+            raise PromptError(
+                f"has {len(ids)} tokens; with a context of {self.context_length} it may have at most {longest}"
+            )
+        if params.prompt_logprobs is not None and params.prompt_logprobs_start >= len(ids):
+            raise ParameterError(
+                f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(ids)} tokens"
+            )
+        make_text_stop = None
+        if params.stop or streams:
+            if self.tokenizer is None:
+                raise ParameterError("stop strings and streams need a tokenizer, and the model's folder has none")
+            make_text_stop = partial(TextBuilder, self.tokenizer, params)
+        request = Request(
+            index=index,
+            id=next(self._ids) if request_id is None else request_id,
+            prompt_ids=ids,
+            params=params,
+            max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),
+            seed=_derived_seed(self.seed, index) if params.seed is None else params.seed,
+            stop_ids=terms.stop_ids,
+            bad_words=terms.bad_words,
+            namespace=namespace,
+            make_text_stop=make_text_stop,
+        )
+        if (refusal := self._refusal(request)) is not None:
+            raise PromptError(refusal)
+        return request
 
     def build_all(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[Params],
-        tenant: str | None,
-        request_ids: Mapping[int, str],
+        self, prompts: Sequence[Prompt], params: Sequence[Params], tenant: str | None, ids: Mapping[int, str]
     ) -> tuple[list[Request], dict[int, Exception]]:
         """Requests for the prompts that can run, and why the others cannot. Errors and ids are by index.
 
-        Raises:
-            ParameterError: the tenant is no string.
+        Raises ParameterError if the tenant is no string.
         """
+        self._namespace(tenant)  # a bad one is an error of the call, not of each prompt
         requests: list[Request] = []
         errors: dict[int, Exception] = {}
-        namespace = self._namespace(tenant)
-        terms: dict[int, _Terms] = {}  # by the identity of the parameters: often all are the same
+        read: dict[int, SamplingParams] = {}  # by the identity of what was given: often all are the same
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             try:
-                if id(own) not in terms:
-                    terms[id(own)] = self._terms(own)
-                request_id = request_ids.get(index)
-                requests.append(self._request(prompt, terms[id(own)], index, namespace, request_id, False))
+                if id(own) not in read:
+                    read[id(own)] = read_params(own)
+                own_id = ids.get(index)
+                requests.append(self.build(prompt, read[id(own)], index=index, tenant=tenant, request_id=own_id))
             except (PromptError, ParameterError) as error:
                 errors[index] = error
         return requests, errors
 
     def build_scored(
-        self,
-        prompts: Sequence[Prompt],
-        continuations: Sequence[Continuation | Sequence[Continuation]],
-        tenant: str | None,
+        self, prompts: Sequence[Prompt], continuations: Sequence[Choices], tenant: str | None
     ) -> tuple[list[Request], list[int]]:
         """Requests that score continuations of prompts, and for each of them the place of its prompt.
 
@@ -171,106 +194,14 @@ class RequestBuilder:
             raise ParameterError(f"tenant is {tenant!r}; it must be a string or None")
         return Namespace(self.weights_version, tenant=tenant)
 
-    def _terms(self, params: Params) -> _Terms:
-        params = read_params(params)
+    def _terms(self, params: SamplingParams) -> _Terms:
+        """Terms, checked. They are remembered, as often many prompts have the same parameters."""
+        if (known := self._known.get(id(params))) is not None:
+            return known
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= frozenset(self.config.eos_token_ids)
-        bad_words = self._bad_words(params)
-        self._check_params(params, stop_ids, bad_words)
-        return _Terms(params, stop_ids, bad_words)
-
-    def _request(
-        self,
-        prompt: Prompt,
-        terms: _Terms,
-        index: int,
-        namespace: Namespace,
-        request_id: str | None,
-        streams: bool,
-    ) -> Request:
-        params = terms.params
-        ids = self.token_ids(prompt)
-        longest = self.context_length if params.max_new_tokens == 0 else self.context_length - 1
-        if len(ids) > longest:
-            raise PromptError(
-                f"has {len(ids)} tokens; with a context of {self.context_length} it may have at most {longest}"
-            )
-        if params.prompt_logprobs is not None and params.prompt_logprobs_start >= len(ids):
-            raise ParameterError(
-                f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(ids)} tokens"
-            )
-        make_text_stop = None
-        if params.stop or streams:
-            if self.tokenizer is None:
-                raise ParameterError("stop strings and streams need a tokenizer, and the model's folder has none")
-            make_text_stop = partial(TextBuilder, self.tokenizer, params)
-        request = Request(
-            index=index,
-            id=next(self._ids) if request_id is None else request_id,
-            prompt_ids=ids,
-            params=params,
-            max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),
-            seed=_derived_seed(self.seed, index) if params.seed is None else params.seed,
-            stop_ids=terms.stop_ids,
-            bad_words=terms.bad_words,
-            namespace=namespace,
-            make_text_stop=make_text_stop,
-        )
-        if (refusal := self._refusal(request)) is not None:
-            raise PromptError(refusal)
-        return request
-
-    def token_ids(self, prompt: Prompt) -> NDArray[np.int32]:
-        """A prompt as int32 `[n >= 1]`, every id inside the model's vocabulary. Raises PromptError."""
-        ids: NDArray[Any]
-        if isinstance(prompt, str) or is_chat(prompt):
-            if self.tokenizer is None:
-                raise PromptError("is text, but the model's folder has no tokenizer: give token ids")
-            try:
-                if isinstance(prompt, str):
-                    ids = self.tokenizer.encode(prompt)
-                else:
-                    ids = self.tokenizer.encode_chat(cast("Sequence[Message]", prompt))
-            except TokenizerError as error:
-                raise PromptError(f"cannot be encoded: {error}") from error
-        elif isinstance(prompt, np.ndarray) and is_token_ids(prompt):
-            ids = prompt
-        elif is_token_ids(prompt):
-            numbers = cast("Sequence[int]", prompt)
-            try:
-                ids = np.array(numbers, dtype=np.int64)
-            except OverflowError:  # the first that is outside is named below, whatever its size
-                ids = np.array([int(i) for i in numbers], dtype=np.object_)
-        else:
-            raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
-        if len(ids) == 0:
-            raise PromptError("is empty: it has no tokens")
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
-            last = self.config.vocab_size - 1
-            raise PromptError(f"holds token id {outside[0]}; the model's ids are 0 to {last}")
-        return ids.astype(np.int32)
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Bad words as token ids; a string both as it begins a text and as it follows a blank."""
-        words: list[tuple[int, ...]] = []
-        for word in params.bad_words:
-            if not isinstance(word, str):
-                words.append(word)
-                continue
-            if self.tokenizer is None:
-                raise ParameterError("bad_words holds text, but the model has no tokenizer: give token ids")
-            for text in (word, f" {word}"):
-                try:
-                    words.append(tuple(self.tokenizer.encode(text, add_special_tokens=False).tolist()))
-                except TokenizerError as error:
-                    raise ParameterError(f"bad_words holds what cannot be encoded: {error}") from error
-        return tuple(dict.fromkeys(words))
-
-    def _check_params(
-        self, params: SamplingParams, stop_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...]
-    ) -> None:
+        bad_words = tuple(dict.fromkeys(ids for word in params.bad_words for ids in self._spelled(word)))
         vocab_size = self.config.vocab_size
         named = {
             "stop_token_ids": params.stop_token_ids,
@@ -287,6 +218,48 @@ class RequestBuilder:
                 left -= stop_ids
             if not left:
                 raise ParameterError("bad_words and min_new_tokens leave none of allowed_token_ids to draw")
+        if len(self._known) >= _MAX_REMEMBERED:
+            self._known.clear()
+        terms = self._known[id(params)] = _Terms(params, stop_ids, bad_words)
+        return terms
+
+    def _spelled(self, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:
+        """A bad word as token ids; a string both as it begins a text and as it follows a blank."""
+        if not isinstance(word, str):
+            return [word]
+        if self.tokenizer is None:
+            raise ParameterError("bad_words holds text, but the model has no tokenizer: give token ids")
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        try:
+            return [tuple(encode(text).tolist()) for text in (word, f" {word}")]
+        except TokenizerError as error:
+            raise ParameterError(f"bad_words holds what cannot be encoded: {error}") from error
+
+    def token_ids(self, prompt: Prompt) -> NDArray[np.int32]:
+        """A prompt as int32 `[n >= 1]`, every id inside the model's vocabulary. Raises PromptError."""
+        ids: NDArray[Any]
+        if isinstance(prompt, str) or is_chat(prompt):
+            if self.tokenizer is None:
+                raise PromptError("is text, but the model's folder has no tokenizer: give token ids")
+            encode, encode_chat = self.tokenizer.encode, self.tokenizer.encode_chat
+            try:
+                ids = encode(prompt) if isinstance(prompt, str) else encode_chat(prompt)
+            except TokenizerError as error:
+                raise PromptError(f"cannot be encoded: {error}") from error
+        elif is_token_ids(prompt):
+            try:
+                ids = prompt if isinstance(prompt, np.ndarray) else np.array(prompt, dtype=np.int64)
+            except OverflowError:  # the first that is outside is named below, whatever its size
+                ids = np.array([int(i) for i in prompt], dtype=np.object_)
+        else:
+            raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
+        if len(ids) == 0:
+            raise PromptError("is empty: it has no tokens")
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
+            last = self.config.vocab_size - 1
+            raise PromptError(f"holds token id {outside[0]}; the model's ids are 0 to {last}")
+        return ids.astype(np.int32)
 
 
 def builder_without_weights(source: str | Path, context_length: int | None = None) -> RequestBuilder:
@@ -304,23 +277,17 @@ def builder_without_weights(source: str | Path, context_length: int | None = Non
     config = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
     if context_length is not None:
         config = config.with_context_length(context_length)
-    return RequestBuilder(
-        config, tokenizer_of(source), context_length=config.context_length, seed=0, refusal=lambda request: None
-    )
+    return RequestBuilder(config, tokenizer_of(source), context_length=config.context_length)
 
 
 def read_params(params: Params) -> SamplingParams:
     """SamplingParams from themselves, from a mapping in either spelling, or from None."""
     if params is None:
         return SamplingParams()
-    if isinstance(params, SamplingParams):
-        return params
-    if isinstance(params, Mapping):
-        return sampling_params_from_dict(params)
-    raise ParameterError(f"sampling_params is {params!r}; it must be a SamplingParams or a dict")
+    return params if isinstance(params, SamplingParams) else sampling_params_from_dict(params)
 
 
-def is_token_ids(prompt: object) -> bool:
+def is_token_ids(prompt: object) -> TypeGuard[Sequence[int] | NDArray[np.integer[Any]]]:
     """Whether a value is one prompt of token ids. An empty list is a list of no prompts."""
     if isinstance(prompt, np.ndarray):
         return prompt.ndim == 1 and prompt.dtype.kind in "iu"
@@ -369,7 +336,7 @@ def own_ids(request_ids: str | Sequence[str] | None, count: int, many: bool) -> 
     return dict(enumerate(ids))
 
 
-def chosen_continuations(own: Continuation | Sequence[Continuation]) -> Sequence[Continuation]:
+def chosen_continuations(own: Choices) -> Sequence[Continuation]:
     """A continuation, or the choices among several, as a list. Raises PromptError if there are none."""
     if isinstance(own, str) or is_token_ids(own):
         return [cast("Continuation", own)]

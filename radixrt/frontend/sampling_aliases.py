@@ -34,7 +34,7 @@ def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParam
             two spellings, or a value is outside its bounds.
     """
     if not isinstance(values, Mapping):
-        raise ParameterError(f"sampling parameters are a dict or a SamplingParams, not {type(values).__name__}")
+        raise ParameterError(f"sampling parameters are a dict or a SamplingParams, not {values!r}")
     known = known_parameters()
     if unknown := [key for key in values if key not in known]:
         many = "s" if len(unknown) > 1 else ""
