@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
@@ -41,31 +42,18 @@ class _Terms(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...]
 
 
+@dataclass(eq=False)
 class RequestBuilder:
-    """Makes requests for one model.
+    """Makes requests for one model."""
 
-    Args:
-        tokenizer: None if the model has none; its prompts are token ids.
-        context_length: most tokens of a prompt with its answer.
-        seed: of the run.
-        refusal: why a request can never run, or None (`Scheduler.refusal`).
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        tokenizer: Tokenizer | None,
-        *,
-        context_length: int,
-        seed: int = 0,
-        refusal: Callable[[Request], str | None] = lambda request: None,
-    ) -> None:
-        self.config, self.tokenizer = config, tokenizer
-        self.context_length, self.seed = context_length, seed
-        self.weights_version = 0
-        self._refusal = refusal
-        self._ids = itertools.count()
-        self._known: dict[int, _Terms] = {}  # by the identity of their parameters
+    config: ModelConfig
+    tokenizer: Tokenizer | None  # without one, prompts are token ids
+    context_length: int  # most tokens of a prompt with its answer
+    seed: int = 0  # of the run
+    refusal: Callable[[Request], str | None] = lambda request: None  # why one can never run, or None
+    weights_version: int = 0
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+    _known: dict[int, _Terms] = field(default_factory=dict)  # by the identity of their parameters
 
     def build(
         self,
@@ -114,7 +102,7 @@ class RequestBuilder:
             namespace=namespace,
             make_text_stop=make_text_stop,
         )
-        if (refusal := self._refusal(request)) is not None:
+        if (refusal := self.refusal(request)) is not None:
             raise PromptError(refusal)
         return request
 

@@ -79,8 +79,7 @@ class TextBuilder:
         elif self.matched is None:
             self._feed()
             self._held += self._detokenizer.finish()
-            if self._fed >= self._params.min_new_tokens:
-                self._search(self._held)
+            self._search(self._held)
         if self.matched is None:
             self._parts.append(self._held)
         self._held = ""
@@ -93,12 +92,7 @@ class TextBuilder:
             self._held += self._detokenizer.push(self._ids[self._fed])
             self._fed += 1
             if stops:
-                # If a stop is complete here, tentative text is final.
-                text = self._held + self._detokenizer.tentative()
-                if self._fed < self._params.min_new_tokens:
-                    self._ordinary = len(text)
-                else:
-                    self._search(text)
+                self._search(self._held + self._detokenizer.tentative())  # which is final if it completes a stop
             if self.matched is None:
                 safe = len(self._held) - unfinished_stop(stops, self._held)
                 if safe:
@@ -107,8 +101,10 @@ class TextBuilder:
                     self._ordinary = max(0, self._ordinary - safe)
 
     def _search(self, text: str) -> None:
-        """End the text at the first stop in `text`, which follows `_parts`, if there is one."""
-        if found := find_stop(self._params.stop, text, self._ordinary):
+        """End the text at the first stop in `text`, which follows `_parts`, if there is one and it counts."""
+        if self._fed < self._params.min_new_tokens:
+            self._ordinary = len(text)
+        elif found := find_stop(self._params.stop, text, self._ordinary):
             start, end = found
             self.matched = text[start:end]
             self._parts.append(text[: end if self._params.include_stop_str else start])

@@ -14,12 +14,7 @@ _KEYS = ("role", "content")
 
 def is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
     """Whether a prompt is a list that begins with a mapping. Its messages are not checked."""
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, (str, bytes))
-        and len(prompt) > 0
-        and isinstance(prompt[0], Mapping)
-    )
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -27,11 +22,10 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
 
     Raises TokenizerError, which names the first bad message.
     """
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise TokenizerError(f"a chat is a list of messages, not {type(messages).__name__}")
     if not messages:
         raise TokenizerError("the chat is empty; give at least one message")
-    checked = []
     for place, message in enumerate(messages):
         which = f"chat message {place}"
         if not isinstance(message, Mapping):
@@ -47,8 +41,7 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
             check_unicode(which, value, f" of its {key}")
         if not message["role"]:
             raise TokenizerError(f"{which} has an empty role")
-        checked.append({key: message[key] for key in _KEYS})
-    return checked
+    return [{key: message[key] for key in _KEYS} for message in messages]
 
 
 def check_unicode(which: str, text: str, part: str = "") -> None:

@@ -37,13 +37,9 @@ def splice(tokenizer: Tokenizer, known: Sequence[int], full: Sequence[int]) -> l
         return list(full)
     known_text, known_boundaries = _boundaries(tokenizer, known)
     full_text, full_boundaries = _boundaries(tokenizer, full)
-    at = before = 0
-    for end in known_boundaries:  # in order
-        if known_text[before:end] != full_text[before:end]:
-            break
-        if end in full_boundaries:
-            at = end
-        before = end
+    differing = (place for place, (a, b) in enumerate(zip(known_text, full_text, strict=False)) if a != b)
+    same = next(differing, min(len(known_text), len(full_text)))
+    at = max(end for end in known_boundaries.keys() & full_boundaries.keys() if end <= same)
     return [*known[: known_boundaries[at]], *full[full_boundaries[at] :]]
 
 

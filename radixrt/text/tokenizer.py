@@ -63,14 +63,13 @@ class Tokenizer:
         """Whether `encode_chat` and `chat_text` can be called."""
         return self._template is not None
 
-    def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> Int32Array:
-        """Encode `chat_text` to int32 `[num_tokens]`, with the same arguments and errors.
+    def encode_chat(self, messages: Sequence[Message]) -> Int32Array:
+        """Encode `chat_text` to int32 `[num_tokens]`, with the same errors.
 
         The template alone decides about BOS, as in transformers' `apply_chat_template`. Special tokens written out
         in a content become those tokens.
         """
-        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.chat_text(messages), add_special_tokens=False)
 
     def chat_text(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """Render a conversation with the checkpoint's chat template.
@@ -109,11 +108,8 @@ class Tokenizer:
     @cached_property
     def anchor(self) -> int | None:
         """An ordinary token that spells a letter or digit, or None. Tokens after it keep their leading blank."""
-        for token_id in range(self.vocab_size):
-            text = self._decode([token_id], True)
-            if text.isascii() and text.isalnum() and token_id not in self.byte_ids:
-                return token_id
-        return None
+        texts = ((i, self._decode([i], True)) for i in range(self.vocab_size) if i not in self.byte_ids)
+        return next((i for i, text in texts if text.isascii() and text.isalnum()), None)
 
     def decode(self, token_ids: Sequence[int] | NDArray[np.integer[Any]], skip_special_tokens: bool = True) -> str:
         """Decode `token_ids` without tidying blanks before punctuation away.
