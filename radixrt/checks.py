@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from radixrt.errors import ParameterError, PromptError
 
@@ -42,24 +42,21 @@ def check_kind(name: str, value: object, wanted: type[T], told: str) -> T:
 
 
 def check_prompt(name: str, value: object) -> str | list[int]:
-    """`value` as text or as a list of token ids of some model, not empty. Raises PromptError."""
+    """`value` as text or as token ids of some model, not empty. Raises PromptError, which names the first bad id."""
     if not isinstance(value, list):
         value = check_kind(name, value, str, "a string or a list of token ids")
     if not value:
         raise PromptError(f"{name} is empty")
-    return value if isinstance(value, str) else check_token_ids(name, value)
-
-
-def check_token_ids(name: str, ids: list[Any]) -> list[int]:
-    """`ids`, if they are token ids of some model. Raises PromptError, which names the first that is none."""
-    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) <= _MAX_TOKEN_ID)):
-        return ids
-    for position, token in enumerate(ids):
+    if isinstance(value, str) or (
+        set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_TOKEN_ID
+    ):
+        return value
+    for position, token in enumerate(value):
         if isinstance(token, bool) or not isinstance(token, int):
             raise PromptError(f"{name}[{position}] is {kind(token)}; it must be a token id")
         if not 0 <= token <= _MAX_TOKEN_ID:
             raise PromptError(f"{name}[{position}] is {short(str(token))}; that is no token id")
-    return ids
+    return value
 
 
 def kind(value: object) -> str:

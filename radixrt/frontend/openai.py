@@ -58,15 +58,12 @@ _KNOWN = {
 
 
 def asked_model(given: dict[str, Any]) -> str:
-    """What the body calls the model. Raises ValueError unless that is a string."""
+    """What a body without what is null calls the model. Raises ValueError unless that is a string."""
     return check_kind("model", given.get("model", UNNAMED_MODEL), str, "a string")
 
 
 def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a body in the spelling of SamplingParams. Raises ParameterError.
-
-    `given` is the body without what is null; so it is below.
-    """
+    """The parameters of a body, `given` without what is null, as of SamplingParams. Raises ParameterError."""
     if unknown := [with_nearest(short(name), _KNOWN[url]) for name in given if name not in _KNOWN[url]]:
         raise ParameterError(f"unknown parameter {', '.join(unknown[:5])} for {url}")
     for name, value in given.items():
@@ -98,7 +95,7 @@ def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def asked_prompt(url: str, given: dict[str, Any]) -> str | list[int] | list[dict[str, str]]:
-    """The prompt of a body. Raises PromptError, or TokenizerError of a chat."""
+    """The prompt of a body without what is null. Raises PromptError, or TokenizerError of a chat."""
     if url == CHAT:
         messages = check_kind("messages", given.get("messages"), list, "a list of messages")
         return checked_messages([_message(f"messages[{place}]", one) for place, one in enumerate(messages)])
@@ -174,23 +171,17 @@ def _choice(url: str, answer: CompletionOutput, spelling: TokenSpelling) -> dict
 
 
 def _chat_logprobs(tokens: Sequence[TokenLogprob], spelling: TokenSpelling) -> dict[str, object]:
-    content = [
-        {
-            **_token(token.token_id, token.logprob, spelling),
-            "top_logprobs": [_token(token_id, logprob, spelling) for token_id, logprob in token.top],
-        }
-        for token in tokens
-    ]
+    content = []
+    for token in tokens:
+        top = [_token(token_id, logprob, spelling) for token_id, logprob in token.top]
+        content.append({**_token(token.token_id, token.logprob, spelling), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
 def _token(token_id: int, logprob: float, spelling: TokenSpelling) -> dict[str, object]:
-    spelled = spelling.of(token_id)
-    return {
-        "token": spelled.text,
-        "logprob": max(logprob, _LOWEST_LOGPROB),
-        "bytes": None if spelled.bytes is None else list(spelled.bytes),
-    }
+    text, spelled = spelling.of(token_id)
+    logprob = max(logprob, _LOWEST_LOGPROB)
+    return {"token": text, "logprob": logprob, "bytes": None if spelled is None else list(spelled)}
 
 
 def _completion_logprobs(tokens: Sequence[TokenLogprob], spelling: TokenSpelling) -> dict[str, object]:

@@ -67,24 +67,17 @@ class RequestBuilder:
     ) -> Request:
         """A request for one prompt; with `streams` its text is built token by token.
 
-        Args:
-            request_id: the caller's; None: a number that no other request has.
-
-        Raises:
-            PromptError: the prompt cannot be run.
-            ParameterError: the parameters are out of bounds, or ask for what this model does not have.
+        Without a `request_id` it gets a number that no other request has. Raises PromptError if the prompt cannot
+        be run, ParameterError if parameters are out of bounds or ask for what the model does not have.
         """
         terms, namespace = self._terms(read_params(params)), self._namespace(tenant)
         params, ids = terms.params, self.token_ids(prompt)
-        longest = self.context_length if params.max_new_tokens == 0 else self.context_length - 1
+        context, start = self.context_length, params.prompt_logprobs_start
+        longest = context if params.max_new_tokens == 0 else context - 1
         if len(ids) > longest:
-            raise PromptError(
-                f"has {len(ids)} tokens; with a context of {self.context_length} it may have at most {longest}"
-            )
-        if params.prompt_logprobs is not None and params.prompt_logprobs_start >= len(ids):
-            raise ParameterError(
-                f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(ids)} tokens"
-            )
+            raise PromptError(f"has {len(ids)} tokens; with a context of {context} it may have at most {longest}")
+        if params.prompt_logprobs is not None and start >= len(ids):
+            raise ParameterError(f"prompt_logprobs_start is {start}, but the prompt has {len(ids)} tokens")
         make_text_stop = None
         if params.stop or streams:
             if self.tokenizer is None:
@@ -95,7 +88,7 @@ class RequestBuilder:
             id=next(self._ids) if request_id is None else request_id,
             prompt_ids=ids,
             params=params,
-            max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),
+            max_new_tokens=min(params.max_new_tokens, context - len(ids)),
             seed=_derived_seed(self.seed, index) if params.seed is None else params.seed,
             stop_ids=terms.stop_ids,
             bad_words=terms.bad_words,
@@ -109,7 +102,7 @@ class RequestBuilder:
     def build_all(
         self, prompts: Sequence[Prompt], params: Sequence[Params], tenant: str | None, ids: Mapping[int, str]
     ) -> tuple[list[Request], dict[int, Exception]]:
-        """Requests for the prompts that can run, and why the others cannot. Errors and ids are by index.
+        """Requests for the prompts that can run, and why the others cannot; errors and ids are by index.
 
         Raises ParameterError if the tenant is no string.
         """
@@ -132,9 +125,8 @@ class RequestBuilder:
     ) -> tuple[list[Request], list[int]]:
         """Requests that score continuations of prompts, and for each of them the place of its prompt.
 
-        Raises:
-            PromptError: names every prompt that cannot be scored.
-            ParameterError: there are not as many prompts as continuations.
+        Raises PromptError, which names every prompt that cannot be scored, or ParameterError if there are not as
+        many prompts as continuations.
         """
         for name, given in (("prompts", prompts), ("continuations", continuations)):
             if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
@@ -164,8 +156,7 @@ class RequestBuilder:
             # The border may fall inside a token: what it changes belongs to the continuation.
             joined = self.token_ids(prompt + continuation)
             shared = min(len(before), len(joined))
-            differs = np.flatnonzero(before[:shared] != joined[:shared])
-            start = int(differs[0]) if len(differs) else shared
+            start = int(np.append(before[:shared] != joined[:shared], True).argmax())  # the first that differs
         elif is_token_ids(continuation):
             joined = np.concatenate([before, self.token_ids(continuation)])
             start = len(before)
@@ -243,19 +234,17 @@ class RequestBuilder:
             raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
         if len(ids) == 0:
             raise PromptError("is empty: it has no tokens")
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
-            last = self.config.vocab_size - 1
-            raise PromptError(f"holds token id {outside[0]}; the model's ids are 0 to {last}")
+        vocab_size = self.config.vocab_size
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            outside = ids[(ids < 0) | (ids >= vocab_size)]
+            raise PromptError(f"holds token id {outside[0]}; the model's ids are 0 to {vocab_size - 1}")
         return ids.astype(np.int32)
 
 
 def builder_without_weights(source: str | Path, context_length: int | None = None) -> RequestBuilder:
     """A builder that checks requests for the model in `source` without its weights, and without a KV pool's limit.
 
-    Raises:
-        ModelError, TokenizerError: there is no such model, or it cannot be read.
-        ParameterError: the model cannot have that context.
+    Raises ModelError or TokenizerError if it cannot be read, ParameterError if it cannot have that context.
     """
     from radixrt.models.config import read_architecture  # these take torch and transformers with them
     from radixrt.models.loader import model_folder
@@ -302,7 +291,7 @@ def one_each(params: Params | Sequence[Params], count: int, many: bool) -> Seque
         return [params] * count
     if not many or isinstance(params, str) or not isinstance(params, Sequence):
         raise ParameterError(
-            f"sampling_params is {params!r}; it must be a SamplingParams or a dict, or a list of one each"
+            f"sampling_params is {params!r}; give a SamplingParams or a dict, or a list of one each"
         )
     if len(params) != count:
         raise ParameterError(f"there are {len(params)} sampling_params for {count} prompts; give one, or one each")
@@ -342,6 +331,6 @@ def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
 
 
 def _derived_seed(run_seed: int, index: int) -> int:
-    """A request's own seed: 63 bits that differ for every run seed and index."""
+    """63 bits that differ for every run seed and index."""
     digest = hashlib.blake2b(f"{run_seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -18,10 +18,7 @@ def is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
 
 
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Copy `messages`, each a dict of a role and a content, both strings; the content may be empty.
-
-    Raises TokenizerError, which names the first bad message.
-    """
+    """Copy messages, dicts of a role and a content, both strings. Raises TokenizerError, which names a bad one."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise TokenizerError(f"a chat is a list of messages, not {type(messages).__name__}")
     if not messages:

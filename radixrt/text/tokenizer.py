@@ -72,14 +72,10 @@ class Tokenizer:
         return self.encode(self.chat_text(messages), add_special_tokens=False)
 
     def chat_text(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Render a conversation with the checkpoint's chat template.
+        """Render a conversation with the checkpoint's chat template, in a sandbox.
 
-        Args:
-            add_generation_prompt: end with the beginning of the assistant's answer.
-
-        Raises:
-            TokenizerError: there is no template, a message is bad, or the template refuses the messages, fails, or
-                tries to leave the sandbox in which it runs.
+        `add_generation_prompt` ends it with the beginning of the assistant's answer. Raises TokenizerError if a
+        message is bad, or the template is missing, refuses the messages, fails, or tries to leave its sandbox.
         """
         if self._template is None:
             raise TokenizerError(
@@ -112,10 +108,9 @@ class Tokenizer:
         return next((i for i, text in texts if text.isascii() and text.isalnum()), None)
 
     def decode(self, token_ids: Sequence[int] | NDArray[np.integer[Any]], skip_special_tokens: bool = True) -> str:
-        """Decode `token_ids` without tidying blanks before punctuation away.
+        """Decode `token_ids`, bytes that are not UTF-8 as U+FFFD, without tidying blanks before punctuation away.
 
-        Bytes that are not UTF-8 become U+FFFD. Ids from `vocab_size` on spell nothing, negative ones raise
-        TokenizerError.
+        Ids from `vocab_size` on spell nothing; negative ones raise TokenizerError.
         """
         ids = [int(i) for i in token_ids]
         if ids and min(ids) < 0:
@@ -143,10 +138,8 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     """Load the tokenizer of a folder or of a hub id; no code from the folder is run.
 
     A folder with `tokenizer.model` and neither `tokenizer.json` nor `tokenizer_config.json` is read by
-    sentencepiece, with BOS if that model defines one; everything else by transformers.
-
-    Raises:
-        TokenizerError: there is no such folder, or it holds no tokenizer that can be read.
+    sentencepiece, with BOS if that model defines one; everything else by transformers. Raises TokenizerError if
+    there is no such folder, or none that can be read in it.
     """
     folder = Path(source)
     if not folder.is_dir() and (isinstance(source, Path) or not _HUB_ID.fullmatch(source)):

@@ -11,7 +11,7 @@ from radixrt.planning.simulated import NoWeights
 
 @pytest.fixture
 def builder() -> RequestBuilder:
-    return RequestBuilder(NoWeights(50).config, None, context_length=20, seed=0, refusal=lambda request: None)
+    return RequestBuilder(NoWeights(50).config, None, context_length=20, seed=0)
 
 
 def test_a_request_has_one_id(builder: RequestBuilder) -> None:
