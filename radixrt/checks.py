@@ -42,7 +42,7 @@ def check_kind(name: str, value: object, wanted: type[T], told: str) -> T:
 
 
 def check_prompt(name: str, value: object) -> str | list[int]:
-    """`value` as text or as token ids of some model, not empty. Raises PromptError, which names the first bad id."""
+    """`value` as text or as token ids of some model, not empty. Raises PromptError, which names a bad id."""
     if not isinstance(value, list):
         value = check_kind(name, value, str, "a string or a list of token ids")
     if not value:

@@ -152,8 +152,8 @@ def answer_body(
 
 def error_body(message: str, code: str, *, is_ours: bool) -> dict[str, object]:
     """The body of an error, the server's (`is_ours`) or the request's."""
-    kind_of_error = "server_error" if is_ours else "invalid_request_error"
-    return {"error": {"message": message, "type": kind_of_error, "param": None, "code": code}}
+    type_ = "server_error" if is_ours else "invalid_request_error"
+    return {"error": {"message": message, "type": type_, "param": None, "code": code}}
 
 
 def _choice(url: str, answer: CompletionOutput, spelling: TokenSpelling) -> dict[str, object]:

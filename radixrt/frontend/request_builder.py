@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,16 +30,10 @@ Params = SamplingParams | Mapping[str, Any] | None
 Continuation = str | Sequence[int]
 Choices = Continuation | Sequence[Continuation]
 
+_Terms = tuple[SamplingParams, frozenset[int], tuple[tuple[int, ...], ...]]  # with stop ids and bad words
+
 MAX_NAMED = 8  # bad prompts that one error spells out
 _MAX_REMEMBERED = 64  # parameters
-
-
-class _Terms(NamedTuple):
-    """What follows from parameters and the model."""
-
-    params: SamplingParams
-    stop_ids: frozenset[int]
-    bad_words: tuple[tuple[int, ...], ...]
 
 
 @dataclass(eq=False)
@@ -70,8 +64,8 @@ class RequestBuilder:
         Without a `request_id` it gets a number that no other request has. Raises PromptError if the prompt cannot
         be run, ParameterError if parameters are out of bounds or ask for what the model does not have.
         """
-        terms, namespace = self._terms(read_params(params)), self._namespace(tenant)
-        params, ids = terms.params, self.token_ids(prompt)
+        params, stop_ids, bad_words = self._terms(read_params(params))
+        namespace, ids = self._namespace(tenant), self.token_ids(prompt)
         context, start = self.context_length, params.prompt_logprobs_start
         longest = context if params.max_new_tokens == 0 else context - 1
         if len(ids) > longest:
@@ -90,8 +84,8 @@ class RequestBuilder:
             params=params,
             max_new_tokens=min(params.max_new_tokens, context - len(ids)),
             seed=_derived_seed(self.seed, index) if params.seed is None else params.seed,
-            stop_ids=terms.stop_ids,
-            bad_words=terms.bad_words,
+            stop_ids=stop_ids,
+            bad_words=bad_words,
             namespace=namespace,
             make_text_stop=make_text_stop,
         )
@@ -174,7 +168,7 @@ class RequestBuilder:
         return Namespace(self.weights_version, tenant=tenant)
 
     def _terms(self, params: SamplingParams) -> _Terms:
-        """Terms, checked. They are remembered, as often many prompts have the same parameters."""
+        """Parameters with what follows from them for this model; remembered, as many prompts may have the same."""
         if (known := self._known.get(id(params))) is not None:
             return known
         stop_ids = frozenset(params.stop_token_ids)
@@ -199,7 +193,7 @@ class RequestBuilder:
                 raise ParameterError("bad_words and min_new_tokens leave none of allowed_token_ids to draw")
         if len(self._known) >= _MAX_REMEMBERED:
             self._known.clear()
-        terms = self._known[id(params)] = _Terms(params, stop_ids, bad_words)
+        terms = self._known[id(params)] = (params, stop_ids, bad_words)
         return terms
 
     def _spelled(self, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -268,12 +262,9 @@ def is_token_ids(prompt: object) -> TypeGuard[Sequence[int] | NDArray[np.integer
     """Whether a value is one prompt of token ids. An empty list is a list of no prompts."""
     if isinstance(prompt, np.ndarray):
         return prompt.ndim == 1 and prompt.dtype.kind in "iu"
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, (str, bytes, bytearray))
-        and len(prompt) > 0
-        and all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, prompt)))
-    )
+    if isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, prompt)))
 
 
 def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from radixrt.text.detokenizer import Detokenizer
+from radixrt.text.builder import Detokenizer
 from radixrt.text.tokenizer import Tokenizer
 
 _LEADS = ("1", ".", "a")
