@@ -242,20 +242,3 @@ def test_deltas_asked_for_now_and_then(kind: str, data: st.DataObject) -> None:
     assert shown + builder.delta() == text
     if stop == ():
         assert text == tokenizer.decode(ids)
-
-
-def test_without_stream_and_stops_the_text_is_decoded_once() -> None:
-    calls: list[int] = []
-
-    def decode(ids: list[int], skip: bool) -> str:
-        calls.append(len(ids))
-        return small_tokenizer("byte level")._decode(ids, skip)
-
-    tokenizer = replace(small_tokenizer("byte level"), _decode=decode)
-    ids = tokenizer.encode("Mira likes Oslo.").tolist()
-    builder = builder_of(tokenizer)
-    assert not any(map(builder.push, ids))
-    assert calls == []
-    assert builder.finish() == builder.delta() == "Mira likes Oslo."
-    assert calls == [len(ids)]
-    assert builder_of(tokenizer).finish() == ""
