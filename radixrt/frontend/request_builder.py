@@ -132,7 +132,10 @@ class RequestBuilder:
         errors: dict[int, Exception] = {}
         for place, (prompt, own) in enumerate(zip(prompts, continuations, strict=True)):
             try:
-                for continuation in chosen_continuations(own):
+                choices: Any = [own] if isinstance(own, str) or is_token_ids(own) else own
+                if not isinstance(choices, Sequence) or isinstance(choices, (bytes, Mapping)) or not choices:
+                    raise PromptError("has no continuations: give text, token ids, or a list of these")
+                for continuation in choices:
                     ids, start = self._joined(prompt, continuation)
                     params = SamplingParams(max_new_tokens=0, prompt_logprobs=0, prompt_logprobs_start=start)
                     requests.append(self.build(ids, params, index=len(requests), tenant=tenant))
@@ -302,15 +305,6 @@ def own_ids(request_ids: str | Sequence[str] | None, count: int, many: bool) -> 
         twice = next(own for own in ids if ids.count(own) > 1)
         raise ParameterError(f"request_ids holds {twice!r} twice")
     return dict(enumerate(ids))
-
-
-def chosen_continuations(own: Choices) -> Sequence[Continuation]:
-    """A continuation, or the choices among several, as a list. Raises PromptError if there are none."""
-    if isinstance(own, str) or is_token_ids(own):
-        return [cast("Continuation", own)]
-    if not isinstance(own, Sequence) or isinstance(own, (bytes, Mapping)) or not own:
-        raise PromptError("has no continuations: give text, token ids, or a list of these")
-    return cast("Sequence[Continuation]", own)
 
 
 def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
