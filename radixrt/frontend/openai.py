@@ -64,7 +64,8 @@ def asked_model(given: dict[str, Any]) -> str:
 
 def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a body, `given` without what is null, as of SamplingParams. Raises ParameterError."""
-    if unknown := [with_nearest(short(name), _KNOWN[url]) for name in given if name not in _KNOWN[url]]:
+    if not given.keys() <= _KNOWN[url]:
+        unknown = [with_nearest(short(name), _KNOWN[url]) for name in given if name not in _KNOWN[url]]
         raise ParameterError(f"unknown parameter {', '.join(unknown[:5])} for {url}")
     for name, value in given.items():
         harmless = _ONLY.get(name)

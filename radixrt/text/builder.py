@@ -92,8 +92,11 @@ def find_stop(stops: tuple[str, ...], text: str, after: int = 0) -> tuple[int, i
 
     It is the longest of several that end there, so the result does not depend on the boundaries between tokens.
     """
-    starts = {stop: text.find(stop, max(0, after + 1 - len(stop))) for stop in stops}
-    found = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
+    found = []
+    for stop in stops:
+        start = text.find(stop, max(0, after + 1 - len(stop)))
+        if start >= 0:
+            found.append((start + len(stop), start))
     if not found:
         return None
     end, start = min(found)
@@ -102,12 +105,14 @@ def find_stop(stops: tuple[str, ...], text: str, after: int = 0) -> tuple[int, i
 
 def unfinished_stop(stops: tuple[str, ...], text: str) -> int:
     """Count the last characters of `text` that could begin a stop string."""
-    longest = max(map(len, stops), default=1)
-    for start in range(max(0, len(text) - longest + 1), len(text)):
-        rest = text[start:]
-        if any(stop.startswith(rest) and stop != rest for stop in stops):
-            return len(rest)
-    return 0
+    longest = 0
+    for stop in stops:
+        start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while start >= 0 and not stop.startswith(text[start:]):
+            start = text.find(stop[0], start + 1)
+        if start >= 0:
+            longest = max(longest, len(text) - start)
+    return longest
 
 
 class TextBuilder:
