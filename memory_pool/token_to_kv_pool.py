@@ -6,6 +6,7 @@ import torch
 
 from memory_pool.slot_allocator import SlotAllocator
 from triton_ops.kv.e4m3 import E4M3
+from triton_ops.kv.view import KVView
 
 
 class TokenToKVPool:
@@ -39,21 +40,10 @@ class TokenToKVPool:
         """Bytes of one token's K and V in all layers."""
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
-    def k_buffer(self, layer_id: int) -> torch.Tensor:
-        """Keys of a layer, `[num_slots, num_kv_heads, head_dim]`, a view."""
-        return self.buffer[layer_id, 0]
-
-    def v_buffer(self, layer_id: int) -> torch.Tensor:
-        """Values of a layer, `[num_slots, num_kv_heads, head_dim]`, a view."""
-        return self.buffer[layer_id, 1]
-
-    def k_scale(self, layer_id: int) -> torch.Tensor | None:
-        """The scales of a layer's keys, float32 `[num_kv_heads]`, a view; None without scales."""
-        return None if self.scales is None else self.scales[layer_id, 0]
-
-    def v_scale(self, layer_id: int) -> torch.Tensor | None:
-        """The scales of a layer's values, likewise."""
-        return None if self.scales is None else self.scales[layer_id, 1]
+    def view(self, layer_id: int, req_to_token: torch.Tensor) -> KVView:
+        """A layer as attention reads it, with the device's copy of the table of slots."""
+        k_scale, v_scale = (None, None) if self.scales is None else self.scales[layer_id].unbind()
+        return KVView(self.buffer[layer_id, 0], self.buffer[layer_id, 1], req_to_token, k_scale, v_scale)
 
     def set_scales(self, scales: torch.Tensor) -> None:
         """Replace the scales in place. KV stored before must not be read any more."""

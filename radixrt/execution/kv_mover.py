@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -25,26 +25,34 @@ class KVMover:
     """
 
     def __init__(self, kv_pool: TokenToKVPool, host_pool: HostKVPool, device: torch.device, impl: Impl) -> None:
-        self._device_kv = kv_pool.buffer
+        self._device_kv, self._device, self._impl = kv_pool.buffer, device, impl
         self._host_pool = host_pool  # not its tensor alone: the pages are locked as long as the pool lives
-        self._device = device
-        self._impl = impl
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        with self._on_stream():
             self._staging = Staging(device)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def run(self, transfers: deque[KVTransfer]) -> None:
         """Start transfers in order. Each is taken off the left end once it has been started."""
-        if self._stream is None:
-            self._run(transfers)
-            return
+        slots = {f"device{i}": transfer.device_slots for i, transfer in enumerate(transfers)}
+        slots |= {f"host{i}": transfer.host_slots for i, transfer in enumerate(transfers)}
+        words, layout = packed(slots)
         try:
-            with torch.cuda.stream(self._stream):
-                self._run(transfers)
+            with self._on_stream():
+                arrays = layout.tensors(self._staging.upload(words))
+                for i in range(len(transfers)):
+                    device: tuple[Tensor, Tensor] = (self._device_kv, arrays[f"device{i}"])
+                    host: tuple[Tensor, Tensor] = (self._host_pool.buffer, arrays[f"host{i}"])
+                    source, target = (device, host) if transfers[0].to_host else (host, device)
+                    kv_copy(*source, *target, impl=self._impl)
+                    transfers.popleft()
         finally:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            if self._stream is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def wait_for_passes(self) -> None:
         """Let later transfers wait for what is on the passes' stream: a pass of which only a part was launched.
@@ -53,19 +61,3 @@ class KVMover:
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def _run(self, transfers: deque[KVTransfer]) -> None:
-        words, layout = packed(
-            {
-                f"{tier}{i}": slots
-                for i, transfer in enumerate(transfers)
-                for tier, slots in (("device", transfer.device_slots), ("host", transfer.host_slots))
-            }
-        )
-        arrays = layout.tensors(self._staging.upload(words))
-        for i in range(len(transfers)):
-            device: tuple[Tensor, Tensor] = (self._device_kv, arrays[f"device{i}"])
-            host: tuple[Tensor, Tensor] = (self._host_pool.buffer, arrays[f"host{i}"])
-            source, target = (device, host) if transfers[0].to_host else (host, device)
-            kv_copy(*source, *target, impl=self._impl)
-            transfers.popleft()

@@ -20,8 +20,9 @@ def test_host_pool_is_seen_as_the_device_s(device: torch.device) -> None:
     assert host.buffer[:, :, 3].data_ptr() == host.buffer.data_ptr() + 3 * TokenToKVPool.bytes_per_slot(
         *SHAPE, torch.float32
     )
-    assert torch.equal(pool.buffer[1, 0], pool.k_buffer(1))
-    assert torch.equal(pool.buffer[0, 1], pool.v_buffer(0))
+    rows = torch.zeros(1, 4, dtype=torch.int32, device=device)
+    assert torch.equal(pool.buffer[1, 0], pool.view(1, rows).k)
+    assert torch.equal(pool.buffer[0, 1], pool.view(0, rows).v)
     assert host.buffer.is_pinned() == (device.type == "cuda")
     assert host.allocator.capacity == 8
 

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layers import linear, radix_attention
-from layers.norm import GemmaRMSNorm, RMSNorm
+from layers.norm import RMSNorm
 from layers.placement import Placement
 from radixrt.models.decoder import Block, Decoder
 from radixrt.models.loader import load_model
 from tests.support import checkpoints, probe_kernels
 from tests.support.input_metadata import input_metadata
 from triton_ops.kv.e4m3 import E4M3
+from triton_ops.kv.view import KVView
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.tuning import SplitKConfig
 
@@ -38,17 +39,9 @@ class Pool:
         if self.scales is not None:
             self.scales[1] /= 2
 
-    def k_buffer(self, layer_id: int) -> Tensor:
-        return self.kv[0, layer_id]
-
-    def v_buffer(self, layer_id: int) -> Tensor:
-        return self.kv[1, layer_id]
-
-    def k_scale(self, layer_id: int) -> Tensor | None:
-        return None if self.scales is None else self.scales[0]
-
-    def v_scale(self, layer_id: int) -> Tensor | None:
-        return None if self.scales is None else self.scales[1]
+    def view(self, layer_id: int, req_to_token: Tensor) -> KVView:
+        scales = (None, None) if self.scales is None else self.scales
+        return KVView(self.kv[0, layer_id], self.kv[1, layer_id], req_to_token, *scales)
 
 
 def passes(model: Decoder, device: torch.device, *, e4m3: bool = False) -> Tensor:
@@ -136,7 +129,7 @@ def test_outputs_in_parts_are_those_that_a_norm_adds_up(
     assert off < 5e-3, off
 
 
-@pytest.mark.parametrize("norm", [RMSNorm, partial(GemmaRMSNorm, offset=0.0)])
+@pytest.mark.parametrize("norm", [RMSNorm, partial(RMSNorm, offset=0.0)])
 def test_a_block_allows_parts_where_its_norms_add_them(norm: Callable[..., RMSNorm]) -> None:
     allowed = []
 
@@ -179,6 +172,7 @@ FREE = (
     "detach",
     "alias",
     "select",
+    "split_with_sizes",
 )
 
 

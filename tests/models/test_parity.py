@@ -20,6 +20,7 @@ from tests.support import checkpoints
 from tests.support.input_metadata import input_metadata
 from triton_ops.attention.plan import AttentionPlan
 from triton_ops.implementation import runs_triton
+from triton_ops.kv.view import KVView
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": checkpoints.llama,
@@ -75,16 +76,8 @@ class Session:
         shape = (2, config.num_layers, slots.numel() + 1, config.num_kv_heads, config.head_dim)
         self.kv = torch.full(shape, torch.nan)
 
-    def k_buffer(self, layer_id: int) -> Tensor:
-        return self.kv[0, layer_id]
-
-    def v_buffer(self, layer_id: int) -> Tensor:
-        return self.kv[1, layer_id]
-
-    def k_scale(self, layer_id: int) -> None:
-        return None
-
-    v_scale = k_scale
+    def view(self, layer_id: int, req_to_token: Tensor) -> KVView:
+        return KVView(*self.kv[:, layer_id], req_to_token)
 
     def run(
         self,
@@ -107,8 +100,9 @@ class Session:
         assert hidden.shape == (len(new_ids), self.model.config.hidden_size)
         every = torch.arange(len(new_ids), dtype=torch.int32)
         logits = self.model.compute_logits(hidden, every)
-        last = self.model.compute_logits(hidden, metadata.logits_indices)
-        assert_close(last, logits[metadata.logits_indices.long()])
+        indices = metadata.extend_start_loc + metadata.extend_seq_lens - 1
+        last = self.model.compute_logits(hidden, indices)
+        assert_close(last, logits[indices.long()])
         return list(logits.split([len(ids) - prefix for _, ids, prefix in requests]))
 
 

@@ -30,8 +30,7 @@ from radixrt.errors import SchedulerError
 from radixrt.execution.attention import shared_segments
 from radixrt.execution.attention.pass_plans import PassPlans
 from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
-from radixrt.execution.packed_pass import PackedPass
-from radixrt.execution.pass_builder import PassBuilder
+from radixrt.execution.pass_builder import PackedPass, PassBuilder
 from radixrt.output import FinishReason
 from radixrt.schedule.answer import Answer, AnswerState
 from radixrt.schedule.booking import Bookkeeper
@@ -852,8 +851,9 @@ def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
     build = PassBuilder.build
 
     def unnoticed(self: PassBuilder, pass_: Pass) -> PackedPass:
-        if self._rows is not None and len(self._rows) == pass_.num_rows:
-            self._rows = pass_.req_pool_indices
+        current = self._current
+        if current is not None and current.rows is not None and len(current.rows) == pass_.num_rows:
+            current.rows = pass_.req_pool_indices
         return build(self, pass_)
 
     patch.setattr(PassBuilder, "build", unnoticed)
