@@ -20,7 +20,6 @@ from radixrt.cache.prefix_cache import CacheStats
 from radixrt.config import RuntimeConfig
 from radixrt.engine.calls import OutputCall, StreamCall
 from radixrt.engine.driver import Driver
-from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.parts import Parts
 from radixrt.engine.signals import deferred
 from radixrt.engine.tasks import Workshop
@@ -99,7 +98,7 @@ class Runtime:
     def _set(self, parts: Parts) -> None:
         self._parts: Parts | None = parts  # None once it is closed
         self._driver = Driver(parts.engine, parts.output_of)
-        self._loose = OutputCall()  # requests that came through `submit`
+        self._loose = OutputCall("return")  # requests that came through `submit`
         self._builder, self._workshop = parts.builder, Workshop()
         self.config, self.device = parts.builder.config, parts.model.device
         self.tokenizer, self.context_length = parts.builder.tokenizer, parts.builder.context_length
@@ -210,15 +209,10 @@ class Runtime:
         output's: none holds half a character, or the beginning of a stop string. Leaving the loop early ends the
         request. Streams of several threads advance together.
         """
-        request, call = self._builder.build_streamed(prompt, sampling_params, tenant, request_id), StreamCall()
-        try:
-            self._driver.submit([request], call)
+        with self._driver.opened(StreamCall()) as call:
+            self._driver.submit([self._builder.build_streamed(prompt, sampling_params, tenant, request_id)], call)
             while not call.is_over:
-                for chunk in self._driver.news(call):
-                    _check(chunk.output)
-                    yield chunk
-        finally:
-            self._driver.abandon(call)
+                yield from self._driver.news(call)
 
     async def async_generate(
         self,
@@ -234,16 +228,11 @@ class Runtime:
         """
         listed, many = listed_prompts(prompts)
         built = partial(self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error)
-        outputs, requests = await self._workshop.run(built)
-        call = OutputCall()
-        try:
+        with self._driver.opened(OutputCall(on_error), by_task=True) as call:
+            outputs, requests = await self._workshop.run(built)
             self._driver.submit(requests, call)
             while not call.is_over:
-                for output in await self._driver.async_news(call):
-                    _check(output, on_error)
-                    outputs.append(output)
-        finally:
-            self._driver.abandon_soon(call)
+                outputs += await self._driver.async_news(call)
         outputs.sort(key=attrgetter("index"))
         return outputs if many else outputs[0]
 
@@ -257,15 +246,11 @@ class Runtime:
     ) -> AsyncIterator[StreamChunk]:
         """`stream` for asyncio, with the threads of `async_generate`."""
         built = partial(self._builder.build_streamed, prompt, sampling_params, tenant, request_id)
-        request, call = await self._workshop.run(built), StreamCall()
-        try:
-            self._driver.submit([request], call)
+        with self._driver.opened(StreamCall(), by_task=True) as call:
+            self._driver.submit([await self._workshop.run(built)], call)
             while not call.is_over:
                 for chunk in await self._driver.async_news(call):
-                    _check(chunk.output)
                     yield chunk
-        finally:
-            self._driver.abandon_soon(call)
 
     def score(
         self,
@@ -283,7 +268,7 @@ class Runtime:
         """
         requests, owners = self._builder.build_scored(prompts, continuations, tenant)
         scores: list[list[ScoreOutput]] = [[] for _ in prompts]
-        outputs = sorted(self._run(requests, "return", progress), key=attrgetter("index"))
+        outputs = sorted(self._iterate(lambda: ([], requests), "return", progress), key=attrgetter("index"))
         for owner, output in zip(owners, outputs, strict=True):
             if output.error is not None:
                 raise PassError(f"prompt {owner} cannot be scored: {output.error}") from output.cause
@@ -335,7 +320,7 @@ class Runtime:
     def step(self) -> list[RequestOutput]:
         """Advance all requests by one pass. Returns the outputs of those of `submit` that have ended."""
         self._driver.step()
-        return self._loose.take()
+        return list(self._loose.take())
 
     def abort(self, request: Request | int | str) -> bool:
         """End a request, given itself or its id, at the next step; from any thread. False if it has ended, or has
@@ -474,18 +459,14 @@ class Runtime:
         if not self.parts.cache.enabled:
             raise ParameterError(f"{name} needs a prefix cache, but enable_prefix_cache is False")
 
-    def _iterate(self, built: Callable[[], _Built], on_error: OnError, progress: bool) -> Iterator[RequestOutput]:
-        with old_objects_left_alone():
-            refused, requests = built()
-            yield from refused
-            yield from self._run(requests, on_error, progress)
-
-    def _run(self, requests: list[Request], on_error: OnError, progress: bool) -> Iterator[RequestOutput]:
-        """Run requests as one call; outputs come as they are complete."""
-        call, tokens = OutputCall(), 0
-        with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
-            try:
-                self._driver.submit(requests, call)
+    def _iterate(self, build: Callable[[], _Built], on_error: OnError, progress: bool) -> Iterator[RequestOutput]:
+        """Build requests and run them as one call; outputs come as they are complete."""
+        with self._driver.opened(OutputCall(on_error)) as call:
+            outputs, requests = build()
+            yield from outputs
+            self._driver.submit(requests, call)
+            tokens = 0
+            with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
                 while not call.is_over:
                     for output in self._driver.news(call):
                         if progress:
@@ -494,13 +475,4 @@ class Runtime:
                             hits = self.parts.cache.hit_rate
                             bar.set_postfix_str(f"{rate:,.0f} tokens/s, hit rate {hits:.1%}", refresh=False)
                             bar.update()
-                        _check(output, on_error)
                         yield output
-            finally:
-                self._driver.abandon(call)
-
-
-def _check(output: RequestOutput | None, on_error: OnError = "raise") -> None:
-    """Raise PassError if there is an output, its pass failed, and errors are to be raised."""
-    if output is not None and output.cause is not None and on_error == "raise":
-        raise PassError(f"prompt {output.index}: {output.error}") from output.cause

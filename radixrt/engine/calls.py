@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from radixrt.errors import PassError
+from radixrt.frontend.request_builder import OnError
 from radixrt.output import RequestOutput, StreamChunk
 from radixrt.schedule.answer import Answer
 from radixrt.text.builder import TextBuilder
@@ -13,12 +16,16 @@ N = TypeVar("N", RequestOutput, StreamChunk)
 
 
 class PendingCall(Generic[N]):
-    """Requests that were submitted together, and a queue of news: one thread adds, one takes."""
+    """Requests that were submitted together, and a queue of news: one thread adds, one takes.
 
-    def __init__(self) -> None:
+    With `on_error` "raise", a PassError takes the place of an output whose pass failed.
+    """
+
+    def __init__(self, on_error: OnError = "raise") -> None:
         # By id, the first answer to each that has not ended; None until a step submits it.
         self.requests: dict[int | str, Answer | None] = {}
-        self._news: deque[N] = deque()
+        self._news: deque[N | Exception] = deque()
+        self._on_error = on_error
 
     @property
     def waits(self) -> bool:
@@ -30,16 +37,24 @@ class PendingCall(Generic[N]):
         """Whether nothing is left to take or to wait for."""
         return not self.requests and not self._news  # in this order: the last news comes before its request goes
 
-    def take(self) -> list[N]:
-        """Take all news."""
-        return [self._news.popleft() for _ in range(len(self._news))]
+    def take(self) -> Iterator[N]:
+        """Take all news; an error among them is raised."""
+        for _ in range(len(self._news)):
+            news = self._news.popleft()
+            if isinstance(news, Exception):
+                raise news
+            yield news
 
     def end(self, first: Answer, output: RequestOutput) -> None:
         """Take a request off, with its output as news."""
-        self._news.append(self._news_of(first, output))
+        news: N | Exception = self._news_of(first, output)
+        if output.cause is not None and self._on_error == "raise":
+            news = PassError(f"prompt {output.index}: {output.error}")
+            news.__cause__ = output.cause
+        self._news.append(news)
         del self.requests[first.request.id]
 
-    def _news_of(self, first: Answer, output: RequestOutput) -> N:
+    def _news_of(self, first: Answer, output: RequestOutput) -> N | Exception:
         raise NotImplementedError
 
 
@@ -53,10 +68,7 @@ class OutputCall(PendingCall[RequestOutput]):
 class StreamCall(PendingCall[StreamChunk]):
     """A call of one request whose news are tokens as they come; the last chunk has the output."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen = 0  # output tokens that were news
-        self._error: Exception | None = None
+    _seen = 0  # output tokens that were news
 
     def catch_up(self) -> bool:
         """Add the request's new tokens to the news. Returns whether there are any."""
@@ -66,24 +78,21 @@ class StreamCall(PendingCall[StreamChunk]):
         self._news.append(self._news_of(answer, None))
         return True
 
-    def take(self) -> list[StreamChunk]:
-        """Take all news as one chunk. Raises what making its text raised."""
-        if self._error is not None:
-            raise self._error
-        chunks = super().take()
-        if len(chunks) < 2:
-            return chunks
-        text = "".join(chunk.text for chunk in chunks)
-        token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
-        return [StreamChunk(text, token_ids, chunks[-1].output, chunks[-1].request_id)]
+    def take(self) -> Iterator[StreamChunk]:
+        """Take all news as one chunk."""
+        chunks = list(super().take())
+        if len(chunks) > 1:
+            text = "".join(chunk.text for chunk in chunks)
+            token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
+            chunks = [StreamChunk(text, token_ids, chunks[-1].output, chunks[-1].request_id)]
+        yield from chunks
 
-    def _news_of(self, first: Answer, output: RequestOutput | None) -> StreamChunk:
+    def _news_of(self, first: Answer, output: RequestOutput | None) -> StreamChunk | Exception:
         builder = first.text_stop
         assert isinstance(builder, TextBuilder)  # it streams
-        ids, text = tuple(first.output_ids()[self._seen :].tolist()), ""
+        ids = tuple(first.output_ids()[self._seen :].tolist())
         self._seen += len(ids)
         try:
-            text = builder.delta()
+            return StreamChunk(builder.delta(), ids, output, first.request.id)
         except Exception as error:  # for its consumer: one request's text must not cost the others theirs
-            self._error = error
-        return StreamChunk(text, ids, output, first.request.id)
+            return error

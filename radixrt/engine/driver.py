@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from radixrt.engine.calls import N, PendingCall, StreamCall
 from radixrt.engine.engine import Engine
+from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import deferred
 from radixrt.engine.tasks import wake_soon, with_pauses
 from radixrt.errors import ParameterError, RadixrtError
@@ -20,6 +21,7 @@ from radixrt.schedule.answer import Answer
 from radixrt.schedule.request import Request
 
 T = TypeVar("T")
+C = TypeVar("C", bound=PendingCall[Any])
 Call = PendingCall[Any]
 
 _log = logging.getLogger(__name__)
@@ -117,13 +119,25 @@ class Driver:
 
     # -- waiting -------------------------------------------------------------------------------------------
 
-    def news(self, call: PendingCall[N]) -> list[N]:
+    @contextlib.contextmanager
+    def opened(self, call: C, *, by_task: bool = False) -> Iterator[C]:
+        """Keep a call open: in the end its requests that have not ended are abandoned.
+
+        While any is open the garbage collector leaves old objects alone: its pauses would be those of all calls.
+        """
+        with old_objects_left_alone():
+            try:
+                yield call
+            finally:
+                (self.abandon_soon if by_task else self.abandon)(call)
+
+    def news(self, call: PendingCall[N]) -> Iterator[N]:
         """Wait for news of a call and take it; nothing if the call is over."""
         self.check_open()
         self._wait(lambda: not call.waits, call)
         return call.take()
 
-    async def async_news(self, call: PendingCall[N]) -> list[N]:
+    async def async_news(self, call: PendingCall[N]) -> Iterator[N]:
         """`news` for a task: its event loop never waits for a pass."""
         loop = asyncio.get_running_loop()
         with self._mutex:

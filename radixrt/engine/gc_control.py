@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
+CALLS_PER_COLLECTION = 1000  # that find no other in progress and leave none
+
+_lock = threading.RLock()  # the collector may end a forgotten call here
 _calls = 0  # in progress, of all threads
+_thaws = itertools.count(1)
 
 
 @contextmanager
@@ -17,7 +21,8 @@ def old_objects_left_alone() -> Iterator[None]:
     """Have the collector skip what was there when the first of the calls in progress began.
 
     A full collection walks over all objects of torch and transformers: some tenths of a second, as long as many a
-    list of prompts takes. Garbage of the calls is collected as ever.
+    list of prompts takes. Garbage of the calls is collected as ever. `gc.freeze` sets the collector's counters to
+    0, so short calls would put off full collections for ever: now and then one is made between calls.
     """
     global _calls
     with _lock:
@@ -29,8 +34,10 @@ def old_objects_left_alone() -> Iterator[None]:
     finally:
         with _lock:
             _calls -= 1
-            if _calls == 0:
+            if is_last := _calls == 0:
                 gc.unfreeze()
+        if is_last and next(_thaws) % CALLS_PER_COLLECTION == 0:
+            gc.collect()
 
 
 def keep_for_good(*objects: object) -> None:
