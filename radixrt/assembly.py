@@ -93,6 +93,7 @@ def assemble(config: RuntimeConfig) -> Parts:
             seed=config.seed,
             impl=impl,
         )
+    context_length = model_config.context_length
     seconds = {"weights": time.perf_counter() - began}
     tokenizer = tokenizer_of(source)
 
@@ -101,7 +102,7 @@ def assemble(config: RuntimeConfig) -> Parts:
         raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
     # Before the pool takes the free memory: this needs some, too.
     scales = calibrated_scales(decoder, device) if kv_dtype == E4M3 else None
-    rows = ReqToTokenPool(limits.num_rows, model_config.context_length)
+    rows = ReqToTokenPool(limits.num_rows, context_length)
     memory_began, for_passes = time.perf_counter(), 0
     if runs_kernels and config.max_total_tokens is None:  # references are not for passes of any size
         with room_for_passes():
@@ -123,10 +124,8 @@ def assemble(config: RuntimeConfig) -> Parts:
         except RuntimeError as error:
             raise ParameterError(f"host_memory_gb is {config.host_memory_gb:g}: {error}") from error
 
-    host = None if host_pool is None else host_pool.allocator
-    cache = PrefixCache(
-        rows, kv_pool.allocator, host_slots=host, enabled=config.enable_prefix_cache, force_miss=config.force_miss
-    )
+    host, enabled = None if host_pool is None else host_pool.allocator, config.enable_prefix_cache
+    cache = PrefixCache(rows, kv_pool.allocator, host_slots=host, enabled=enabled, force_miss=config.force_miss)
     running, chunk, policy = limits.max_running_requests, limits.chunked_prefill_size, config.schedule_policy
     scheduler = Scheduler(cache, SchedulerConfig(running, chunk, limits.max_samples, SchedulePolicy(policy)))
     runner = ModelRunner(decoder, rows, kv_pool, device, host_pool, captured=captured, tree=tree)
@@ -138,24 +137,17 @@ def assemble(config: RuntimeConfig) -> Parts:
         config=config,
         limits=RunLimits(slots, running, chunk),
         engine=Engine(scheduler, runner, max_in_flight=int(config.overlap)),
-        builder=RequestBuilder(
-            model_config,
-            tokenizer,
-            context_length=model_config.context_length,
-            seed=config.seed,
-            refusal=scheduler.refusal,
-        ),
+        builder=RequestBuilder(model_config, tokenizer, context_length, config.seed, scheduler.refusal),
         model=LoadedModel(decoder, CacheStorage(cache, kv_pool, host_pool, impl=impl)),
         output_of=partial(request_output, tokenizer=tokenizer),
         start_up=seconds | {"graphs": ended - graphs_began, "total": ended - began},
-        free_device=partial(_free, device),
+        free_device=_free_gpu if on_gpu else lambda: None,
     )
 
 
-def _free(device: torch.device) -> None:
-    if device.type == "cuda":
-        gc.collect()  # graphs hold on to their memory
-        torch.cuda.empty_cache()
+def _free_gpu() -> None:
+    gc.collect()  # graphs hold on to their memory
+    torch.cuda.empty_cache()
 
 
 def _captures(config: RuntimeConfig, runs_kernels: bool) -> bool:

@@ -64,19 +64,17 @@ class Runtime:
             output = runtime.generate("Mira likes Oslo.\\nQ: Mira likes?\\nA:", SamplingParams(temperature=0))
 
     Several Runtimes live in one process without knowing of each other. The calling thread does the work. Its
-    arguments are the fields of `radixrt.config.RuntimeConfig`, which says what they mean.
+    arguments are the fields of `radixrt.config.RuntimeConfig`, which says what they mean and which it refuses.
 
     Attributes:
-        config, device: of the model.
-        tokenizer: None if the model has none.
+        config, device, tokenizer: of the model; tokenizer is None if it has none.
         context_length: most tokens of a prompt with its answer.
-        seed: of the run.
-        limits: of the KV pool, and of a pass.
+        seed, limits: of the run.
         reuses_prefixes: whether what prompts share is computed once.
         start_up: seconds: "weights", "memory" (running the largest pass, to measure it), "graphs", and "total".
 
     Raises:
-        ParameterError: an option is outside its bounds, or does not go with the device or the model.
+        ParameterError: an option does not go with the device, the model or the memory.
         ModelError, TokenizerError: the model cannot be used.
     """
 
@@ -148,13 +146,13 @@ class Runtime:
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> RequestOutput | list[RequestOutput]:
-        """Answer one prompt, or a list of prompts, together.
+        """Answer a prompt with an output, or a list of prompts with a list in their order.
 
-        Ctrl-C ends the call's requests after the current pass and raises KeyboardInterrupt. Calls from several
-        threads run together.
+        Calls from several threads run together. Ctrl-C ends the call's requests after the current pass and raises
+        KeyboardInterrupt. finish_reason is "error" where the model computed values that are not finite.
 
         Args:
-            prompts: a prompt is a string, a list of token ids, or a list of chat messages ({"role", "content"}).
+            prompts: each a string, a list of token ids, or a list of chat messages ({"role", "content"}).
             sampling_params: one for all prompts, or one each: a SamplingParams or a dict in the spelling of SGLang
                 or vLLM; None is SamplingParams().
             tenant: prefixes are shared only between calls of one tenant.
@@ -162,10 +160,6 @@ class Runtime:
             on_error: "raise": one bad prompt, or one failed pass, raises. "return": it becomes that output's
                 error, and the others run.
             progress: show a bar on stderr.
-
-        Returns:
-            One output for one prompt, a list in the prompts' order for a list. finish_reason is "error" where
-            the model computed values that are not finite.
 
         Raises:
             PromptError: names every prompt that cannot be run; nothing has run then.
@@ -203,11 +197,10 @@ class Runtime:
         tenant: str | None = None,
         request_id: str | None = None,
     ) -> Iterator[StreamChunk]:
-        """Answer one prompt piece by piece; arguments and errors are those of `generate`, and n must be 1.
+        """`generate` for one prompt with n = 1: yields a chunk whenever tokens have come.
 
-        Yields a chunk whenever tokens have come; the last one has the whole output. The chunks' texts join to the
-        output's: none holds half a character, or the beginning of a stop string. Leaving the loop early ends the
-        request. Streams of several threads advance together.
+        The last chunk has the whole output, and the chunks' texts join to its text: none holds half a character,
+        or the beginning of a stop string. Leaving the loop early ends the request.
         """
         with self._driver.opened(StreamCall()) as call:
             self._driver.submit([self._builder.build_streamed(prompt, sampling_params, tenant, request_id)], call)
@@ -262,9 +255,9 @@ class Runtime:
     ) -> list[ScoreOutput | list[ScoreOutput]]:
         """Score how likely the model finds continuations of prompts; shared contexts are computed once.
 
-        Takes for each prompt a continuation (text after a text prompt, else token ids) or a list of them (multiple
-        choice), and returns for each prompt a ScoreOutput or a list of them. Other arguments and errors are those
-        of `generate`; PassError is raised also where the model computed values that are not finite.
+        For each prompt a continuation (text after a text prompt, else token ids) gives a ScoreOutput, and a list
+        of them (multiple choice) a list. Errors are those of `generate`, with PassError also where the model
+        computed values that are not finite.
         """
         requests, owners = self._builder.build_scored(prompts, continuations, tenant)
         scores: list[list[ScoreOutput]] = [[] for _ in prompts]
@@ -283,9 +276,9 @@ class Runtime:
     ) -> BatchReport:
         """Answer a file of prompts with a file of records, as `radixrt batch` does; "-" is stdin or stdout.
 
-        Finished answers are never lost; the same call resumes a run that was ended. The options are the fields of
-        `radixrt.batch.options.BatchConfig`, such as overwrite, strict and report. The errors are those that
-        `radixrt.batch.job.Batch` names; of them BatchInterrupted is a KeyboardInterrupt with the report.
+        Finished answers are never lost; the same call resumes a run that was ended. Options are the fields of
+        `radixrt.batch.options.BatchConfig`; errors are those that `radixrt.batch.job.Batch` names, of which
+        BatchInterrupted is a KeyboardInterrupt with the report.
         """
         from radixrt.batch.job import run_batch  # rich, for its report, takes a tenth of a second to import
 
@@ -302,12 +295,10 @@ class Runtime:
         tenant: str | None = None,
         keep: int | None = None,
     ) -> Request:
-        """Make a request for `submit`. Arguments and errors are those of `generate`, and these:
+        """Make a request for `submit`, with the errors of `generate`.
 
-        Args:
-            index: comes back in its output; with the Runtime's seed it also gives the request's own.
-            keep: leading tokens of the prompt that later prompts begin with: the rest leaves the cache when the
-                request has ended. None: all of it may be reused.
+        Its `index` comes back in its output, and with the Runtime's seed gives its own. Later prompts begin with
+        its first `keep` tokens: the rest leaves the cache when it has ended. None: all of it may be reused.
         """
         self._driver.check_open()
         request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant)
@@ -349,16 +340,14 @@ class Runtime:
         return self._driver.num_waiting
 
     def activity(self) -> Activity:
-        """Work and time of all passes, as of the end of the last step; from any thread. `later - earlier` is
-        the activity between two calls.
-        """
+        """Work and time of all passes up to the end of the last step; from any thread. Two subtract."""
         return self.parts.engine.activity
 
     # -- the cache, the weights and the end ----------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
-        """What answers depend on besides prompts, parameters and seed, as JSON values: a hash of the weights,
-        dtypes, rope. Runtimes with equal ones give the same answers, but for how a GPU rounds.
+        """What answers depend on, but for prompts, parameters, seed and how a GPU rounds, as JSON values: a hash
+        of the weights, dtypes, rope.
         """
         return self._driver.while_idle(lambda: self.parts.model.identity())
 
@@ -405,9 +394,8 @@ class Runtime:
     def save_cache(self, path: str | Path, *, progress: bool = False) -> int:
         """Write all cached prefixes, of all tenants and tiers, with their KV to a file that `load_cache` reads.
 
-        Running requests end first, and new ones wait. The file, in a folder that exists, is safetensors. It is
-        written beside `path` and renamed when it is whole and durable, so that `path` always holds the old file or
-        the new one. With `progress` a bar is shown on stderr.
+        Running requests end first, and new ones wait. The file is safetensors, in a folder that exists. It is
+        written beside `path` and renamed when it is whole and durable: `path` always holds the old or the new one.
 
         Returns how many tokens were saved. Raises CacheFileError if the file cannot be written.
         """
@@ -420,19 +408,18 @@ class Runtime:
         """Load the prefixes of a file that a Runtime of the same weights, dtype and rope wrote with `save_cache`.
 
         Running requests end first, and new ones wait. Prefixes go to free slots, the last used first, and evict
-        nothing; they are the first to be evicted, to the host if there is a tier. A warning is logged where there
-        are too few slots. With `progress` a bar is shown on stderr.
+        nothing; they are the first to be evicted, to the host if there is a tier.
 
-        Returns how many tokens were loaded. Raises CacheFileError if the file is missing, cut short or altered, or
-        of another model, and says how; nothing of it is used then.
+        Returns how many tokens were loaded; too few slots are logged as a warning. Raises CacheFileError if the
+        file is missing, cut short or altered, or of another model; nothing of it is used then.
         """
         self._check_keeps_a_cache("load_cache")
         loaded, left_out = self._driver.while_idle(
             lambda: self.parts.model.load_cache(Path(path), self._builder.weights_version, progress=progress)
         )
         if left_out:
-            shares = f"{loaded:,} of its tokens are loaded, {left_out:,} are left out for lack of free slots"
-            _log.warning("%s: %s", path, shares)
+            left = f"{left_out:,} are left out for lack of free slots"
+            _log.warning("%s: %s of its tokens are loaded, %s", path, f"{loaded:,}", left)
         return loaded
 
     def close(self) -> None:

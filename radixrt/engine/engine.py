@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from radixrt.engine.gc_control import keep_for_good
 from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.schedule.activity import Activity, ActivityMeter
 from radixrt.schedule.answer import Answer
@@ -137,5 +137,8 @@ class Engine:
             self.runner.check_device(error)
         except DeviceLostError:
             self.is_lost = True
-            keep_for_good(self, error)  # with it the passes in flight, and what the one that raised had made
+            for kept in (self, error):  # with the passes in flight, and what the one that raised had made
+                # For good: freeing page-locked memory records an event on the lost device, which would raise in a
+                # C++ destructor and end the process.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
             raise

@@ -1,8 +1,7 @@
-"""Objects that Python's garbage collector leaves alone: older ones during calls, and some for good."""
+"""Objects that Python's garbage collector leaves alone: those that are older than the calls in progress."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import threading
@@ -38,13 +37,3 @@ def old_objects_left_alone() -> Iterator[None]:
                 gc.unfreeze()
         if is_last and next(_thaws) % CALLS_PER_COLLECTION == 0:
             gc.collect()
-
-
-def keep_for_good(*objects: object) -> None:
-    """Keep objects, and all that they refer to, as long as the process lives.
-
-    Freeing page-locked memory records an event on the device. If the device is lost, that raises inside of a C++
-    destructor, which would end the process.
-    """
-    for kept in objects:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -111,18 +111,9 @@ def _raise(number: int, frame: FrameType | None) -> None:
 def _handled(is_ours: Callable[[int, Handler], bool], handler: Handler) -> Iterator[None]:
     """Handle the signals that are ours; none outside the main thread, which alone gets signals."""
     numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    before = [(number, old) for number in numbers if is_ours(number, old := signal.getsignal(number))]
-    try:
-        _install([(number, handler) for number, _ in before])
+    with contextlib.ExitStack() as restored:  # all are, whatever one of the signals raises meanwhile
+        for number in numbers:
+            if is_ours(number, before := signal.getsignal(number)):
+                restored.callback(signal.signal, number, before)
+                signal.signal(number, handler)
         yield
-    finally:
-        _install(before)
-
-
-def _install(handlers: Sequence[tuple[int, Handler]]) -> None:
-    """Install all, whatever one of the signals raises meanwhile."""
-    if handlers:
-        try:
-            signal.signal(*handlers[0])
-        finally:
-            _install(handlers[1:])
