@@ -30,25 +30,24 @@ class RuntimeConfig:
         kv_dtype: of keys and values: "auto" (that of the weights), or "fp8" (e4m3: the pool holds twice the
             tokens, less precisely; a GPU needs compute capability 8.9; docs/architecture/kv-in-8-bits.md).
         device: such as "cpu", "cuda" or "cuda:1"; None is CUDA where there is a GPU.
-        memory_fraction: share of the free memory which the KV pool takes, above 0, at most 1; on a GPU, of what
-            weights, the largest pass and graphs leave. None is 0.95 on a GPU and 0.25 on a CPU. Several Runtimes
-            on one GPU each need a share of their own.
+        memory_fraction: share of the free memory that the KV pool takes, above 0, at most 1; on a GPU, of what
+            weights, the largest pass and graphs leave: several Runtimes on one GPU each need a share of their own.
+            None is 0.95 on a GPU and 0.25 on a CPU.
         max_total_tokens: tokens that the KV pool holds; None: see memory_fraction.
         host_memory_gb: gigabytes (10^9 bytes) of host memory, page-locked for a GPU, for a second tier of the
             prefix cache, which takes the prefixes that leave the KV pool. None or 0: no second tier.
         max_running_requests: requests that run at once; None is 512 on a GPU and 64 on a CPU.
         context_length: most tokens of a prompt with its answer; None is the model's own, which also is the limit
             unless its rope can reach farther (docs/models.md).
-        chunked_prefill_size: prompt tokens that one pass computes; longer prompts take several passes. None is
-            16384 on a GPU and 2048 on a CPU.
+        chunked_prefill_size: prompt tokens of a pass, at most; None is 16384 on a GPU and 2048 on a CPU.
         schedule_policy: "lpm", longest matched prefix first, with ageing; or "fcfs", first come, first served.
         enable_prefix_cache: False: nothing is reused and nothing is kept.
         force_miss: find nothing in the cache, but run the same code: for measurements.
         overlap: plan a pass while the one before it is computed; False, for measurements: one after the other.
         cuda_graphs: replay passes as captured graphs, which take seconds and some memory to capture; None: where
             kernels run on a GPU.
-        attention: how kernels read the KV that requests of a pass share. "tree": once for all of them, where that
-            is cheaper. "flat": once for each, for comparison.
+        attention: how kernels read KV that requests of a pass share: "tree", once for all of them, where that is
+            cheaper; or "flat", once for each, for comparison.
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
         seed: of dummy weights, and of requests without a seed of their own, together with their index.
         impl: of the model's operations: "triton", kernels; "torch", the references; "auto", kernels on a GPU
@@ -97,10 +96,6 @@ class RuntimeConfig:
         if self.host_memory_gb and not self.enable_prefix_cache:
             given = f"host_memory_gb is {self.host_memory_gb!r} and enable_prefix_cache is False"
             raise ParameterError(f"{given}: nothing is kept that could go to the host")
-
-    def share_of_memory(self, *, on_gpu: bool) -> float:
-        """memory_fraction, or its default."""
-        return self.memory_fraction or (0.95 if on_gpu else 0.25)
 
     def pass_limits(self, *, on_gpu: bool) -> PassLimits:
         """max_running_requests and chunked_prefill_size, or their defaults."""

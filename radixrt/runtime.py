@@ -378,9 +378,8 @@ class Runtime:
     def update_weights(self, source: str | Path) -> None:
         """Load other weights of the same model, after the running requests, and forget all prefixes.
 
-        Raises:
-            ModelError: the source is not a checkpoint of this model; nothing has changed.
-            Exception: anything else, such as an unreadable file, leaves weights of both: call this again.
+        Raises ModelError if the source is not a checkpoint of this model; nothing has changed then. Any other
+        error, such as that of an unreadable file, leaves weights of both: call this again.
         """
 
         def forget() -> None:

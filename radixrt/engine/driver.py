@@ -76,12 +76,8 @@ class Driver:
     def submit(self, requests: Iterable[Request], call: Call, *, in_order: bool = False) -> None:
         """Hand requests to the next step, without waiting for this one: all, or none if one is refused.
 
-        Args:
-            in_order: serve them in this order, not in that of the policy.
-
-        Raises:
-            ParameterError: the id of one is taken.
-            ValueError: one can never run, or is there twice.
+        With `in_order` they are served in this order, not in that of the policy. Raises ParameterError if the id
+        of one is taken, ValueError if one can never run, or is there twice.
         """
         requests = list(requests)
         ids: dict[int | str, Answer | None] = dict.fromkeys(request.id for request in requests)

@@ -23,22 +23,18 @@ if TYPE_CHECKING:
 
 
 class ServedModel(Protocol):
-    """A model on its device, with all that does not concern its passes."""
+    """A model on its device, with all that does not concern its passes: the methods of `Runtime` of these names.
+
+    `reload` calls `before_change` before the first weight changes; `load_cache` returns how many tokens were
+    loaded, and how many found no free slot.
+    """
 
     @property
     def device(self) -> torch.device: ...
-
-    def identity(self) -> dict[str, Any]:
-        """See `Runtime.identity`."""
-
-    def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
-        """Load other weights of the same model; call `before_change` before the first one changes."""
-
-    def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> int:
-        """Write the cached prefixes to a file. Returns how many tokens it holds."""
-
-    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
-        """Read a file into the cache. Returns how many tokens were loaded, and how many found no free slot."""
+    def identity(self) -> dict[str, Any]: ...
+    def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None: ...
+    def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> int: ...
+    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True)

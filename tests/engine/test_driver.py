@@ -164,6 +164,60 @@ def test_a_task_that_is_cancelled_before_its_first_pass(builtin: Runtime) -> Non
     assert nothing_is_left(builtin)
 
 
+# -- the garbage collector ---------------------------------------------------------------------------------
+
+
+async def async_call(runtime: Runtime, kind: str) -> None:
+    if kind == "async_generate":
+        await asyncio.gather(*(runtime.async_generate(prompt, GREEDY) for prompt in (FACTS, "Hugo")))
+    else:
+        async for _ in runtime.async_stream(FACTS, GREEDY):
+            assert gc.get_freeze_count() > 0
+
+
+@pytest.mark.parametrize("kind", ["generate", "iter", "stream", "score", "async_generate", "async_stream"])
+def test_it_leaves_old_objects_alone_during_every_call(
+    builtin: Runtime, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    runner, counts = builtin.parts.engine.runner, []
+    launch = runner.launch
+
+    def launched(batch: Any) -> Any:
+        counts.append(gc.get_freeze_count())
+        return launch(batch)
+
+    monkeypatch.setattr(runner, "launch", launched)
+    assert gc.get_freeze_count() == 0
+    if kind == "generate":
+        builtin.generate(FACTS, GREEDY)
+    elif kind == "score":
+        builtin.score([FACTS], ["Mira"])
+    elif kind in ("iter", "stream"):
+        for _ in builtin.generate_iter([FACTS], GREEDY) if kind == "iter" else builtin.stream(FACTS, GREEDY):
+            assert gc.get_freeze_count() > 0
+    else:
+        asyncio.run(async_call(builtin, kind))
+    assert counts
+    assert all(counts)
+    assert gc.get_freeze_count() == 0
+
+
+def test_calls_that_fail_or_are_left_early_end_it(builtin: Runtime) -> None:
+    stream = builtin.stream(FACTS, ENDLESS)
+    next(stream)
+    assert gc.get_freeze_count() > 0
+    stream.close()
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(ParameterError):
+        builtin.generate(FACTS, GREEDY, request_ids=["a", "b"])
+    with pytest.raises(ParameterError):
+        next(builtin.stream(FACTS, replace(GREEDY, n=2)))
+    with pytest.raises(ParameterError):
+        asyncio.run(builtin.async_generate([FACTS], [GREEDY, GREEDY]))  # type: ignore[arg-type]
+    assert gc.get_freeze_count() == 0
+    assert nothing_is_left(builtin)
+
+
 # -- left early --------------------------------------------------------------------------------------------
 
 

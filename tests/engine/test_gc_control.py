@@ -39,6 +39,16 @@ def test_only_new_garbage_is_collected_until_the_last_call_ends() -> None:
         gc.enable()
 
 
+def test_short_calls_do_not_put_off_full_collections_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixrt.engine.gc_control.CALLS_PER_COLLECTION", 5)
+    gc.collect()
+    old = [garbage() for _ in range(3)]
+    for _ in range(5):
+        with old_objects_left_alone():
+            pass
+    assert [reference() for reference in old] == [None] * 3
+
+
 def test_a_call_that_fails_or_is_left_early_ends_it() -> None:
     def calls() -> Iterator[int]:
         with old_objects_left_alone():
