@@ -19,14 +19,9 @@ from triton_ops.kv.view import KVView
 
 
 class KVCache(Protocol):
-    """The pool as attention sees it: each layer's K and V `[num_slots, num_kv_heads, head_dim]` and, in e4m3,
-    their scales, float32 `[num_kv_heads]`.
-    """
+    """The pool as attention sees it."""
 
-    def k_buffer(self, layer_id: int) -> Tensor: ...
-    def v_buffer(self, layer_id: int) -> Tensor: ...
-    def k_scale(self, layer_id: int) -> Tensor | None: ...
-    def v_scale(self, layer_id: int) -> Tensor | None: ...
+    def view(self, layer_id: int, req_to_token: Tensor) -> KVView: ...
 
 
 class RadixAttention(nn.Module):
@@ -74,9 +69,7 @@ class RadixAttention(nn.Module):
             norm = HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
         if self.rotary is not None:
             rotation = Rotation(self.rotary.cos_sin_cache, metadata.positions)
-        layer = self.layer_id
-        k_scale, v_scale = kv_pool.k_scale(layer), kv_pool.v_scale(layer)
-        kv = KVView(kv_pool.k_buffer(layer), kv_pool.v_buffer(layer), metadata.req_to_token, k_scale, v_scale)
+        kv = kv_pool.view(self.layer_id, metadata.req_to_token)
         q, k, v = qk_norm_rope_store(
             q, k, v, kv, metadata.out_cache_loc, norm=norm, rotation=rotation, impl=self.impl
         )

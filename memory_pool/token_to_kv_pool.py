@@ -1,11 +1,15 @@
-"""The KV of tokens: one allocation, viewed as a K and a V buffer of each layer, and the free list of its slots."""
+"""The KV of tokens, on the device and on the host: in each one allocation, and the free list of its slots."""
 
 from __future__ import annotations
+
+import contextlib
+import weakref
 
 import torch
 
 from memory_pool.slot_allocator import SlotAllocator
 from triton_ops.kv.e4m3 import E4M3
+from triton_ops.kv.view import KVView
 
 
 class TokenToKVPool:
@@ -39,21 +43,10 @@ class TokenToKVPool:
         """Bytes of one token's K and V in all layers."""
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
-    def k_buffer(self, layer_id: int) -> torch.Tensor:
-        """Keys of a layer, `[num_slots, num_kv_heads, head_dim]`, a view."""
-        return self.buffer[layer_id, 0]
-
-    def v_buffer(self, layer_id: int) -> torch.Tensor:
-        """Values of a layer, `[num_slots, num_kv_heads, head_dim]`, a view."""
-        return self.buffer[layer_id, 1]
-
-    def k_scale(self, layer_id: int) -> torch.Tensor | None:
-        """The scales of a layer's keys, float32 `[num_kv_heads]`, a view; None without scales."""
-        return None if self.scales is None else self.scales[layer_id, 0]
-
-    def v_scale(self, layer_id: int) -> torch.Tensor | None:
-        """The scales of a layer's values, likewise."""
-        return None if self.scales is None else self.scales[layer_id, 1]
+    def view(self, layer_id: int, req_to_token: torch.Tensor) -> KVView:
+        """A layer as attention reads it, with the device's copy of the table of slots."""
+        k_scale, v_scale = (None, None) if self.scales is None else self.scales[layer_id].unbind()
+        return KVView(self.buffer[layer_id, 0], self.buffer[layer_id, 1], req_to_token, k_scale, v_scale)
 
     def set_scales(self, scales: torch.Tensor) -> None:
         """Replace the scales in place. KV stored before must not be read any more."""
@@ -63,6 +56,41 @@ class TokenToKVPool:
             raise ValueError(f"scales must be positive, of shape {[*self.scales.shape]}")
         self.scales.copy_(scales)
 
-    def fill(self, value: float) -> None:
-        """Overwrite every slot (tests fill the pool with NaN, so that reads of foreign slots show)."""
-        self.buffer.fill_(value)
+
+class HostKVPool:
+    """Host memory for `num_slots` tokens of a pool's KV; page-locked if that pool is on a GPU.
+
+    The memory is token-major, `[num_slots, num_layers, 2, num_kv_heads, head_dim]`: the KV of a token crosses the
+    link in one piece. Raises RuntimeError where the memory cannot be allocated or page-locked.
+    """
+
+    def __init__(self, num_slots: int, kv_pool: TokenToKVPool) -> None:
+        self.allocator = SlotAllocator(num_slots)
+        device, shape = kv_pool.buffer.device, list(kv_pool.buffer[:, :, 0].shape)
+        self._buffer = torch.empty([num_slots, *shape], dtype=kv_pool.buffer.dtype, device="cpu")
+        if device.type == "cuda":
+            page_lock(self._buffer, device)
+            weakref.finalize(self, _unlock_pages, self._buffer.data_ptr(), device).atexit = False
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """All KV as a view `[num_layers, 2, num_slots, num_kv_heads, head_dim]`: keys, then values."""
+        return self._buffer.permute(1, 2, 0, 3, 4)
+
+
+def page_lock(buffer: torch.Tensor, device: torch.device) -> None:
+    """Lock a buffer's pages, so that a GPU reads and writes them. Raises RuntimeError."""
+    # Not `pin_memory=True`: that rounds the size up to a power of two.
+    with torch.cuda.device(device):
+        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)  # type: ignore[no-untyped-call]
+    if int(status) != 0:
+        # CUDA reports the failure again at the next call: swallow it here.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)
+        raise RuntimeError(f"{buffer.nbytes:,} bytes of host memory cannot be page-locked: {status}")
+
+
+def _unlock_pages(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # a copy under way reads or writes these pages
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -8,9 +8,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.kv_transfers import KVTransfer
-from memory_pool.token_to_kv_pool import TokenToKVPool
+from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.execution.staging import Staging, packed
 from triton_ops.implementation import Impl
 from triton_ops.kv.kv_copy import kv_copy

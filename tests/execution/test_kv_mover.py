@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.kv_transfers import KVTransfer
-from memory_pool.token_to_kv_pool import TokenToKVPool
+from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.execution import kv_mover
 from radixrt.execution.kv_mover import KVMover
 
@@ -25,7 +24,7 @@ SHAPE = (2, 2, 8)  # layers, heads, elements
 
 def pools(device: torch.device) -> tuple[TokenToKVPool, HostKVPool]:
     pool = TokenToKVPool(12, *SHAPE, dtype=torch.float32, device=device)
-    host = HostKVPool(9, *SHAPE, dtype=torch.float32, device=device)
+    host = HostKVPool(9, pool)
     pool.buffer.copy_(torch.randn(pool.buffer.shape, device="cpu"))
     host.buffer.copy_(torch.randn(host.buffer.shape, device="cpu"))
     if device.type == "cuda":

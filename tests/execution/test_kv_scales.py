@@ -59,7 +59,7 @@ def logits(model: Decoder, device: torch.device, *, fp8: bool) -> Tensor:
         dtype=E4M3 if fp8 else model.placement.dtype,
         device=device,
     )
-    pool.fill(torch.nan)
+    pool.buffer.fill_(torch.nan)
     if fp8:
         pool.set_scales(calibrated_scales(model, device))
     ids = np.random.default_rng(1).integers(3, config.vocab_size, NUM_TOKENS)
@@ -113,7 +113,7 @@ def questions() -> list[Question]:
 def answers(questions: list[Question], **options: Any) -> list[RequestOutput]:
     options = {"device": torch.get_default_device(), "max_total_tokens": 20_000, "kv_dtype": "fp8"} | options
     with Runtime(**options) as runtime:
-        runtime.parts.model.kv_pool.fill(torch.nan)
+        runtime.parts.model.kv_pool.buffer.fill_(torch.nan)
         return runtime.generate([q.prompt for q in questions], GREEDY)
 
 
@@ -194,7 +194,7 @@ def test_scales_are_powers_of_two_with_room_above_what_was_tried(model: Decoder,
     class Watched(TokenToKVPool):
         def __del__(self) -> None:
             for layer in range(2):
-                for which, buffer in enumerate((self.k_buffer(layer), self.v_buffer(layer))):
+                for which, buffer in enumerate(self.buffer[layer]):
                     greatest[layer, which] = buffer[1:].float().abs().amax((0, 2))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -236,7 +236,9 @@ def test_keys_and_values_have_scales_of_their_own(tmp_path: Path, device: torch.
 def test_pools_refuse_scales_that_mean_nothing() -> None:
     options: dict[str, Any] = {"device": torch.get_default_device()}
     plain = TokenToKVPool(5, 3, 2, 4, dtype=torch.float16, **options)
-    assert plain.scales is plain.k_scale(0) is plain.v_scale(0) is None
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    view = plain.view(0, table)
+    assert plain.scales is view.k_scale is view.v_scale is None
     with pytest.raises(ValueError, match="not of e4m3"):
         plain.set_scales(torch.ones(3, 2, 2))
     pool = TokenToKVPool(5, 3, 2, 4, dtype=E4M3, **options)
@@ -245,7 +247,7 @@ def test_pools_refuse_scales_that_mean_nothing() -> None:
         with pytest.raises(ValueError, match="scales must be positive"):
             pool.set_scales(scales)
     pool.set_scales(torch.arange(1.0, 13.0).view(3, 2, 2))
-    k_scale, v_scale = pool.k_scale(1), pool.v_scale(2)
+    k_scale, v_scale = pool.view(1, table).k_scale, pool.view(2, table).v_scale
     assert k_scale is not None
     assert v_scale is not None
     assert (k_scale.tolist(), v_scale.tolist()) == ([5, 6], [11, 12])

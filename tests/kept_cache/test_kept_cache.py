@@ -57,7 +57,7 @@ def runtime_of(folder: Path, **options: Any) -> Runtime:
     """Slots that nobody has filled hold NaN."""
     defaults = {"device": torch.get_default_device(), "max_total_tokens": 600, "dtype": "float32"}
     runtime = Runtime(folder, **{**defaults, **options})
-    runtime.parts.model.kv_pool.fill(float("nan"))
+    runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
     return runtime
 
 

@@ -15,6 +15,7 @@ from tests.support.input_metadata import input_metadata
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.plan import AttentionPlan
+from triton_ops.kv.view import KVView
 
 
 class TwoLayerPool:
@@ -23,16 +24,8 @@ class TwoLayerPool:
     def __init__(self, num_slots: int, num_kv_heads: int, head_dim: int) -> None:
         self.kv = torch.full((2, 2, num_slots, num_kv_heads, head_dim), torch.nan)
 
-    def k_buffer(self, layer_id: int) -> Tensor:
-        return self.kv[layer_id, 0]
-
-    def v_buffer(self, layer_id: int) -> Tensor:
-        return self.kv[layer_id, 1]
-
-    def k_scale(self, layer_id: int) -> None:
-        return None
-
-    v_scale = k_scale
+    def view(self, layer_id: int, req_to_token: Tensor) -> KVView:
+        return KVView(*self.kv[layer_id], req_to_token)
 
 
 def scattered_rows(num_rows: int, length: int, seed: int = 0) -> Tensor:
@@ -72,13 +65,11 @@ def test_golden_example() -> None:
     out = RadixAttention(1, 32, 4, 64, scale=0.125)(q, k, v, metadata, pool)
 
     assert pool.kv[0].isnan().all(), "layer 0 is not layer 1"
-    assert torch.equal(pool.k_buffer(1)[out_cache_loc.long()], k)
+    assert torch.equal(pool.kv[1, 0, out_cache_loc.long()], k)
     start = 0
     for row, seq_len, extend_len in zip(rows, seq_lens, [3, 6], strict=True):
         slots = req_to_token[row, :seq_len].long()
-        dense = dense_attention(
-            q[start : start + extend_len], pool.k_buffer(1)[slots], pool.v_buffer(1)[slots], Scoring(0.125)
-        )[0]
+        dense = dense_attention(q[start : start + extend_len], *pool.kv[1, :, slots], Scoring(0.125))[0]
         torch.testing.assert_close(out[start : start + extend_len].double(), dense, atol=1e-5, rtol=1e-5)
         start += extend_len
 
@@ -113,7 +104,7 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
     assert out.shape == (sum(num_new), 4, 8)
     for b, (part, result) in enumerate(zip(q.split(num_new), out.split(num_new), strict=True)):
         slots = req_to_token[b, : seq_lens[b]].long()
-        dense = dense_attention(part, pool.k_buffer(0)[slots], pool.v_buffer(0)[slots], Scoring(0.3))[0]
+        dense = dense_attention(part, *pool.kv[0, :, slots], Scoring(0.3))[0]
         torch.testing.assert_close(result.double(), dense, atol=1e-5, rtol=1e-5)
 
 

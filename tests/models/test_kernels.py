@@ -21,6 +21,7 @@ from radixrt.models.loader import load_model
 from tests.support import checkpoints, probe_kernels
 from tests.support.input_metadata import input_metadata
 from triton_ops.kv.e4m3 import E4M3
+from triton_ops.kv.view import KVView
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.tuning import SplitKConfig
 
@@ -38,17 +39,9 @@ class Pool:
         if self.scales is not None:
             self.scales[1] /= 2
 
-    def k_buffer(self, layer_id: int) -> Tensor:
-        return self.kv[0, layer_id]
-
-    def v_buffer(self, layer_id: int) -> Tensor:
-        return self.kv[1, layer_id]
-
-    def k_scale(self, layer_id: int) -> Tensor | None:
-        return None if self.scales is None else self.scales[0]
-
-    def v_scale(self, layer_id: int) -> Tensor | None:
-        return None if self.scales is None else self.scales[1]
+    def view(self, layer_id: int, req_to_token: Tensor) -> KVView:
+        scales = (None, None) if self.scales is None else self.scales
+        return KVView(self.kv[0, layer_id], self.kv[1, layer_id], req_to_token, *scales)
 
 
 def passes(model: Decoder, device: torch.device, *, e4m3: bool = False) -> Tensor:

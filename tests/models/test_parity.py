@@ -20,6 +20,7 @@ from tests.support import checkpoints
 from tests.support.input_metadata import input_metadata
 from triton_ops.attention.plan import AttentionPlan
 from triton_ops.implementation import runs_triton
+from triton_ops.kv.view import KVView
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": checkpoints.llama,
@@ -75,16 +76,8 @@ class Session:
         shape = (2, config.num_layers, slots.numel() + 1, config.num_kv_heads, config.head_dim)
         self.kv = torch.full(shape, torch.nan)
 
-    def k_buffer(self, layer_id: int) -> Tensor:
-        return self.kv[0, layer_id]
-
-    def v_buffer(self, layer_id: int) -> Tensor:
-        return self.kv[1, layer_id]
-
-    def k_scale(self, layer_id: int) -> None:
-        return None
-
-    v_scale = k_scale
+    def view(self, layer_id: int, req_to_token: Tensor) -> KVView:
+        return KVView(*self.kv[:, layer_id], req_to_token)
 
     def run(
         self,

@@ -72,7 +72,7 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
         runtime = Runtime(folder, device=device, **own, **options)
     assert (runner_of(runtime).executor.graphs is not None) == cuda_graphs
     if runtime.parts.model.kv_pool.scales is None:
-        runtime.parts.model.kv_pool.fill(float("nan"))
+        runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
     return runtime
 
 
@@ -640,7 +640,7 @@ def test_padded_decodes_harm_nobody(folder: Path, size: int, launches: list[Pack
         for count in (size - 1, size, size + 1):
             if count:
                 launches.clear()
-                runtime.parts.model.kv_pool.fill(float("nan"))
+                runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
                 runtime.parts.model.kv_pool.buffer[:, :, slots] = before
                 outputs = runtime.generate(prompts[:count], GREEDY, tenant=f"of {count}")
                 assert_same(outputs, expected[:count])
