@@ -19,16 +19,11 @@ class SlotAllocator:
         if num_slots < 2:
             raise ValueError(f"num_slots is {num_slots}; slot 0 is reserved, so at least 2 are needed")
         self.num_slots = num_slots
-        self.num_free = num_slots - 1
+        self.num_free = self.capacity = num_slots - 1  # the latter: slots that can be in use at once
         # A stack, whose live part is [0, num_free).
         self._stack = self._all_slots()
         self._in_use = np.zeros(num_slots, dtype=bool)
         self._mark = np.zeros(num_slots, dtype=np.int32)
-
-    @property
-    def capacity(self) -> int:
-        """The number of slots that can be in use at once."""
-        return self.num_slots - 1
 
     def alloc(self, count: int) -> Slots | None:
         """Return `count` slots `[count]` int32, or None, without a change, if fewer are free."""

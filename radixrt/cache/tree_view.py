@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rich.markup import escape
 from rich.tree import Tree
 
-from radixrt.cache.radix_tree import Node, RadixTree, Tokens
+from radixrt.cache.radix_tree import DEVICE, HOST, Node, RadixTree, Tokens
 
 
 def view_tree(tree: RadixTree, show: Callable[[Tokens], str], *, max_nodes: int = 200) -> Tree:
@@ -48,6 +48,6 @@ def _label(node: Node, show: Callable[[Tokens], str]) -> str:
         text = text[:67] + "..."
     lock = f", {node.lock} in use" if node.lock else ""
     tier = ""
-    if node.host_slots is not None:
-        tier = ", on the host" if node.slots is None else ", on device and host"
+    if node.slots[HOST] is not None:
+        tier = ", on the host" if node.slots[DEVICE] is None else ", on device and host"
     return f"{len(node.tokens):,} tokens{tier}{lock}: [dim]{escape(text)}[/dim]"

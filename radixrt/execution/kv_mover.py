@@ -6,7 +6,6 @@ from collections import deque
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
@@ -56,15 +55,15 @@ class KVMover:
     def _run(self, transfers: deque[KVTransfer]) -> None:
         words, layout = packed(
             {
-                f"{tier}{i}": slots
+                f"{end}{i}": slots
                 for i, transfer in enumerate(transfers)
-                for tier, slots in (("device", transfer.device_slots), ("host", transfer.host_slots))
+                for end, slots in (("source", transfer.sources), ("target", transfer.targets))
             }
         )
         arrays = layout.tensors(self._staging.upload(words))
         for i in range(len(transfers)):
-            device: tuple[Tensor, Tensor] = (self._device_kv, arrays[f"device{i}"])
-            host: tuple[Tensor, Tensor] = (self._host_pool.buffer, arrays[f"host{i}"])
-            source, target = (device, host) if transfers[0].to_host else (host, device)
-            kv_copy(*source, *target, impl=self._impl)
+            source, target = self._device_kv, self._host_pool.buffer
+            if not transfers[0].to_host:
+                source, target = target, source
+            kv_copy(source, arrays[f"source{i}"], target, arrays[f"target{i}"], impl=self._impl)
             transfers.popleft()

@@ -124,7 +124,7 @@ class CacheStorage:
                 if arriving is not None:
                     with deferred():
                         self.cache.cancel_adoption(arriving)
-        return int(adoption.taken.sum()), adoption.left_out
+        return adoption.num_taken, adoption.left_out
 
     def _read(self, reader: CacheFileReader, slots: Slots, progress: bool) -> None:
         """Check every piece of KV, and copy the tokens that have a slot into it."""

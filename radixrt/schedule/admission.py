@@ -45,7 +45,7 @@ class Admission:
             if match.has_leader():
                 # A follower: its leader is computing what it needs next. Room is kept for the rest of it, or
                 # leaders of other prefixes would take that, and evict this prefix before it comes.
-                promised += max(0, self._demand(answer) - match.leader_match_len())
+                promised += max(0, self._demand(answer) - match.leader_match_len)
                 continue
             namespace, tokens = answer.request.namespace, answer.progress.tokens()
             reserve = promised + self._demand(answer) - len(tokens) if self.roster.running else 0
@@ -63,7 +63,8 @@ class Admission:
                 oldest.times_skipped += 1
             if answer.log.cached_tokens is None:  # hits are counted once, at the first admission
                 answer.log.cached_tokens = lease.matched
-                self.cache.count(prompt=answer.request.prompt_len, cached=lease.matched)
+                self.cache.prompt_tokens += answer.request.prompt_len
+                self.cache.cached_tokens += lease.matched
             chunks.append(chunk)
             places -= 1
             budget -= len(chunk.slots)

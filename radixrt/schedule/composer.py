@@ -47,7 +47,7 @@ class ExtendChunk:
             return None
         recomputed = max(0, min(end, answer.launched_len) - start)  # lost to a retraction
         log.recomputed_tokens += recomputed
-        cache.count(recomputed=recomputed)
+        cache.recomputed_tokens += recomputed
         if log.launched_at is None:
             log.launched_at = time.perf_counter()
         samples = end == progress.extend_len and progress.known_len < answer.request.max_len

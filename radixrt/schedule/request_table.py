@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from memory_pool.sparse_table import sparse_table
+from memory_pool.req_to_token_pool import sparse_table
 from radixrt.cache.radix_tree import Tokens
 from radixrt.schedule.passes import NO_TOKEN, Int32Array
 from radixrt.schedule.request import Request

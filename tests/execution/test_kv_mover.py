@@ -38,14 +38,14 @@ def test_transfers_are_made_in_order(kernel_device: torch.device, impl: Any) -> 
     kv, host_kv = pool.buffer.cpu().clone(), host.buffer.clone()
     transfers = [
         KVTransfer(True, ids(5, 2), ids(1, 8)),
-        KVTransfer(False, ids(5, 11), ids(3, 1)),  # over what has just been stored
+        KVTransfer(False, ids(3, 1), ids(5, 11)),  # over what has just been stored
         KVTransfer(True, ids(5), ids(4)),
     ]
     for transfer in transfers:
         if transfer.to_host:
-            host_kv[:, :, transfer.host_slots] = kv[:, :, transfer.device_slots]
+            host_kv[:, :, transfer.targets] = kv[:, :, transfer.sources]
         else:
-            kv[:, :, transfer.device_slots] = host_kv[:, :, transfer.host_slots]
+            kv[:, :, transfer.targets] = host_kv[:, :, transfer.sources]
     mover = KVMover(pool, host, kernel_device, impl)
     left = deque(transfers)
     mover.run(left)
@@ -69,7 +69,7 @@ def test_what_cannot_be_started_is_left(device: torch.device, monkeypatch: pytes
     monkeypatch.setattr(kv_mover, "kv_copy", failing)
     with pytest.raises(RuntimeError, match="no memory"):
         mover.run(left)
-    assert [t.device_slots.tolist() for t in left] == [[2], [3]]
+    assert [t.sources.tolist() for t in left] == [[2], [3]]
     mover.run(left)
     assert not left
     if device.type == "cuda":
@@ -88,7 +88,7 @@ def test_transfers_run_beside_what_the_gpu_computes(device: torch.device) -> Non
     torch.cuda._sleep(2 * 10**9)  # about a second
     busy = torch.cuda.Event()
     busy.record()
-    mover.run(deque([KVTransfer(True, ids(5), ids(3)), KVTransfer(False, ids(6), ids(4))]))
+    mover.run(deque([KVTransfer(True, ids(5), ids(3)), KVTransfer(False, ids(4), ids(6))]))
     assert mover._stream is not None
     mover._stream.synchronize()
     assert not busy.query()
@@ -107,7 +107,7 @@ def test_what_is_launched_later_waits_for_transfers(device: torch.device) -> Non
     assert mover._stream is not None
     with torch.cuda.stream(mover._stream):
         torch.cuda._sleep(10**9)
-    mover.run(deque([KVTransfer(False, ids(6), ids(4))]))
+    mover.run(deque([KVTransfer(False, ids(4), ids(6))]))
     seen = pool.buffer[:, :, 6].clone()
     assert torch.equal(seen.cpu(), host.buffer[:, :, 4])
 
@@ -122,6 +122,6 @@ def test_transfers_wait_for_a_pass_of_which_a_part_was_launched(device: torch.de
     torch.cuda._sleep(10**9)
     pool.buffer[:, :, 6] = 0  # what the failed pass still does
     mover.wait_for_passes()
-    mover.run(deque([KVTransfer(False, ids(6), ids(4))]))
+    mover.run(deque([KVTransfer(False, ids(4), ids(6))]))
     torch.cuda.synchronize()
     assert torch.equal(pool.buffer[:, :, 6].cpu(), host.buffer[:, :, 4])
