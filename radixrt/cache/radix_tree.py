@@ -52,7 +52,7 @@ class Node:
     tokens: Tokens
     parent: Node | None
     namespace: Namespace
-    slots: list[Slots | None] = field(default_factory=lambda: [None, None])  # by tier; None: it is not there
+    slots: list[Slots | None]  # by tier, `[n]`; None: it is not there
     children: dict[int, Node] = field(default_factory=dict)
     num_children: list[int] = field(default_factory=lambda: [0, 0])  # by tier: those that are there
     lock: int = 0  # live requests whose path crosses this node; it is on the device then
@@ -61,9 +61,9 @@ class Node:
 
 def is_leaf(node: Node, tier: int) -> bool:
     """Whether a node can leave a tier."""
-    if node.slots[tier] is None or node.num_children[tier] or node.parent is None:
+    if node.num_children[tier] or node.slots[tier] is None or node.parent is None:
         return False
-    return tier == HOST or not node.lock
+    return not node.lock or tier == HOST
 
 
 class Match(NamedTuple):
@@ -112,7 +112,7 @@ class LeafQueue:
 
     def offer(self, node: Node) -> None:
         """Queue a node if it is a leaf now."""
-        if node not in self._queued and is_leaf(node, self._tier):
+        if is_leaf(node, self._tier) and node not in self._queued:
             self._queued.add(node)
             heapq.heappush(self.heap, (node.last_access, next(self._numbers), node))
 
@@ -212,7 +212,7 @@ class RadixTree:
             first, length = int(tokens[done]), len(tokens) - done
             child = node.children.get(first)
             if child is None:
-                child = node.children[first] = Node(tokens[done:].copy(), node, node.namespace)
+                child = node.children[first] = Node(tokens[done:].copy(), node, node.namespace, [None, None])
                 child.last_access = last_access or 0
                 self.total_tokens += length
                 self.version += 1
@@ -314,6 +314,8 @@ class RadixTree:
 
     def offer(self, node: Node, tier: int) -> None:
         """Queue a node for eviction if it can leave a tier; drop a root that holds nothing."""
+        if node.num_children[tier]:
+            return
         if node.parent is not None:
             self.leaves[tier].offer(node)
         elif not (node.children or node.lock):
@@ -323,7 +325,7 @@ class RadixTree:
         """The node that ends after the first `at` tokens of a node: itself, or a new upper part of its edge."""
         if at == len(node.tokens):
             return node
-        upper = Node(node.tokens[:at], node.parent, node.namespace)
+        upper = Node(node.tokens[:at], node.parent, node.namespace, [None, None])
         upper.lock, upper.last_access = node.lock, node.last_access
         for tier, slots in enumerate(node.slots):
             if slots is not None:
@@ -343,4 +345,6 @@ class RadixTree:
 
 
 def _joined(parts: Sequence[Slots]) -> Slots:
-    return np.concatenate(parts) if parts else EMPTY
+    if len(parts) < 2:
+        return parts[0] if parts else EMPTY
+    return np.concatenate(parts)
