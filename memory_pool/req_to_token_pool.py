@@ -106,13 +106,11 @@ class ReqToTokenPool:
 
 def _cells_of(runs: Mapping[int, Sequence[tuple[int, Slots]]]) -> RowChanges:
     """The cells of runs by row; those of a row in the order in which they were written."""
-    slots = [own for row in runs.values() for _, own in row]
+    rows, starts, slots = zip(*((row, *run) for row, own in runs.items() for run in own), strict=True)
     lengths = np.fromiter(map(len, slots), np.int32, len(slots))
-    rows = np.fromiter((row for row, own in runs.items() for _ in own), np.int32, len(slots))
-    starts = np.fromiter((start for row in runs.values() for start, _ in row), np.int32, len(slots))
     positions = np.arange(lengths.sum(), dtype=np.int32)
-    positions += np.repeat(starts - (np.cumsum(lengths, dtype=np.int32) - lengths), lengths)
-    return RowChanges(np.repeat(rows, lengths), positions, np.concatenate(slots))
+    positions += np.repeat(np.array(starts, np.int32) - (np.cumsum(lengths, dtype=np.int32) - lengths), lengths)
+    return RowChanges(np.repeat(np.array(rows, np.int32), lengths), positions, np.concatenate(slots))
 
 
 def sparse_table(num_rows: int, num_columns: int) -> NDArray[np.int32]:

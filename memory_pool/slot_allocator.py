@@ -20,8 +20,7 @@ class SlotAllocator:
             raise ValueError(f"num_slots is {num_slots}; slot 0 is reserved, so at least 2 are needed")
         self.num_slots = num_slots
         self.num_free = self.capacity = num_slots - 1  # the latter: slots that can be in use at once
-        # A stack, whose live part is [0, num_free).
-        self._stack = self._all_slots()
+        self._stack = np.arange(self.capacity, 0, -1, dtype=np.int32)  # [0, num_free) of it is live
         self._in_use = np.zeros(num_slots, dtype=bool)
         self._mark = np.zeros(num_slots, dtype=np.int32)
 
@@ -37,9 +36,8 @@ class SlotAllocator:
         return slots
 
     def free(self, slots: Slots) -> None:
-        """Take `slots` `[n]` int32 back.
-
-        Raises ValueError, without a change, where a slot is out of range, reserved, free already, or occurs twice.
+        """Take `slots` `[n]` int32 back. Raises ValueError, without a change, where one is out of range, reserved,
+        free already, or occurs twice.
         """
         n = len(slots)
         if n == 0:
@@ -56,10 +54,7 @@ class SlotAllocator:
         self._stack[self.num_free : self.num_free + n] = slots[::-1]
         self.num_free += n
         if self.num_free == self.capacity:
-            self._stack = self._all_slots()
-
-    def _all_slots(self) -> Slots:
-        return np.arange(self.num_slots - 1, 0, -1, dtype=np.int32)
+            self._stack = np.arange(self.capacity, 0, -1, dtype=np.int32)
 
     def free_slots(self) -> Slots:
         """A copy of the free list `[num_free]` int32, in no particular order (for checks)."""

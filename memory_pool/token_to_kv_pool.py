@@ -13,14 +13,11 @@ from triton_ops.kv.view import KVView
 
 
 class TokenToKVPool:
-    """KV memory for `num_slots` tokens in `num_layers` layers.
+    """KV memory for `num_slots` tokens in `num_layers` layers: `buffer`, all KV as `[num_layers, 2, num_slots,
+    num_kv_heads, head_dim]`, keys, then values.
 
     All layers use the same slot numbers, one dtype and one shape. A pool of e4m3 (`torch.float8_e4m3fn`) has
-    scales: keys and values are the stored numbers times their head's scale.
-
-    Attributes:
-        buffer: all KV, `[num_layers, 2, num_slots, num_kv_heads, head_dim]`: keys, then values.
-        scales: float32 `[num_layers, 2, num_kv_heads]`, likewise; None where there are none.
+    `scales`, float32 `[num_layers, 2, num_kv_heads]`: KV is the stored numbers times their head's scale.
     """
 
     def __init__(

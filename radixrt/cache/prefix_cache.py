@@ -150,11 +150,8 @@ class PrefixCache(CountsHits):
         return self.tree.match(namespace, tokens, limit if self.enabled and not self.force_miss else 0)
 
     def leader(self, match: Match, tokens: Tokens, limit: int) -> Lease | None:
-        """The lease that is computing the token after `match`, just made with the same arguments.
-
-        Tokens beyond the limit are always computed by their own request: nobody waits for them.
-        """
-        if self.force_miss or match.length >= limit:
+        """The lease that is computing the token after `match`, just made with the same arguments."""
+        if self.force_miss or match.length >= limit:  # tokens beyond are always computed by their own request
             return None
         # Its frontier is at the match, or before it where others have published the tokens between.
         node: Node | None = match.node
@@ -222,10 +219,8 @@ class PrefixCache(CountsHits):
     def truncate(self, lease: Lease, length: int) -> None:
         """Take the slots of positions [length, allocated_len) of a live lease back: the row ends at `length` then.
 
-        They are free once the passes in flight have ended.
-
-        Raises:
-            ValueError: the lease is released, or `length` is not in committed .. allocated_len.
+        They are free once the passes in flight have ended. Raises ValueError where the lease is released, or
+        `length` is not in committed .. allocated_len.
         """
         end = lease.allocated_len
         if lease.released or not lease.committed <= length <= end:
@@ -353,9 +348,8 @@ class PrefixCache(CountsHits):
         self.evicted_tokens += len(slots)
 
     def _load(self, top: Node, namespace: Namespace, matched: Tokens, slots: Slots) -> tuple[Node, int]:
-        """Load what only the host has of matched tokens, below `top`, which is locked, into `slots`.
-
-        Returns the node where they end, locked, and the number of tokens loaded.
+        """Load what only the host has of matched tokens, below `top`, into `slots`. Returns their end, locked, and
+        the number of tokens loaded.
         """
         assert self.host is not None  # it has something
         # Stores that made room may have dropped the end of the match from the host all the same.

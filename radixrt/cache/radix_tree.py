@@ -1,12 +1,12 @@
 """A radix tree from token prefixes to KV slots, in one tier or two.
 
-The tree knows tokens, slots, locks and recency. It allocates and frees nothing: it returns the slots to be freed,
-and its caller frees them. Token ids and slots are numpy int32 arrays, compared with offsets; nothing recurses.
-Method: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (2024), section 3.
+The tree knows tokens, slots, locks and recency. It returns the slots to be freed, and its caller frees them. Token
+ids and slots are numpy int32 arrays, compared with offsets; nothing recurses. Method: Zheng et al., "SGLang:
+Efficient Execution of Structured Language Model Programs" (2024), section 3.
 
 A node lives on the device, on the host or on both, with all of its tokens. The parent of a node on the device is
-on the device too, so only device leaves are evicted: nodes without children there. In the same way only host
-leaves lose their copy on the host. So every node's whole path is in one tier or the other.
+on the device too. Only leaves of a tier, nodes without children there, leave it. So every node's whole path is in
+one tier or the other.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ DEFAULT_NAMESPACE = Namespace()
 class Node:
     """An edge of the tree: `tokens` `[n]` and, for each, the slot of its KV in one tier or both.
 
-    A node stands for the whole path from its root to its last token, also after its edge is split: the split makes
-    a new node for the upper part. An edge only ever gets shorter, and is empty once the node has left the tree. A
-    root has no tokens and counts as on the device.
+    A node stands for the whole path from its root to its last token, also after its edge is cut. An edge only ever
+    gets shorter, and is empty once the node has left the tree. A root has no tokens and is on the device.
     """
 
     tokens: Tokens
@@ -247,10 +246,7 @@ class RadixTree:
         """Count one live request less on a path. Returns the slots of the tokens that it removes.
 
         `reusable_len`: leading tokens of the path that are still wanted. Tokens beyond them are removed, as far as
-        nothing but this path needs them and the host has no copy. None: nothing is removed.
-
-        Raises:
-            ValueError: the path is not locked.
+        nothing but this path needs them and the host has no copy. Raises ValueError where the path is not locked.
         """
         path = list(self.path(end))
         freed: list[Slots] = []

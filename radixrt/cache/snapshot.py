@@ -29,10 +29,6 @@ class TreeSnapshot:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
-    def starts(self) -> NDArray[np.int64]:
-        """Return where each node's tokens begin: int64 `[N]`."""
-        return np.asarray(np.cumsum(self.lengths, dtype=np.int64) - self.lengths)
-
     def parts(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """Return views of `values` `[T]`, one for each node."""
         return np.split(values, np.cumsum(self.lengths, dtype=np.int64))[:-1]
@@ -68,7 +64,7 @@ class TreeSnapshot:
             return f"a token is not in 0 .. {vocab_size - 1}"
         # Siblings begin with different tokens; nodes below a root are siblings if they are of one tenant.
         above = np.where(begins, -1 - self.tenants, self.parents)
-        firsts = self.tokens[self.starts()]
+        firsts = self.tokens[np.cumsum(self.lengths, dtype=np.int64) - self.lengths]
         if len(np.unique(np.stack([above, firsts]), axis=1).T) != len(self):
             return "two nodes go on from one place with the same token"
         return None
@@ -142,9 +138,8 @@ def plan_adoption(
         parent, length, known = int(snapshot.parents[i]), len(tokens[i]), 0
         if parent >= 0 and parent not in ends:
             continue
-        end = (
-            ends[parent] if parent >= 0 else tree.match(snapshot.namespace(i, weights_version), tokens[i], limit=0)
-        )
+        root = snapshot.namespace(i, weights_version)
+        end = ends[parent] if parent >= 0 else tree.match(root, tokens[i], limit=0)
         if end is not None:
             start, end = end.length, tree.follow(end, tokens[i]).on_device
             known = end.length - start

@@ -432,10 +432,9 @@ class World:
 
     def _check_loaded(self, snapshot: TreeSnapshot, left_out: int) -> None:
         """Every kept prefix is matched whole, but for the tokens that were left out."""
-        starts, found = snapshot.starts(), 0
+        found = 0
         paths: list[np.ndarray] = []
-        for i, parent in enumerate(snapshot.parents):
-            own = snapshot.tokens[starts[i] : starts[i] + snapshot.lengths[i]]
+        for i, (parent, own) in enumerate(zip(snapshot.parents, snapshot.parts(snapshot.tokens), strict=True)):
             paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
             namespace = self.namespace(snapshot.tenant_names[snapshot.tenants[i]])
             above = len(paths[i]) - len(own)
