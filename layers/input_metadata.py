@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,35 +21,23 @@ class InputMetadata:
     """The batch of one pass: B requests, the `num_extends` extends first, then the decodes.
 
     The pass computes T new tokens, contiguous by request, in batch order; a decode computes one. All tensors are
-    int32, on the pass's device:
-
-    - `req_pool_indices` [B]: the request's row of `req_to_token`,
-    - `seq_lens` [B]: its tokens after this pass, `prefix_lens` [B]: those whose KV was in the pool before,
-      `extend_seq_lens` [B]: those computed now (seq = prefix + extend),
-    - `extend_start_loc` [B]: its first token among the T,
-    - `positions` [T]: position of each token in its request, `out_cache_loc` [T]: the slot for its KV,
-    - `logits_indices` [S]: the tokens, among the T, whose logits are needed,
-    - `req_to_token` [max_requests, max_context_len]: position to slot, the new tokens' included.
-
-    `decode_plans` and `extend_plans` have a plan for each sliding window of the model's layers; None's serves all
-    other layers. Query row 0 of a decode plan is the first decode.
-
-    A padded decode has `seq_len` 1 and writes to slot 0. `num_extend_tokens` of the T tokens are the extends'.
+    int32, on the pass's device. A padded decode has `seq_len` 1 and writes to slot 0.
     """
 
-    req_pool_indices: Tensor
-    seq_lens: Tensor
-    prefix_lens: Tensor
-    extend_seq_lens: Tensor
-    extend_start_loc: Tensor
-    positions: Tensor
-    out_cache_loc: Tensor
-    logits_indices: Tensor
-    req_to_token: Tensor
+    req_pool_indices: Tensor  # `[B]`, the request's row of `req_to_token`
+    seq_lens: Tensor  # `[B]`, its tokens after this pass: seq = prefix + extend
+    prefix_lens: Tensor  # `[B]`, those whose KV was in the pool before
+    extend_seq_lens: Tensor  # `[B]`, those computed now
+    extend_start_loc: Tensor  # `[B]`, its first token among the T
+    positions: Tensor  # `[T]`, of each token in its request
+    out_cache_loc: Tensor  # `[T]`, the slot for its KV
+    req_to_token: Tensor  # `[max_requests, max_context_len]`, position to slot, the new tokens' included
+    # A plan for each sliding window of the model's layers; None's serves all other layers. Query row 0 of a decode
+    # plan is the first decode.
     decode_plans: Mapping[int | None, AttentionPlan]
     extend_plans: Mapping[int | None, ExtendPlan]
     num_extends: int
-    num_extend_tokens: int
+    num_extend_tokens: int  # the first of the T
 
     @cached_property
     def extends(self) -> Extends:
@@ -65,14 +52,13 @@ class InputMetadata:
 
     def extend_plan(self, sliding_window: int | None) -> ExtendPlan | None:
         """The plan for the extends in layers of that window, or None."""
-        plans = self.extend_plans
-        return plans[sliding_window] if sliding_window in plans else plans.get(None)
+        return self.extend_plans.get(sliding_window, self.extend_plans.get(None))
 
     @staticmethod
     def host_arrays(
         req_pool_indices: ArrayLike, seq_lens: ArrayLike, prefix_lens: ArrayLike, out_cache_loc: ArrayLike
     ) -> dict[str, Int32Array]:
-        """All int32 arrays of a batch except `logits_indices`, by field name, ready to be sent to the device.
+        """All int32 arrays of a batch by field name, ready to be sent to the device.
 
         Raises ValueError where lengths disagree, a prefix is longer than its sequence, or a value is negative.
         """
@@ -108,33 +94,16 @@ class InputMetadata:
             "out_cache_loc": slots,
         }
 
-    @classmethod
-    def from_host_and_device(
-        cls,
-        host: Mapping[str, Int32Array],
-        device: Mapping[str, Tensor],
-        *,
-        logits_indices: Tensor,
-        req_to_token: Tensor,
-        num_extends: int,
-        decode_plans: Mapping[int | None, AttentionPlan],
-        extend_plans: Mapping[int | None, ExtendPlan] = MappingProxyType({}),
-    ) -> InputMetadata:
-        """The metadata of the arrays `host` (see `host_arrays`), which `device` holds under the same names.
+    @staticmethod
+    def count_extend_tokens(extend_seq_lens: Int32Array, num_extends: int) -> int:
+        """The `num_extend_tokens` of a batch, from host arrays.
 
         Raises ValueError where `num_extends` is out of range or a request after the extends is no decode.
         """
-        extend = host["extend_seq_lens"]
-        if not 0 <= num_extends <= extend.size:
-            raise ValueError(f"num_extends must be 0 to {extend.size} (all requests), but is {num_extends}")
-        if (extend[num_extends:] != 1).any():
-            raise ValueError(f"a decode computes one token, but extend_seq_lens are {extend[num_extends:]}")
-        return cls(
-            **{name: device[name] for name in host},
-            logits_indices=logits_indices,
-            req_to_token=req_to_token,
-            decode_plans=decode_plans,
-            extend_plans=extend_plans,
-            num_extends=num_extends,
-            num_extend_tokens=int(extend[:num_extends].sum()),
-        )
+        if not 0 <= num_extends <= extend_seq_lens.size:
+            at_most = f"0 to {extend_seq_lens.size} (all requests)"
+            raise ValueError(f"num_extends must be {at_most}, but is {num_extends}")
+        decodes = extend_seq_lens[num_extends:]
+        if (decodes != 1).any():
+            raise ValueError(f"a decode computes one token, but extend_seq_lens are {decodes}")
+        return int(extend_seq_lens[:num_extends].sum())

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from layers.linear import Linear
-from layers.placement import Placement
+from layers.placement import Layer, Placement
 from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_softmax import topk_softmax
 
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-class SparseMoE(nn.Module):
+class SparseMoE(Layer):
     """Each token passes through the `top_k` of `num_experts` feed-forward layers that a router chooses.
 
     `renormalize` makes a token's weights sum to 1. `names` are the names of an expert's gate, up and down
@@ -34,7 +34,7 @@ class SparseMoE(nn.Module):
     ) -> None:
         super().__init__()
         self.top_k, self.renormalize = top_k, renormalize
-        self.names, self.impl = tuple(names), placement.impl
+        self.names, self.impl = names, placement.impl
         self.router = Linear(hidden_size, num_experts, bias=False, placement=placement)
         self.gate_up = placement.parameter(num_experts, 2 * intermediate_size, hidden_size)
         self.down = placement.parameter(num_experts, hidden_size, intermediate_size)
@@ -45,9 +45,8 @@ class SparseMoE(nn.Module):
         return moe(x, weights, experts, self.gate_up, self.down, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """As `Linear.checkpoint_tensors`, of the router, then expert by expert."""
+        """As `Layer.checkpoint_tensors`, of the router, then expert by expert."""
         yield from self.router.checkpoint_tensors(f"{name}.gate")
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            parts = (*gate_up.chunk(2), down)
-            for part, tensor in zip(self.names, parts, strict=True):
+            for part, tensor in zip(self.names, (*gate_up.chunk(2), down), strict=True):
                 yield f"{name}.experts.{expert}.{part}.weight", tensor

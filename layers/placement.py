@@ -1,11 +1,12 @@
-"""The dtype, device and implementation of a model's layers."""
+"""What all layers have: their place, and weights that a checkpoint fills."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from triton_ops.implementation import Impl
 
@@ -21,3 +22,11 @@ class Placement:
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised weight."""
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+
+class Layer(nn.Module):
+    """A layer with weights, uninitialised until the tensors of `checkpoint_tensors` are filled."""
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """The layer's tensors in a checkpoint, where it is called `name`: (tensor name, destination)."""
+        return self.named_parameters(name, recurse=False)

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from layers.input_metadata import InputMetadata
-from layers.norm import RMSNorm
-from layers.rotary import RotaryEmbedding
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import extend_attention
@@ -25,36 +23,18 @@ class KVCache(Protocol):
 
 
 class RadixAttention(nn.Module):
-    """The attention of one layer, from the projections' output to the heads' outputs.
+    """The attention of layer `layer_id`, from the projections' output to the heads' outputs.
 
-    `q_norm` and `k_norm`, both or none, are norms of each head by itself; `rotary` is None where the layer has no
-    positions. `scale`, `softcap` and `sliding_window`: see `Scoring`. A layer with a window stores all its KV
-    nevertheless: a prefix can be reused at any length.
+    `cos_sin_cache`, see `Rotation`, is None where the layer has no positions; `norm` is of each head by itself. A
+    layer with a window stores all its KV nevertheless: a prefix can be reused at any length.
     """
 
     def __init__(
-        self,
-        layer_id: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        rotary: RotaryEmbedding | None = None,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
-        scale: float,
-        softcap: float | None = None,
-        sliding_window: int | None = None,
-        impl: Impl = "auto",
+        self, layer_id: int, scoring: Scoring, *, cos_sin_cache: Tensor | None, norm: HeadNorm | None, impl: Impl
     ) -> None:
         super().__init__()
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
-        self.layer_id, self.head_dim = layer_id, head_dim
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.rotary, self.q_norm, self.k_norm = rotary, q_norm, k_norm
-        self.scoring = Scoring(scale, softcap, sliding_window)
-        self.impl = impl
+        self.layer_id, self.scoring, self.impl = layer_id, scoring, impl
+        self.cos_sin_cache, self.norm = cos_sin_cache, norm
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
         """Attention of a pass's T new tokens; writes their K and V to `metadata.out_cache_loc` first.
@@ -64,22 +44,16 @@ class RadixAttention(nn.Module):
         dtype.
         """
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        norm = rotation = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norm = HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
-        if self.rotary is not None:
-            rotation = Rotation(self.rotary.cos_sin_cache, metadata.positions)
+        rotation = None if self.cos_sin_cache is None else Rotation(self.cos_sin_cache, metadata.positions)
         kv = kv_pool.view(self.layer_id, metadata.req_to_token)
         q, k, v = qk_norm_rope_store(
-            q, k, v, kv, metadata.out_cache_loc, norm=norm, rotation=rotation, impl=self.impl
+            q, k, v, kv, metadata.out_cache_loc, norm=self.norm, rotation=rotation, impl=self.impl
         )
-        end, window = metadata.num_extend_tokens, self.scoring.window
+        scoring, end = self.scoring, metadata.num_extend_tokens
         if metadata.num_extends:
-            plan = metadata.extend_plan(window)
-            new = q[:end], k[:end], v[:end]
-            extend_attention(*new, kv, metadata.extends, plan, self.scoring, out=out[:end], impl=self.impl)
+            plan, new = metadata.extend_plan(scoring.window), (q[:end], k[:end], v[:end])
+            extend_attention(*new, kv, metadata.extends, plan, scoring, out=out[:end], impl=self.impl)
         if end < q.shape[0]:
-            decode_attention(
-                q[end:], kv, metadata.decode_plan(window), self.scoring, out=out[end:], impl=self.impl
-            )
+            decode_plan = metadata.decode_plan(scoring.window)
+            decode_attention(q[end:], kv, decode_plan, scoring, out=out[end:], impl=self.impl)
         return out

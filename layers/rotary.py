@@ -1,4 +1,8 @@
-"""Rotary position embedding and the kinds of frequency scaling.
+"""Rotary position embedding (Su et al., "RoFormer", 2021) and the kinds of frequency scaling.
+
+A scaling extends a model's positions beyond those of its training. Its `frequencies` are float32
+`[rotary_dim // 2]` on the CPU; `attention_factor` is a factor on cosines and sines. Frequencies may depend on the
+context length, never on the length of a sequence: a key in the pool means the same whenever it was computed.
 
 All numbers are computed in float32 on the CPU, in transformers' order of operations: at far positions the last bit
 of a frequency matters.
@@ -8,36 +12,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 
-def geometric_frequencies(theta: float, rotary_dim: int) -> Tensor:
-    """The frequencies of RoFormer, `theta^(-2 i / rotary_dim)`: float32 `[rotary_dim // 2]` on the CPU."""
-    return 1.0 / _powers(theta, rotary_dim)
-
-
 def _powers(theta: float, rotary_dim: int) -> Tensor:
+    """`theta^(2 i / rotary_dim)`, whose reciprocals are RoFormer's frequencies: float32 `[rotary_dim // 2]`."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     powers: Tensor = theta**exponents
     return powers
-
-
-class RopeScaling(Protocol):
-    """A way to extend a model's positions beyond those of its training.
-
-    Frequencies may depend on the context length, never on the length of a sequence: a key in the pool means the
-    same whenever it was computed.
-    """
-
-    def frequencies(self, theta: float, rotary_dim: int, context_length: int) -> Tensor:
-        """Float32 `[rotary_dim // 2]` on the CPU."""
-
-    @property
-    def attention_factor(self) -> float:
-        """A factor on cosines and sines."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +33,7 @@ class LinearScaling:
     attention_factor = 1.0
 
     def frequencies(self, theta: float, rotary_dim: int, context_length: int) -> Tensor:
-        return geometric_frequencies(theta, rotary_dim) / self.factor
+        return 1.0 / _powers(theta, rotary_dim) / self.factor
 
 
 @dataclass(frozen=True)
@@ -65,8 +50,8 @@ class DynamicScaling:
 
     def frequencies(self, theta: float, rotary_dim: int, context_length: int) -> Tensor:
         stretch = max(1.0, context_length / self.original_max_position_embeddings)
-        exponent = rotary_dim / (rotary_dim - 2)
-        return geometric_frequencies(theta * (self.factor * stretch - (self.factor - 1)) ** exponent, rotary_dim)
+        greater = (self.factor * stretch - (self.factor - 1)) ** (rotary_dim / (rotary_dim - 2))
+        return 1.0 / _powers(theta * greater, rotary_dim)
 
 
 @dataclass(frozen=True)
@@ -80,15 +65,12 @@ class Llama3Scaling:
     attention_factor = 1.0
 
     def frequencies(self, theta: float, rotary_dim: int, context_length: int) -> Tensor:
-        inv_freq = geometric_frequencies(theta, rotary_dim)
+        inv_freq, original = 1.0 / _powers(theta, rotary_dim), self.original_max_position_embeddings
         wavelengths = 2 * math.pi / inv_freq
-        longest = self.original_max_position_embeddings / self.low_freq_factor
-        shortest = self.original_max_position_embeddings / self.high_freq_factor
-        turns = self.original_max_position_embeddings / wavelengths
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = (original / wavelengths - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         blended = (1 - kept) * inv_freq / self.factor + kept * inv_freq
-        others = torch.where(wavelengths < shortest, inv_freq, blended)
-        return torch.where(wavelengths > longest, inv_freq / self.factor, others)
+        others = torch.where(wavelengths < original / self.high_freq_factor, inv_freq, blended)
+        return torch.where(wavelengths > original / self.low_freq_factor, inv_freq / self.factor, others)
 
 
 @dataclass(frozen=True)
@@ -143,32 +125,33 @@ class LongRopeScaling:
         return 1.0 / (scale * _powers(theta, rotary_dim))
 
 
+RopeScaling: TypeAlias = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
 @dataclass(frozen=True)
 class RopeParameters:
     """The base of the frequencies, their scaling, and the share of a head's first elements that are rotated."""
 
     theta: float
-    scaling: RopeScaling | None = None  # the default rope
+    scaling: RopeScaling | None = None  # None: RoFormer's own frequencies
     partial_rotary_factor: float = 1.0
 
+    def frequencies(self, head_dim: int, context_length: int) -> Tensor:
+        """Of the pairs of elements that are rotated: float32 `[rotary_dim // 2]` on the CPU.
 
-class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the positions below `context_length`, shared by all layers of a kind.
-
-    `cos_sin_cache` is float32 `[context_length, rotary_dim]`: cosines, then sines.
-    """
-
-    def __init__(self, head_dim: int, context_length: int, rope: RopeParameters, *, device: torch.device) -> None:
-        super().__init__()
-        rotary_dim = int(head_dim * rope.partial_rotary_factor)
+        Raises ValueError where they are no pairs, or more than a head has.
+        """
+        rotary_dim = int(head_dim * self.partial_rotary_factor)
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             must_be = f"must be even and at most head_dim {head_dim}"
             raise ValueError(f"the rotated part of a head {must_be}, but is {rotary_dim}")
-        if rope.scaling is None:
-            inv_freq, factor = geometric_frequencies(rope.theta, rotary_dim), 1.0
-        else:
-            inv_freq = rope.scaling.frequencies(rope.theta, rotary_dim, context_length)
-            factor = rope.scaling.attention_factor
-        angles = torch.arange(context_length, dtype=torch.float32, device="cpu").unsqueeze(1) * inv_freq
-        table = torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1)
-        self.cos_sin_cache = nn.Buffer(table.to(device))
+        if self.scaling is None:
+            return 1.0 / _powers(self.theta, rotary_dim)
+        return self.scaling.frequencies(self.theta, rotary_dim, context_length)
+
+    def cos_sin_cache(self, head_dim: int, context_length: int, device: torch.device) -> nn.Buffer:
+        """Cosines, then sines, of the positions below `context_length`: float32 `[context_length, rotary_dim]`."""
+        positions = torch.arange(context_length, dtype=torch.float32, device="cpu")
+        angles = positions.unsqueeze(1) * self.frequencies(head_dim, context_length)
+        factor = 1.0 if self.scaling is None else self.scaling.attention_factor
+        return nn.Buffer(torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1).to(device))

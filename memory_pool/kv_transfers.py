@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -24,6 +24,7 @@ class KVTransfer:
     targets: Slots
 
 
+@dataclass
 class KVTransfers:
     """Transfers in the order in which they must be made: each may read or reuse slots of earlier ones.
 
@@ -31,8 +32,7 @@ class KVTransfers:
     twice, as its source may have been overwritten since.
     """
 
-    def __init__(self) -> None:
-        self.booked: deque[KVTransfer] = deque()
+    booked: deque[KVTransfer] = field(default_factory=deque)
 
     def book(self, transfer: KVTransfer) -> None:
         """Add a transfer to those that wait."""

@@ -18,7 +18,6 @@ class SlotAllocator:
     def __init__(self, num_slots: int) -> None:
         if num_slots < 2:
             raise ValueError(f"num_slots is {num_slots}; slot 0 is reserved, so at least 2 are needed")
-        self.num_slots = num_slots
         self.num_free = self.capacity = num_slots - 1  # the latter: slots that can be in use at once
         self._stack = np.arange(self.capacity, 0, -1, dtype=np.int32)  # [0, num_free) of it is live
         self._in_use = np.zeros(num_slots, dtype=bool)
@@ -42,8 +41,8 @@ class SlotAllocator:
         n = len(slots)
         if n == 0:
             return
-        if slots.min() < 1 or slots.max() >= self.num_slots:
-            raise ValueError(f"slots from {slots.min()} to {slots.max()} are not all in 1..{self.num_slots - 1}")
+        if slots.min() < 1 or slots.max() > self.capacity:
+            raise ValueError(f"slots from {slots.min()} to {slots.max()} are not all in 1..{self.capacity}")
         if not self._in_use[slots].all():
             raise ValueError(f"freeing slots that are free already: {slots[~self._in_use[slots]][:8].tolist()}")
         order = np.arange(n, dtype=np.int32)

@@ -57,22 +57,19 @@ class TokenToKVPool:
 class HostKVPool:
     """Host memory for `num_slots` tokens of a pool's KV; page-locked if that pool is on a GPU.
 
-    The memory is token-major, `[num_slots, num_layers, 2, num_kv_heads, head_dim]`: the KV of a token crosses the
-    link in one piece. Raises RuntimeError where the memory cannot be allocated or page-locked.
+    `buffer` is like the pool's, but its memory is token-major: the KV of a token crosses the link in one piece.
+    Raises RuntimeError where the memory cannot be allocated or page-locked.
     """
 
     def __init__(self, num_slots: int, kv_pool: TokenToKVPool) -> None:
         self.allocator = SlotAllocator(num_slots)
-        device, shape = kv_pool.buffer.device, list(kv_pool.buffer[:, :, 0].shape)
-        self._buffer = torch.empty([num_slots, *shape], dtype=kv_pool.buffer.dtype, device="cpu")
+        num_layers, two, _, num_kv_heads, head_dim = kv_pool.buffer.shape
+        shape, device = (num_slots, num_layers, two, num_kv_heads, head_dim), kv_pool.buffer.device
+        memory = torch.empty(shape, dtype=kv_pool.buffer.dtype, device="cpu")
+        self.buffer = memory.permute(1, 2, 0, 3, 4)
         if device.type == "cuda":
-            page_lock(self._buffer, device)
-            weakref.finalize(self, _unlock_pages, self._buffer.data_ptr(), device).atexit = False
-
-    @property
-    def buffer(self) -> torch.Tensor:
-        """All KV as a view `[num_layers, 2, num_slots, num_kv_heads, head_dim]`: keys, then values."""
-        return self._buffer.permute(1, 2, 0, 3, 4)
+            page_lock(memory, device)
+            weakref.finalize(self, _unlock_pages, memory.data_ptr(), device).atexit = False
 
 
 def page_lock(buffer: torch.Tensor, device: torch.device) -> None:

@@ -36,7 +36,7 @@ from radixrt.kept_cache.storage import CacheStorage
 from radixrt.limits import RunLimits
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model, reload_weights
-from radixrt.schedule.policy import SchedulerConfig
+from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.tokenizer import tokenizer_of
 from triton_ops.implementation import runs_triton
@@ -46,26 +46,20 @@ from triton_ops.kv.e4m3 import E4M3
 class LoadedModel:
     """Weights, KV pools and their files: a `ServedModel`."""
 
-    def __init__(self, decoder: Decoder, kv_pool: TokenToKVPool, storage: CacheStorage) -> None:
-        self.decoder = decoder
-        self.config = decoder.config
-        self.device = decoder.placement.device
-        self.kv_pool = kv_pool
-        self.storage = storage
+    def __init__(self, decoder: Decoder, storage: CacheStorage) -> None:
+        self.decoder, self.device = decoder, decoder.placement.device
+        self.storage, self.kv_pool = storage, storage.kv_pool
         self._fingerprint: str | None = None  # of the weights, once somebody has asked
 
     def identity(self) -> dict[str, Any]:
         if self._fingerprint is None:
             self._fingerprint = weight_fingerprint(self.decoder)
-        dtype = next(self.decoder.parameters()).dtype
-        return cache_identity(self.config, self._fingerprint, dtype, self.storage.format, self.kv_pool.scales)
+        dtype, scales = self.decoder.placement.dtype, self.kv_pool.scales
+        return cache_identity(self.decoder.config, self._fingerprint, dtype, self.storage.format, scales)
 
     def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
-        def forget() -> None:
-            before_change()
-            self._fingerprint = None
-
-        reload_weights(self.decoder, self.config, source, before_change=forget)
+        self._fingerprint = None
+        reload_weights(self.decoder, self.decoder.config, source, before_change=before_change)
         if self.kv_pool.scales is not None:
             # Nothing is cached now, so nothing is read with other scales than it was stored with.
             self.kv_pool.set_scales(calibrated_scales(self.decoder, self.device))
@@ -74,12 +68,8 @@ class LoadedModel:
         return self.storage.save(path, weights_version, self.identity(), progress=progress)
 
     def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
-        return self.storage.load(path, weights_version, self.identity(), self.config.vocab_size, progress=progress)
-
-    def free_device(self) -> None:
-        if self.device.type == "cuda":
-            gc.collect()  # graphs hold on to their memory
-            torch.cuda.empty_cache()
+        vocab_size = self.decoder.config.vocab_size
+        return self.storage.load(path, weights_version, self.identity(), vocab_size, progress=progress)
 
 
 def assemble(config: RuntimeConfig) -> Parts:
@@ -112,13 +102,12 @@ def assemble(config: RuntimeConfig) -> Parts:
     seconds = {"weights": time.perf_counter() - began}
     tokenizer = tokenizer_of(source)
 
-    kv_dtype = E4M3 if config.kv_dtype == "fp8" else next(decoder.parameters()).dtype
+    kv_dtype = E4M3 if config.kv_dtype == "fp8" else decoder.placement.dtype
     if kv_dtype == E4M3 and model_config.head_dim % 2:
         raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
     # Before the pool takes the free memory: this needs some, too.
     scales = calibrated_scales(decoder, device) if kv_dtype == E4M3 else None
-    context_length = model_config.context_length
-    rows = ReqToTokenPool(limits.num_rows, context_length)
+    rows = ReqToTokenPool(limits.num_rows, model_config.context_length)
     memory_began, for_passes = time.perf_counter(), 0
     if runs_kernels and config.max_total_tokens is None:  # references are not for passes of any size
         with room_for_passes():
@@ -127,33 +116,25 @@ def assemble(config: RuntimeConfig) -> Parts:
 
     shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
     bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, kv_dtype)
-    slots = pool_slots(
-        device,
-        bytes_per_slot,
-        memory_fraction=config.share_of_memory(on_gpu=on_gpu),
-        max_total_tokens=config.max_total_tokens,
-        promised=for_passes,
-    )
+    share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
+    slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, promised=for_passes)
     kv_pool = TokenToKVPool(slots, *shape, dtype=kv_dtype, device=device)
     if scales is not None:
         kv_pool.set_scales(scales)
     host_pool = None
-    on_host = 0 if on_gpu else slots * bytes_per_slot
-    if host_slots := host_pool_slots(config.host_memory_gb, bytes_per_slot, promised=on_host):
+    promised = 0 if on_gpu else slots * bytes_per_slot
+    if host_slots := host_pool_slots(config.host_memory_gb, bytes_per_slot, promised=promised):
         try:
             host_pool = HostKVPool(host_slots, kv_pool)
         except RuntimeError as error:
             raise ParameterError(f"host_memory_gb is {config.host_memory_gb:g}: {error}") from error
 
+    host = None if host_pool is None else host_pool.allocator
     cache = PrefixCache(
-        rows,
-        kv_pool.allocator,
-        host_slots=None if host_pool is None else host_pool.allocator,
-        enabled=config.enable_prefix_cache,
-        force_miss=config.force_miss,
+        rows, kv_pool.allocator, host_slots=host, enabled=config.enable_prefix_cache, force_miss=config.force_miss
     )
-    running, chunk = limits.max_running_requests, limits.chunked_prefill_size
-    scheduler = Scheduler(cache, SchedulerConfig(running, chunk, config.policy, limits.max_samples))
+    running, chunk, policy = limits.max_running_requests, limits.chunked_prefill_size, config.schedule_policy
+    scheduler = Scheduler(cache, SchedulerConfig(running, chunk, SchedulePolicy(policy), limits.max_samples))
     runner = ModelRunner(
         decoder, rows, kv_pool, device, host_pool, tree=tree, **captured_sizes(limits, captures=captures)
     )
@@ -164,14 +145,25 @@ def assemble(config: RuntimeConfig) -> Parts:
     return Parts(
         config=config,
         limits=RunLimits(slots, running, chunk),
-        engine=Engine(scheduler, runner, max_in_flight=config.max_in_flight),
+        engine=Engine(scheduler, runner, max_in_flight=int(config.overlap)),
         builder=RequestBuilder(
-            model_config, tokenizer, context_length=context_length, seed=config.seed, refusal=scheduler.refusal
+            model_config,
+            tokenizer,
+            context_length=model_config.context_length,
+            seed=config.seed,
+            refusal=scheduler.refusal,
         ),
-        model=LoadedModel(decoder, kv_pool, CacheStorage(cache, kv_pool, host_pool, impl=impl)),
+        model=LoadedModel(decoder, CacheStorage(cache, kv_pool, host_pool, impl=impl)),
         output_of=partial(request_output, tokenizer=tokenizer),
         start_up=seconds | {"graphs": ended - graphs_began, "total": ended - began},
+        free_device=partial(_free, device),
     )
+
+
+def _free(device: torch.device) -> None:
+    if device.type == "cuda":
+        gc.collect()  # graphs hold on to their memory
+        torch.cuda.empty_cache()
 
 
 def _captures(config: RuntimeConfig, runs_kernels: bool) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal
 
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
@@ -18,29 +18,6 @@ if TYPE_CHECKING:
     from triton_ops.implementation import Impl
 
 Attention = Literal["tree", "flat"]
-
-
-class RuntimeOptions(TypedDict, total=False):
-    """The keywords of `Runtime`; `RuntimeConfig` has their defaults."""
-
-    dtype: str | torch.dtype
-    kv_dtype: str
-    device: str | torch.device | None
-    memory_fraction: float | None
-    max_total_tokens: int | None
-    host_memory_gb: float | None
-    max_running_requests: int | None
-    context_length: int | None
-    chunked_prefill_size: int | None
-    schedule_policy: str | SchedulePolicy
-    enable_prefix_cache: bool
-    force_miss: bool
-    overlap: bool
-    cuda_graphs: bool | None
-    attention: Attention
-    load_format: LoadFormat
-    seed: int
-    impl: Impl
 
 
 @dataclass(frozen=True)
@@ -82,6 +59,7 @@ class RuntimeConfig:
     """
 
     model: str | Path | None = None
+    _: KW_ONLY
     dtype: str | torch.dtype = "auto"
     kv_dtype: str = "auto"
     device: str | torch.device | None = None
@@ -120,25 +98,14 @@ class RuntimeConfig:
             given = f"host_memory_gb is {self.host_memory_gb!r} and enable_prefix_cache is False"
             raise ParameterError(f"{given}: nothing is kept that could go to the host")
 
-    @property
-    def policy(self) -> SchedulePolicy:
-        return SchedulePolicy(self.schedule_policy)
-
-    @property
-    def max_in_flight(self) -> int:
-        """Passes that may be in flight while the next one is planned."""
-        return 1 if self.overlap else 0
-
     def share_of_memory(self, *, on_gpu: bool) -> float:
         """memory_fraction, or its default."""
-        default = 0.95 if on_gpu else 0.25
-        return default if self.memory_fraction is None else self.memory_fraction
+        return self.memory_fraction or (0.95 if on_gpu else 0.25)
 
     def pass_limits(self, *, on_gpu: bool) -> PassLimits:
         """max_running_requests and chunked_prefill_size, or their defaults."""
         default = GPU_LIMITS if on_gpu else CPU_LIMITS
-        running, chunk = self.max_running_requests, self.chunked_prefill_size
         return PassLimits(
-            default.max_running_requests if running is None else running,
-            default.chunked_prefill_size if chunk is None else chunk,
+            self.max_running_requests or default.max_running_requests,
+            self.chunked_prefill_size or default.chunked_prefill_size,
         )

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, overload
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from radixrt.cache.prefix_cache import CacheStats
-from radixrt.config import RuntimeConfig, RuntimeOptions
+from radixrt.config import RuntimeConfig
 from radixrt.engine.calls import OutputCall, StreamCall
 from radixrt.engine.driver import Driver
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.parts import Parts
 from radixrt.engine.signals import deferred
 from radixrt.engine.tasks import Workshop
-from radixrt.errors import ParameterError, PassError, PromptError, RadixrtError
-from radixrt.frontend.request_builder import (
-    Continuation,
-    Params,
-    Prompt,
-    is_token_ids,
-    listed_prompts,
-    named_together,
-    one_each,
-    own_ids,
-)
+from radixrt.errors import ParameterError, PassError, RadixrtError
+from radixrt.frontend.request_builder import Continuation, OnError, Params, Prompt, is_token_ids, listed_prompts
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
@@ -44,10 +37,25 @@ if TYPE_CHECKING:
     from radixrt.batch.options import BatchOptions
     from radixrt.report.batch_report import BatchReport
 
-OnError = Literal["raise", "return"]
-_Built = tuple[list[RequestOutput], list[Request]]
+_Built = tuple[list[RequestOutput], list[Request]]  # of prompts that cannot run, and for those that can
+_Init = Callable[["Runtime", RuntimeConfig], None]
+P = ParamSpec("P")
 
 _log = logging.getLogger(__name__)
+
+
+def _with_arguments_of(
+    config: Callable[P, RuntimeConfig],
+) -> Callable[[_Init], Callable[Concatenate[Runtime, P], None]]:
+    """Decorates an `__init__` that takes a config: `Runtime` takes the config's fields."""
+
+    def decorated(init: _Init) -> Callable[Concatenate[Runtime, P], None]:
+        def taking(self: Runtime, /, *args: P.args, **options: P.kwargs) -> None:
+            init(self, config(*args, **options))
+
+        return taking
+
+    return decorated
 
 
 class Runtime:
@@ -56,10 +64,8 @@ class Runtime:
         with Runtime() as runtime:
             output = runtime.generate("Mira likes Oslo.\\nQ: Mira likes?\\nA:", SamplingParams(temperature=0))
 
-    Several Runtimes live in one process without knowing of each other. The calling thread does the work.
-
-    Args:
-        model, options: the fields of `radixrt.config.RuntimeConfig`, such as device, max_total_tokens and seed.
+    Several Runtimes live in one process without knowing of each other. The calling thread does the work. Its
+    arguments are the fields of `radixrt.config.RuntimeConfig`, which says what they mean.
 
     Attributes:
         config, device: of the model.
@@ -75,8 +81,10 @@ class Runtime:
         ModelError, TokenizerError: the model cannot be used.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Unpack[RuntimeOptions]) -> None:
-        config = RuntimeConfig(model, **options)
+    __signature__ = inspect.signature(RuntimeConfig)  # for `help`
+
+    @_with_arguments_of(RuntimeConfig)
+    def __init__(self, config: RuntimeConfig) -> None:
         from radixrt.assembly import assemble  # it takes torch and transformers with it
 
         self._set(assemble(config))
@@ -93,7 +101,7 @@ class Runtime:
         self._driver = Driver(parts.engine, parts.output_of)
         self._loose = OutputCall()  # requests that came through `submit`
         self._builder, self._workshop = parts.builder, Workshop()
-        self.config, self.device = parts.model.config, parts.model.device
+        self.config, self.device = parts.builder.config, parts.model.device
         self.tokenizer, self.context_length = parts.builder.tokenizer, parts.builder.context_length
         self.seed, self.limits, self.start_up = parts.config.seed, parts.limits, parts.start_up
         self.reuses_prefixes = parts.config.enable_prefix_cache and not parts.config.force_miss
@@ -167,9 +175,8 @@ class Runtime:
             DeviceLostError: a pass failed, and the device works no more: go on in a new process.
         """
         listed, many = listed_prompts(prompts)
-        built = partial(self._built, listed, sampling_params, many, tenant, request_ids, on_error)
-        outputs = list(self._iterate(built, on_error, progress))
-        outputs.sort(key=lambda output: output.index)
+        built = partial(self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error)
+        outputs = sorted(self._iterate(built, on_error, progress), key=attrgetter("index"))
         return outputs if many else outputs[0]
 
     def generate_iter(
@@ -182,12 +189,11 @@ class Runtime:
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
-        """`generate` with a list; yields each output, with its prompt's `index`, as soon as it is complete.
-
-        Leaving the loop early ends what is left.
+        """`generate` for a list: yields each output, with its prompt's `index`, once it is complete. Leaving the
+        loop early ends what is left.
         """
         listed, _ = listed_prompts(prompts)
-        built = partial(self._built, listed, sampling_params, True, tenant, request_ids, on_error)
+        built = partial(self._builder.build_all, listed, sampling_params, True, tenant, request_ids, on_error)
         yield from self._iterate(built, on_error, progress)
 
     def stream(
@@ -204,12 +210,13 @@ class Runtime:
         output's: none holds half a character, or the beginning of a stop string. Leaving the loop early ends the
         request. Streams of several threads advance together.
         """
-        request, call = self._stream_request(prompt, sampling_params, tenant, request_id), StreamCall()
+        request, call = self._builder.build_streamed(prompt, sampling_params, tenant, request_id), StreamCall()
         try:
             self._driver.submit([request], call)
             while not call.is_over:
                 for chunk in self._driver.news(call):
-                    yield _checked(chunk)
+                    _check(chunk.output)
+                    yield chunk
         finally:
             self._driver.abandon(call)
 
@@ -222,22 +229,22 @@ class Runtime:
         request_ids: str | Sequence[str] | None = None,
         on_error: OnError = "raise",
     ) -> RequestOutput | list[RequestOutput]:
-        """`generate` for asyncio. Calls that wait at the same time run together; a cancelled one ends.
-
-        Threads of the event loop's executor build the requests and run the passes.
+        """`generate` for asyncio. Calls that wait at the same time run together; a cancelled one ends. Threads of
+        the event loop's executor build the requests and run the passes.
         """
         listed, many = listed_prompts(prompts)
-        built = partial(self._built, listed, sampling_params, many, tenant, request_ids, on_error)
+        built = partial(self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error)
         outputs, requests = await self._workshop.run(built)
         call = OutputCall()
         try:
             self._driver.submit(requests, call)
             while not call.is_over:
                 for output in await self._driver.async_news(call):
-                    outputs.append(_raised(output, on_error))
+                    _check(output, on_error)
+                    outputs.append(output)
         finally:
             self._driver.abandon_soon(call)
-        outputs.sort(key=lambda output: output.index)
+        outputs.sort(key=attrgetter("index"))
         return outputs if many else outputs[0]
 
     async def async_stream(
@@ -249,13 +256,14 @@ class Runtime:
         request_id: str | None = None,
     ) -> AsyncIterator[StreamChunk]:
         """`stream` for asyncio, with the threads of `async_generate`."""
-        built = partial(self._stream_request, prompt, sampling_params, tenant, request_id)
+        built = partial(self._builder.build_streamed, prompt, sampling_params, tenant, request_id)
         request, call = await self._workshop.run(built), StreamCall()
         try:
             self._driver.submit([request], call)
             while not call.is_over:
                 for chunk in await self._driver.async_news(call):
-                    yield _checked(chunk)
+                    _check(chunk.output)
+                    yield chunk
         finally:
             self._driver.abandon_soon(call)
 
@@ -269,21 +277,14 @@ class Runtime:
     ) -> list[ScoreOutput | list[ScoreOutput]]:
         """Score how likely the model finds continuations of prompts; shared contexts are computed once.
 
-        Args:
-            continuations: for each prompt a continuation (text after a text prompt, else token ids), or a list of
-                them (multiple choice).
-
-        Returns:
-            For each prompt a ScoreOutput, or a list of them.
-
-        Raises:
-            PromptError: names every prompt that cannot be scored; nothing has run then.
-            PassError: a pass failed, or the model computed values that are not finite.
+        Takes for each prompt a continuation (text after a text prompt, else token ids) or a list of them (multiple
+        choice), and returns for each a ScoreOutput or a list of them. Raises as `generate`; a PassError also where
+        the model computed values that are not finite.
         """
         requests, owners = self._builder.build_scored(prompts, continuations, tenant)
         scores: list[list[ScoreOutput]] = [[] for _ in prompts]
-        for output in sorted(self._run(requests, "return", progress), key=lambda output: output.index):
-            owner = owners[output.index]
+        outputs = sorted(self._run(requests, "return", progress), key=attrgetter("index"))
+        for owner, output in zip(owners, outputs, strict=True):
             if output.error is not None:
                 raise PassError(f"prompt {owner} cannot be scored: {output.error}") from output.cause
             scores[owner].append(ScoreOutput.of(output))
@@ -295,18 +296,11 @@ class Runtime:
     def run_batch(
         self, input_path: str | Path, output_path: str | Path, **options: Unpack[BatchOptions]
     ) -> BatchReport:
-        """Answer a file of prompts with a file of records, as `radixrt batch` does.
+        """Answer a file of prompts with a file of records, as `radixrt batch` does; "-" is stdin or stdout.
 
-        Finished answers are never lost; the same call resumes a run that was ended.
-
-        Args:
-            input_path, output_path: "-" is standard input or output.
-            options: the fields of `radixrt.batch.options.BatchConfig`, such as overwrite, strict and report.
-
-        Raises:
-            BatchFileError, JournalError: a file cannot be used, or the disk failed.
-            ParameterError, ErrorRateError, DeviceLostError: as of `radixrt.batch.job.Batch`.
-            BatchInterrupted: a KeyboardInterrupt with the report: Ctrl-C or SIGTERM ended it.
+        Finished answers are never lost; the same call resumes a run that was ended. The options are the fields of
+        `radixrt.batch.options.BatchConfig`, such as overwrite, strict and report. The errors are those that
+        `radixrt.batch.job.Batch` names; of them BatchInterrupted is a KeyboardInterrupt with the report.
         """
         from radixrt.batch.job import run_batch  # rich, for its report, takes a tenth of a second to import
 
@@ -323,15 +317,12 @@ class Runtime:
         tenant: str | None = None,
         keep: int | None = None,
     ) -> Request:
-        """Make a request for `submit`.
+        """Make a request for `submit`. Arguments and errors are those of `generate`, and these:
 
         Args:
             index: comes back in its output; with the Runtime's seed it also gives the request's own.
             keep: leading tokens of the prompt that later prompts begin with: the rest leaves the cache when the
                 request has ended. None: all of it may be reused.
-
-        Raises:
-            PromptError, ParameterError: as of `generate`.
         """
         self._driver.check_open()
         request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant)
@@ -347,9 +338,8 @@ class Runtime:
         return self._loose.take()
 
     def abort(self, request: Request | int | str) -> bool:
-        """End a request, given itself or its id, at the next step; from any thread.
-
-        False if it has ended, or has not been submitted.
+        """End a request, given itself or its id, at the next step; from any thread. False if it has ended, or has
+        not been submitted.
         """
         own_id = request.id if isinstance(request, Request) else request
         return self._driver.abort(own_id if isinstance(own_id, str) else int(own_id))
@@ -430,45 +420,31 @@ class Runtime:
     def save_cache(self, path: str | Path, *, progress: bool = False) -> int:
         """Write all cached prefixes, of all tenants and tiers, with their KV to a file that `load_cache` reads.
 
-        Running requests end first, and new ones wait. The file is written beside `path` and renamed when it is
-        whole and durable, so that `path` always holds the old file or the new one.
+        Running requests end first, and new ones wait. The file, in a folder that exists, is safetensors. It is
+        written beside `path` and renamed when it is whole and durable, so that `path` always holds the old file or
+        the new one. With `progress` a bar is shown on stderr.
 
-        Args:
-            path: a safetensors file in a folder that exists; replaced if it is there.
-            progress: show a bar on stderr.
-
-        Returns:
-            How many tokens were saved.
-
-        Raises:
-            CacheFileError: the file cannot be written.
+        Returns how many tokens were saved. Raises CacheFileError if the file cannot be written.
         """
         self._check_keeps_a_cache("save_cache")
-        version = self._builder.weights_version
-        return self._driver.while_idle(lambda: self.parts.model.save_cache(Path(path), version, progress=progress))
+        return self._driver.while_idle(
+            lambda: self.parts.model.save_cache(Path(path), self._builder.weights_version, progress=progress)
+        )
 
     def load_cache(self, path: str | Path, *, progress: bool = False) -> int:
         """Load the prefixes of a file that a Runtime of the same weights, dtype and rope wrote with `save_cache`.
 
         Running requests end first, and new ones wait. Prefixes go to free slots, the last used first, and evict
         nothing; they are the first to be evicted, to the host if there is a tier. A warning is logged where there
-        are too few slots.
+        are too few slots. With `progress` a bar is shown on stderr.
 
-        Args:
-            path: the file.
-            progress: show a bar on stderr.
-
-        Returns:
-            How many tokens were loaded.
-
-        Raises:
-            CacheFileError: the file is missing, cut short or altered, or of another model, and the message says
-                how. Nothing of it is used then.
+        Returns how many tokens were loaded. Raises CacheFileError if the file is missing, cut short or altered, or
+        of another model, and says how; nothing of it is used then.
         """
         self._check_keeps_a_cache("load_cache")
-        version = self._builder.weights_version
-        load = partial(self.parts.model.load_cache, Path(path), version, progress=progress)
-        loaded, left_out = self._driver.while_idle(load)
+        loaded, left_out = self._driver.while_idle(
+            lambda: self.parts.model.load_cache(Path(path), self._builder.weights_version, progress=progress)
+        )
         if left_out:
             shares = f"{loaded:,} of its tokens are loaded, {left_out:,} are left out for lack of free slots"
             _log.warning("%s: %s", path, shares)
@@ -482,9 +458,9 @@ class Runtime:
         self._driver.close()
         parts, self._parts = self._parts, None
         if parts is not None and not self._driver.device_lost:
-            model = parts.model
-            del parts  # what it holds is free now
-            model.free_device()
+            free_device = parts.free_device
+            del parts  # what it holds is unused now
+            free_device()
 
     def __enter__(self) -> Runtime:
         return self
@@ -497,40 +473,6 @@ class Runtime:
     def _check_keeps_a_cache(self, name: str) -> None:
         if not self.parts.cache.enabled:
             raise ParameterError(f"{name} needs a prefix cache, but enable_prefix_cache is False")
-
-    def _built(
-        self,
-        prompts: Sequence[Prompt],
-        params: Params | Sequence[Params],
-        many: bool,
-        tenant: str | None,
-        request_ids: str | Sequence[str] | None,
-        on_error: OnError,
-    ) -> _Built:
-        """Outputs of prompts that cannot run (if errors are to be returned), and requests for the others."""
-        each, ids = one_each(params, len(prompts), many), own_ids(request_ids, len(prompts), many)
-        if on_error not in ("raise", "return"):
-            raise ParameterError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
-        requests, errors = self._builder.build_all(prompts, each, tenant, ids)
-        if errors and on_error == "raise":
-            raise named_together(errors, len(prompts))
-        refused = [
-            RequestOutput.refused(index, f"the prompt {error}", ids.get(index, -1))
-            for index, error in errors.items()
-        ]
-        return refused, requests
-
-    def _stream_request(
-        self, prompt: Prompt, sampling_params: Params, tenant: str | None, request_id: str | None
-    ) -> Request:
-        own_id = own_ids(request_id, 1, False).get(0)
-        try:
-            request = self._builder.build(prompt, sampling_params, tenant=tenant, request_id=own_id, streams=True)
-        except PromptError as error:
-            raise PromptError(f"the prompt {error}") from error
-        if request.params.n != 1:
-            raise ParameterError(f"n is {request.params.n}; a stream gives one answer")
-        return request
 
     def _iterate(self, built: Callable[[], _Built], on_error: OnError, progress: bool) -> Iterator[RequestOutput]:
         with old_objects_left_alone():
@@ -552,20 +494,13 @@ class Runtime:
                             hits = self.parts.cache.hit_rate
                             bar.set_postfix_str(f"{rate:,.0f} tokens/s, hit rate {hits:.1%}", refresh=False)
                             bar.update()
-                        yield _raised(output, on_error)
+                        _check(output, on_error)
+                        yield output
             finally:
                 self._driver.abandon(call)
 
 
-def _raised(output: RequestOutput, on_error: OnError) -> RequestOutput:
-    """The output, unless its pass failed and errors are to be raised."""
-    if output.cause is not None and on_error == "raise":
+def _check(output: RequestOutput | None, on_error: OnError = "raise") -> None:
+    """Raise PassError if there is an output, its pass failed, and errors are to be raised."""
+    if output is not None and output.cause is not None and on_error == "raise":
         raise PassError(f"prompt {output.index}: {output.error}") from output.cause
-    return output
-
-
-def _checked(chunk: StreamChunk) -> StreamChunk:
-    """The chunk, unless a pass of its request failed."""
-    if chunk.output is not None:
-        _raised(chunk.output, "raise")
-    return chunk

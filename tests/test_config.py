@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from dataclasses import fields
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from radixrt import ParameterError, RunLimits
-from radixrt.config import RuntimeConfig, RuntimeOptions
+from radixrt import ParameterError, RunLimits, Runtime
+from radixrt.config import RuntimeConfig
 from radixrt.limits import PassLimits
 
 
@@ -22,11 +23,18 @@ def test_defaults_go_by_the_device() -> None:
     given = RuntimeConfig(memory_fraction=0.5, max_running_requests=7)
     assert given.pass_limits(on_gpu=False) == PassLimits(7, 2048)
     assert given.share_of_memory(on_gpu=True) == 0.5
-    assert (config.max_in_flight, RuntimeConfig(overlap=False).max_in_flight) == (1, 0)
 
 
-def test_every_option_is_a_keyword() -> None:
-    assert {field.name for field in fields(RuntimeConfig)} == {"model", *RuntimeOptions.__annotations__}
+def test_a_runtime_takes_every_option_as_a_keyword() -> None:
+    taken = inspect.signature(Runtime).parameters
+    assert {name: parameter.default for name, parameter in taken.items()} == {
+        field.name: field.default for field in fields(RuntimeConfig)
+    }
+    assert [name for name, parameter in taken.items() if parameter.kind is not parameter.KEYWORD_ONLY] == ["model"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sed'"):
+        Runtime(sed=1)  # type: ignore[call-arg]
+    with pytest.raises(ParameterError, match="seed is -1"):
+        Runtime(seed=-1)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from radixrt import (
     SamplingParams,
 )
 from radixrt.execution.model_runner import ModelRunner
+from radixrt.schedule.passes import Pass, PassResult
 from tests.support import checkpoints
 from tests.support.checkpoints import LLAMA3_ROPE, VOCAB_SIZE, llama, qwen3, write
 
@@ -280,6 +281,23 @@ def test_draws_depend_on_seed_and_index_alone(folder: Path) -> None:
         assert {o.token_ids for o in other.generate(prompts, seeded)} == {alone}
 
 
+def passes_in_flight(runtime: Runtime) -> list[object]:
+    """Those that are launched and not collected, from now on; it changes with every step."""
+    runner, in_flight = runtime.parts.engine.runner, []
+    launch, collect = runner.launch, runner.collect
+
+    def launched(pass_: Pass) -> object:
+        in_flight.append(launch(pass_))
+        return in_flight[-1]
+
+    def collected(handle: object) -> PassResult:
+        in_flight.remove(handle)
+        return collect(handle)
+
+    runner.launch, runner.collect = launched, collected  # type: ignore[method-assign]
+    return in_flight
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
 def test_overlap_changes_no_output(folder: Path, temperature: float) -> None:
     """Prompts that share prefixes, are more than run at once, and end on their own or after their own lengths."""
@@ -291,15 +309,16 @@ def test_overlap_changes_no_output(folder: Path, temperature: float) -> None:
     found = []
     for overlap in (True, False):
         with small_runtime(folder, overlap=overlap, max_running_requests=4, chunked_prefill_size=16) as runtime:
+            in_flight = passes_in_flight(runtime)
             requests = [
                 runtime.prepare(p, own, index=i) for i, (p, own) in enumerate(zip(prompts, params, strict=True))
             ]
             runtime.submit(*requests)
-            outputs, in_flight = [], 0
+            outputs, most = [], 0
             while runtime.has_work:
                 outputs += runtime.step()
-                in_flight = max(in_flight, len(runtime.parts.engine._in_flight))
-            assert in_flight == overlap
+                most = max(most, len(in_flight))
+            assert most == overlap
             outputs.sort(key=lambda output: output.index)
             found.append([[(a.token_ids, a.finish_reason) for a in output.outputs] for output in outputs])
     assert found[0] == found[1]

@@ -32,8 +32,8 @@ from radixrt.cache.radix_tree import EMPTY, Match, Namespace, Node, RadixTree, S
 from radixrt.cache.snapshot import Adoption, TreeSnapshot, adopt, plan_adoption
 from radixrt.hit_rate import CountsHits
 
+# How far a lease has come: the end of its committed tokens, and the token after it, which it computes next.
 Frontier = tuple[Node, int]
-"""How far a lease has come: the end of its committed tokens, and the token after it, which it computes next."""
 
 
 @dataclass(eq=False)
@@ -94,25 +94,17 @@ class Pending:
 
 
 class PrefixCache(CountsHits):
-    """Matches prompts, lends slots and rows, publishes what was computed.
-
-    Args:
-        rows, slots: the table of positions to slots, and the free list of the KV pool.
-        host_slots: the free list of the host's KV pool; None: evicted tokens are forgotten.
-        min_store_tokens: see `HostTier`.
-        enabled: False: nothing is matched and nothing is published.
-        force_miss: nothing is matched, but everything is published and remapped as usual.
-    """
+    """Matches prompts, lends slots and rows, publishes what was computed."""
 
     def __init__(
         self,
         rows: ReqToTokenPool,
-        slots: SlotAllocator,
+        slots: SlotAllocator,  # of the KV pool
         *,
-        host_slots: SlotAllocator | None = None,
-        min_store_tokens: int = 256,
-        enabled: bool = True,
-        force_miss: bool = False,
+        host_slots: SlotAllocator | None = None,  # of the host's KV pool; None: evicted tokens are forgotten
+        min_store_tokens: int = 256,  # see `HostTier`
+        enabled: bool = True,  # False: nothing is matched and nothing is published
+        force_miss: bool = False,  # nothing is matched, but everything is published and remapped as usual
     ) -> None:
         self.rows, self.slots = rows, slots
         self.enabled, self.force_miss = enabled, force_miss

@@ -304,7 +304,10 @@ class RadixTree:
         if tier == DEVICE:
             self.device_tokens -= len(slots)
         if node.slots[1 - tier] is None:  # the other one
-            self._forget(node, parent)
+            del parent.children[node.tokens.item(0)]
+            self.total_tokens -= len(node.tokens)
+            self.version += 1
+            node.tokens = EMPTY
         self.offer(parent, tier)
         return slots
 
@@ -332,12 +335,6 @@ class RadixTree:
         node.tokens, node.parent = node.tokens[at:], upper
         upper.children[int(node.tokens[0])] = node
         return upper
-
-    def _forget(self, node: Node, parent: Node) -> None:
-        del parent.children[node.tokens.item(0)]
-        self.total_tokens -= len(node.tokens)
-        self.version += 1
-        node.tokens = EMPTY
 
 
 def _joined(parts: Sequence[Slots]) -> Slots:

@@ -21,14 +21,9 @@ from radixrt.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
 
-    from radixrt.models.config import ModelConfig
-
 
 class ServedModel(Protocol):
     """A model on its device, with all that does not concern its passes."""
-
-    @property
-    def config(self) -> ModelConfig: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -45,9 +40,6 @@ class ServedModel(Protocol):
     def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
         """Read a file into the cache. Returns how many tokens were loaded, and how many found no free slot."""
 
-    def free_device(self) -> None:
-        """Give unused memory back to the device."""
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -56,6 +48,7 @@ class Parts:
     Attributes:
         output_of: turns the first answer to a prompt, once all have ended, into the request's output.
         start_up: seconds, as in Runtime.
+        free_device: gives unused memory back to the device.
     """
 
     config: RuntimeConfig
@@ -65,6 +58,7 @@ class Parts:
     model: ServedModel
     output_of: Callable[[Answer], RequestOutput]
     start_up: Mapping[str, float] = field(default_factory=dict)
+    free_device: Callable[[], None] = lambda: None
 
     @property
     def scheduler(self) -> Scheduler:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -23,26 +23,34 @@ class KVMover:
     """
 
     def __init__(self, kv_pool: TokenToKVPool, host_pool: HostKVPool, device: torch.device, impl: Impl) -> None:
-        self._device_kv = kv_pool.buffer
+        self._device_kv, self._device, self._impl = kv_pool.buffer, device, impl
         self._host_pool = host_pool  # not its tensor alone: the pages are locked as long as the pool lives
-        self._device = device
-        self._impl = impl
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        with self._on_stream():
             self._staging = Staging(device)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def run(self, transfers: deque[KVTransfer]) -> None:
         """Start transfers in order. Each is taken off the left end once it has been started."""
-        if self._stream is None:
-            self._run(transfers)
-            return
+        slots = {f"source{i}": transfer.sources for i, transfer in enumerate(transfers)}
+        slots |= {f"target{i}": transfer.targets for i, transfer in enumerate(transfers)}
+        words, layout = packed(slots)
         try:
-            with torch.cuda.stream(self._stream):
-                self._run(transfers)
+            with self._on_stream():
+                arrays = layout.tensors(self._staging.upload(words))
+                for i in range(len(transfers)):
+                    source, target = self._device_kv, self._host_pool.buffer
+                    if not transfers[0].to_host:
+                        source, target = target, source
+                    kv_copy(source, arrays[f"source{i}"], target, arrays[f"target{i}"], impl=self._impl)
+                    transfers.popleft()
         finally:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            if self._stream is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def wait_for_passes(self) -> None:
         """Let later transfers wait for what is on the passes' stream: a pass of which only a part was launched.
@@ -51,19 +59,3 @@ class KVMover:
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def _run(self, transfers: deque[KVTransfer]) -> None:
-        words, layout = packed(
-            {
-                f"{end}{i}": slots
-                for i, transfer in enumerate(transfers)
-                for end, slots in (("source", transfer.sources), ("target", transfer.targets))
-            }
-        )
-        arrays = layout.tensors(self._staging.upload(words))
-        for i in range(len(transfers)):
-            source, target = self._device_kv, self._host_pool.buffer
-            if not transfers[0].to_host:
-                source, target = target, source
-            kv_copy(source, arrays[f"source{i}"], target, arrays[f"target{i}"], impl=self._impl)
-            transfers.popleft()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -15,15 +14,12 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.errors import DeviceLostError
 from radixrt.execution.attention.planner import ReferencePlanner, planner_of
-from radixrt.execution.executor import MAX_SCORED_AT_ONCE, Drawn, Executor
+from radixrt.execution.executor import MAX_SCORED_AT_ONCE, Executor
 from radixrt.execution.graphs.capture import GraphRecorder
 from radixrt.execution.graphs.ladder import TOKEN_SIZES, captured_shapes
-from radixrt.execution.graphs.memory import GraphMemory
-from radixrt.execution.host_copies import HostCopies, HostCopy
+from radixrt.execution.in_flight import HostCopies, HostCopy, PassTimer, TimedPass
 from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.pass_builder import MAX_PLAN_PASSES, PassBuilder
-from radixrt.execution.pass_timer import PassTimer, TimedPass
-from radixrt.execution.sampling.sampler import LogprobTensors
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import Int32Array, Logprobs, Pass, PassResult
 
@@ -32,34 +28,25 @@ _PROBE_WORDS = 1024  # that a device has to count up to show that it works
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a test makes smaller, or makes on a CPU.
+    """What a test makes smaller, or makes on a CPU."""
 
-    Attributes:
-        token_sizes: of captured passes with extends.
-        max_plan_passes: that a plan of decodes serves.
-        max_scored_at_once: rows of logits that are held at a time to score prompt tokens.
-        recorder: makes the graphs of a device.
-        planner: plans attention; None: the model's own.
-    """
-
-    token_sizes: tuple[int, ...] = TOKEN_SIZES
+    token_sizes: tuple[int, ...] = TOKEN_SIZES  # of captured passes with extends
     max_plan_passes: int = MAX_PLAN_PASSES
     max_scored_at_once: int = MAX_SCORED_AT_ONCE
-    recorder: Callable[[torch.device], GraphRecorder] = GraphMemory
-    planner: ReferencePlanner | None = None
+    recorder: type[GraphRecorder] = GraphRecorder
+    planner: ReferencePlanner | None = None  # plans attention; None: the model's own
 
 
 @dataclass(frozen=True)
 class PassInFlight:
     """A launched pass, and copies on the host that hold its result once it has ended.
 
-    `sampled`: of token ids and flags, or, for captured decodes, of the executor's `results`, which has both.
+    `copies`: of token ids and flags, or, for captured decodes, of the executor's `results`, which has both; of
+    log-probabilities; of those of prompts. The last two are empty where nobody wants them.
     """
 
     accepted: Int32Array
-    sampled: tuple[HostCopy, ...]
-    logprobs: list[HostCopy] | None
-    prompt_logprobs: list[HostCopy] | None
+    copies: list[list[HostCopy]]
     timed: TimedPass
 
 
@@ -67,10 +54,6 @@ class ModelRunner:
     """Runs a model over passes, in the order of the launches.
 
     Args:
-        model: on the device.
-        rows: the host's table, of which the device keeps a copy.
-        kv_pool: the KV of all tokens, on the device.
-        device: where everything is.
         host_pool: the KV of tokens that have left the device; None: there is no such tier.
         max_captured_batch: passes of up to that many requests, or MAX_CAPTURED_BATCH, run as captured graphs, once
             `capture_graphs` has been called; 0: none do.
@@ -92,14 +75,10 @@ class ModelRunner:
         tree: bool = False,
         tuning: Tuning = Tuning(),
     ) -> None:
-        self.model = model
-        self.kv_pool = kv_pool
-        self.device = device
-        self._tuning = tuning
+        self.model, self.device, self._tuning = model, device, tuning
         self._probe = torch.zeros(_PROBE_WORDS, dtype=torch.int32, device=device)  # each is `_probes`
         self._probes = 0
-        self._timer = PassTimer(device)
-        self.copies = HostCopies(device)
+        self._timer, self.copies = PassTimer(device), HostCopies(device)
         planner = tuning.planner or planner_of(
             model.config, model.placement, rows.req_to_token, kv_pool.buffer.dtype, tree=tree
         )
@@ -134,37 +113,28 @@ class ModelRunner:
             try:
                 packed = self._builder.build(pass_)
                 self._timer.start()
-                forward = self.executor.forward(packed)
-                drawn = self.executor.draw(packed, forward)
-                return self._send_back(pass_, drawn, self.executor.score(packed, forward))
+                forward = self.executor.forward(pass_, packed)
+                drawn = self.executor.draw(forward)
+                sampled = (drawn.token_ids, drawn.finite) if drawn.words is None else (drawn.words,)
+                results = (sampled, drawn.logprobs, self.executor.score(forward))
+                # On a CPU, too, they are copied: the next passes overwrite some of them.
+                copies = [[self.copies.start(tensor) for tensor in tensors] for tensors in results]
+                accepted = pass_.num_samples  # nothing is drafted yet
+                return PassInFlight(accepted, copies, self._timer.end())
             except BaseException:
                 if self._mover is not None:
                     self._mover.wait_for_passes()
                 raise
 
-    def _send_back(self, pass_: Pass, drawn: Drawn, prompt_logprobs: LogprobTensors | None) -> PassInFlight:
-        tensors = (self.executor.results.words,) if drawn.is_in_results else (drawn.token_ids, drawn.finite)
-        # On a CPU, too, they are copied: the next passes overwrite some of them.
-        sampled = tuple(map(self.copies.start, tensors))
-        logprobs, prompt_logprob_copies = self._all_to_host(drawn.logprobs), self._all_to_host(prompt_logprobs)
-        accepted = pass_.num_samples  # nothing is drafted yet
-        return PassInFlight(accepted, sampled, logprobs, prompt_logprob_copies, self._timer.end())
-
-    def _all_to_host(self, tensors: LogprobTensors | None) -> list[HostCopy] | None:
-        return None if tensors is None else [self.copies.start(tensor) for tensor in tensors]
-
     def collect(self, handle: object) -> PassResult:
         """Wait for a pass and return its result."""
         assert isinstance(handle, PassInFlight)
         seconds, launching = self._timer.wait(handle.timed)
-        first, *others = map(self.copies.take, handle.sampled)
-        results, count = self.executor.results, len(handle.accepted)
-        token_ids, finite = (first, *others) if others else results.parts(first, count)
-        logprobs, prompt_logprobs = self._logprobs(handle.logprobs), self._logprobs(handle.prompt_logprobs)
-        return PassResult(token_ids, handle.accepted, finite, logprobs, prompt_logprobs, seconds, launching)
-
-    def _logprobs(self, copies: list[HostCopy] | None) -> Logprobs | None:
-        return None if copies is None else Logprobs(*map(self.copies.take, copies))
+        sampled, *others = ([self.copies.take(copy) for copy in copies] for copies in handle.copies)
+        results, accepted = self.executor.results, handle.accepted
+        token_ids, finite = sampled if len(sampled) == 2 else results.first_of(sampled[0], len(accepted))
+        logprobs, prompt_logprobs = (Logprobs(*arrays) if arrays else None for arrays in others)
+        return PassResult(token_ids, accepted, finite, logprobs, prompt_logprobs, seconds, launching)
 
     def _on_device(self) -> AbstractContextManager[object]:
         # Kernels and events go to the current device, whatever their tensors' is.
@@ -180,11 +150,14 @@ class ModelRunner:
             return
         try:
             with self._on_device():
-                works = self._counts_right()
-        except RuntimeError as found:
-            raise DeviceLostError(self._lost(found)) from error
-        if not works:
-            raise DeviceLostError(self._lost(error)) from error
+                found = None if self._counts_right() else error
+        except RuntimeError as raised:
+            found = raised
+        if found is not None:
+            said = str(found).partition("\n")[0] or type(found).__name__
+            raise DeviceLostError(
+                f"the device {self.device} works no more ({said}); only a new process can use it again"
+            ) from error
         # The error's frames hold on to what the pass has made; whoever keeps the error would keep that.
         traceback.clear_frames(error.__traceback__)
         if isinstance(error, torch.OutOfMemoryError):
@@ -197,7 +170,3 @@ class ModelRunner:
             self._probe += 1
         self._probes += 1
         return bool((self._probe.cpu() == self._probes).all())
-
-    def _lost(self, error: Exception) -> str:
-        said = str(error).partition("\n")[0] or type(error).__name__
-        return f"the device {self.device} works no more ({said}); only a new process can use it again"

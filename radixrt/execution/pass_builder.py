@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from layers.input_metadata import InputMetadata, Int32Array
+from layers.input_metadata import InputMetadata
 from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
 from radixrt.execution.attention.planner import AttentionPlanner, ReferencePlanner
 from radixrt.execution.graphs.ladder import PassShape
-from radixrt.execution.packed_pass import PackedPass, PassKey
 from radixrt.execution.staging import Layout, packed, padded
-from radixrt.schedule.passes import NO_ROWS, Pass
-
-Arrays = dict[str, NDArray[Any]]
+from radixrt.schedule.passes import NO_ROWS, Arrays, Int32Array, Pass
 
 DRAW_DTYPES: Mapping[str, type[np.generic]] = {
     "temperatures": np.float32,
@@ -30,19 +27,53 @@ DRAW_DTYPES: Mapping[str, type[np.generic]] = {
     "min_ps": np.float32,
 }
 MAX_PLAN_PASSES = 64  # that a plan of decodes serves: it stays exact as contexts grow, but its balance ages
+_NOTHING = Layout({}, 0)
+_METADATA = tuple(InputMetadata.host_arrays([], [], [], []))  # its fields that are arrays on the host, too
+
+
+class PassKey(NamedTuple):
+    """Which captured graph computes a pass."""
+
+    shape: PassShape
+    plans: PlanShape
+
+
+@dataclass(frozen=True)
+class PackedPass:
+    """What the device is sent of a pass. Valid until the next one is built: passes may share their words.
+
+    Attributes:
+        key: of the captured graph; None: the pass is launched kernel by kernel.
+        words: all arrays of the pass, int32.
+        inputs: where those lie that make the logits: the fields of InputMetadata, `input_ids`, `last_tokens` and
+            `logits_indices`, the plans. Of a captured decode also what plain draws read, but none of the last two.
+        plans: of attention, on the host.
+        extras: where all other arrays lie, after the inputs: changes of rows, draws, scored tokens.
+    """
+
+    key: PassKey | None
+    words: Int32Array
+    inputs: Layout
+    plans: PassPlans[Int32Array]
+    extras: Layout = _NOTHING
+
+    def with_extras(self, extras: Arrays) -> PackedPass:
+        """The pass with other arrays after its inputs."""
+        words, layout = packed(extras, before=self.words)
+        return replace(self, words=words, extras=layout)
+
+    def host_arrays(self) -> dict[str, Int32Array]:
+        """What `InputMetadata.host_arrays` returned for the pass, with padding."""
+        places = self.inputs.places
+        return {name: self.words[places[name][0]] for name in _METADATA}
 
 
 class PassBuilder:
     """Decides how each pass is computed, pads it, plans its attention, and packs all that it is told.
 
-    Padding belongs to no request: it reads nothing, writes its KV to slot 0 and its slots to `padding_row`.
-
-    Args:
-        planner: plans attention.
-        shapes: of passes that may be captured, of decodes and of others, each ascending. If there are any, the
-            planner is an AttentionPlanner: the references pad nothing.
-        padding_row: of `req_to_token`.
-        max_plan_passes: decodes of the same requests that a plan serves.
+    `shapes` are of passes that may be captured, of decodes and of others, each ascending. If there are any, the
+    planner is an AttentionPlanner: the references pad nothing. Padding belongs to no request: it reads nothing,
+    writes its KV to slot 0 and its slots to `padding_row`. A plan serves up to `max_plan_passes` decodes.
     """
 
     def __init__(
@@ -52,18 +83,14 @@ class PassBuilder:
         padding_row: int,
         max_plan_passes: int = MAX_PLAN_PASSES,
     ) -> None:
-        self._planner, self._shapes = planner, shapes
-        self._padding_row, self._max_plan_passes = padding_row, max_plan_passes
-        # Shapes of which there are idle passes, ascending: others are not captured. Of decodes also the sizes.
+        self._planner, self._kernels = planner, cast("AttentionPlanner", planner)
+        self._shapes, self._padding_row, self._max_plan_passes = shapes, padding_row, max_plan_passes
+        # Shapes of which there are idle passes, ascending: others are not captured.
         self._decodes: list[PassShape] = []
-        self._sizes: list[int] = []
         self._extends: list[PassShape] = []
-        self._inputs: dict[PassKey, Layout] = {}
+        self._layouts: dict[PassKey, Layout] = {}  # of passes with extends
         self._decode_words: dict[PassKey, _DecodeWords] = {}
-        # Of the captured decode before: its words, the very array of its rows, passes that its plan still serves.
-        self._current: _DecodeWords | None = None
-        self._rows: Int32Array | None = None
-        self._plan_passes_left = 0
+        self._current: _DecodeWords | None = None  # of the captured decode before
 
     def idle_passes(self, max_shapes: int | None = None) -> Iterator[PackedPass]:
         """A pass of nothing but padding for each key, to be captured with: `build` uses these keys from then on.
@@ -71,31 +98,45 @@ class PassBuilder:
         The largest come first, as the others fit into the memory of their graphs; with `max_shapes`, only those of
         so many shapes with extends and of decodes.
         """
-        for is_decode, known in ((False, self._extends), (True, self._decodes)):
-            shapes = [shape for shape in reversed(self._shapes) if shape.is_decode == is_decode]
-            for shape in shapes[:max_shapes]:
-                known.insert(0, shape)
-                self._sizes = [decodes.num_rows for decodes in self._decodes]
-                plan_shapes = self._kernels.decode_shapes(shape.num_rows)
-                if not is_decode:
-                    plan_shapes = self._kernels.extend_shapes(shape.num_tokens, shape.num_rows)
-                for plans in reversed(plan_shapes):
-                    yield self._idle(PassKey(shape, plans))
+        kernels, shapes = self._kernels, self._shapes[::-1]
+        extends = [shape for shape in shapes if not shape.is_decode][:max_shapes]
+        decodes = [shape for shape in shapes if shape.is_decode][:max_shapes]
+        self._extends, self._decodes = extends[::-1], decodes[::-1]
+        for shape in extends:
+            for plans in reversed(kernels.extend_shapes(shape.num_tokens, shape.num_rows)):
+                idle = self._padded(NO_ROWS, shape, [plans])
+                assert idle is not None  # nothing is out of balance
+                yield idle
+        for shape in decodes:
+            for plans in reversed(kernels.decode_shapes(shape.num_rows)):
+                yield self._idle_decodes(PassKey(shape, plans))
+
+    def _idle_decodes(self, key: PassKey) -> PackedPass:
+        size = key.shape.num_rows
+        zeros = np.zeros(size, np.int32)
+        host = InputMetadata.host_arrays(zeros + np.int32(self._padding_row), zeros + 1, zeros, zeros)
+        draws = {name: np.zeros(size, dtype) for name, dtype in DRAW_DTYPES.items()}
+        plans = self._kernels.plan_padded_decodes(zeros, zeros, [key.plans])
+        # Plans come last: so the addresses of what draws read depend on the size alone.
+        words, layout = packed({"input_ids": zeros, **host, **draws, **plans.numbered()})
+        idle = PackedPass(key, words, layout, plans)
+        self._decode_words[key] = _DecodeWords(idle)
+        return idle
 
     def build(self, pass_: Pass) -> PackedPass:
         """Pack a pass: in the smallest captured shape that it fits, or, if there is none, as it is."""
         shape = self._shape_of(pass_)
-        if shape is None:
-            return self._as_it_is(pass_)
-        if shape.is_decode:
+        if shape is not None and shape.is_decode:
             return self._decode(pass_, shape)
-        return self._with_extends(pass_, shape) or self._as_it_is(pass_)
+        made = None if shape is None else self._padded(pass_, shape)
+        return (made or self._as_it_is(pass_)).with_extras(_extras(pass_))
 
     def _shape_of(self, pass_: Pass) -> PassShape | None:
         num_extends, count = pass_.num_extends, pass_.num_rows
         # Each request computes the last token that is known, and samples: so none is scored.
         if not num_extends and self._decodes and (pass_.num_samples == 1).all():
-            return self._decodes[bisect_left(self._sizes, count)] if count <= self._sizes[-1] else None
+            place = bisect_left(self._decodes, count, key=attrgetter("num_rows"))
+            return self._decodes[place] if place < len(self._decodes) else None
         if not self._extends or len(pass_.scored) or pass_.num_samples.max() > 1:
             return None
         num_decodes = count - num_extends
@@ -112,138 +153,92 @@ class PassBuilder:
         )
         last = host["extend_start_loc"] + host["extend_seq_lens"] - 1  # [B]
         plans = self._planner.plan(host, pass_.num_extends)
-        inputs: Arrays = {
-            **host,
-            "input_ids": pass_.input_ids,
-            "last_tokens": last,
-            "logits_indices": last[pass_.sampling.logits_rows],
-            **plans.numbered(),
-        }
-        scored: Arrays = {"scored": pass_.scored, "scored_targets": pass_.scored_targets}
-        extras = _draw_arrays(pass_) | _row_changes(pass_) | scored
-        return _packed_pass(pass_, None, *packed(inputs), extras, plans, pass_.num_extends)
+        own = {"last_tokens": last, "logits_indices": last[pass_.sampling.logits_rows]}
+        words, layout = packed({**host, "input_ids": pass_.input_ids, **own, **plans.numbered()})
+        return PackedPass(None, words, layout, plans)
 
-    def _with_extends(self, pass_: Pass, shape: PassShape) -> PackedPass | None:
-        """None: a plan of its own is better, see `plan_padded_extends`."""
-        made = self._padded(pass_, shape)
-        if made is None:
-            return None
-        inputs, plans = made
-        key = PassKey(shape, plans.shape)
-        words, layout = packed(inputs, self._inputs[key])
-        extras = _draw_arrays(pass_) | _row_changes(pass_)
-        return _packed_pass(pass_, key, words, layout, extras, plans, shape.num_extends)
+    def _padded(self, pass_: Pass, shape: PassShape, plan_shapes: Sequence[PlanShape] = ()) -> PackedPass | None:
+        """A pass in the places of a shape with extends. Its padding tokens are those of an extend of their own.
 
-    def _padded(
-        self, pass_: Pass, shape: PassShape, plan_shapes: Sequence[PlanShape] = ()
-    ) -> tuple[Arrays, PassPlans[Int32Array]] | None:
-        """A pass in the places of a shape with extends. Its padding tokens are those of an extend of their own."""
+        None: a plan of its own is better, see `plan_padded_extends`.
+        """
         num_live, num_decodes = pass_.num_extends, pass_.num_rows - pass_.num_extends
-        num_tokens = len(pass_.input_ids) - num_decodes
+        num_tokens, num_extends = len(pass_.input_ids) - num_decodes, shape.num_extends
 
-        def spread(
-            array: Int32Array, count: int, size: int, filler: int = 0, decode_filler: int | None = None
-        ) -> Int32Array:
+        def spread(array: Int32Array, count: int, size: int, filler: int = 0) -> Int32Array:
             """`count` numbers of the extends in `size` places, then those of the decodes; fillers after both."""
-            decode_filler = filler if decode_filler is None else decode_filler
-            decodes = padded(array[count:], shape.num_rows, decode_filler)
+            decodes = padded(array[count:], shape.num_rows, filler)
             return np.concatenate([padded(array[:count], size, filler), decodes])
 
-        seq_lens = spread(pass_.seq_lens, num_live, shape.num_extends, 0, 1)
-        seq_lens[shape.num_extends - 1] = shape.num_tokens - num_tokens
+        seq_lens = spread(pass_.seq_lens, num_live, num_extends)
+        seq_lens[num_extends - 1] = shape.num_tokens - num_tokens
+        seq_lens[num_extends + num_decodes :] = 1
         host = InputMetadata.host_arrays(
-            spread(pass_.req_pool_indices, num_live, shape.num_extends, self._padding_row),
+            spread(pass_.req_pool_indices, num_live, num_extends, self._padding_row),
             seq_lens,
-            spread(pass_.prefix_lens, num_live, shape.num_extends),
+            spread(pass_.prefix_lens, num_live, num_extends),
             spread(pass_.out_cache_loc, num_tokens, shape.num_tokens),
         )
         host["positions"][num_tokens : shape.num_tokens] = 0  # there may be none so great
         lens = padded(pass_.seq_lens[num_live:], shape.num_rows)
-        plans = self._kernels.plan_padded_extends(host, shape.num_extends, num_live, lens, plan_shapes)
+        plans = self._kernels.plan_padded_extends(host, num_extends, num_live, lens, plan_shapes)
         if plans is None:
             return None
         last = host["extend_start_loc"] + host["extend_seq_lens"] - 1
-        last = np.concatenate([last[:num_live], last[shape.num_extends : shape.num_extends + num_decodes]])
-        return {
+        last = np.concatenate([last[:num_live], last[num_extends : num_extends + num_decodes]])
+        inputs: Arrays = {
             **host,
             "input_ids": spread(pass_.input_ids, num_tokens, shape.num_tokens),
-            "last_tokens": padded(last, shape.num_extends + shape.num_rows),
+            "last_tokens": padded(last, num_extends + shape.num_rows),
             "logits_indices": padded(last[pass_.num_samples > 0], shape.num_rows),
             **plans.numbered(),
-        }, plans
+        }
+        key = PassKey(shape, plans.shape)
+        words, self._layouts[key] = packed(inputs, self._layouts.get(key))
+        return PackedPass(key, words, self._layouts[key], plans)
 
     def _decode(self, pass_: Pass, shape: PassShape) -> PackedPass:
-        rows = pass_.req_pool_indices
-        if self._current is None or rows is not self._rows or not self._plan_passes_left:
+        current, rows = self._current, pass_.req_pool_indices
+        if current is None or rows is not current.rows or not current.passes_left:
             lens = padded(pass_.seq_lens, shape.num_rows)
             plans = self._kernels.plan_padded_decodes(padded(rows, shape.num_rows), lens)
-            self._current = self._decode_words[PassKey(shape, plans.shape)]
-            self._current.begin(rows, plans)
-            self._rows, self._plan_passes_left = rows, self._max_plan_passes
-        self._plan_passes_left -= 1
-        current, sampling = self._current, pass_.sampling
-        current.update(pass_)
+            current = self._current = self._decode_words[PassKey(shape, plans.shape)]
+            current.begin(rows, plans, self._max_plan_passes)
+        made, sampling = current.update(pass_), pass_.sampling
         plain = sampling.features.array_names
-        extras: Arrays = {name: array for name, array in sampling.arrays.items() if name not in plain}
+        extras = {name: array for name, array in sampling.arrays.items() if name not in plain}
         if len(pass_.row_changes) > pass_.num_rows:  # else they are the new tokens', which the graph writes
             extras |= _row_changes(pass_)
-        elif not extras and current.packed is not None and current.packed.features == sampling.features:
-            return current.packed  # nothing but its words has changed
-        words, plans = current.words, current.plans
-        made = _packed_pass(pass_, current.key, words, current.inputs, extras, plans, num_extends=0)
-        current.packed = None if extras else made
-        return made
-
-    @property
-    def _kernels(self) -> AttentionPlanner:
-        assert isinstance(self._planner, AttentionPlanner)
-        return self._planner
-
-    def _idle(self, key: PassKey) -> PackedPass:
-        shape, zeros = key.shape, np.zeros(key.shape.num_rows, np.int32)
-        if shape.is_decode:
-            plans = self._kernels.plan_padded_decodes(zeros, zeros, [key.plans])
-            idle = self._decode_words[key] = _DecodeWords(key, self._padding_row, plans)
-            return _packed_pass(NO_ROWS, key, idle.words.copy(), idle.inputs, {}, plans, num_extends=0)
-        made = self._padded(NO_ROWS, shape, [key.plans])
-        assert made is not None  # nothing is out of balance
-        words, self._inputs[key] = packed(made[0])
-        return _packed_pass(NO_ROWS, key, words, self._inputs[key], {}, made[1], shape.num_extends)
+        return made.with_extras(extras) if extras else made
 
 
 class _DecodeWords:
-    """The words of captured decodes of one key, updated in place from pass to pass of the same requests.
+    """Captured decodes of one key, whose words are updated in place from pass to pass of the same requests.
 
-    `arrays` and `plans` are parts of the words, laid out as `inputs` says. `packed` is a pass of these requests
-    that has no extras, once there is one.
+    `rows` is the very array of their rows, and `passes_left` counts those that their plans still serve.
     """
 
-    def __init__(self, key: PassKey, padding_row: int, plans: PassPlans[Int32Array]) -> None:
-        size = key.shape.num_rows
-        zeros = np.zeros(size, np.int32)
-        host = InputMetadata.host_arrays(zeros + np.int32(padding_row), zeros + 1, zeros, zeros)
-        draws = {name: np.zeros(size, dtype) for name, dtype in DRAW_DTYPES.items()}
-        self.key = key
-        # Plans come last: so the addresses of what draws read depend on the size alone.
-        self.words, self.inputs = packed({"input_ids": zeros, **host, **draws, **plans.numbered()})
-        self.arrays = self.inputs.parts(self.words)
-        self._plan_arrays = [self.arrays[name] for name in plans.numbered()]
-        self.plans = plans.with_arrays(self._plan_arrays)
-        self.packed: PackedPass | None = None
-        self._idle = self.words.copy()
+    def __init__(self, idle: PackedPass) -> None:
+        words = idle.words.copy()
+        self._idle_words, self._arrays = idle.words, idle.inputs.parts(words)
+        self._plan_arrays = [self._arrays[name] for name in idle.plans.numbered()]
+        self._packed = replace(idle, words=words, plans=idle.plans.with_arrays(self._plan_arrays))
+        self.rows: Int32Array | None = None
+        self.passes_left = 0
 
-    def begin(self, rows: Int32Array, plans: PassPlans[Int32Array]) -> None:
+    def begin(self, rows: Int32Array, plans: PassPlans[Int32Array], num_passes: int) -> None:
         """Fill in what does not change while the requests `rows` `[B]` decode by these plans."""
-        self.packed = None
-        self.words[:] = self._idle
-        self.arrays["req_pool_indices"][: len(rows)] = rows
+        self.rows, self.passes_left = rows, num_passes
+        self._packed.words[:] = self._idle_words
+        self._arrays["req_pool_indices"][: len(rows)] = rows
         for place, array in zip(self._plan_arrays, plans.arrays(), strict=True):
             place[:] = array
-        self.plans = replace(self.plans)  # other items grow
+        self._packed = replace(self._packed, plans=replace(self._packed.plans))  # other items grow
 
-    def update(self, pass_: Pass) -> None:
+    def update(self, pass_: Pass) -> PackedPass:
         """Fill in what is new in a pass of the requests that it was begun for; of draws what the features name."""
-        arrays, count, draws = self.arrays, pass_.num_rows, pass_.sampling
+        self.passes_left -= 1
+        arrays, count, draws = self._arrays, pass_.num_rows, pass_.sampling
         arrays["seq_lens"][:count] = pass_.seq_lens
         arrays["prefix_lens"][:count] = pass_.prefix_lens
         arrays["positions"][:count] = pass_.prefix_lens
@@ -251,44 +246,12 @@ class _DecodeWords:
         arrays["input_ids"][:count] = pass_.input_ids
         for name in draws.features.array_names:
             arrays[name][:count] = draws.arrays[name]
-        self.plans.grow(pass_.seq_lens)
+        self._packed.plans.grow(pass_.seq_lens)
+        return self._packed
 
 
-def _packed_pass(
-    pass_: Pass,
-    key: PassKey | None,
-    words: Int32Array,
-    inputs: Layout,
-    extras: Arrays,
-    plans: PassPlans[Int32Array],
-    num_extends: int,
-) -> PackedPass:
-    """A pass whose inputs are packed in `words`; the extras come after them."""
-    own = Layout.of(extras, inputs.num_words)
-    if extras:
-        words = np.append(words, np.zeros(own.num_words - len(words), np.int32))
-        own.pack(extras, words)
-    draws = pass_.sampling
-    return PackedPass(
-        key=key,
-        words=words,
-        inputs=inputs,
-        extras=own,
-        plans=plans,
-        num_extends=num_extends,
-        num_rows=pass_.num_rows,
-        num_samples=len(draws.logits_rows),
-        has_row_changes="changed_rows" in own.places,
-        features=draws.features,
-        processed=draws.processed,
-        num_top=draws.num_top,
-        num_scored=len(pass_.scored),
-        num_top_scored=pass_.num_top_scored,
-    )
-
-
-def _draw_arrays(pass_: Pass) -> Arrays:
-    """What draws from S rows of logits read, and who they are for."""
+def _extras(pass_: Pass) -> Arrays:
+    """What draws from S rows of logits read, and who they are for; changes of rows; scored tokens."""
     logits_rows = pass_.sampling.logits_rows
     first_samples = np.flatnonzero(np.diff(logits_rows, prepend=-1)).astype(np.int32)
     return {
@@ -296,6 +259,8 @@ def _draw_arrays(pass_: Pass) -> Arrays:
         "first_samples": first_samples,
         "first_rows": pass_.req_pool_indices[logits_rows[first_samples]],
         **pass_.sampling.arrays,
+        **_row_changes(pass_),
+        **({"scored": pass_.scored, "scored_targets": pass_.scored_targets} if len(pass_.scored) else {}),
     }
 
 

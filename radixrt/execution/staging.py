@@ -13,6 +13,7 @@ from torch import Tensor
 
 Int32Array = NDArray[np.int32]
 
+_NO_WORDS = np.zeros(0, np.int32)
 ALIGNMENT = 4  # words: every array starts at a multiple of 16 bytes
 _TORCH_DTYPES = {
     np.dtype(np.int32): torch.int32,
@@ -27,21 +28,6 @@ class Layout:
 
     places: Mapping[str, tuple[slice, np.dtype[Any]]]  # the words of each array, and its dtype
     num_words: int  # where the last one ends
-
-    @staticmethod
-    def of(arrays: Mapping[str, NDArray[Any]], start: int = 0) -> Layout:
-        """The layout of arrays whose words begin at `start` or after it."""
-        places, end = {}, start
-        for name, array in arrays.items():
-            begin = -(-end // ALIGNMENT) * ALIGNMENT
-            end = begin + array.nbytes // 4
-            places[name] = slice(begin, end), array.dtype
-        return Layout(places, end)
-
-    def pack(self, arrays: Mapping[str, NDArray[Any]], words: Int32Array) -> None:
-        """Copy the arrays to their words."""
-        for name, (place, _) in self.places.items():
-            words[place] = np.ascontiguousarray(arrays[name]).view(np.int32)
 
     def parts(self, words: Int32Array) -> dict[str, NDArray[Any]]:
         """Each array's part of the words."""
@@ -62,24 +48,23 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, num_words: int = 1 << 16) -> None:
-        self._device = device
+        self._device, self._on_gpu = device, device.type == "cuda"
         self._turn = 0
-        self._copied: list[torch.cuda.Event] | None = None
-        if device.type == "cuda":
-            self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
-        self._fixed: Tensor | None = None
+        events = range(2 if self._on_gpu else 0)
+        self._copied = [torch.cuda.Event() for _ in events]  # type: ignore[no-untyped-call]
+        self._fixed = torch.empty(0, dtype=torch.int32, device=device)
         self._reserve(num_words)
 
     def _reserve(self, num_words: int) -> None:
         # What is in flight holds on to the buffers before.
-        pinned = self._device.type == "cuda"
+        pinned = self._on_gpu
         self._host = [torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(2)]
         self._words = [buffer.numpy() for buffer in self._host]
         self._buffer = torch.empty(num_words, dtype=torch.int32, device=self._device)
 
     def fix(self, num_words: int) -> None:
         """From now on, keep one buffer where it is: graphs that read up to `num_words` of it know its address."""
-        assert self._fixed is None
+        assert not len(self._fixed)
         self._fixed = torch.empty(2 * num_words, dtype=torch.int32, device=self._device)  # the rest is for extras
 
     def upload(self, words: Int32Array, num_fixed: int = 0) -> Tensor:
@@ -88,24 +73,35 @@ class Staging:
         if count > len(self._buffer):
             self._reserve(2 * count)
         self._turn ^= 1
-        if self._copied is not None:
+        if self._on_gpu:
             self._copied[self._turn].synchronize()
         self._words[self._turn][:count] = words
-        host, fixed = self._host[self._turn], self._fixed
-        target = self._buffer if fixed is None or count > len(fixed) else fixed
+        host = self._host[self._turn]
+        is_long = count > len(self._fixed)
+        target = self._buffer if is_long else self._fixed
         target[:count].copy_(host[:count], non_blocking=True)
-        if fixed is not None and num_fixed and target is not fixed:
-            fixed[:num_fixed].copy_(host[:num_fixed], non_blocking=True)
-        if self._copied is not None:
+        if is_long and num_fixed:
+            self._fixed[:num_fixed].copy_(host[:num_fixed], non_blocking=True)
+        if self._on_gpu:
             self._copied[self._turn].record()
         return target
 
 
-def packed(arrays: Mapping[str, NDArray[Any]], layout: Layout | None = None) -> tuple[Int32Array, Layout]:
-    """Arrays as words, and where each one is: `layout`, if that is known."""
-    layout = layout or Layout.of(arrays)
+def packed(
+    arrays: Mapping[str, NDArray[Any]], layout: Layout | None = None, before: Int32Array = _NO_WORDS
+) -> tuple[Int32Array, Layout]:
+    """The words `before`, then arrays, and where each of these is: `layout`, if that is known."""
+    if layout is None:
+        places, end = {}, len(before)
+        for name, array in arrays.items():
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+            end = begin + array.nbytes // 4
+            places[name] = slice(begin, end), array.dtype
+        layout = Layout(places, end)
     words = np.zeros(layout.num_words, np.int32)
-    layout.pack(arrays, words)
+    words[: len(before)] = before
+    for name, (place, _) in layout.places.items():
+        words[place] = np.ascontiguousarray(arrays[name]).view(np.int32)
     return words, layout
 
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from radixrt.cache.radix_tree import Namespace
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
+from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
 from radixrt.text.builder import TextBuilder
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]
 Params = SamplingParams | Mapping[str, Any] | None
 Continuation = str | Sequence[int]
+OnError = Literal["raise", "return"]
 
 MAX_NAMED = 8  # bad prompts that one error spells out
 
@@ -87,31 +89,55 @@ class RequestBuilder:
         """
         return self._request(prompt, self._terms(params), index, self._namespace(tenant), request_id, streams)
 
+    def build_streamed(
+        self, prompt: Prompt, params: Params, tenant: str | None, request_id: str | None
+    ) -> Request:
+        """A request for a stream. Raises as `build` does, and ParameterError where n is not 1."""
+        own_id = own_ids(request_id, 1, False).get(0)
+        try:
+            request = self.build(prompt, params, tenant=tenant, request_id=own_id, streams=True)
+        except PromptError as error:
+            raise PromptError(f"the prompt {error}") from error
+        if request.params.n != 1:
+            raise ParameterError(f"n is {request.params.n}; a stream gives one answer")
+        return request
+
     def build_all(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[Params],
+        params: Params | Sequence[Params],
+        many: bool,
         tenant: str | None,
-        request_ids: Mapping[int, str],
-    ) -> tuple[list[Request], dict[int, Exception]]:
-        """Requests for the prompts that can run, and why the others cannot. Errors and ids are by index.
+        request_ids: str | Sequence[str] | None,
+        on_error: OnError,
+    ) -> tuple[list[RequestOutput], list[Request]]:
+        """Outputs of the prompts that cannot run, where errors are returned, and requests for the others.
 
-        Raises:
-            ParameterError: the tenant is no string.
+        If the caller gave `many`, a list, parameters and ids are lists too. Raises ParameterError if an argument
+        does not go with the prompts, and PromptError, where errors are raised, which names all of them.
         """
+        each, ids = one_each(params, len(prompts), many), own_ids(request_ids, len(prompts), many)
+        if on_error not in ("raise", "return"):
+            raise ParameterError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
         requests: list[Request] = []
         errors: dict[int, Exception] = {}
         namespace = self._namespace(tenant)
         terms: dict[int, _Terms] = {}  # by the identity of the parameters: often all are the same
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             try:
                 if id(own) not in terms:
                     terms[id(own)] = self._terms(own)
-                request_id = request_ids.get(index)
+                request_id = ids.get(index)
                 requests.append(self._request(prompt, terms[id(own)], index, namespace, request_id, False))
             except (PromptError, ParameterError) as error:
                 errors[index] = error
-        return requests, errors
+        if errors and on_error == "raise":
+            raise named_together(errors, len(prompts))
+        refused = [
+            RequestOutput.refused(index, f"the prompt {error}", ids.get(index, -1))
+            for index, error in errors.items()
+        ]
+        return refused, requests
 
     def build_scored(
         self,

@@ -20,7 +20,6 @@ The identity is what the KV depends on. Nothing in a file is trusted: hashes and
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -29,9 +28,8 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -59,8 +57,6 @@ _ARRAYS = {  # by the field of TreeSnapshot: name and dtype in the file
 _NUMPY: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 
 Identity = Mapping[str, Any]
-Tensors = dict[str, dict[str, Any]]
-"""A header without its metadata: by name dtype, shape and data_offsets."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +76,10 @@ class KVFormat:
         return max(1, PIECE_BYTES // max(1, self.token_bytes))
 
 
-def kv_pieces(num_tokens: int, kv: KVFormat) -> Iterator[tuple[int, int]]:
-    """Yield the tokens [start, end) of each piece of KV."""
-    size = kv.piece_tokens
-    return ((start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
-
-
-def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> Tensors:
+def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> dict[str, dict[str, Any]]:
+    """The header without its metadata: by name dtype, shape and data_offsets."""
     num_pieces = len(_ARRAYS) + -(-num_tokens // kv.piece_tokens)
-    tensors: Tensors = {}
-    offset = 0
+    tensors, offset = {}, 0
     for name, dtype, shape in (
         *((name, dtype, [num_tokens if name == "tokens" else num_nodes]) for name, dtype in _ARRAYS.values()),
         ("kv", kv.dtype, [num_tokens, *kv.shape]),
@@ -103,123 +93,66 @@ def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> Tensors:
 
 
 class CacheFileWriter:
-    """Writes a cache file: `write` for each of `kv_pieces`, in order, then `finish`, which replaces an older file.
+    """Writes a cache file: `write` for each piece of KV, in order, then `finish`."""
 
-    Raises:
-        CacheFileError: the disk refuses, or another process is writing the same file.
-    """
+    def __init__(self, head: bytes, file: AtomicFile, hashers: ThreadPoolExecutor) -> None:
+        self._head, self._file, self._hashers = head, file, hashers
+        self._digests: list[Future[bytes]] = []
+        file.write(head)
 
-    def __init__(self, path: Path, tree: TreeSnapshot, kv: KVFormat, identity: Identity) -> None:
-        self._path = path
-        tensors = _layout(len(tree), tree.num_tokens, kv)
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path, tree: TreeSnapshot, kv: KVFormat, identity: Identity) -> Iterator[CacheFileWriter]:
+        """Begin a file, which `finish` puts in the place of an older one.
+
+        Raises:
+            CacheFileError: the disk refuses, or another process is writing the same file.
+        """
         metadata = {
             "radixrt_cache_version": VERSION,
             "identity": json.dumps(identity),
             "tenants": json.dumps(tree.tenant_names),
         }
+        tensors = _layout(len(tree), tree.num_tokens, kv)
         header = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
         if len(header) > _MAX_HEADER_BYTES:
             raise CacheFileError(f"cannot write {path}: its {len(tree.tenant_names)} tenants have too long names")
-        self._head = len(header).to_bytes(8, "little") + header
-        self._digests: list[Future[bytes]] = []
-        self._hashers = ThreadPoolExecutor(_HASHERS, "cache-file")
-        with self._refusals():
-            self._file = AtomicFile(path)
-        try:
-            with self._refusals():
-                self._file.write(self._head)
-                for field, (_, dtype) in _ARRAYS.items():
-                    self._append(getattr(tree, field).astype(_NUMPY[dtype]).view(np.uint8))
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-
-    def __enter__(self) -> CacheFileWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hashers.shutdown(cancel_futures=True)
-        with self._refusals():
-            self._file.__exit__(kind, error, trace)
+        with (
+            _refusals(f"cannot write {path}"),
+            AtomicFile(path) as file,
+            ThreadPoolExecutor(_HASHERS, "cache-file") as hashers,
+        ):
+            writer = cls(len(header).to_bytes(8, "little") + header, file, hashers)
+            for field, (_, dtype) in _ARRAYS.items():
+                writer.write(getattr(tree, field).astype(_NUMPY[dtype]).view(np.uint8))
+            yield writer
 
     def write(self, piece: NDArray[np.uint8]) -> Future[bytes]:
         """Append the next piece, as flat bytes that do not change before the future is done."""
-        with self._refusals():
-            return self._append(piece)
+        future = self._hashers.submit(_sha256, piece.data)
+        self._digests.append(future)
+        self._file.write(piece.data)
+        return future
 
     def finish(self) -> None:
         """Make the file durable and give it its name."""
         digests = b"".join(future.result() for future in self._digests)
-        with self._refusals():
-            self._file.write(digests)
-            self._file.write(hashlib.sha256(self._head + digests).digest())
-            self._file.finish()
-
-    def _append(self, data: NDArray[np.uint8]) -> Future[bytes]:
-        future = self._hashers.submit(_sha256, data)
-        self._digests.append(future)
-        self._file.write(data.data)
-        return future
-
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CacheFileError(f"cannot write {self._path}: {error.strerror or error}") from error
+        self._file.write(digests)
+        self._file.write(_sha256(self._head + digests))
+        self._file.finish()
 
 
 class CacheFileReader:
-    """Reads a cache file: `read` for each of `kv_pieces`, in order. All but the KV is checked on opening.
+    """Reads a cache file: `read` for each piece of KV, in order. All else is checked on opening.
 
     Attributes:
         tree, kv, identity: as given to the writer.
-
-    Raises:
-        CacheFileError: the file cannot be read, is no cache file, or has been altered.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._hashers = ThreadPoolExecutor(_HASHERS, "cache-file")
-        self._file: FileIO | None = None
-        self._next = 0  # among the pieces
-        try:
-            with self._refusals():
-                if "\0" in str(path):
-                    raise OSError(errno.EINVAL, "a path holds no NUL")
-                self._file = open(path, "rb", buffering=0)  # noqa: SIM115
-                self._open()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-
-    def __enter__(self) -> CacheFileReader:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hashers.shutdown(cancel_futures=True)
-        if self._file is not None:
-            self._file.close()
-
-    def read(self, piece: NDArray[np.uint8]) -> Future[None]:
-        """Fill flat bytes with the next piece; the future raises CacheFileError if it was altered."""
-        with self._refusals():
-            self._fill(piece)
-        expected, self._next = self._digests[self._next], self._next + 1
-
-        def check() -> None:
-            if _sha256(piece) != expected.tobytes():
-                raise self._error("it has been altered: a hash is not that of its KV")
-
-        return self._hashers.submit(check)
-
-    def _open(self) -> None:
-        assert self._file is not None
-        size = os.fstat(self._file.fileno()).st_size
+    def __init__(self, path: Path, file: BufferedReader, hashers: ThreadPoolExecutor) -> None:
+        self._path, self._file, self._hashers = path, file, hashers
+        size = os.fstat(file.fileno()).st_size
         prefix = self._bytes(min(8, size))
         header_bytes = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
@@ -240,11 +173,9 @@ class CacheFileReader:
                 raise ValueError(f"the shapes {counts}")
             self.kv = KVFormat(tensors["kv"]["dtype"], (layers, two, heads, head_dim))
             expected = _layout(num_nodes, num_tokens, self.kv)
-            if tensors != expected:
-                raise ValueError("the tensors")
             self.identity, tenants = json.loads(metadata["identity"]), json.loads(metadata["tenants"])
-            if not isinstance(self.identity, dict) or not isinstance(tenants, list):
-                raise ValueError("the metadata")
+            if tensors != expected or not isinstance(self.identity, dict) or not isinstance(tenants, list):
+                raise ValueError("the tensors or the metadata")
             if not all(name is None or type(name) is str for name in tenants):
                 raise ValueError("the tenants")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -254,63 +185,85 @@ class CacheFileReader:
             what = "it is cut short" if size < whole else "something follows its end"
             raise self._error(f"{what}: it has {size:,} bytes in place of {whole:,}")
 
-        # The hashes are at the end of the file.
-        begin = self._file.tell()
-        self._file.seek(begin + expected["piece_sha256"]["data_offsets"][0])
-        table = self._bytes(expected["sha256"]["data_offsets"][0] - expected["piece_sha256"]["data_offsets"][0])
-        if hashlib.sha256(prefix + header + table).digest() != self._bytes(_DIGEST_BYTES):
+        begin, end = expected["piece_sha256"]["data_offsets"]
+        file.seek(begin, os.SEEK_CUR)
+        table = self._bytes(end - begin)
+        if _sha256(prefix + header + table) != self._bytes(_DIGEST_BYTES):
             raise self._error("it has been altered: a hash is not that of its header and hashes")
-        self._digests = np.frombuffer(table, np.uint8).reshape(-1, _DIGEST_BYTES)
-        self._file.seek(begin)
+        self._digests = (table[i : i + _DIGEST_BYTES] for i in range(0, len(table), _DIGEST_BYTES))
+        file.seek(8 + header_bytes)
         arrays: dict[str, Any] = {}
         for field, (name, dtype) in _ARRAYS.items():
-            array: NDArray[Any] = np.empty(num_tokens if name == "tokens" else num_nodes, _NUMPY[dtype])
-            self._fill(array.view(np.uint8))
-            if _sha256(array.view(np.uint8)) != self._digests[self._next].tobytes():
+            begin, end = expected[name]["data_offsets"]
+            data = self._bytes(end - begin)
+            if _sha256(data) != next(self._digests):
                 raise self._error(f"it has been altered: a hash is not that of {name}")
-            self._next += 1
-            arrays[field] = array.astype(array.dtype.newbyteorder("="))
+            arrays[field] = np.frombuffer(data, _NUMPY[dtype]).astype(_NUMPY[dtype].newbyteorder("="))
         self.tree = TreeSnapshot(**arrays, tenant_names=tuple(tenants))
 
-    def _bytes(self, count: int) -> bytes:
-        data = np.empty(count, dtype=np.uint8)
-        self._fill(data)
-        return data.tobytes()
-
-    def _fill(self, data: NDArray[np.uint8]) -> None:
-        assert self._file is not None
-        rest = data.data
-        while len(rest):
-            count = self._file.readinto(rest)
-            if not count:
-                raise self._error("it has been cut short while it was read")
-            rest = rest[count:]
-
+    @classmethod
     @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise self._error(str(error.strerror or error)) from error
+    def open(cls, path: Path) -> Iterator[CacheFileReader]:
+        """Open the file at `path`.
+
+        Raises:
+            CacheFileError: the file cannot be read, is no cache file, or has been altered.
+        """
+        unusable = f"the cache file {path} cannot be used"
+        if "\0" in str(path):
+            raise CacheFileError(f"{unusable}: a path holds no NUL")
+        with (
+            _refusals(unusable),
+            open(path, "rb") as file,
+            ThreadPoolExecutor(_HASHERS, "cache-file") as hashers,
+        ):
+            yield cls(path, file, hashers)
+
+    def read(self, piece: NDArray[np.uint8]) -> Future[None]:
+        """Fill flat bytes with the next piece; the future raises CacheFileError if it was altered."""
+        self._check_length(self._file.readinto(piece.data), len(piece))
+        expected = next(self._digests)
+
+        def check() -> None:
+            if _sha256(piece.data) != expected:
+                raise self._error("it has been altered: a hash is not that of its KV")
+
+        return self._hashers.submit(check)
+
+    def _bytes(self, count: int) -> bytes:
+        data = self._file.read(count)
+        self._check_length(len(data), count)
+        return data
+
+    def _check_length(self, length: int, expected: int) -> None:
+        if length < expected:
+            raise self._error("it has been cut short while it was read")
 
     def _error(self, reason: str) -> CacheFileError:
         return CacheFileError(f"the cache file {self._path} cannot be used: {reason}")
 
 
+@contextmanager
+def _refusals(message: str) -> Iterator[None]:
+    """Raise CacheFileError where the disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise CacheFileError(f"{message}: {error.strerror or error}") from error
+
+
+def _sha256(data: bytes | memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
 def differences(kept: Identity, own: Identity) -> list[str]:
     """Name each difference between a file's identity and the model's in a phrase."""
+
+    def value(identity: Identity, name: str) -> str:
+        return short(str(identity[name])) if name in identity else "not named"
+
     return [
-        f"{name} is {_word(kept, name)} in the file, {_word(own, name)} in the model"
+        f"{name} is {value(kept, name)} in the file, {value(own, name)} in the model"
         for name in dict.fromkeys([*own, *kept])
         if name not in kept or name not in own or kept[name] != own[name]
     ]
-
-
-def _word(identity: Identity, name: str) -> str:
-    if name not in identity:
-        return "not named"
-    return short(str(identity[name]))
-
-
-def _sha256(data: NDArray[np.uint8]) -> bytes:
-    return hashlib.sha256(data.data).digest()

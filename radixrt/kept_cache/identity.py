@@ -7,89 +7,77 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layers.rotary import RopeParameters, geometric_frequencies
+from layers.rotary import RopeParameters
 from radixrt.kept_cache.cache_file import KVFormat
-from radixrt.models.config import ModelConfig
+from radixrt.models.config import AttentionKind, ModelConfig
 
 _PIECE = 2**22  # elements at a time, to bound the memory
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd numbers without a pattern: the fractions of the golden ratio and of the square root of 3.
 _STEP, _TURN = 0x1E3779B97F4A7C15, 0x3B67AE8584CAA73B
-# As safetensors names them.
-DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
 # Fields of a config on which no KV depends, or that are spelled out below.
-_NOT_OF_KV = frozenset(
-    {
-        *("dtype", "initializer_range", "bos_token_id", "eos_token_ids"),
-        *("context_length", "max_context_length", "attention"),
-    }
-)
+_NOT_OF_KV = {
+    *("dtype", "initializer_range", "bos_token_id", "eos_token_ids"),
+    *("context_length", "max_context_length", "attention"),
+}
 
 
 def cache_identity(
-    config: ModelConfig, fingerprint: str, dtype: torch.dtype, kv: KVFormat, scales: torch.Tensor | None
+    config: ModelConfig, fingerprint: str, dtype: torch.dtype, kv: KVFormat, scales: Tensor | None
 ) -> dict[str, Any]:
     """Collect everything that KV depends on: JSON values by their names in messages.
 
     `fingerprint` is `weight_fingerprint` of the model, `dtype` the model's, `scales` are the pool's.
     """
-    own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _NOT_OF_KV}
-    ropes = [kind.rope for kind in config.attention]
+    sizes = config.head_dim, config.context_length  # some kinds of scaling depend on the latter
+    own = [field.name for field in fields(config) if field.name not in _NOT_OF_KV]
+
+    def each(of: Callable[[AttentionKind], Any]) -> Any:
+        """One value if all layers agree, else the list."""
+        values = [of(kind) for kind in config.attention]
+        return values[0] if all(value == values[0] for value in values) else values
+
     identity = {
-        **{name.replace("_", " "): value for name, value in own.items()},
-        "rope theta": _each([rope and rope.theta for rope in ropes]),
-        "rope scaling": _each([rope and _scaling(rope) for rope in ropes]),
-        "rotated share of a head": _each([rope and rope.partial_rotary_factor for rope in ropes]),
-        # Some kinds of scaling depend on the context length.
-        "rope frequencies": _each([rope and _frequencies(rope, config) for rope in ropes]),
-        "sliding window": _each([kind.window for kind in config.attention]),
+        **{name.replace("_", " "): getattr(config, name) for name in own},
+        "rope theta": each(lambda kind: kind.rope and kind.rope.theta),
+        "rope scaling": each(lambda kind: kind.rope and _scaling(kind.rope)),
+        "rotated share of a head": each(lambda kind: kind.rope and kind.rope.partial_rotary_factor),
+        "rope frequencies": each(lambda kind: kind.rope and _hash(kind.rope.frequencies(*sizes))),
+        "sliding window": each(lambda kind: kind.window),
         "dtype": str(dtype).removeprefix("torch."),
         "dtype of KV": kv.dtype,
         "weights": fingerprint,
     }
     if scales is not None:  # another GPU may round them otherwise
-        identity["scales of KV"] = hashlib.sha256(scales.cpu().numpy().astype("<f4").tobytes()).hexdigest()[:16]
-    read: dict[str, Any] = json.loads(json.dumps(identity))  # as read from a file
+        identity["scales of KV"] = _hash(scales.cpu())
+    read: dict[str, Any] = json.loads(json.dumps(identity, default=sorted))  # as read from a file, sets as lists
     return read
 
 
-def _each(values: list[Any]) -> Any:
-    """Return one value if all layers agree, else the list."""
-    return values[0] if all(value == values[0] for value in values) else values
-
-
 def _scaling(rope: RopeParameters) -> dict[str, Any] | None:
-    if rope.scaling is None:
-        return None
-    return {"kind": type(rope.scaling).__name__, **asdict(rope.scaling)}  # type: ignore[call-overload]
+    return None if rope.scaling is None else {"kind": type(rope.scaling).__name__, **asdict(rope.scaling)}
 
 
-def _frequencies(rope: RopeParameters, config: ModelConfig) -> str:
-    """Return the beginning of the hash of a rope's frequencies."""
-    rotary_dim = int(config.head_dim * rope.partial_rotary_factor)
-    if rope.scaling is None:
-        frequencies = geometric_frequencies(rope.theta, rotary_dim)
-    else:
-        frequencies = rope.scaling.frequencies(rope.theta, rotary_dim, config.context_length)
-    return hashlib.sha256(frequencies.numpy().astype("<f4").tobytes()).hexdigest()[:16]
+def _hash(x: Tensor) -> str:
+    """Return the beginning of the hash of float32 numbers on the CPU."""
+    return hashlib.sha256(x.numpy().astype("<f4").tobytes()).hexdigest()[:16]
 
 
 def weight_fingerprint(model: nn.Module) -> str:
     """Return the SHA-256 in hex of each parameter's name, shape, dtype and checksum, equal on every device."""
-    names, checksums = [], []
-    for name, parameter in model.named_parameters():
-        names.append(f"{name} {[*parameter.shape]} {parameter.dtype}")
-        checksums.append(_checksum(parameter.detach()))
-    numbers = torch.stack(checksums).tolist()  # the only time that the host waits
+    parameters = dict(model.named_parameters())
+    # The only time that the host waits.
+    checksums = torch.stack([_checksum(parameter.detach()) for parameter in parameters.values()]).tolist()
     digest = hashlib.sha256()
-    for name, number in zip(names, numbers, strict=True):
-        digest.update(name.encode() + b"\0" + struct.pack("<q", number))
+    for (name, parameter), checksum in zip(parameters.items(), checksums, strict=True):
+        digest.update(f"{name} {[*parameter.shape]} {parameter.dtype}\0".encode() + struct.pack("<q", checksum))
     return digest.hexdigest()
 
 

@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +26,31 @@ from radixrt.cache.radix_tree import Slots
 from radixrt.cache.snapshot import Adoption, take_snapshot
 from radixrt.engine.signals import deferred
 from radixrt.errors import CacheFileError
-from radixrt.kept_cache.cache_file import (
-    CacheFileReader,
-    CacheFileWriter,
-    Identity,
-    KVFormat,
-    differences,
-    kv_pieces,
-)
-from radixrt.kept_cache.identity import DTYPE_NAMES
+from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, Identity, KVFormat, differences
 from triton_ops.implementation import Impl
 from triton_ops.kv.kv_copy import kv_copy
 
+# As safetensors names them.
+DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
 NUM_BUFFERS = 4  # pieces that are read or written, hashed and copied at once
 
 
+@dataclass
 class CacheStorage:
     """Saves and loads a cache, while no pass is in flight and no transfer is booked.
 
     Pieces of KV go through a few host buffers, pinned for a GPU, so the memory does not grow with the cache.
     """
 
-    def __init__(
-        self, cache: PrefixCache, kv_pool: TokenToKVPool, host_pool: HostKVPool | None, *, impl: Impl
-    ) -> None:
-        self.cache = cache
-        self.kv_pool = kv_pool
-        self.host_pool = host_pool
-        self.impl = impl
-        num_layers, two, _, num_kv_heads, head_dim = kv_pool.buffer.shape
-        self.format = KVFormat(DTYPE_NAMES[kv_pool.buffer.dtype], (num_layers, two, num_kv_heads, head_dim))
+    cache: PrefixCache
+    kv_pool: TokenToKVPool
+    host_pool: HostKVPool | None
+    impl: Impl
+
+    @cached_property
+    def format(self) -> KVFormat:
+        num_layers, two, _, num_kv_heads, head_dim = self.kv_pool.buffer.shape
+        return KVFormat(DTYPE_NAMES[self.kv_pool.buffer.dtype], (num_layers, two, num_kv_heads, head_dim))
 
     def save(self, path: Path, weights_version: int, identity: Identity, *, progress: bool) -> int:
         """Write all prefixes of a weights version to a file. Returns how many tokens it holds.
@@ -64,30 +61,13 @@ class CacheStorage:
         tree, slots = take_snapshot(self.cache.tree, weights_version)
         with (
             self._on_device(),
-            CacheFileWriter(path, tree, self.format, identity) as writer,
+            CacheFileWriter.open(path, tree, self.format, identity) as writer,
             _bar("saving", tree.num_tokens, progress) as bar,
         ):
-            buffers = self._buffers(tree.num_tokens)
-            hashed: deque[Future[Any]] = deque()
-            gathered: deque[tuple[_Buffer, int]] = deque()
-
-            def write() -> None:
-                buffer, count = gathered.popleft()
+            for buffer, count in self._gathered(slots):
                 buffer.wait()
-                hashed.append(writer.write(buffer.bytes(count)))
+                buffer.hash = writer.write(buffer.bytes(count))
                 bar.update(count)
-
-            for start, end in kv_pieces(tree.num_tokens, self.format):
-                if len(hashed) + len(gathered) == len(buffers):
-                    hashed.popleft().result()
-                buffer = buffers[0]
-                buffers.rotate(-1)
-                self._gather(slots[start:end], buffer)
-                gathered.append((buffer, end - start))
-                if len(gathered) == 2:  # the GPU gathers one piece while the other is written
-                    write()
-            while gathered:
-                write()
             writer.finish()
         return tree.num_tokens
 
@@ -102,7 +82,7 @@ class CacheStorage:
         Raises:
             CacheFileError: the file is damaged, or of another identity. Nothing has changed then.
         """
-        with self._on_device(), CacheFileReader(path) as reader:
+        with self._on_device(), CacheFileReader.open(path) as reader:
             differing = differences(reader.identity, identity)
             if not differing and reader.kv != self.format:
                 differing.append(f"KV is {reader.kv} in the file, {self.format} in the model")
@@ -128,22 +108,32 @@ class CacheStorage:
 
     def _read(self, reader: CacheFileReader, slots: Slots, progress: bool) -> None:
         """Check every piece of KV, and copy the tokens that have a slot into it."""
-        num_tokens = reader.tree.num_tokens
-        buffers = self._buffers(num_tokens)
-        checked: deque[Future[None]] = deque()
-        with _bar("loading", num_tokens, progress) as bar:
-            for start, end in kv_pieces(num_tokens, self.format):
-                if len(checked) == len(buffers):
-                    checked.popleft().result()
-                buffer = buffers[0]
-                buffers.rotate(-1)
-                buffer.wait()
-                checked.append(reader.read(buffer.bytes(end - start)))
-                self._scatter(buffer, slots[start:end])
-                bar.update(end - start)
-            for future in checked:
-                future.result()
-        for buffer in buffers:  # no copy may outlive it
+        with _bar("loading", len(slots), progress) as bar:
+            for piece, buffer in self._pieces(slots):
+                buffer.hash = reader.read(buffer.bytes(len(piece)))
+                self._scatter(buffer, piece)
+                bar.update(len(piece))
+
+    def _gathered(self, slots: Slots) -> Iterator[tuple[_Buffer, int]]:
+        """Yield the KV of `slots` in buffers, with the number of its tokens, while the next piece is gathered."""
+        before: tuple[_Buffer, int] | None = None
+        for piece, buffer in self._pieces(slots):
+            self._gather(piece, buffer)
+            if before is not None:
+                yield before
+            before = buffer, len(piece)
+        if before is not None:
+            yield before
+
+    def _pieces(self, slots: Slots) -> Iterator[tuple[Slots, _Buffer]]:
+        """Yield the slots of each piece of KV and a buffer that is free; at the end all of them are free."""
+        size, num_tokens = self.format.piece_tokens, len(slots)
+        num_buffers = min(NUM_BUFFERS, -(-num_tokens // size))
+        buffers = [_Buffer(self.kv_pool.buffer, min(size, num_tokens)) for _ in range(num_buffers)]
+        for start, buffer in zip(range(0, num_tokens, size), cycle(buffers), strict=False):
+            buffer.wait()
+            yield slots[start : start + size], buffer
+        for buffer in buffers:
             buffer.wait()
 
     def _gather(self, slots: Slots, buffer: _Buffer) -> None:
@@ -165,12 +155,7 @@ class CacheStorage:
         kv_copy(buffer.by_layer, source, pool, target, impl=self.impl)
         buffer.copied()
 
-    def _buffers(self, num_tokens: int) -> deque[_Buffer]:
-        size = self.format.piece_tokens
-        count = min(NUM_BUFFERS, -(-num_tokens // size))
-        return deque(_Buffer(self.kv_pool.buffer, min(size, num_tokens)) for _ in range(count))
-
-    @contextlib.contextmanager
+    @contextmanager
     def _on_device(self) -> Iterator[None]:
         """Make the pool's device current, with nothing queued before and after: no copy may outlive its buffer."""
         device = self.kv_pool.buffer.device
@@ -186,16 +171,15 @@ class CacheStorage:
 
 
 class _Buffer:
-    """Host memory for KV, `[num_tokens, num_layers, 2, num_kv_heads, head_dim]`."""
+    """Host memory for KV, `[num_tokens, num_layers, 2, num_kv_heads, head_dim]`, that a copy or a hash may use."""
 
     def __init__(self, pool: Tensor, num_tokens: int) -> None:
         num_layers, two, _, *head = pool.shape
-        self.memory = torch.empty(
-            (num_tokens, num_layers, two, *head), dtype=pool.dtype, device="cpu", pin_memory=pool.is_cuda
-        )
+        shape = num_tokens, num_layers, two, *head
+        self.memory = torch.empty(shape, dtype=pool.dtype, device="cpu", pin_memory=pool.is_cuda)
         self.by_layer = self.memory.permute(1, 2, 0, 3, 4)
-        self._done: torch.cuda.Event | None = None
-        self._on_gpu = pool.is_cuda
+        self.hash: Future[Any] | None = None
+        self._copied = torch.cuda.Event() if pool.is_cuda else None  # type: ignore[no-untyped-call]
 
     def bytes(self, num_tokens: int) -> NDArray[np.uint8]:
         """A flat view of the first tokens."""
@@ -204,14 +188,15 @@ class _Buffer:
 
     def copied(self) -> None:
         """Note that a copy from or to it has been queued."""
-        if self._on_gpu:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record()
+        if self._copied is not None:
+            self._copied.record()
 
     def wait(self) -> None:
-        """Wait until that copy has ended."""
-        if self._done is not None:
-            self._done.synchronize()
+        """Wait until the copy and the hash have ended; raises what the hash raises."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self.hash is not None:
+            self.hash.result()
 
 
 def _bar(what: str, num_tokens: int, shown: bool) -> tqdm[Any]:

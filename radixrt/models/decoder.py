@@ -15,24 +15,25 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from layers.activation import GeluAndMul, SiluAndMul
-from layers.embedding import Embedding
 from layers.input_metadata import InputMetadata
-from layers.linear import GateUpLinear, Linear, QKVLinear
-from layers.logits import LogitsHead
+from layers.linear import Linear, StackedLinear
 from layers.moe import SparseMoE
 from layers.norm import RMSNorm
 from layers.placement import Placement
 from layers.radix_attention import KVCache, RadixAttention
-from layers.rotary import RotaryEmbedding
+from layers.vocabulary import Embedding, LogitsHead
 from radixrt.models.config import ModelConfig
-from triton_ops.implementation import Impl
+from triton_ops.activations.gelu_and_mul import gelu_and_mul
+from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.attention.arguments import Scoring
+from triton_ops.kv.qk_norm_rope_store import HeadNorm
 
-ACTIVATIONS: Mapping[str, Callable[[Impl], nn.Module]] = MappingProxyType(
+# Of the stacked projection gate | up, by the name of the gate's activation.
+ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
-        "silu": SiluAndMul,
-        "gelu": partial(GeluAndMul, "none"),
-        "gelu_pytorch_tanh": partial(GeluAndMul, "tanh"),
+        "silu": silu_and_mul,
+        "gelu": partial(gelu_and_mul, approximate="none"),
+        "gelu_pytorch_tanh": partial(gelu_and_mul, approximate="tanh"),
     }
 )
 
@@ -43,7 +44,7 @@ class Attention(nn.Module):
     Args:
         config: the model's; `config.attention[layer_id]` has this layer's window.
         layer_id: counts from 0.
-        rotary: None where the layer has no positions.
+        cos_sin_cache: None where the layer has no positions.
         q_norm, k_norm: over a head, or over all heads where their size says so.
         qkv_bias, output_bias: whether the projections have biases; None: `config.attention_bias`.
         packed_as: the name of the q, k and v projections where a checkpoint stores them as one.
@@ -55,7 +56,7 @@ class Attention(nn.Module):
         self,
         config: ModelConfig,
         layer_id: int,
-        rotary: RotaryEmbedding | None,
+        cos_sin_cache: Tensor | None,
         *,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
@@ -67,46 +68,36 @@ class Attention(nn.Module):
         placement: Placement,
     ) -> None:
         super().__init__()
-        hidden, heads, kv_heads, head_dim = (
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-        )
-        self.qkv = QKVLinear(
+        hidden, self.head_dim = config.hidden_size, config.head_dim
+        self.num_heads = config.num_heads, config.num_kv_heads, config.num_kv_heads  # of q, k and v
+        sizes = [heads * self.head_dim for heads in self.num_heads]
+        self.qkv = StackedLinear(
             hidden,
-            heads,
-            kv_heads,
-            head_dim,
+            dict(zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True)),
             packed_as=packed_as,
             bias=config.attention_bias if qkv_bias is None else qkv_bias,
             placement=placement,
         )
         output_bias = config.attention_bias if output_bias is None else output_bias
-        self.output = Linear(heads * head_dim, hidden, bias=output_bias, placement=placement)
+        self.output = Linear(sizes[0], hidden, bias=output_bias, placement=placement)
         self.q_norm = q_norm
         self.k_norm = k_norm
         # Norms of each head are fused with what follows; those over all heads are launches of their own.
-        self.norms_each_head = q_norm is not None and q_norm.weight.shape[0] == head_dim
+        self.norms_each_head = q_norm is not None and q_norm.weight.shape[0] == self.head_dim
+        norm = None
+        if q_norm is not None and k_norm is not None and self.norms_each_head:
+            norm = HeadNorm(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset)
+        scale = self.head_dim**-0.5 if scale is None else scale
+        scoring = Scoring(scale, softcap, config.attention[layer_id].window)
         self.attention = RadixAttention(
-            layer_id,
-            heads,
-            kv_heads,
-            head_dim,
-            rotary=rotary,
-            q_norm=q_norm if self.norms_each_head else None,
-            k_norm=k_norm if self.norms_each_head else None,
-            scale=head_dim**-0.5 if scale is None else scale,
-            softcap=softcap,
-            sliding_window=config.attention[layer_id].window,
-            impl=placement.impl,
+            layer_id, scoring, cos_sin_cache=cos_sin_cache, norm=norm, impl=placement.impl
         )
 
     def forward(
         self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache, *, split_k_ok: bool = False
     ) -> Tensor:
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
-        q, k, v = self.qkv.split_heads(self.qkv(hidden))
+        q, k, v = self.qkv(hidden).view(len(hidden), -1, self.head_dim).split(self.num_heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None and not self.norms_each_head:
             q = self.q_norm(q.flatten(1)).view(q.shape)
             k = self.k_norm(k.flatten(1)).view(k.shape)
@@ -134,8 +125,9 @@ class FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up = GateUpLinear(hidden, inner, packed_as=packed_as, bias=bias, placement=placement)
-        self.activation = ACTIVATIONS[config.activation](placement.impl)
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up = StackedLinear(hidden, parts, packed_as=packed_as, bias=bias, placement=placement)
+        self.activation = partial(ACTIVATIONS[config.activation], impl=placement.impl)
         self.down = Linear(inner, hidden, bias=bias, placement=placement)
 
     def forward(self, hidden: Tensor, *, split_k_ok: bool = False) -> Tensor:
@@ -215,8 +207,7 @@ class Decoder(nn.Module):
         self.embedding = self.build_embedding()
         ropes = {kind.rope for kind in config.attention if kind.rope is not None}
         self._rotaries = {
-            rope: RotaryEmbedding(config.head_dim, config.context_length, rope, device=placement.device)
-            for rope in ropes
+            rope: rope.cos_sin_cache(config.head_dim, config.context_length, placement.device) for rope in ropes
         }
         self.blocks = nn.ModuleList()
         for layer_id in range(config.num_layers):
@@ -245,12 +236,16 @@ class Decoder(nn.Module):
         )
 
     def build_head(self) -> LogitsHead:
-        tied_to = self.embedding if self.config.tie_word_embeddings else None
-        config = self.config
-        return LogitsHead(config.vocab_size, config.hidden_size, tied_to=tied_to, placement=self.placement)
+        return LogitsHead(self.head_weight(), impl=self.placement.impl)
 
-    def rotary(self, layer_id: int) -> RotaryEmbedding | None:
-        """Return the rotary embedding of a layer, shared by all layers of that rope; None if it has no rope."""
+    def head_weight(self) -> nn.Parameter:
+        """The embedding's weight, or a new one."""
+        if self.config.tie_word_embeddings:
+            return self.embedding.weight
+        return self.placement.parameter(self.config.vocab_size, self.config.hidden_size)
+
+    def rotary(self, layer_id: int) -> Tensor | None:
+        """Return the `cos_sin_cache` of a layer, shared by all layers of that rope; None if it has no rope."""
         rope = self.config.attention[layer_id].rope
         return None if rope is None else self._rotaries[rope]
 
@@ -298,7 +293,8 @@ class Decoder(nn.Module):
             assert isinstance(block, Block)
             yield from block.checkpoint_tensors(f"model.layers.{layer_id}")
         yield from self.norm.checkpoint_tensors("model.norm")
-        yield from self.head.checkpoint_tensors("lm_head")
+        if not self.config.tie_word_embeddings:
+            yield from self.head.checkpoint_tensors("lm_head")
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a stored tensor under the names of `checkpoint_tensors`: itself, or its parts.

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from layers.embedding import Embedding
 from layers.input_metadata import InputMetadata
-from layers.logits import LogitsHead
-from layers.norm import GemmaRMSNorm
+from layers.norm import RMSNorm
 from layers.radix_attention import KVCache
+from layers.vocabulary import Embedding, LogitsHead
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Block, Decoder
 
@@ -41,9 +40,6 @@ class GemmaBlock(Block):
     is therefore left to the next layer, as its `entry_norm`, or to the decoder.
     """
 
-    attention_norm: GemmaRMSNorm
-    feed_forward_norm: GemmaRMSNorm
-
     checkpoint_names = MappingProxyType(
         {
             "attention_norm": "input_layernorm",
@@ -58,9 +54,9 @@ class GemmaBlock(Block):
     def __init__(
         self,
         *,
-        entry_norm: GemmaRMSNorm | None,
-        after_attention_norm: GemmaRMSNorm,
-        after_feed_forward_norm: GemmaRMSNorm,
+        entry_norm: RMSNorm | None,
+        after_attention_norm: RMSNorm,
+        after_feed_forward_norm: RMSNorm,
         **parts: Any,
     ) -> None:
         super().__init__(**parts)
@@ -85,14 +81,13 @@ class Gemma2(Decoder):
 
     config: GemmaConfig
     config_class = GemmaConfig
-    norm: GemmaRMSNorm
 
     def build_embedding(self) -> Embedding:
         size = self.config.hidden_size
         return Embedding(self.config.vocab_size, size, scale=size**0.5, placement=self.placement)
 
-    def build_norm(self, size: int) -> GemmaRMSNorm:
-        return GemmaRMSNorm(size, self.config.rms_norm_eps, offset=1.0, placement=self.placement)
+    def build_norm(self, size: int) -> RMSNorm:
+        return RMSNorm(size, self.config.rms_norm_eps, offset=1.0, placement=self.placement)
 
     def build_attention(self, layer_id: int) -> Attention:
         return Attention(
@@ -120,21 +115,14 @@ class Gemma2(Decoder):
         assert residual is not None
         return self.norm.add(hidden, residual, before=self._exit_norm())[0]
 
-    def _exit_norm(self) -> GemmaRMSNorm:
+    def _exit_norm(self) -> RMSNorm:
         """The last norm of the last layer built so far."""
         last = self.blocks[-1]
         assert isinstance(last, GemmaBlock)
         return last.after_feed_forward_norm
 
     def build_head(self) -> LogitsHead:
-        config = self.config
-        return LogitsHead(
-            config.vocab_size,
-            config.hidden_size,
-            tied_to=self.embedding if config.tie_word_embeddings else None,
-            softcap=config.logits_softcap,
-            placement=self.placement,
-        )
+        return LogitsHead(self.head_weight(), softcap=self.config.logits_softcap, impl=self.placement.impl)
 
 
 class Gemma3(Gemma2):

@@ -7,16 +7,13 @@ from types import MappingProxyType
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
-from layers.norm import GemmaRMSNorm
+from layers.norm import RMSNorm
 from layers.radix_attention import KVCache
 from radixrt.models.decoder import Attention, Block, Decoder
 
 
 class Olmo2Block(Block):
     """`x + norm(attention(x))`, then `x + norm(feed_forward(x))`; no residual is left to add."""
-
-    attention_norm: GemmaRMSNorm
-    feed_forward_norm: GemmaRMSNorm
 
     checkpoint_names = MappingProxyType(
         {
@@ -39,8 +36,8 @@ class Olmo2(Decoder):
 
     block_class = Olmo2Block
 
-    def build_norm(self, size: int) -> GemmaRMSNorm:
-        return GemmaRMSNorm(size, self.config.rms_norm_eps, offset=0.0, placement=self.placement)
+    def build_norm(self, size: int) -> RMSNorm:
+        return RMSNorm(size, self.config.rms_norm_eps, offset=0.0, placement=self.placement)
 
     def build_attention(self, layer_id: int) -> Attention:
         config = self.config

@@ -73,9 +73,6 @@ class NoWeights:
     def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
         raise NotImplementedError
 
-    def free_device(self) -> None:
-        """There is none."""
-
 
 def simulated_engine(
     runner: Runner, limits: RunLimits, context_length: int, policy: SchedulePolicy = SchedulePolicy.LPM

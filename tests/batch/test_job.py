@@ -35,8 +35,9 @@ from radixrt.files.disk import DISK
 from radixrt.planning.token_store import TokenStore
 from radixrt.report.batch_report import BatchReport, print_report
 from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.request import Request
 from radixrt.workloads import best_hit_rate
-from tests.support.fake_runtime import FakeRequest, FakeRuntime
+from tests.support.fake_runtime import FakeRuntime
 from tests.support.file_limit import file_limit
 
 BAD = [
@@ -117,7 +118,9 @@ def test_every_line_has_one_record_in_order(files: tuple[Path, Path]) -> None:
         *["invalid_line"] * 2,
         "duplicate_custom_id",
     ]
-    assert records[9]["error"]["message"] == "the prompt has 50 tokens; at most 49 fit"
+    assert (
+        records[9]["error"]["message"] == "the prompt has 50 tokens; with a context of 50 it may have at most 49"
+    )
     assert records[-2]["custom_id"] == "id-0"  # the second one of that name
     # a bad line that bears its name takes nothing from the sound one
     assert records[len(BAD) + 1] == {
@@ -417,7 +420,7 @@ def test_few_at_a_time(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
     most, prompts = [0], []
     submit = runtime.submit
 
-    def submitted(*requests: FakeRequest, in_order: bool = False) -> None:
+    def submitted(*requests: Request, in_order: bool = False) -> None:
         assert in_order
         submit(*requests)
         most.append(len(runtime.running))
@@ -451,7 +454,7 @@ def test_interrupt_while_reading(files: tuple[Path, Path], monkeypatch: pytest.M
     runtime = FakeRuntime()
     prepare = runtime.prepare
 
-    def interrupted(*args: Any, **kwargs: Any) -> FakeRequest:
+    def interrupted(*args: Any, **kwargs: Any) -> Request:
         signal.raise_signal(signal.SIGINT)
         return prepare(*args, **kwargs)
 

@@ -18,7 +18,8 @@ from radixrt.frontend.request_builder import builder_without_weights
 from radixrt.limits import RunLimits
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.token_store import TokenStore
-from tests.support.fake_runtime import FakeRequest, FakeRuntime
+from radixrt.schedule.request import Request
+from tests.support.fake_runtime import FakeRuntime
 
 Prompts = list[tuple[list[int], int]]  # with the tokens of each answer
 
@@ -66,9 +67,9 @@ class Watched(FakeRuntime):
     def __init__(self, pool_tokens: int) -> None:
         super().__init__()
         self.limits = RunLimits(pool_tokens)
-        self.submitted: list[FakeRequest] = []
+        self.submitted: list[Request] = []
 
-    def submit(self, *requests: FakeRequest, in_order: bool = False) -> None:
+    def submit(self, *requests: Request, in_order: bool = False) -> None:
         assert in_order
         self.submitted += requests
         super().submit(*requests)
@@ -81,7 +82,7 @@ def test_it_submits_what_was_planned(files: tuple[Path, Path]) -> None:
     runtime = Watched(plan.pool_for_all - 1)
     run_batch(runtime, *files)
     assert [request.index for request in runtime.submitted] == plan.run.order.tolist()
-    assert [request.keep for request in runtime.submitted] == plan.keep.tolist()
+    assert [request.reusable_len for request in runtime.submitted] == plan.keep.tolist()
     assert plan.run.order.tolist() != planned([(prompt, 1) for prompt, _ in prompts]).run.order.tolist()
 
 
@@ -93,7 +94,7 @@ def test_what_need_not_go_stays(files: tuple[Path, Path], more: int, options: di
     runtime = Watched(plan.pool_for_all + more)
     run_batch(runtime, *files, **options)
     assert [request.index for request in runtime.submitted] == plan.run.order.tolist()
-    assert {request.keep for request in runtime.submitted} == {None}
+    assert {request.reusable_len for request in runtime.submitted} == {None}
 
 
 def test_the_order_of_the_file(files: tuple[Path, Path]) -> None:
@@ -104,7 +105,7 @@ def test_the_order_of_the_file(files: tuple[Path, Path]) -> None:
         run_batch(runtime, *files, order="random")
     run_batch(runtime, *files, order="file")
     assert [request.index for request in runtime.submitted] == list(range(len(prompts)))
-    assert {request.keep for request in runtime.submitted} == {None}
+    assert {request.reusable_len for request in runtime.submitted} == {None}
 
 
 def test_a_prompt_that_the_pool_does_not_hold(files: tuple[Path, Path]) -> None:

@@ -21,7 +21,8 @@ from radixrt.errors import DeviceLostError, ErrorRateError, ParameterError
 from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.booking import Booking
-from tests.support.fake_runtime import FakeRequest, FakeRuntime
+from radixrt.schedule.request import Request
+from tests.support.fake_runtime import FakeRuntime
 from tests.support.runtimes import SIZES, SimulatedRuntime, expected_tokens, simulated_runtime
 
 COUNT = 40
@@ -356,7 +357,7 @@ def test_errors_are_found_in_records(tmp_path: Path, line_format: str) -> None:
     assert [record_error(record) for record in read(out)] == [
         None,
         (LineErrorType.FAILED, "the pass failed"),
-        (LineErrorType.INVALID_PROMPT, "the prompt has 99 tokens; at most 49 fit"),
+        (LineErrorType.INVALID_PROMPT, "the prompt has 99 tokens; with a context of 50 it may have at most 49"),
     ]
 
 
@@ -514,7 +515,7 @@ def test_requests_that_wait_are_withdrawn_by_a_runtime_that_says_who_has_begun(f
     def on_step() -> None:
         steps[0] += 1
         if steps[0] == 2:
-            running: list[FakeRequest] = runtime.running
+            running: list[Request] = runtime.running
             runtime.begun = running[:2]
             signal.raise_signal(signal.SIGTERM)
 

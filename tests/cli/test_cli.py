@@ -94,7 +94,7 @@ def test_bad_lines_are_named_before_the_weights_are_loaded(
     named = [
         "32 of 33 lines are bad (30 duplicate_custom_id, 1 invalid_line, 1 invalid_prompt):\n",
         "  line 2: invalid_line: ",
-        "\n  line 4: invalid_prompt: the prompt holds token id 1000; the model's are below 1000\n  line 5: ",
+        "\n  line 4: invalid_prompt: the prompt holds token id 1000; the model's ids are 0 to 999\n  line 5: ",
         "\n  ... and 12 more\n",
     ]
     made: list[bool] = []

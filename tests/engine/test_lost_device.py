@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import torch
 
 import radixrt
 from radixrt import DeviceLostError, PassError, Runtime, SamplingParams
+from radixrt.assembly import assemble
 from radixrt.batch.journal.run_folder import run_path
 from radixrt.cli import main
+from radixrt.config import RuntimeConfig
 from radixrt.execution.model_runner import ModelRunner
 from tests.support import failing_device
 from tests.support.world.world import World
@@ -76,22 +79,20 @@ def test_calls_of_a_lost_device(runtime: Runtime, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_closing_asks_nothing_of_a_lost_device(is_lost: bool) -> None:
     """What is on it is not freed either: that would ask it, too. What is on another one is."""
-    runtime = Runtime(device="cpu", max_total_tokens=2000)
-    engine = runtime.parts.engine
-    refs = [weakref.ref(engine), weakref.ref(engine.runner)]
+    parts = assemble(RuntimeConfig(device="cpu", max_total_tokens=2000))
+    refs = [weakref.ref(parts.engine), weakref.ref(parts.engine.runner)]
+    model, calls = weakref.ref(parts.model), []
+    runtime = Runtime.from_parts(replace(parts, free_device=lambda: calls.append(model() is None)))
+    del parts
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "launch", lambda runner, batch: (_ for _ in ()).throw(ZeroDivisionError))
         if is_lost:
             patch.setattr(ModelRunner, "check_device", failing_device.say_lost)
         with pytest.raises(DeviceLostError if is_lost else PassError):
             runtime.generate("Mira likes", PARAMS)
-        runtime.parts.model.device = torch.device("cuda")  # type: ignore[misc]
-        calls: list[bool] = []
-        patch.setattr(torch.cuda, "empty_cache", lambda: calls.append(True))
-        del engine
         runtime.close()
         runtime.close()
-    assert bool(calls) != is_lost
+    assert calls == ([] if is_lost else [True])
     gc.collect()
     assert [ref() is not None for ref in refs] == [is_lost, is_lost]
 
@@ -172,9 +173,15 @@ def test_a_device_that_raises_is_lost(
     assert hidden() is not None, "freeing it would ask the device"
 
 
-def test_a_device_that_counts_wrong_is_lost(runner: ModelRunner) -> None:
+def test_a_device_that_counts_wrong_is_lost(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        counted = add(tensor, *arguments)
+        counted[17].add_(1)
+        return counted
+
     runner.check_device(RuntimeError())
-    runner._probe[17] += 1
+    add = torch.Tensor.__iadd__
+    monkeypatch.setattr(torch.Tensor, "__iadd__", wrong)
     with pytest.raises(DeviceLostError, match=r"works no more \(RuntimeError\)"):
         runner.check_device(RuntimeError())
 

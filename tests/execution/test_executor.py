@@ -49,16 +49,16 @@ class Computer:
             with torch.inference_mode():
                 self.executor.capture(self.builder.idle_passes(), Recomputing(CPU))
 
-    def forward(self, pass_: Pass) -> tuple[Any, Forward]:
+    def forward(self, pass_: Pass) -> Forward:
         packed = self.builder.build(pass_)
         assert (packed.key is None) == self.is_eager
         with torch.inference_mode():
-            return packed, self.executor.forward(packed)
+            return self.executor.forward(pass_, packed)
 
     def run(self, pass_: Pass) -> tuple[Forward, Drawn]:
-        packed, forward = self.forward(pass_)
+        forward = self.forward(pass_)
         with torch.inference_mode():
-            drawn = self.executor.draw(packed, forward)
+            drawn = self.executor.draw(forward)
         return forward, replace(drawn, token_ids=drawn.token_ids.clone(), finite=drawn.finite.clone())
 
 
@@ -107,13 +107,13 @@ def test_a_mask_may_come_between_logits_and_draw(loaded: Decoder, is_eager: bool
     computer = Computer(loaded, is_eager=is_eager)
     if pass_ is not PROMPTS:
         computer.run(PROMPTS)
-    packed, forward = computer.forward(pass_)
+    forward = computer.forward(pass_)
     allowed = [7, 11, 13]
     with torch.inference_mode():
         for row, token in enumerate(allowed):
             forward.logits[row] = -float("inf")
             forward.logits[row, token] = 1.0
-        assert computer.executor.draw(packed, forward).token_ids.tolist() == allowed
+        assert computer.executor.draw(forward).token_ids.tolist() == allowed
     assert computer.executor.last_token[ROWS].tolist() == allowed
 
 
@@ -122,10 +122,10 @@ def test_logits_that_are_not_finite_are_told(loaded: Decoder, is_eager: bool) ->
     """Though the hidden state is."""
     computer = Computer(loaded, is_eager=is_eager)
     for pass_ in PASSES[:2]:
-        packed, forward = computer.forward(pass_)
+        forward = computer.forward(pass_)
         with torch.inference_mode():
             forward.logits[1, 9] = float("nan")
-            assert computer.executor.draw(packed, forward).finite.tolist() == [True, False, True]
+            assert computer.executor.draw(forward).finite.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("is_eager", [True, False])
@@ -166,9 +166,11 @@ def test_a_long_pass_between_replays_harms_none(loaded: Decoder) -> None:
     slots = np.arange(100, 140, dtype=np.int32)
     for pass_ in PASSES:
         with torch.inference_mode():
-            many = computer.builder.build(plain_pass([0], [0], [40], out_cache_loc=slots))
-            assert many.key is None
-            computer.executor.forward(replace(many, words=np.append(many.words, np.zeros(200_000, np.int32))))
+            many = plain_pass([0], [0], [40], out_cache_loc=slots)
+            packed = computer.builder.build(many)
+            assert packed.key is None
+            words = np.append(packed.words, np.zeros(200_000, np.int32))
+            computer.executor.forward(many, replace(packed, words=words))
         drawn = computer.run(pass_)[1]
         assert torch.equal(drawn.token_ids, expected.run(pass_)[1].token_ids)
 
@@ -179,10 +181,9 @@ def test_scores_are_the_same_however_many_are_computed_at_once(loaded: Decoder, 
     targets = scored + np.int32(2)
     pass_ = replace(PROMPTS, scored=scored, scored_targets=targets, num_scored=scored[:3], num_top_scored=3)
     computer = Computer(loaded, is_eager=True, max_scored_at_once=max_scored_at_once)
-    packed, forward = computer.forward(pass_)
+    forward = computer.forward(pass_)
     with torch.inference_mode():
-        scores = computer.executor.score(packed, forward)
-        assert scores is not None
+        scores = computer.executor.score(forward)
         assert forward.hidden is not None
         expected = loaded.compute_logits(forward.hidden, torch.from_numpy(scored)).log_softmax(-1)
     chosen, ranks, top_ids, top = scores
@@ -190,5 +191,5 @@ def test_scores_are_the_same_however_many_are_computed_at_once(loaded: Decoder, 
     torch.testing.assert_close(top, expected.topk(3).values)
     assert torch.equal(top_ids.long(), expected.topk(3).indices)
     assert ranks.shape == (6,)
-    packed, forward = computer.forward(PROMPTS)
-    assert computer.executor.score(packed, forward) is None
+    forward = computer.forward(PROMPTS)
+    assert computer.executor.score(forward) == ()

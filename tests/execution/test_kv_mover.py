@@ -85,28 +85,38 @@ def test_transfers_run_beside_what_the_gpu_computes(device: torch.device) -> Non
     mover.run(deque([KVTransfer(True, ids(1), ids(1)), KVTransfer(False, ids(2), ids(2))]))  # kernels are compiled
     torch.cuda.synchronize()
     expected, loaded = pool.buffer[:, :, 5].cpu(), host.buffer[:, :, 4].clone()
+    looking = torch.cuda.Stream(device)  # which waits for neither passes nor transfers
+
+    def arrived() -> bool:
+        with torch.cuda.stream(looking):
+            here = pool.buffer[:, :, 6].cpu()
+        return torch.equal(host.buffer[:, :, 3], expected) and torch.equal(here, loaded)
+
+    assert not arrived()  # and it has its memory
     torch.cuda._sleep(2 * 10**9)  # about a second
     busy = torch.cuda.Event()
     busy.record()
     mover.run(deque([KVTransfer(True, ids(5), ids(3)), KVTransfer(False, ids(4), ids(6))]))
-    assert mover._stream is not None
-    mover._stream.synchronize()
+    while not arrived():
+        assert not busy.query()
     assert not busy.query()
-    assert torch.equal(host.buffer[:, :, 3], expected)
-    assert torch.equal(pool.buffer[:, :, 6].cpu(), loaded)
-    assert busy.query()
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_what_is_launched_later_waits_for_transfers(device: torch.device) -> None:
+def test_what_is_launched_later_waits_for_transfers(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = kv_mover.kv_copy
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        torch.cuda._sleep(10**9)
+        copy(*arguments, **options)
+
     pool, host = pools(device)
     mover = KVMover(pool, host, device, "auto")
     mover.run(deque([KVTransfer(False, ids(1), ids(1))]))
     torch.cuda.synchronize()
-    assert mover._stream is not None
-    with torch.cuda.stream(mover._stream):
-        torch.cuda._sleep(10**9)
+    monkeypatch.setattr(kv_mover, "kv_copy", slow)
     mover.run(deque([KVTransfer(False, ids(4), ids(6))]))
     seen = pool.buffer[:, :, 6].clone()
     assert torch.equal(seen.cpu(), host.buffer[:, :, 4])

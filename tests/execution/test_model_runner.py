@@ -12,7 +12,7 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, PassShape, captured_shapes, ladder
 from radixrt.execution.model_runner import ModelRunner, Tuning
-from radixrt.execution.packed_pass import PassKey
+from radixrt.execution.pass_builder import PassKey
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from tests.support.checkpoints import llama, write
@@ -75,7 +75,7 @@ def test_results_are_each_pass_s_own_however_many_are_in_flight(model: Decoder, 
 def test_nothing_is_captured_before_it_is_asked_for(model: Decoder) -> None:
     runner = runner_of(model, captures=True)
     early = runner.collect(runner.launch(PROMPTS)).token_ids
-    assert runner.executor.graphs is None
+    assert not runner.executor.graphs
     runner.capture_graphs()
     assert runner.collect(runner.launch(PROMPTS)).token_ids.tolist() == early.tolist()
 
@@ -86,17 +86,16 @@ def test_the_largest_shapes_of_each_kind_are_captured(model: Decoder, max_shapes
     runner = runner_of(model, captures=True)
     runner.capture_graphs(max_shapes)
     graphs = runner.executor.graphs
-    assert graphs is not None
     num_weights = sum(weight.numel() for weight in model.parameters())
     shapes = captured_shapes(MAX_REQUESTS, TOKENS, num_weights, (8, TOKENS))
     decodes = [shape for shape in shapes if shape.is_decode]
     others = [shape for shape in shapes if not shape.is_decode]
     expected = {*decodes[-(max_shapes or 99) :], *others[-(max_shapes or 99) :]}
-    forwards = {key for key in graphs.keys if isinstance(key, PassKey)}
+    forwards = {key for key in graphs if isinstance(key, PassKey)}
     assert {key.shape for key in forwards} == expected
     sizes = ladder(MAX_REQUESTS)[-(max_shapes or 99) :]
     draws = {(PassShape(0, size, 0), features) for size in sizes for features in CAPTURED_DRAWS}
-    assert graphs.keys - forwards == draws
+    assert graphs.keys() - forwards == draws
     eager = runner_of(model, captures=False)
     for pass_ in [PROMPTS, *DECODES[:2]]:
         outcomes = [each.collect(each.launch(pass_)).token_ids.tolist() for each in (runner, eager)]
@@ -106,7 +105,7 @@ def test_the_largest_shapes_of_each_kind_are_captured(model: Decoder, max_shapes
 def test_without_limits_there_are_no_graphs(model: Decoder) -> None:
     runner = runner_of(model, captures=False)
     runner.capture_graphs()
-    assert runner.executor.graphs is None
+    assert not runner.executor.graphs
 
 
 def test_a_pass_that_is_too_long_for_graphs_has_room_beside_them(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixrt.errors import PromptError
+from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.request_builder import RequestBuilder, chosen_continuations
 from radixrt.planning.simulated import NoWeights
 
@@ -15,14 +15,23 @@ def builder() -> RequestBuilder:
 
 
 def test_a_request_has_one_id(builder: RequestBuilder) -> None:
-    requests, errors = builder.build_all([[1], [99], [2], [3]], [None] * 4, None, {0: "a", 1: "b", 3: "d"})
-    assert [request.index for request in requests] == [0, 2, 3]
-    assert (requests[0].id, requests[2].id) == ("a", "d")
-    assert isinstance(requests[1].id, int)
-    assert builder.build([1]).id != builder.build([1]).id
+    prompts, ids = [[1], [99], [2]], ["a", "b", "c"]
+    refused, requests = builder.build_all(prompts, None, True, None, ids, "return")
+    assert [(request.index, request.id) for request in requests] == [(0, "a"), (2, "c")]
+    assert [(output.index, output.id) for output in refused] == [(1, "b")]
+    assert refused[0].error == "the prompt holds token id 99; the model's ids are 0 to 49"
+    with pytest.raises(PromptError, match="1 of 3 prompts cannot be run:\nprompt 1 holds token id 99"):
+        builder.build_all(prompts, None, True, None, ids, "raise")
+    _, numbered = builder.build_all([[1], [2]], None, True, None, None, "raise")
+    others = [*numbered, builder.build([1]), builder.build([1])]
+    assert len({request.id for request in others}) == 4
+    assert all(isinstance(request.id, int) for request in others)
     assert builder.build([1], request_id="c").id == "c"
-    assert list(errors) == [1]
-    assert "holds token id 99" in str(errors[1])
+
+
+def test_a_stream_needs_a_tokenizer(builder: RequestBuilder) -> None:
+    with pytest.raises(ParameterError, match="streams need a tokenizer"):
+        builder.build_streamed([1], None, None, "a")
 
 
 def test_scored_requests_know_their_prompts(builder: RequestBuilder) -> None:

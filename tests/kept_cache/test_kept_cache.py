@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
@@ -29,11 +30,11 @@ from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.files import atomic_file
 from radixrt.kept_cache import cache_file
 from radixrt.kept_cache import storage as cache_storage
-from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, KVFormat, differences, kv_pieces
+from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, KVFormat, differences
 from radixrt.kept_cache.identity import weight_fingerprint
 from radixrt.kept_cache.storage import NUM_BUFFERS
 from radixrt.models.loader import load_model
-from tests.support.checkpoints import DYNAMIC_ROPE, LLAMA3_ROPE, VOCAB_SIZE, llama, write
+from tests.support.checkpoints import DYNAMIC_ROPE, LLAMA3_ROPE, VOCAB_SIZE, llama, qwen3_moe, write
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -119,7 +120,7 @@ def test_a_second_run_begins_with_the_cache_of_the_first(folder: Path, tmp_path:
         warm = first.generate(prompts(), GREEDY)
         cold_hits = cached(first.generate(prompts(7), GREEDY, tenant="a"))
         saved, before = first.save_cache(path), contents(first)
-        assert len(list(kv_pieces(saved, first.parts.model.storage.format))) > 2 * NUM_BUFFERS
+        assert saved > 2 * NUM_BUFFERS * first.parts.model.storage.format.piece_tokens
     with runtime_of(folder, dtype=dtype) as second:
         assert second.load_cache(path) == saved == second.cache_stats().evictable
         after = contents(second)
@@ -141,7 +142,7 @@ def test_a_second_run_begins_with_the_cache_of_the_first(folder: Path, tmp_path:
 
 
 def test_other_libraries_read_the_file(kept: Path, folder: Path) -> None:
-    with safe_open(kept, framework="pt", device="cpu") as file, CacheFileReader(kept) as reader:
+    with safe_open(kept, framework="pt", device="cpu") as file, CacheFileReader.open(kept) as reader:
         assert set(file.keys()) == {
             *("node_last_used", "node_lengths", "node_parents", "node_tenants", "tokens", "kv"),
             *("piece_sha256", "sha256"),
@@ -163,6 +164,19 @@ def test_an_empty_cache(folder: Path, tmp_path: Path) -> None:
         assert runtime.cache_stats().free == runtime.cache_stats().capacity
 
 
+def test_a_cache_of_experts(tmp_path: Path) -> None:
+    """A set among the config's fields is in the file, too."""
+    with torch.device("cpu"):
+        folder = write(qwen3_moe(), tmp_path / "experts")
+    path = tmp_path / "kept.safetensors"
+    with runtime_of(folder) as runtime:
+        runtime.generate(prompts(), GREEDY)
+        saved = runtime.save_cache(path)
+        runtime.flush_cache()
+        assert runtime.load_cache(path) == saved > 0
+        assert runtime.parts.model.identity()["dense layers"] == sorted(runtime.parts.model.config.dense_layers)
+
+
 def test_loading_twice_changes_nothing(kept: Path, folder: Path) -> None:
     with runtime_of(folder) as runtime:
         count = runtime.load_cache(kept)
@@ -182,7 +196,7 @@ def test_what_is_there_already_stays(kept: Path, folder: Path) -> None:
             for node in runtime.parts.cache.tree.roots[Namespace()].children.values()
         }
         held = runtime.cache_stats().evictable
-        with CacheFileReader(kept) as reader:
+        with CacheFileReader.open(kept) as reader:
             known = reader.tree.num_tokens - runtime.load_cache(kept)
         # The first two begin as kept prompts do; the continuations of cut prompts go their own way.
         assert known >= 40
@@ -435,11 +449,20 @@ def test_pieces_of_two_files_do_not_mix(small_file: Path, folder: Path, tmp_path
     assert "has been altered" in refusal(small_file, folder)
 
 
+def empty_pieces(num_tokens: int, kv: KVFormat) -> Iterator[NDArray[np.uint8]]:
+    """Room for each piece of the KV of so many tokens."""
+    for start in range(0, num_tokens, kv.piece_tokens):
+        yield np.zeros(min(kv.piece_tokens, num_tokens - start) * kv.token_bytes, np.uint8)
+
+
 def forged(path: Path, tree: TreeSnapshot, kept: Path) -> None:
     """A file whose hashes are right, of a tree that may be none."""
-    with CacheFileReader(kept) as reader, CacheFileWriter(path, tree, reader.kv, reader.identity) as writer:
-        for start, end in kv_pieces(tree.num_tokens, reader.kv):
-            writer.write(np.zeros((end - start) * reader.kv.token_bytes, np.uint8))
+    with (
+        CacheFileReader.open(kept) as reader,
+        CacheFileWriter.open(path, tree, reader.kv, reader.identity) as writer,
+    ):
+        for piece in empty_pieces(tree.num_tokens, reader.kv):
+            writer.write(piece)
         writer.finish()
 
 
@@ -497,12 +520,18 @@ def test_files_of_another_kind(folder: Path, tmp_path: Path) -> None:
             runtime.load_cache(tmp_path)
     for text in (b"", b"\x02" + bytes(7) + b"[]", b"\x02" + bytes(7) + b"{}", b"\xff" * 100, b"[" * 100_000):
         (tmp_path / "x").write_bytes(text)
-        with pytest.raises(CacheFileError, match="cannot be used: it is no "):
-            CacheFileReader(tmp_path / "x")
+        with (
+            pytest.raises(CacheFileError, match="cannot be used: it is no "),
+            CacheFileReader.open(tmp_path / "x"),
+        ):
+            pass
     deep = b"[" * 100_000
     (tmp_path / "x").write_bytes(len(deep).to_bytes(8, "little") + deep)
-    with pytest.raises(CacheFileError, match="no cache file of radixrt"):
-        CacheFileReader(tmp_path / "x")
+    with (
+        pytest.raises(CacheFileError, match="no cache file of radixrt"),
+        CacheFileReader.open(tmp_path / "x"),
+    ):
+        pass
 
 
 def test_ctrl_c_while_loading_changes_nothing(
@@ -513,15 +542,15 @@ def test_ctrl_c_while_loading_changes_nothing(
         path = kept.with_name("again")
         runtime.save_cache(path)
         runtime.flush_cache()
-        before, scatter, left = runtime.cache_stats(), runtime.parts.model.storage._scatter, [2]
+        before, copy, left = runtime.cache_stats(), cache_storage.kv_copy, [2]
 
-        def interrupted(*arguments: Any) -> None:
+        def interrupted(*arguments: Any, **options: Any) -> None:
             left[0] -= 1
             if not left[0]:
                 raise KeyboardInterrupt
-            scatter(*arguments)
+            copy(*arguments, **options)
 
-        monkeypatch.setattr(runtime.parts.model.storage, "_scatter", interrupted)
+        monkeypatch.setattr(cache_storage, "kv_copy", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runtime.load_cache(path)
         assert runtime.cache_stats() == before
@@ -663,7 +692,7 @@ import os, sys
 import numpy as np
 from pathlib import Path
 from radixrt.kept_cache import cache_file
-from radixrt.kept_cache.cache_file import CacheFileWriter, KVFormat, kv_pieces
+from radixrt.kept_cache.cache_file import CacheFileWriter, KVFormat
 from radixrt.cache.snapshot import TreeSnapshot
 
 assert "torch" not in sys.modules
@@ -676,20 +705,19 @@ while True:
     ints = lambda *values: np.array(values, dtype=np.int32)
     tokens, last_used = np.full(2000, number % 97, np.int32), np.zeros(1, np.int64)
     tree = TreeSnapshot(tokens, ints(2000), ints(-1), ints(0), last_used, (None,))
-    with CacheFileWriter(path, tree, kv, {"number": number}) as writer:
-        for start, end in kv_pieces(2000, kv):
-            writer.write(np.full((end - start) * kv.token_bytes, number % 251, np.uint8)).result()
+    with CacheFileWriter.open(path, tree, kv, {"number": number}) as writer:
+        for _ in range(2000 // kv.piece_tokens):
+            writer.write(np.full(kv.piece_tokens * kv.token_bytes, number % 251, np.uint8)).result()
         writer.finish()
 """
 
 
 def read_all(path: Path) -> int:
     """The number of the save whose file it is; every byte is checked."""
-    with CacheFileReader(path) as reader:
+    with CacheFileReader.open(path) as reader:
         number = int(reader.identity["number"])
         assert (reader.tree.tokens == number % 97).all()
-        for start, end in kv_pieces(reader.tree.num_tokens, reader.kv):
-            piece = np.empty((end - start) * reader.kv.token_bytes, np.uint8)
+        for piece in empty_pieces(reader.tree.num_tokens, reader.kv):
             reader.read(piece).result()
             assert (piece == number % 251).all()
     return number
@@ -793,7 +821,5 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(cache_file, "PIECE_BYTES", 1000)
     kv = KVFormat("F16", (3, 2, 2, 5))
     assert kv.token_bytes == 120
-    pieces = list(kv_pieces(100, kv))
-    assert pieces[0] == (0, 8)
-    assert pieces[-1] == (96, 100)
+    assert kv.piece_tokens == 8
     assert KVFormat("F32", (100, 2, 8, 128)).piece_tokens == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ class TwoLayerPool:
         return KVView(*self.kv[layer_id], req_to_token)
 
 
+attention = partial(RadixAttention, cos_sin_cache=None, norm=None, impl="auto")
+
+
 def scattered_rows(num_rows: int, length: int, seed: int = 0) -> Tensor:
     slots = torch.randperm(num_rows * length, generator=torch.Generator().manual_seed(seed)) + 1
     return slots.view(num_rows, length).int()
@@ -46,7 +50,6 @@ def test_golden_example() -> None:
         "extend_start_loc": [0, 3],
         "positions": [3, 4, 5, 4, 5, 6, 7, 8, 9],
         "out_cache_loc": out_cache_loc.tolist(),
-        "logits_indices": [2, 8],
     }
     for name, values in expected.items():
         tensor = getattr(metadata, name)
@@ -62,7 +65,7 @@ def test_golden_example() -> None:
     for row, prefix in zip(rows, prefix_lens, strict=True):
         slots = req_to_token[row, :prefix].long()
         pool.kv[1, :, slots] = torch.randn(2, prefix, 4, 64, generator=generator)
-    out = RadixAttention(1, 32, 4, 64, scale=0.125)(q, k, v, metadata, pool)
+    out = attention(1, Scoring(0.125))(q, k, v, metadata, pool)
 
     assert pool.kv[0].isnan().all(), "layer 0 is not layer 1"
     assert torch.equal(pool.kv[1, 0, out_cache_loc.long()], k)
@@ -100,7 +103,7 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
         )
     packed = torch.randn(sum(num_new), 8, 8, generator=generator)
     q, k, v = packed[:, :4], packed[:, 4:6], packed[:, 6:]
-    out = RadixAttention(0, 4, 2, 8, scale=0.3)(q, k, v, metadata, pool)
+    out = attention(0, Scoring(0.3))(q, k, v, metadata, pool)
     assert out.shape == (sum(num_new), 4, 8)
     for b, (part, result) in enumerate(zip(q.split(num_new), out.split(num_new), strict=True)):
         slots = req_to_token[b, : seq_lens[b]].long()
@@ -110,9 +113,9 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
 
 def test_empty_batch() -> None:
     metadata = input_metadata([], [], [], [], scattered_rows(1, 4))
-    assert metadata.positions.shape == metadata.logits_indices.shape == (0,)
+    assert metadata.positions.shape == (0,)
     empty = torch.empty(0, 2, 8)
-    out = RadixAttention(0, 2, 2, 8, scale=1.0)(empty, empty, empty, metadata, TwoLayerPool(4, 2, 8))
+    out = attention(0, Scoring(1.0))(empty, empty, empty, metadata, TwoLayerPool(4, 2, 8))
     assert out.shape == (0, 2, 8)
 
 
@@ -120,17 +123,13 @@ def test_a_request_of_no_new_token_takes_no_room() -> None:
     metadata = input_metadata([0, 1, 2], [4, 0, 3], [2, 0, 3], [5, 6], scattered_rows(3, 4))
     assert metadata.extend_start_loc.tolist() == [0, 2, 2]
     assert metadata.positions.tolist() == [2, 3]
-    assert metadata.logits_indices.tolist() == [1]
 
 
-def test_given_logits_indices_and_plan_are_kept() -> None:
+def test_a_given_plan_is_kept() -> None:
     table = scattered_rows(2, 4)
     plan = AttentionPlan.flat([1], [4]).to(torch.get_default_device())
-    metadata = input_metadata(
-        [0, 1], [4, 4], [0, 3], [1, 2, 3, 4, 5], table, num_extends=1, logits_indices=[4, 0, 4], plan=plan
-    )
+    metadata = input_metadata([0, 1], [4, 4], [0, 3], [1, 2, 3, 4, 5], table, num_extends=1, plan=plan)
     assert metadata.decode_plan(None) is plan
-    assert metadata.logits_indices.tolist() == [4, 0, 4]
     assert metadata.req_to_token is table
 
 
@@ -140,8 +139,10 @@ def test_device_views_need_not_be_copies() -> None:
     assert all(array.dtype == np.int32 for array in host.values())
     packed = torch.from_numpy(np.concatenate(list(host.values())))
     views = dict(zip(host, packed.split([array.size for array in host.values()]), strict=True))
-    metadata = InputMetadata.from_host_and_device(
-        host, views, logits_indices=packed[:0], req_to_token=scattered_rows(2, 10), num_extends=2, decode_plans={}
+    plans: dict[str, Any] = {"decode_plans": {}, "extend_plans": {}}
+    count = InputMetadata.count_extend_tokens(host["extend_seq_lens"], 2)
+    metadata = InputMetadata(
+        **views, req_to_token=scattered_rows(2, 10), num_extends=2, num_extend_tokens=count, **plans
     )
     assert metadata.positions.data_ptr() == views["positions"].data_ptr()
     assert metadata.positions.tolist() == [3, 4, 5, 4, 5, 6, 7, 8, 9]
@@ -173,8 +174,3 @@ def test_inconsistent_batches_are_refused(change: dict[str, Any], message: str) 
     input_metadata(**batch)
     with pytest.raises(ValueError, match=message):
         input_metadata(**{**batch, **change})
-
-
-def test_radix_attention_refuses_heads_that_do_not_divide() -> None:
-    with pytest.raises(ValueError, match="num_heads 6 is not a multiple of num_kv_heads 4"):
-        RadixAttention(0, 6, 4, 8, scale=1.0)

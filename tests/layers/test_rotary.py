@@ -1,4 +1,4 @@
-"""RotaryEmbedding against transformers' cosines and sines."""
+"""RopeParameters against transformers' cosines and sines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
 
-from layers.rotary import RopeParameters, RotaryEmbedding
+from layers.rotary import RopeParameters
 from radixrt.models.rope import read_rope
 from tests.support.attention_cases import packed_qkv
 from triton_ops.kv.rope import apply_rotary
@@ -88,7 +88,7 @@ ROPES: dict[str, tuple[dict[str, Any], int, int]] = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rotary_embedding_is_that_of_transformers(name: str) -> None:
+def test_cosines_and_sines_are_those_of_transformers(name: str) -> None:
     """For a context of 9000: transformers' tables for a sequence that fills it."""
     parameters, max_length, head_dim = ROPES[name]
     config = Phi3Config if parameters["rope_type"] == "longrope" else LlamaConfig
@@ -108,8 +108,8 @@ def test_rotary_embedding_is_that_of_transformers(name: str) -> None:
     cos, sin = cos.to(torch.get_default_device()), sin.to(torch.get_default_device())
     half = cos.shape[-1] // 2
     rope = read_rope(source.rope_parameters, head_dim, max_length)
-    rotary = RotaryEmbedding(head_dim, 9000, rope, device=torch.get_default_device())
-    ours_cos, ours_sin = rotary.cos_sin_cache.chunk(2, dim=-1)
+    cos_sin_cache = rope.cos_sin_cache(head_dim, 9000, torch.get_default_device())
+    ours_cos, ours_sin = cos_sin_cache.chunk(2, dim=-1)
     # transformers computes a dynamic theta in float32, where we keep a Python float.
     tolerance = 2e-3 if name == "dynamic, longer" else 2e-7
     torch.testing.assert_close(ours_cos, cos[0, :, :half], atol=tolerance, rtol=0)
@@ -119,10 +119,10 @@ def test_rotary_embedding_is_that_of_transformers(name: str) -> None:
     q, k, _ = packed_qkv(4, 8, 2, head_dim)
     at = (cos[:, positions.long()], sin[:, positions.long()])
     expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *at)
-    for ours, theirs in zip(apply_rotary(q, k, rotary.cos_sin_cache, positions), expected, strict=True):
+    for ours, theirs in zip(apply_rotary(q, k, cos_sin_cache, positions), expected, strict=True):
         torch.testing.assert_close(ours, theirs[0].transpose(0, 1), atol=2e-6 + 4 * tolerance, rtol=0)
 
 
-def test_rotary_embedding_refuses_odd_heads() -> None:
+def test_odd_heads_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must be even and at most head_dim 15, but is 15"):
-        RotaryEmbedding(15, 64, RopeParameters(10000.0), device=torch.get_default_device())
+        RopeParameters(10000.0).cos_sin_cache(15, 64, torch.get_default_device())

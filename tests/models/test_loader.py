@@ -110,7 +110,7 @@ def test_parameters_are_on_the_device_in_the_dtype_without_gradients(folder: Pat
     model, _ = load_model(str(folder), dtype=torch.bfloat16)
     assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert {name for name, _ in model.named_buffers()} == {"blocks.0.attention.attention.rotary.cos_sin_cache"}
+    assert {name for name, _ in model.named_buffers()} == {"blocks.0.attention.attention.cos_sin_cache"}
     assert not model.training
 
 
@@ -424,7 +424,7 @@ def test_layers_without_rope(tmp_path: Path) -> None:
     ropes = [kind.rope for kind in ModelConfig.from_folder(tmp_path).attention]
     assert ropes == [RopeParameters(2000000.0), None] * 2
     model, _ = load_model(tmp_path)
-    assert {name for name, _ in model.named_buffers()} == {"blocks.0.attention.attention.rotary.cos_sin_cache"}
+    assert {name for name, _ in model.named_buffers()} == {"blocks.0.attention.attention.cos_sin_cache"}
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ def test_context_lengths(folder: Path, rope: dict[str, Any], longest: int) -> No
     for length in (2, longest):
         model, config = load_model(folder, context_length=length)
         assert (config.context_length, config.max_context_length) == (length, longest)
-        assert model.get_buffer("blocks.0.attention.attention.rotary.cos_sin_cache").shape == (length, 8)
+        assert model.get_buffer("blocks.0.attention.attention.cos_sin_cache").shape == (length, 8)
     for length in (1, longest + 1, 16.0):
         with pytest.raises(ParameterError, match=f"context_length is {length}; .* from 2 to {longest}"):
             load_model(folder, context_length=length)  # type: ignore[arg-type]

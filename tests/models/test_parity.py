@@ -100,8 +100,9 @@ class Session:
         assert hidden.shape == (len(new_ids), self.model.config.hidden_size)
         every = torch.arange(len(new_ids), dtype=torch.int32)
         logits = self.model.compute_logits(hidden, every)
-        last = self.model.compute_logits(hidden, metadata.logits_indices)
-        assert_close(last, logits[metadata.logits_indices.long()])
+        indices = metadata.extend_start_loc + metadata.extend_seq_lens - 1
+        last = self.model.compute_logits(hidden, indices)
+        assert_close(last, logits[indices.long()])
         return list(logits.split([len(ids) - prefix for _, ids, prefix in requests]))
 
 

@@ -28,8 +28,7 @@ from radixrt.errors import SchedulerError
 from radixrt.execution.attention import shared_segments
 from radixrt.execution.attention.pass_plans import PassPlans
 from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
-from radixrt.execution.packed_pass import PackedPass
-from radixrt.execution.pass_builder import PassBuilder
+from radixrt.execution.pass_builder import PackedPass, PassBuilder
 from radixrt.output import FinishReason
 from radixrt.schedule.answer import Answer, AnswerState
 from radixrt.schedule.booking import Bookkeeper
@@ -692,7 +691,15 @@ def drop_a_host_node_above_others(patch: pytest.MonkeyPatch) -> None:
 def forget_what_the_host_could_keep_and_say_it_has_it(patch: pytest.MonkeyPatch) -> None:
     """A node leaves the device though the host has no copy, and stays in the tree."""
     patch.setattr(HostTier, "_store", lambda *_: None)
-    patch.setattr(RadixTree, "_forget", lambda *_: None)
+    detach = RadixTree.detach
+
+    def staying(self: RadixTree, node: Node, tier: int) -> np.ndarray:
+        other, node.slots[1 - tier] = node.slots[1 - tier], np.zeros(0, np.int32)
+        slots = detach(self, node, tier)
+        node.slots[1 - tier] = other
+        return slots
+
+    patch.setattr(RadixTree, "detach", staying)
 
 
 @mutant("4:", "16:", "5:", "assert", sizes=TIERED_SIZES)
@@ -864,8 +871,9 @@ def decode_by_the_plan_of_those_before(patch: pytest.MonkeyPatch) -> None:
     build = PassBuilder.build
 
     def unnoticed(self: PassBuilder, pass_: Pass) -> PackedPass:
-        if self._rows is not None and len(self._rows) == pass_.num_rows:
-            self._rows = pass_.req_pool_indices
+        current = self._current
+        if current is not None and current.rows is not None and len(current.rows) == pass_.num_rows:
+            current.rows = pass_.req_pool_indices
         return build(self, pass_)
 
     patch.setattr(PassBuilder, "build", unnoticed)

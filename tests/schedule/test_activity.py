@@ -20,8 +20,8 @@ from radixrt import Activity, Runtime, SamplingParams
 from radixrt.bench.throughput.passes import busy_seconds, device_intervals, device_profiler
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.engine.engine import Engine
-from radixrt.execution import pass_timer
-from radixrt.execution.pass_timer import PassTimer
+from radixrt.execution import in_flight
+from radixrt.execution.in_flight import PassTimer
 from radixrt.sampling_params import SamplingParams as Params
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
@@ -252,7 +252,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """What timers of CUDA devices use."""
     clock = Clock()
     stream = Stream(clock)
-    monkeypatch.setattr(pass_timer.time, "perf_counter", clock)
+    monkeypatch.setattr(in_flight.time, "perf_counter", clock)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: StreamEvent(stream))
     return stream
 

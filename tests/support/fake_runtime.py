@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from radixrt.cache.prefix_cache import CacheStats
-from radixrt.errors import ParameterError, PromptError
+from radixrt.errors import PromptError
+from radixrt.frontend.request_builder import Prompt, RequestBuilder
 from radixrt.limits import RunLimits
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, Usage
+from radixrt.planning.simulated import NoWeights
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
+from radixrt.schedule.request import Request
 from radixrt.text.chat import is_chat
 from radixrt.text.tokenizer import Tokenizer
 
@@ -22,20 +25,18 @@ CONTEXT_LENGTH = 50
 CAPACITY = 500
 
 
-@dataclass(eq=False)
-class FakeRequest:
-    index: int
-    prompt_ids: npt.NDArray[np.int32]
-    params: SamplingParams
-    keep: int | None = None
+class BytesBuilder(RequestBuilder):
+    """Text is its bytes in UTF-8."""
 
-    @property
-    def id(self) -> int:
-        return self.index
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.params.max_new_tokens
+    def token_ids(self, prompt: Prompt) -> npt.NDArray[np.int32]:
+        if is_chat(prompt):
+            prompt = "".join(message["content"] for message in prompt)
+        if isinstance(prompt, str):
+            try:
+                prompt = list(prompt.encode())
+            except UnicodeEncodeError as error:
+                raise PromptError(f"cannot be encoded: {error}") from None
+        return super().token_ids(prompt)
 
 
 class FakeRuntime:
@@ -51,9 +52,12 @@ class FakeRuntime:
         self.on_step: Callable[[], None] = lambda: None
         self.on_output: Callable[[RequestOutput], object] = lambda output: None
         self.failing: set[int] = set()  # indices of requests whose run fails
-        self.running: list[FakeRequest] = []
-        self.aborted: list[FakeRequest] = []
-        self.begun: list[FakeRequest] = []
+        self.running: list[Request] = []
+        self.aborted: list[Request] = []
+        self.begun: list[Request] = []
+        self.builder = BytesBuilder(
+            NoWeights(VOCAB_SIZE).config, None, context_length=CONTEXT_LENGTH, seed=0, refusal=lambda request: None
+        )
         self.tokenizer: Tokenizer | None = None
         self.seed = 0
         self.limits = RunLimits(pool_tokens=100_000)
@@ -104,34 +108,22 @@ class FakeRuntime:
 
     def prepare(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         index: int = 0,
         keep: int | None = None,
-    ) -> FakeRequest:
-        if is_chat(prompt):
-            prompt = "".join(message["content"] for message in prompt)
-        try:
-            ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
-        except UnicodeEncodeError as error:
-            raise PromptError(f"cannot be encoded: {error}") from None
-        if max(ids) >= VOCAB_SIZE:
-            raise PromptError(f"holds token id {max(ids)}; the model's are below {VOCAB_SIZE}")
-        if len(ids) >= CONTEXT_LENGTH:
-            raise PromptError(f"has {len(ids)} tokens; at most {CONTEXT_LENGTH - 1} fit")
-        params = sampling_params or SamplingParams()
-        if any(token >= VOCAB_SIZE for token in params.stop_token_ids):
-            raise ParameterError("stop_token_ids holds an id that the model does not have")
-        return FakeRequest(index, np.array(ids, dtype=np.int32), params, keep)
+    ) -> Request:
+        request = self.builder.build(prompt, sampling_params, index=index)
+        return replace(request, reusable_len=keep)
 
-    def submit(self, *requests: FakeRequest, in_order: bool = False) -> None:
+    def submit(self, *requests: Request, in_order: bool = False) -> None:
         self.running += requests
 
-    def abort(self, request: FakeRequest) -> None:
+    def abort(self, request: Request) -> None:
         self.aborted.append(request)
 
-    def has_begun(self, request: FakeRequest) -> bool:
+    def has_begun(self, request: Request) -> bool:
         return request in self.begun
 
     def step(self) -> list[RequestOutput]:
@@ -156,7 +148,7 @@ class FakeRuntime:
         )
         output = RequestOutput(
             index=request.index,
-            id=request.index,
+            id=request.id,
             outputs=(
                 CompletionOutput(
                     index=0,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
@@ -21,16 +20,10 @@ def input_metadata(
     req_to_token: Tensor,
     *,
     num_extends: int | None = None,
-    logits_indices: ArrayLike | None = None,
     plan: AttentionPlan | None = None,
 ) -> InputMetadata:
-    """On `req_to_token`'s device. `num_extends` is all requests if None, `logits_indices` the last token of each
-    request that has one, `plan` (of the decodes) the flat plan.
-    """
+    """On `req_to_token`'s device. `num_extends` is all requests if None, `plan` (of the decodes) the flat plan."""
     host = InputMetadata.host_arrays(req_pool_indices, seq_lens, prefix_lens, out_cache_loc)
-    if logits_indices is None:
-        extend = host["extend_seq_lens"]
-        logits_indices = (host["extend_start_loc"] + extend - 1)[extend > 0]
     num_extends = host["seq_lens"].size if num_extends is None else num_extends
     if plan is None:
         rows, seq = host["req_pool_indices"][num_extends:], host["seq_lens"][num_extends:]
@@ -39,11 +32,11 @@ def input_metadata(
     def to_device(array: NDArray[Any]) -> Tensor:
         return torch.tensor(array, dtype=torch.int32, device=req_to_token.device)
 
-    return InputMetadata.from_host_and_device(
-        host,
-        {name: to_device(array) for name, array in host.items()},
-        logits_indices=to_device(np.asarray(logits_indices, np.int32)),
+    return InputMetadata(
+        **{name: to_device(array) for name, array in host.items()},
         req_to_token=req_to_token,
-        num_extends=num_extends,
         decode_plans={None: plan},
+        extend_plans={},
+        num_extends=num_extends,
+        num_extend_tokens=InputMetadata.count_extend_tokens(host["extend_seq_lens"], num_extends),
     )

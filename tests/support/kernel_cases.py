@@ -34,13 +34,7 @@ from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
-from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
-from triton_ops.norms.rms_norm_fp32_weight import (
-    add_rms_norm_fp32_weight,
-    norm_add_rms_norm_fp32_weight,
-    rms_norm_fp32_weight,
-    rms_norm_fp32_weight_add,
-)
+from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only
 from triton_ops.sampling.logprobs import token_logprobs
@@ -272,9 +266,6 @@ def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterato
     def added() -> tuple[Any, ...]:
         return empty(shape), empty(shape), empty(size)
 
-    def normed_and_added() -> tuple[Any, ...]:
-        return empty(shape), empty(shape), empty(size), empty(size)
-
     def biased() -> tuple[Any, ...]:
         return empty(shape), empty(size), empty(size)
 
@@ -286,10 +277,12 @@ def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterato
 
     yield case(rms_norm, weighted, eps=1e-5)
     yield case(add_rms_norm, added, eps=1e-5)
-    yield case(rms_norm_fp32_weight, weighted, eps=1e-5, offset=1.0)
-    yield case(add_rms_norm_fp32_weight, added, eps=1e-5, offset=0.0)
-    yield case(norm_add_rms_norm_fp32_weight, normed_and_added, eps=1e-5, offset=1.0)
-    yield case(rms_norm_fp32_weight_add, added, eps=1e-5, offset=0.0)
+    yield case(rms_norm, weighted, eps=1e-5, offset=1.0)
+    yield case(add_rms_norm, added, eps=1e-5, offset=0.0)
+    name = f"{num_tokens} x {size}, {SHORT_NAMES[dtype]}, a norm before, offset 1.0"
+    options: dict[str, Any] = {"offset": 1.0, "impl": "triton"}
+    yield KernelCase(add_rms_norm, name, lambda: add_rms_norm(*added(), 1e-5, before=empty(size), **options), few)
+    yield case(rms_norm_add, added, eps=1e-5, offset=0.0)
     yield case(layer_norm, weighted, bias=None, eps=1e-5)
     yield case(layer_norm, biased, eps=1e-5)
     yield case(add_layer_norm, added_biased, eps=1e-5)

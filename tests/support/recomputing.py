@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.planner import AttentionPlanner, kernel_planner
+from radixrt.execution.graphs.capture import GraphRecorder, Launch
 from radixrt.models.config import ModelConfig
 from triton_ops.attention.plan import Int32Array
 from triton_ops.implementation import gpu_of
 
 
-class Recomputed:
-    """Stands in for a CUDA graph."""
-
-    def __init__(self, compute: Callable[[], None]) -> None:
-        self.replay = torch.inference_mode()(compute)
-
-
-class Recomputing:
-    """Stands in for GraphMemory."""
+class Recomputing(GraphRecorder):
+    """Computes what would be captured."""
 
     def __init__(self, device: torch.device) -> None:
         pass
 
-    def captured(self, compute: Callable[[], None], warm_up: Callable[[], None]) -> Recomputed:
+    def captured(self, compute: Launch, warm_up: Launch) -> Launch:
         warm_up()
-        return Recomputed(compute)
+        return torch.inference_mode()(compute)
 
 
 def planner_on_cpu(

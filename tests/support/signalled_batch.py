@@ -17,7 +17,8 @@ import radixrt.batch.job
 from radixrt.batch.journal.run_folder import Encoding, RunFolder
 from radixrt.cli import main
 from radixrt.output import RequestOutput
-from tests.support.fake_runtime import FakeRequest, FakeRuntime
+from radixrt.schedule.request import Request
+from tests.support.fake_runtime import FakeRuntime
 
 BEGUN = 5  # requests that a SlowRuntime has begun, while it has so many
 STEP_SECONDS = 0.1
@@ -39,7 +40,7 @@ class SlowBuilder(Builder):
     told = False
 
     @staticmethod
-    def build(*args: Any, **options: Any) -> FakeRequest:
+    def build(*args: Any, **options: Any) -> Request:
         if not SlowBuilder.told:
             print("reading", flush=True)
         SlowBuilder.told = True

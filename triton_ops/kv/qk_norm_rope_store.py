@@ -14,7 +14,6 @@ from triton_ops.kv.kv_store import kv_store
 from triton_ops.kv.rope import apply_rotary
 from triton_ops.kv.view import KVView
 from triton_ops.norms.rms_norm import rms_norm, weighted
-from triton_ops.norms.rms_norm_fp32_weight import rms_norm_fp32_weight
 from triton_ops.tuning import QK_NORM_ROPE
 
 
@@ -22,8 +21,7 @@ from triton_ops.tuning import QK_NORM_ROPE
 class HeadNorm:
     """The norm of each query head and each key head by itself.
 
-    `q_weight` and `k_weight` are `[head_dim]` in the heads' dtype. `offset` is that of `rms_norm_fp32_weight`;
-    None: the norm is `rms_norm`.
+    `q_weight` and `k_weight` are `[head_dim]` in the heads' dtype. `offset` is that of `rms_norm`.
     """
 
     q_weight: Tensor
@@ -81,12 +79,9 @@ def qk_norm_rope_store(
     if runs_triton(impl, q.device):
         return _launch(q, k, v, kv, out_cache_loc, norm, rotation)
     new_q, new_k = q, k
-    if norm is not None and norm.offset is None:
-        new_q = rms_norm(q, norm.q_weight, norm.eps, impl="torch")
-        new_k = rms_norm(k, norm.k_weight, norm.eps, impl="torch")
-    elif norm is not None and norm.offset is not None:
-        new_q = rms_norm_fp32_weight(q, norm.q_weight, norm.eps, offset=norm.offset, impl="torch")
-        new_k = rms_norm_fp32_weight(k, norm.k_weight, norm.eps, offset=norm.offset, impl="torch")
+    if norm is not None:
+        new_q = rms_norm(q, norm.q_weight, norm.eps, offset=norm.offset, impl="torch")
+        new_k = rms_norm(k, norm.k_weight, norm.eps, offset=norm.offset, impl="torch")
     if rotation is not None:
         new_q, new_k = apply_rotary(
             new_q, new_k, rotation.cos_sin_cache, rotation.positions, interleaved=rotation.interleaved

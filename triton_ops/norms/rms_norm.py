@@ -12,50 +12,74 @@ from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
 from triton_ops.tuning import EARLY_BLOCK, row_blocks
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float | None = None, impl: Impl = "auto") -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
     `x` is `[..., size]` in any float dtype, `weight` `[size]` in the same. The result is normalised in float32,
     rounded to x's dtype, then multiplied by the weight: the order of transformers, with which models were trained.
+    With an `offset`, it is multiplied by `offset + weight` in float32, before it is rounded: `offset` is 0 in
+    OLMo 2 and 1 in Gemma, whose weights are centred on 0.
     """
     if runs_triton(impl, x.device):
-        return launch_rms_norm(x, None, weight, eps)[0]
+        return _launch(x, None, weight, eps, offset)[0]
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    if offset is None:
+        return weight * normed.to(x.dtype)
+    return (normed * (offset + weight.float())).to(x.dtype)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float | None = None,
+    before: Tensor | None = None,
+    impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm(x + residual)` and the sum, which is the next residual; both `[..., size]` in residual's dtype.
 
-    `x` is `[..., size]` in that dtype or, from `split_k_linear`, its parts float32 `[P, ..., size]`: they are
-    added in their order and rounded to that dtype.
+    `x` is `[..., size]` in that dtype or, without an `offset`, from `split_k_linear`, its parts float32
+    `[P, ..., size]`: they are added in their order and rounded to that dtype. With a weight `before`, the sum is
+    `rms_norm(x, before) + residual`, as between Gemma's attention and feed-forward.
     """
-    in_parts = x.dim() > residual.dim()
+    in_parts = offset is None and x.dim() > residual.dim()
     if runs_triton(impl, x.device):
-        return launch_rms_norm(x, residual, weight, eps, in_parts=in_parts)
-    residual = (reduce(torch.add, x).to(residual.dtype) if in_parts else x) + residual
-    return rms_norm(residual, weight, eps, impl="torch"), residual
+        return _launch(x, residual, weight, eps, offset, before=before, in_parts=in_parts)
+    if in_parts:
+        x = reduce(torch.add, x).to(residual.dtype)
+    if before is not None:
+        x = rms_norm(x, before, eps, offset=offset, impl="torch")
+    residual = x + residual
+    return rms_norm(residual, weight, eps, offset=offset, impl="torch"), residual
 
 
-def launch_rms_norm(
+def rms_norm_add(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float | None = None, impl: Impl = "auto"
+) -> Tensor:
+    """`rms_norm(x) + residual`, as after OLMo 2's attention and feed-forward."""
+    if runs_triton(impl, x.device):
+        return _launch(x, residual, None, eps, offset, before=weight)[1]
+    return rms_norm(x, weight, eps, offset=offset, impl="torch") + residual
+
+
+def _launch(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     eps: float,
+    offset: float | None,
     *,
-    offset: float | None = None,
     before: Tensor | None = None,
     in_parts: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The kernel's norm of `x`, or of `x + residual`, and that sum (x itself without a residual).
 
-    `offset` is that of `rms_norm_fp32_weight`; None: the norm is `rms_norm`. With a weight `before`, x is normed
-    by it before it is added. Without `weight` both results are the sum. With `in_parts`, x is the parts of
-    `add_rms_norm`. Rows that do not lie a common stride apart are copied first. Raises ValueError where shapes or
-    dtypes disagree.
+    With a weight `before`, x is normed by it before it is added. Without `weight` both results are the sum. With
+    `in_parts`, x is the parts of `add_rms_norm`. Rows that do not lie a common stride apart are copied first.
+    Raises ValueError where shapes or dtypes disagree.
     """
     size, rows, like, parts = x.shape[-1], as_rows(x), x, 0
     if in_parts:
@@ -160,6 +184,6 @@ def _scale(x, eps, SIZE: tl.constexpr):
 
 @triton.jit
 def weighted(normed, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
-    """`normed` in float32 times the weight, rounded like `rms_norm` (OFFSET None) or `rms_norm_fp32_weight`."""
+    """`normed` in float32 times the weight, rounded as in `rms_norm`."""
     weight = weight.to(tl.float32)
     return (normed.to(dtype).to(tl.float32) * weight if OFFSET is None else normed * (weight + OFFSET)).to(dtype)

@@ -21,7 +21,6 @@ from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_st
 from triton_ops.kv.view import KVView
 from triton_ops.norms.layer_norm import add_layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
-from triton_ops.norms.rms_norm_fp32_weight import add_rms_norm_fp32_weight
 
 DTYPE = torch.bfloat16
 EPS = 1e-5
@@ -84,9 +83,7 @@ def row_cases(num_tokens: int, size: int) -> Iterator[Case[Arguments]]:
     added = partial(_random, rows, rows, (size,))
     yield _case("rms_norm", shape, 2 * row_bytes, rms_norm, partial(_random, rows, (size,)), eps=EPS)
     yield _case("add_rms_norm", shape, 4 * row_bytes, add_rms_norm, added, eps=EPS)
-    yield _case(
-        "add_rms_norm_fp32_weight", shape, 4 * row_bytes, add_rms_norm_fp32_weight, added, eps=EPS, offset=1.0
-    )
+    yield _case("add_rms_norm_fp32_weight", shape, 4 * row_bytes, add_rms_norm, added, eps=EPS, offset=1.0)
     biased = partial(_random, rows, rows, (size,), (size,))
     yield _case("add_layer_norm", shape, 4 * row_bytes, add_layer_norm, biased, eps=EPS)
 

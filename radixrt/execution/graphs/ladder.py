@@ -40,13 +40,11 @@ def ladder(max_size: int) -> list[int]:
 def captured_shapes(
     max_requests: int, max_tokens: int, num_weights: int, token_sizes: tuple[int, ...] = TOKEN_SIZES
 ) -> list[PassShape]:
-    """The shapes of decodes, then those with extends, each ascending.
+    """The shapes of decodes, then those with extends, each ascending, for `max_requests` of a pass; none for 0.
 
-    Args:
-        max_requests: of a pass; 0: nothing is captured.
-        max_tokens: of the extends of a pass. It is among the shapes unless it is greater than all `token_sizes`.
-        num_weights: of the model. A large one has no shapes with extends: launching a pass takes the host less
-            time than computing it takes the GPU.
+    `max_tokens` of the extends of a pass are among the shapes unless they are more than all `token_sizes`. A model
+    of many weights has no shapes with extends: launching a pass takes the host less time than computing it takes
+    the GPU.
     """
     max_rows = min(max_requests, MAX_CAPTURED_BATCH)
     if not max_rows:

@@ -1,9 +1,7 @@
-"""Draws the tokens of a pass from its logits, on the device.
+"""Draws the tokens of a pass from its logits, on the device, which need not be asked what is to be done.
 
-All rows are drawn from at once, from the model's own logits: what that launches depends on their number and on a
-few `Features` alone. Then the rows whose requests process their logits are drawn from again, and log-probabilities
-are computed where they are asked for. So a request costs its neighbours nothing but its own work, and its draws do
-not depend on them. The host knows without asking the device what is to be done.
+All rows are drawn from at once. Then the rows whose requests process their logits are drawn from again, and
+log-probabilities are computed where they are asked for: a request costs its neighbours nothing but its own work.
 """
 
 from __future__ import annotations
@@ -20,60 +18,34 @@ from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.penalties import apply_penalties
 from triton_ops.sampling.sample import greedy, sample
 
-LogprobTensors = tuple[Tensor, Tensor, Tensor, Tensor]  # as `token_logprobs` returns them
+Arrays = Mapping[str, Tensor]  # those of SamplingInputs, on the device
+Tokens = tuple[Tensor, Tensor]  # token ids int32 `[S]`, and whether there was one to draw, bool `[S]`
 
 
-def sample_plain(
-    logits: Tensor,
-    arrays: Mapping[str, Tensor],
-    features: Features,
-    token_ids: Tensor,
-    finite: Tensor,
-    *,
-    impl: Impl = "auto",
-) -> None:
+def sample_plain(logits: Tensor, arrays: Arrays, features: Features, out: Tokens, *, impl: Impl = "auto") -> None:
     """Draw a token from each row of `logits` `[S, vocab_size]` as they are. A CUDA graph can capture it.
 
-    Args:
-        arrays: those that the features name, each `[S]`, on the device; others are not looked at.
-        token_ids: int32 `[S]`, gets the tokens.
-        finite: bool `[S]`, gets whether there was one to draw.
+    Only those of `arrays` are read that the features name, each `[S]`.
     """
+    token_ids, finite = out
     if not features.is_random:
         greedy(logits, out=token_ids, finite=finite, impl=impl)
         return
-    sample(
-        logits,
-        temperatures=arrays["temperatures"],
-        seeds=arrays["seeds"],
-        sample_indices=arrays["sample_indices"],
-        positions=arrays["draw_positions"],
-        top_ks=arrays["top_ks"] if features.has_top else None,
-        top_ps=arrays["top_ps"] if features.has_top else None,
-        min_ps=arrays["min_ps"] if features.has_min_p else None,
-        out=token_ids,
-        finite=finite,
-        impl=impl,
-    )
+    parameters = {name: arrays[name] for name in features.array_names}
+    positions = parameters.pop("draw_positions")
+    sample(logits, positions=positions, **parameters, out=token_ids, finite=finite, impl=impl)
 
 
 def sample_processed(
-    logits: Tensor,
-    arrays: Mapping[str, Tensor],
-    features: Features,
-    last_token: Tensor,
-    token_ids: Tensor,
-    finite: Tensor,
-    *,
-    impl: Impl = "auto",
+    logits: Tensor, arrays: Arrays, features: Features, last_token: Tensor, out: Tokens, *, impl: Impl = "auto"
 ) -> None:
     """Draw the tokens of the processed rows again, from what their requests make of their logits.
 
     Args:
         logits: `[S, vocab_size]`, the model's; they stay as they are.
-        arrays, features: those of SamplingInputs, the arrays on the device; the features are `processed`.
+        features: `SamplingInputs.processed`.
         last_token: int32 `[max_requests]`, the last token sampled for each row of `req_to_token`.
-        token_ids, finite: int32 and bool `[S]`, what `sample_plain` left; the processed rows are replaced.
+        out: what `sample_plain` left; the processed rows are replaced.
     """
     rows = arrays["processed_rows"]
     # float32 whatever the changes are, as some need it: a row's numbers do not depend on the rows beside it.
@@ -100,18 +72,17 @@ def sample_processed(
     if "allowed_ids" in arrays:
         restricted = arrays["is_restricted"] != 0
         own = keep_only(own, arrays["allowed_rows"], arrays["allowed_ids"], restricted, impl=impl)
-    chosen = torch.empty_like(rows)
-    drawn = torch.empty_like(rows, dtype=torch.bool)
+    token_ids, finite = torch.empty_like(rows), torch.empty_like(rows, dtype=torch.bool)
     parameters = {name: arrays[PROCESSED + name] for name in features.array_names}
-    sample_plain(own, parameters, features, chosen, drawn, impl=impl)
-    token_ids[rows] = chosen
+    sample_plain(own, parameters, features, (token_ids, finite), impl=impl)
+    out[0][rows] = token_ids
     # What the model computed stays rejected if it is not finite, though `keep_only` may hide it.
-    finite[rows] &= drawn
+    out[1][rows] &= finite
 
 
 def draw_logprobs(
-    logits: Tensor, token_ids: Tensor, arrays: Mapping[str, Tensor], num_top: int, *, impl: Impl = "auto"
-) -> LogprobTensors:
+    logits: Tensor, token_ids: Tensor, arrays: Arrays, num_top: int, *, impl: Impl = "auto"
+) -> tuple[Tensor, ...]:
     """Log-probabilities of the L drawn tokens whose requests asked for them, as `token_logprobs` returns them.
 
     `logits` `[S, vocab_size]` are the model's, `token_ids` int32 `[S]` the tokens drawn. No more of the `num_top`

@@ -29,13 +29,12 @@ from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE, P
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.executor import Executor, Forward
 from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, MAX_CAPTURED_BATCH, ladder
+from radixrt.execution.in_flight import PassTimer
 from radixrt.execution.model_runner import ModelRunner, Tuning
-from radixrt.execution.packed_pass import PackedPass, PassKey
-from radixrt.execution.pass_builder import PassBuilder
-from radixrt.execution.pass_timer import PassTimer
+from radixrt.execution.pass_builder import PackedPass, PassBuilder, PassKey
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.passes import PassResult
+from radixrt.schedule.passes import Pass, PassResult
 from tests.models.test_parity import MODELS
 from tests.support.checkpoints import VOCAB_SIZE, gemma2, gemma3, llama, qwen3_moe, smollm3, write
 from tests.support.recomputing import Recomputing, planner_on_cpu
@@ -70,7 +69,7 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
         patch.setattr(radixrt.assembly, "ModelRunner", runner)
         own = {"cuda_graphs": cuda_graphs} if on_gpu else {}
         runtime = Runtime(folder, device=device, **own, **options)
-    assert (runner_of(runtime).executor.graphs is not None) == cuda_graphs
+    assert bool(runner_of(runtime).executor.graphs) == cuda_graphs
     if runtime.parts.model.kv_pool.scales is None:
         runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
     return runtime
@@ -79,9 +78,8 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
 def captured_keys(runtime: Runtime) -> tuple[set[PassKey], set[tuple[int, Any]]]:
     """What a Runtime has captured: the keys of forward passes, and sizes and features of draws."""
     graphs = runner_of(runtime).executor.graphs
-    assert graphs is not None
-    forwards = {key for key in graphs.keys if isinstance(key, PassKey)}
-    return forwards, {(key[0].num_rows, key[1]) for key in graphs.keys - forwards}  # type: ignore[index]
+    forwards = {key for key in graphs if isinstance(key, PassKey)}
+    return forwards, {(key[0].num_rows, key[1]) for key in graphs.keys() - forwards}  # type: ignore[index]
 
 
 def runner_of(runtime: Runtime) -> ModelRunner:
@@ -97,32 +95,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return write(llama(seed=4, max_position_embeddings=1024), tmp_path_factory.mktemp("llama"))
 
 
+Launches = list[tuple[Pass, PackedPass]]
+
+
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[PackedPass]:
-    """All passes; their words may be of later ones."""
-    seen: list[PackedPass] = []
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """All passes, and as they were packed; the words may be of later ones."""
+    seen: Launches = []
     forward = Executor.forward
 
-    def watched(self: Executor, packed: PackedPass) -> Forward:
-        seen.append(packed)
-        return forward(self, packed)
+    def watched(self: Executor, pass_: Pass, packed: PackedPass) -> Forward:
+        seen.append((pass_, packed))
+        return forward(self, pass_, packed)
 
     monkeypatch.setattr(Executor, "forward", watched)
     return seen
 
 
-def decodes_of(launches: list[PackedPass]) -> list[tuple[int, int, bool]]:
+def decodes_of(launches: Launches) -> list[tuple[int, int, bool]]:
     """Of each captured decode: its requests, the size that it was padded to, and whether rows had changed."""
     return [
-        (packed.num_rows, packed.key.shape.num_rows, packed.has_row_changes)
-        for packed in launches
-        if packed.key is not None and packed.is_captured_decode
+        (pass_.num_rows, packed.key.shape.num_rows, "changed_rows" in packed.extras.places)
+        for pass_, packed in launches
+        if packed.key is not None and packed.key.shape.is_decode
     ]
 
 
-def extends_of(launches: list[PackedPass]) -> list[PassKey]:
+def extends_of(launches: Launches) -> list[PassKey]:
     """The keys of the other captured passes."""
-    return [packed.key for packed in launches if packed.key is not None and not packed.is_captured_decode]
+    return [packed.key for _, packed in launches if packed.key is not None and not packed.key.shape.is_decode]
 
 
 def random_prompts(count: int, *, least: int = 2, most: int = 30, seed: int = 0) -> list[list[int]]:
@@ -159,7 +160,7 @@ def check_both(folder: Path, prompts: list[list[int]], params: Any, **options: A
 
 @pytest.mark.long_unless(kept=lambda given: given["chunk"] in (2, 64))
 @pytest.mark.parametrize("chunk", [2, 7, 64, 1000])
-def test_passes_with_extends(folder: Path, chunk: int, launches: list[PackedPass]) -> None:
+def test_passes_with_extends(folder: Path, chunk: int, launches: Launches) -> None:
     """Chunks, cached prefixes, decodes beside them; passes that no shape fits among them."""
     shared = random_prompts(1, least=40, most=40, seed=9)[0]
     prompts = [*random_prompts(12, most=50), *(shared + own for own in random_prompts(8, most=9, seed=8))]
@@ -170,7 +171,7 @@ def test_passes_with_extends(folder: Path, chunk: int, launches: list[PackedPass
     assert {9} <= {shape.num_rows for shape in shapes} <= {3, 9}
 
 
-def test_padding_has_no_positions_beyond_the_context(tmp_path: Path, launches: list[PackedPass]) -> None:
+def test_padding_has_no_positions_beyond_the_context(tmp_path: Path, launches: Launches) -> None:
     """A shape may have more tokens than a context has positions, and so than there are rotations."""
     with torch.device("cpu"):
         folder = write(llama(seed=3, max_position_embeddings=24), tmp_path)
@@ -178,7 +179,7 @@ def test_padding_has_no_positions_beyond_the_context(tmp_path: Path, launches: l
     assert {key.shape.num_tokens for key in extends_of(launches)} == {64}
 
 
-def test_a_pass_beyond_all_shapes_is_launched_kernel_by_kernel(folder: Path, launches: list[PackedPass]) -> None:
+def test_a_pass_beyond_all_shapes_is_launched_kernel_by_kernel(folder: Path, launches: Launches) -> None:
     check_both(folder, random_prompts(3, least=70, most=90), GREEDY)
     assert launches
     assert not extends_of(launches)
@@ -186,7 +187,7 @@ def test_a_pass_beyond_all_shapes_is_launched_kernel_by_kernel(folder: Path, lau
 
 @pytest.mark.parametrize("changes", [{"n": 3}, {"prompt_logprobs": 2}])
 def test_answers_to_one_prompt_and_scores_are_launched_kernel_by_kernel(
-    folder: Path, launches: list[PackedPass], changes: dict[str, int]
+    folder: Path, launches: Launches, changes: dict[str, int]
 ) -> None:
     """The first tokens of several answers have more rows of logits; scores want hidden states."""
     check_both(folder, random_prompts(3), replace(GREEDY, max_new_tokens=1, **changes))
@@ -194,7 +195,7 @@ def test_answers_to_one_prompt_and_scores_are_launched_kernel_by_kernel(
     assert not extends_of(launches)
 
 
-def test_an_extend_that_is_not_finite_ends_alone(folder: Path, launches: list[PackedPass]) -> None:
+def test_an_extend_that_is_not_finite_ends_alone(folder: Path, launches: Launches) -> None:
     """Its flags are those of its own pass, though the next one is launched before they are read."""
     with runtime_of(folder) as runtime:
         (bad,) = random_prompts(1, least=9, most=9, seed=5)
@@ -211,7 +212,7 @@ def test_an_extend_that_is_not_finite_ends_alone(folder: Path, launches: list[Pa
 def test_a_pass_begins_on_the_device_once_the_host_has_planned_it(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    launches: list[PackedPass],
+    launches: Launches,
     chunk: int,
 ) -> None:
     """Whichever way it goes, and before anything of it is sent there."""
@@ -247,7 +248,7 @@ def test_a_pass_begins_on_the_device_once_the_host_has_planned_it(
 # --- the same outputs ---
 
 
-def test_a_batch_that_shrinks_through_the_whole_ladder(folder: Path, launches: list[PackedPass]) -> None:
+def test_a_batch_that_shrinks_through_the_whole_ladder(folder: Path, launches: Launches) -> None:
     """From more than MERGES_BELOW requests down to one, with long contexts among them and without."""
     most = MERGES_BELOW + 2
     short = random_prompts(most, most=9)
@@ -290,7 +291,7 @@ KINDS: dict[str, Params] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_request_beside_others(folder: Path, kind: str, launches: list[PackedPass]) -> None:
+def test_each_kind_of_request_beside_others(folder: Path, kind: str, launches: Launches) -> None:
     """Four of it, of which three share a prefix; then it is alone, for the others have ended."""
     head = random_prompts(1, least=20)[0]
     prompts = [[*head, 5], [*head, 6, 7], head, *random_prompts(3, seed=2)]
@@ -310,7 +311,7 @@ def test_each_kind_of_request_beside_others(folder: Path, kind: str, launches: l
     ],
     ids=str,
 )
-def test_all_kinds_together(folder: Path, options: dict[str, Any], launches: list[PackedPass]) -> None:
+def test_all_kinds_together(folder: Path, options: dict[str, Any], launches: Launches) -> None:
     """Prefills, chunks and decodes mixed; more requests than run at once."""
     head = random_prompts(1, least=20)[0]
     prompts = [head[: 5 + i] + tail for i, tail in enumerate(random_prompts(len(KINDS), seed=3))]
@@ -368,7 +369,7 @@ def test_overlap_changes_nothing(folder: Path) -> None:
         assert_same(other.generate(prompts, list(KINDS.values())), expected)
 
 
-def test_cached_prompts_begin_with_a_captured_pass(folder: Path, launches: list[PackedPass]) -> None:
+def test_cached_prompts_begin_with_a_captured_pass(folder: Path, launches: Launches) -> None:
     """All but their last token is found: what remains is a decode, with a new line of the table."""
     prompts = random_prompts(7, least=5)
     with runtime_of(folder) as runtime:
@@ -381,7 +382,7 @@ def test_cached_prompts_begin_with_a_captured_pass(folder: Path, launches: list[
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_each_family(family: str, tmp_path: Path, launches: list[PackedPass]) -> None:
+def test_each_family(family: str, tmp_path: Path, launches: Launches) -> None:
     with torch.device("cpu"):
         folder = write(MODELS[family](), tmp_path)
     prompts = random_prompts(7, most=60)
@@ -391,7 +392,7 @@ def test_each_family(family: str, tmp_path: Path, launches: list[PackedPass]) ->
 
 
 @pytest.mark.parametrize("most", [1, 3, 65, MAX_CAPTURED_BATCH + 1])
-def test_more_requests_than_run_at_once(folder: Path, most: int, launches: list[PackedPass]) -> None:
+def test_more_requests_than_run_at_once(folder: Path, most: int, launches: Launches) -> None:
     """All that may decode together do; passes of more than are captured are launched kernel by kernel."""
     prompts = random_prompts(2 * most + 3, most=6)
     params = [replace(GREEDY, max_new_tokens=2 + i % 5) for i in range(len(prompts))]
@@ -403,7 +404,7 @@ def test_more_requests_than_run_at_once(folder: Path, most: int, launches: list[
     with runtime_of(folder, **options) as runtime:
         for _ in range(2):  # from the cache all begin together
             assert_same(runtime.generate(prompts, params), expected)
-    decodes = [packed.num_rows for packed in launches if not packed.num_extends]
+    decodes = [pass_.num_rows for pass_, _ in launches if not pass_.num_extends]
     assert max(decodes) == most
     assert [count for count, _, _ in decodes_of(launches)] == [n for n in decodes if n <= MAX_CAPTURED_BATCH]
 
@@ -504,7 +505,7 @@ def families(seed: int) -> list[list[int]]:
 
 
 def test_passes_with_extends_launch_what_shares_only_where_something_is_shared(
-    folder: Path, trees: list[tuple[str, int]], launches: list[PackedPass]
+    folder: Path, trees: list[tuple[str, int]], launches: Launches
 ) -> None:
     def shapes_of(keys: Iterable[PassKey]) -> set[tuple[int, PlanShape]]:
         return {(key.shape.num_tokens, key.plans) for key in keys if not key.shape.is_decode}
@@ -622,7 +623,7 @@ def test_the_tables_of_device_and_host_are_the_same_after_each_step(folder: Path
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 24])
-def test_padded_decodes_harm_nobody(folder: Path, size: int, launches: list[PackedPass]) -> None:
+def test_padded_decodes_harm_nobody(folder: Path, size: int, launches: Launches) -> None:
     """Everything that no request owns is NaN, the reserved slot too, whenever a batch begins; what others have
     kept in the cache stays bit for bit.
     """
@@ -680,11 +681,11 @@ def test_a_captured_pass_that_fails_leaves_the_runtime_usable(
         runtime.flush_cache()
         forward, calls = Executor.forward, [0]
 
-        def failing(self: Executor, packed: PackedPass) -> Forward:
-            calls[0] += packed.key is not None and packed.is_captured_decode == decodes
+        def failing(self: Executor, pass_: Pass, packed: PackedPass) -> Forward:
+            calls[0] += packed.key is not None and packed.key.shape.is_decode == decodes
             fails = calls[0] == 3
             calls[0] += fails
-            done = forward(self, packed) if when == "after" or not fails else None
+            done = forward(self, pass_, packed) if when == "after" or not fails else None
             if fails or done is None:
                 raise MemoryError("no memory left")
             return done
@@ -772,7 +773,7 @@ def test_no_step_waits_but_for_its_result(
     monkeypatch: pytest.MonkeyPatch,
     overlap: bool,
     shared: bool,
-    launches: list[PackedPass],
+    launches: Launches,
     trees: list[tuple[str, int]],
 ) -> None:
     """torch raises where a step would wait for the device, but in `collect`; what an event stands for that a step
@@ -930,7 +931,7 @@ def test_graphs_of_a_gpu_that_is_not_the_current_one(folder: Path) -> None:
     make = partial(Runtime, folder, dtype="float32", max_total_tokens=2000, max_running_requests=9)
     with make(device="cuda:0") as first, make(device="cuda:1") as second:
         for runtime in (first, second):
-            assert runner_of(runtime).executor.graphs is not None
+            assert runner_of(runtime).executor.graphs
         expected = first.generate(prompts, GREEDY)
         assert_same(second.generate(prompts, GREEDY), expected)
         assert_same(first.generate(prompts, GREEDY), expected)

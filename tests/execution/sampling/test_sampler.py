@@ -48,9 +48,9 @@ def draw(
     token_ids = torch.full((len(inputs.logits_rows),), -7, dtype=torch.int32)
     finite = torch.empty(len(token_ids), dtype=torch.bool)
     before = logits.clone()
-    sample_plain(logits, arrays, inputs.features, token_ids, finite)
+    sample_plain(logits, arrays, inputs.features, (token_ids, finite))
     if inputs.processed is not None:
-        sample_processed(logits, arrays, inputs.processed, last_token, token_ids, finite)
+        sample_processed(logits, arrays, inputs.processed, last_token, (token_ids, finite))
     logprobs = None if inputs.num_top is None else draw_logprobs(logits, token_ids, arrays, inputs.num_top)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())  # log-probabilities are the model's
     return Drawn(inputs, token_ids.tolist(), finite.tolist(), logprobs)

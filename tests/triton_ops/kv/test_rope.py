@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layers.rotary import RopeParameters, RotaryEmbedding
+from layers.rotary import RopeParameters
 from tests.support.attention_cases import packed_qkv
 from tests.support.elementwise_cases import DTYPES, TOLERANCE, random
 from triton_ops.kv.rope import apply_rotary
@@ -21,8 +21,8 @@ def test_rotary(dtype: torch.dtype, head_dim: int) -> None:
     q, k, _ = (x.to(dtype) for x in packed_qkv(6, 4, 2, head_dim))
     frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = positions.double().view(-1, 1, 1) * frequencies
-    rotary = RotaryEmbedding(head_dim, 64, RopeParameters(10000.0), device=torch.get_default_device())
-    for x, rotated in zip((q, k), apply_rotary(q, k, rotary.cos_sin_cache, positions), strict=True):
+    cos_sin_cache = RopeParameters(10000.0).cos_sin_cache(head_dim, 64, torch.get_default_device())
+    for x, rotated in zip((q, k), apply_rotary(q, k, cos_sin_cache, positions), strict=True):
         turned = torch.complex(*x.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
         expected = torch.cat([turned.real, turned.imag], dim=-1)
         assert rotated.dtype == dtype

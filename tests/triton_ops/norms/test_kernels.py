@@ -17,20 +17,14 @@ from triton_ops.activations.gelu_new import gelu_new
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
-from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
-from triton_ops.norms.rms_norm_fp32_weight import (
-    add_rms_norm_fp32_weight,
-    norm_add_rms_norm_fp32_weight,
-    rms_norm_fp32_weight,
-    rms_norm_fp32_weight_add,
-)
+from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter, on purpose
 
 NORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]] = {
     "rms": (rms_norm, add_rms_norm),
-    "wide rms": (partial(rms_norm_fp32_weight, offset=0.0), partial(add_rms_norm_fp32_weight, offset=0.0)),
-    "wide rms, 1 + w": (partial(rms_norm_fp32_weight, offset=1.0), partial(add_rms_norm_fp32_weight, offset=1.0)),
+    "wide rms": (partial(rms_norm, offset=0.0), partial(add_rms_norm, offset=0.0)),
+    "wide rms, 1 + w": (partial(rms_norm, offset=1.0), partial(add_rms_norm, offset=1.0)),
     "layer": (
         lambda x, w, eps, impl: layer_norm(x, w, None, eps, impl=impl),
         lambda x, r, w, eps, impl: add_layer_norm(x, r, w, None, eps, impl=impl),
@@ -76,14 +70,12 @@ def test_norms_before_an_addition(
         make(shape[1], seed=3),
     )
     arguments: dict[str, Any] = {"eps": 1e-5, "offset": offset}
-    total = rms_norm_fp32_weight_add(x, residual, before, **arguments, impl="triton")
-    assert_same(total, rms_norm_fp32_weight_add(x, residual, before, **arguments, impl="torch"))
-    normed, same = norm_add_rms_norm_fp32_weight(x, residual, before, weight, **arguments, impl="triton")
+    total = rms_norm_add(x, residual, before, **arguments, impl="triton")
+    assert_same(total, rms_norm_add(x, residual, before, **arguments, impl="torch"))
+    normed, same = add_rms_norm(x, residual, weight, before=before, **arguments, impl="triton")
     assert torch.equal(same, total)
-    assert_same(normed, rms_norm_fp32_weight(total, weight, **arguments, impl="torch"))
-    expected, expected_total = norm_add_rms_norm_fp32_weight(
-        x, residual, before, weight, **arguments, impl="torch"
-    )
+    assert_same(normed, rms_norm(total, weight, **arguments, impl="torch"))
+    expected, expected_total = add_rms_norm(x, residual, weight, before=before, **arguments, impl="torch")
     assert_same(total, expected_total)
     torch.testing.assert_close(
         normed, expected, atol=2 * KERNEL_TOLERANCE[dtype], rtol=2 * KERNEL_TOLERANCE[dtype]
@@ -121,7 +113,7 @@ def test_parts_are_float32_and_of_the_residuals_shape(kernel_device: torch.devic
     with pytest.raises(ValueError, match=r"weight must be contiguous \[8\] in torch.float16"):
         add_rms_norm(parts, residual, weight.float(), 1e-5, impl="triton")
     with pytest.raises(ValueError, match=r"residual must be \[2, 4, 8\]"):
-        add_rms_norm_fp32_weight(parts, residual.float(), weight.float(), 1e-5, offset=1.0, impl="triton")
+        add_rms_norm(parts, residual.float(), weight.float(), 1e-5, offset=1.0, impl="triton")
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -156,7 +148,7 @@ def test_norms_refuse_what_they_cannot_read(kernel_device: torch.device) -> None
     with pytest.raises(ValueError, match=r"bias must be contiguous \[8\]"):
         layer_norm(x, weight, weight[:4], 1e-5, impl="triton")
     with pytest.raises(ValueError, match=r"residual must be \[4, 8\] in torch.float32, but is \[3, 8\]"):
-        add_rms_norm_fp32_weight(x, x[:3], weight, 1e-5, offset=1.0, impl="triton")
+        add_rms_norm(x, x[:3], weight, 1e-5, offset=1.0, impl="triton")
     with pytest.raises(
         ValueError, match=r"rows of 16385 elements of torch.float32 exceed .* limit of 65536 bytes"
     ):

@@ -14,7 +14,6 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from tests.support.attention_cases import packed_qkv
 from tests.support.elementwise_cases import DTYPES, assert_matches, random
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
-from triton_ops.norms.rms_norm_fp32_weight import add_rms_norm_fp32_weight, rms_norm_fp32_weight
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -44,26 +43,26 @@ def test_rms_norm_rounds_as_transformers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_rms_norm_fp32_weight(dtype: torch.dtype, offset: float) -> None:
+def test_rms_norm_with_an_offset(dtype: torch.dtype, offset: float) -> None:
     x, residual = random(5, 32, dtype=dtype), random(5, 32, dtype=dtype, seed=1)
     weight = random(32, dtype=dtype, seed=2)
 
     def dense(x: Tensor) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (offset + weight.double())
 
-    assert_matches(rms_norm_fp32_weight(x, weight, 1e-5, offset=offset), dense(x.double()), dtype)
-    normed, total = add_rms_norm_fp32_weight(x, residual, weight, 1e-5, offset=offset)
+    assert_matches(rms_norm(x, weight, 1e-5, offset=offset), dense(x.double()), dtype)
+    normed, total = add_rms_norm(x, residual, weight, 1e-5, offset=offset)
     assert torch.equal(total, x + residual)
     assert_matches(normed, dense(total.double()), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("reference", "offset"), [(Olmo2RMSNorm, 0.0), (Gemma2RMSNorm, 1.0)])
-def test_rms_norm_fp32_weight_rounds_as_transformers(dtype: torch.dtype, reference: Any, offset: float) -> None:
+def test_rms_norm_with_an_offset_rounds_as_transformers(dtype: torch.dtype, reference: Any, offset: float) -> None:
     norm = reference(64, eps=1e-5).to(dtype)
     norm.weight.data.copy_(random(64))
     x = random(33, 64, dtype=dtype, seed=3)
-    assert torch.equal(rms_norm_fp32_weight(x, norm.weight.data, 1e-5, offset=offset, impl="torch"), norm(x))
+    assert torch.equal(rms_norm(x, norm.weight.data, 1e-5, offset=offset, impl="torch"), norm(x))
 
 
 def test_rms_norm_reads_strided_heads() -> None:

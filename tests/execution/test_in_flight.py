@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixrt.execution.host_copies import MIN_BYTES, HostCopies
+from radixrt.execution.in_flight import MIN_BYTES, HostCopies
 
 
 def wait_for(device: torch.device) -> None:

@@ -1,0 +1,49 @@
+"""The two ends of a model: the token embedding and the output head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from layers.placement import Layer, Placement
+from triton_ops.attention.soft_cap import soft_cap
+from triton_ops.implementation import Impl
+
+
+class Embedding(Layer):
+    """A row of `weight [vocab_size, hidden_size]` for each token, times `scale` in the weight's dtype."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, placement: Placement) -> None:
+        super().__init__()
+        self.scale = torch.tensor(scale, dtype=placement.dtype, device="cpu").item()
+        self.weight = placement.parameter(vocab_size, hidden_size)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """`input_ids` int32 or int64 `[T]`, each below vocab_size, to `[T, hidden_size]`."""
+        embedded = nn.functional.embedding(input_ids, self.weight)
+        return embedded if self.scale == 1.0 else embedded * self.scale
+
+
+class LogitsHead(Layer):
+    """Projects hidden states to the vocabulary by `weight [vocab_size, hidden_size]`, maybe the embedding's.
+
+    With a `softcap` the logits become `softcap * tanh(logits / softcap)`.
+    """
+
+    def __init__(self, weight: nn.Parameter, *, softcap: float | None = None, impl: Impl = "auto") -> None:
+        super().__init__()
+        self.weight, self.softcap, self.impl = weight, softcap, impl
+
+    def forward(
+        self, hidden_states: Tensor, logits_indices: Tensor | None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the tokens `logits_indices`, int32 `[S]`, or of all T tokens if None.
+
+        `hidden_states` is `[T, hidden_size]`. Returns `[S, vocab_size]` in the model's dtype: `out`, if given.
+        """
+        if logits_indices is not None:
+            hidden_states = hidden_states.index_select(0, logits_indices)
+        if self.softcap is None:
+            return torch.mm(hidden_states, self.weight.T, out=out)
+        capped = soft_cap(torch.mm(hidden_states, self.weight.T), self.softcap, impl=self.impl)
+        return capped if out is None else out.copy_(capped)

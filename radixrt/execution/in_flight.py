@@ -1,0 +1,91 @@
+"""What passes in flight have on the host: copies of their results, and the events that time them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triton_ops.implementation import next_power_of_2
+
+MIN_BYTES = 256
+HostCopy = tuple[Tensor, Tensor]  # memory, and the copy that lies in it
+# The seconds of a pass's launch and, on a GPU, the two events before and after all that it is.
+TimedPass = tuple[float, list[torch.cuda.Event]]
+
+
+class HostCopies:
+    """Starts copies of device tensors, and hands out what they brought. Their memory is used again, never freed.
+
+    It is pinned, for CUDA. Freeing pinned memory records an event, which would end the process where the device
+    has been lost and nobody knows it yet. So there is as much memory as was ever in use together: `num_allocated`
+    pieces.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_pinned = device.type == "cuda"
+        self._free: dict[int, list[Tensor]] = {}  # by bytes
+        self.num_allocated = 0
+
+    def start(self, tensor: Tensor) -> HostCopy:
+        """Start a copy; it belongs to the caller until `take`."""
+        num_bytes = next_power_of_2(max(tensor.nbytes, MIN_BYTES))
+        free = self._free.setdefault(num_bytes, [])
+        if not free:
+            self.num_allocated += 1
+            free.append(torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned))
+        memory = free.pop()
+        copy = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return memory, copy.copy_(tensor, non_blocking=True)
+
+    def take(self, copy: HostCopy) -> NDArray[Any]:
+        """The numbers of a copy that has been made, in memory of their own."""
+        memory, tensor = copy
+        numbers: NDArray[Any] = tensor.numpy().copy()
+        self._free[len(memory)].append(memory)
+        return numbers
+
+
+class PassTimer:
+    """Times passes in the order in which they are launched: `begin`, `start` and `end` are of one launch.
+
+    On a GPU a pass lasts from one event to another. The first is due when all that was launched before has ended,
+    so that a pass which is launched while another one is computed begins where that ends. Elsewhere the launch
+    computes the pass. Events are used again: there are as many as passes have ever been in flight together.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._free: list[list[torch.cuda.Event]] = []  # the last are those of the launch at hand
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """The host begins to launch."""
+        self._began = time.perf_counter()
+
+    def start(self) -> None:
+        """The pass begins on the device: whatever the host had to find out first is known."""
+        if self._on_gpu:
+            if not self._free:
+                self._free.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])  # type: ignore[no-untyped-call]
+            self._free[-1][0].record()
+
+    def end(self) -> TimedPass:
+        """All of the pass has been launched."""
+        events = self._free.pop() if self._on_gpu else []
+        if events:
+            events[1].record()
+        return time.perf_counter() - self._began, events
+
+    def wait(self, timed: TimedPass) -> tuple[float, float]:
+        """Wait for a pass. The device's seconds, and those of the launch unless they are the same."""
+        launch_seconds, events = timed
+        if not events:
+            return launch_seconds, 0.0
+        started, ended = events
+        ended.synchronize()
+        self._free.append(events)
+        return started.elapsed_time(ended) / 1000, launch_seconds
