@@ -20,20 +20,14 @@ from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
 from radixrt.engine.parts import Parts, request_output
 from radixrt.errors import ParameterError
-from radixrt.execution.device import check_impl, check_kv_dtype, choose_device, warm_up_in_background
+from radixrt.execution.device import check_kernels, choose_device, warm_up_in_background
 from radixrt.execution.kv_scales import calibrated_scales
-from radixrt.execution.memory_budget import (
-    captured_sizes,
-    host_pool_slots,
-    measured_pass_memory,
-    pool_slots,
-    room_for_passes,
-)
+from radixrt.execution.memory_budget import host_pool_slots, measured_pass_memory, pool_slots, room_for_passes
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.kept_cache.identity import cache_identity, weight_fingerprint
 from radixrt.kept_cache.storage import CacheStorage
-from radixrt.limits import RunLimits
+from radixrt.limits import NO_PASSES, RunLimits
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model, reload_weights
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
@@ -81,12 +75,11 @@ def assemble(config: RuntimeConfig) -> Parts:
     """
     began = time.perf_counter()
     device, impl = choose_device(config.device), config.impl
-    check_impl(impl, device)
-    check_kv_dtype(config.kv_dtype, impl, device)
+    check_kernels(impl, config.kv_dtype, device)
     on_gpu = device.type == "cuda"
     runs_kernels = on_gpu and runs_triton(impl, device)
-    captures, tree = _captures(config, runs_kernels), config.attention == "tree"
-    limits = config.pass_limits(on_gpu=on_gpu)
+    limits, tree = config.pass_limits(on_gpu=on_gpu), config.attention == "tree"
+    captured = limits if _captures(config, runs_kernels) else NO_PASSES
 
     source = MODEL_PATH if config.model is None else config.model
     with warm_up_in_background(device):
@@ -111,7 +104,7 @@ def assemble(config: RuntimeConfig) -> Parts:
     memory_began, for_passes = time.perf_counter(), 0
     if runs_kernels and config.max_total_tokens is None:  # references are not for passes of any size
         with room_for_passes():
-            for_passes = measured_pass_memory(decoder, rows, limits, kv_dtype, captures=captures, tree=tree)
+            for_passes = measured_pass_memory(decoder, rows, limits, kv_dtype, captured=captured, tree=tree)
     seconds["memory"] = time.perf_counter() - memory_began
 
     shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
@@ -134,10 +127,8 @@ def assemble(config: RuntimeConfig) -> Parts:
         rows, kv_pool.allocator, host_slots=host, enabled=config.enable_prefix_cache, force_miss=config.force_miss
     )
     running, chunk, policy = limits.max_running_requests, limits.chunked_prefill_size, config.schedule_policy
-    scheduler = Scheduler(cache, SchedulerConfig(running, chunk, SchedulePolicy(policy), limits.max_samples))
-    runner = ModelRunner(
-        decoder, rows, kv_pool, device, host_pool, tree=tree, **captured_sizes(limits, captures=captures)
-    )
+    scheduler = Scheduler(cache, SchedulerConfig(running, chunk, limits.max_samples, SchedulePolicy(policy)))
+    runner = ModelRunner(decoder, rows, kv_pool, device, host_pool, captured=captured, tree=tree)
     graphs_began = time.perf_counter()
     with room_for_passes():
         runner.capture_graphs()

@@ -28,6 +28,7 @@ class PassLimits:
         return self.max_running_requests + self.max_running_requests // 2 + 1
 
 
+NO_PASSES = PassLimits(max_running_requests=0, chunked_prefill_size=0)
 GPU_LIMITS = PassLimits(max_running_requests=512, chunked_prefill_size=16_384)
 CPU_LIMITS = PassLimits(max_running_requests=64, chunked_prefill_size=2048)
 

@@ -50,10 +50,10 @@ def _with_arguments_of(
     """Decorates an `__init__` that takes a config: `Runtime` takes the config's fields."""
 
     def decorated(init: _Init) -> Callable[Concatenate[Runtime, P], None]:
-        def taking(self: Runtime, /, *args: P.args, **options: P.kwargs) -> None:
+        def __init__(self: Runtime, /, *args: P.args, **options: P.kwargs) -> None:
             init(self, config(*args, **options))
 
-        return taking
+        return __init__
 
     return decorated
 
@@ -278,8 +278,8 @@ class Runtime:
         """Score how likely the model finds continuations of prompts; shared contexts are computed once.
 
         Takes for each prompt a continuation (text after a text prompt, else token ids) or a list of them (multiple
-        choice), and returns for each a ScoreOutput or a list of them. Raises as `generate`; a PassError also where
-        the model computed values that are not finite.
+        choice), and returns for each prompt a ScoreOutput or a list of them. Other arguments and errors are those
+        of `generate`; PassError is raised also where the model computed values that are not finite.
         """
         requests, owners = self._builder.build_scored(prompts, continuations, tenant)
         scores: list[list[ScoreOutput]] = [[] for _ in prompts]
@@ -330,7 +330,7 @@ class Runtime:
 
     def submit(self, *requests: Request, in_order: bool = False) -> None:
         """Queue requests of `prepare`, best all that are known; with `in_order` they are served in this order."""
-        self._driver.submit_now(requests, self._loose, in_order=in_order)
+        self._driver.submit(requests, self._loose, in_order=in_order)
 
     def step(self) -> list[RequestOutput]:
         """Advance all requests by one pass. Returns the outputs of those of `submit` that have ended."""
@@ -457,7 +457,7 @@ class Runtime:
         """
         self._driver.close()
         parts, self._parts = self._parts, None
-        if parts is not None and not self._driver.device_lost:
+        if parts is not None and not parts.engine.is_lost:
             free_device = parts.free_device
             del parts  # what it holds is unused now
             free_device()

@@ -634,7 +634,7 @@ def test_requests_are_submitted_all_or_none(runtime: Runtime) -> None:
         runtime.submit(request, request)
     assert not runtime.has_work
     runtime.submit(request)
-    with pytest.raises(ValueError, match="submitted before"):
+    with pytest.raises(ValueError, match="another request that has not ended"):
         runtime.submit(runtime.prepare(PROMPT, GREEDY), request)
     outputs = []
     while runtime.has_work:

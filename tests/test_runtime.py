@@ -615,7 +615,9 @@ def test_kernels_need_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_impl_reaches_every_layer(folder: Path) -> None:
     with small_runtime(folder, impl="torch") as runtime:
-        told = [module.impl for module in runtime.parts.model.decoder.modules() if hasattr(module, "impl")]
+        modules = list(runtime.parts.model.decoder.modules())
+    told = [module.impl for module in modules if hasattr(module, "impl")]
+    told += [module.activation.keywords["impl"] for module in modules if hasattr(module, "activation")]
     assert set(told) == {"torch"}
     # Of each block two norms, attention, activation and four products; the last norm and the head.
     assert len(told) == 2 * 8 + 2

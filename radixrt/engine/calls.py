@@ -13,19 +13,17 @@ N = TypeVar("N", RequestOutput, StreamChunk)
 
 
 class PendingCall(Generic[N]):
-    """Requests that were submitted together, and a queue of news: one thread adds, one takes.
-
-    Attributes:
-        requests: by id, the first answer to each that has not ended; None until a step submits it.
-    """
+    """Requests that were submitted together, and a queue of news: one thread adds, one takes."""
 
     def __init__(self) -> None:
+        # By id, the first answer to each that has not ended; None until a step submits it.
         self.requests: dict[int | str, Answer | None] = {}
         self._news: deque[N] = deque()
 
     @property
-    def has_news(self) -> bool:
-        return bool(self._news)
+    def waits(self) -> bool:
+        """Whether there is no news yet, but will be."""
+        return bool(self.requests) and not self._news
 
     @property
     def is_over(self) -> bool:
@@ -62,10 +60,11 @@ class StreamCall(PendingCall[StreamChunk]):
 
     def catch_up(self) -> bool:
         """Add the request's new tokens to the news. Returns whether there are any."""
-        answers = [answer for answer in tuple(self.requests.values()) if answer is not None]
-        new = [answer for answer in answers if answer.num_output > self._seen]
-        self._news += [self._news_of(answer, None) for answer in new]
-        return bool(new)
+        (answer,) = self.requests.values()
+        if answer is None or answer.num_output == self._seen:
+            return False
+        self._news.append(self._news_of(answer, None))
+        return True
 
     def take(self) -> list[StreamChunk]:
         """Take all news as one chunk. Raises what making its text raised."""

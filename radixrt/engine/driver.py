@@ -7,14 +7,14 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from radixrt.engine.calls import N, OutputCall, PendingCall, StreamCall
+from radixrt.engine.calls import N, PendingCall, StreamCall
 from radixrt.engine.engine import Engine
 from radixrt.engine.signals import deferred
-from radixrt.engine.tasks import wake_soon
-from radixrt.errors import DeviceLostError, ParameterError, RadixrtError
+from radixrt.engine.tasks import wake_soon, with_pauses
+from radixrt.errors import ParameterError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.request import Request
@@ -30,43 +30,37 @@ class Driver:
 
     It has no thread of its own. A caller that waits takes the turn and steps for all, until there is news of its
     call; then it passes the turn on to another that waits. Tasks of event loops sleep in futures, and one thread
-    of the loop's executor waits in their place. An exception of a step is raised to the caller that took it; the
-    others go on.
+    of the loop's executor, the proxy, waits in their place. An exception of a step is raised to the caller that
+    took it, from the proxy to all tasks; the others go on.
 
     `_mutex` guards who has the turn, who sleeps and which requests have not ended. It is never held during a pass.
-
-    Attributes:
-        device_lost: a step has lost the device, which must not be used any more.
     """
 
     def __init__(self, engine: Engine, output_of: Callable[[Answer], RequestOutput]) -> None:
         self._open: Engine | None = engine  # None once it is closed
         self._output_of = output_of
         self._mutex = threading.RLock()
-        self._turn_is_free = threading.Condition(self._mutex)
         self._owner: int | None = None  # the thread that has the turn
-        self._guests = 0  # threads that want the turn for something else than waiting: they go first
+        self._guests: dict[object, threading.Condition] = {}  # that want it for something else than waiting: first
         self._inside: set[int] = set()  # threads that are in here
-        self._asleep: dict[object, threading.Condition] = {}  # by call, threads that wait; the oldest first
-        self._tasks: dict[Call, asyncio.Future[None]] = {}  # by call, tasks that wait
-        self._has_proxy = False  # a thread waits in place of the tasks, or is about to
-        self._orphans: set[Call] = set()  # that tasks have abandoned
+        self._asleep: dict[object, threading.Condition] = {}  # by call, threads that wait
+        self._tasks: dict[Call, asyncio.Future[Exception | None]] = {}  # by call, tasks that wait
+        self._has_proxy = False
         self._calls: dict[int | str, Call] = {}  # by the id of each request that has not ended
-        self._streams: dict[StreamCall, None] = {}  # the calls that get news of every pass, in order
-        self._inbox: deque[list[Request]] = deque()  # for the next step to submit
+        self._streams: dict[int | str, StreamCall] = {}  # those of them that get news of every pass
+        self._inbox: deque[tuple[list[Request], bool]] = deque()  # for the next step to submit; whether in order
         self._aborts: deque[int | str] = deque()  # ids of requests for the next step to end
-        self.device_lost = False
 
     @property
     def has_work(self) -> bool:
         """Whether requests have not ended, or passes are in flight, and there can be a next step."""
         engine = self.check_open()
-        is_cut = engine.is_cut and self._owner is None  # else a step is on its way
+        is_cut = engine.is_cut and self._owner in (None, threading.get_ident())  # else a step is on its way
         return (bool(self._inbox) or engine.has_work) and not is_cut
 
     @property
     def num_waiting(self) -> int:
-        return len(self.check_open().scheduler.waiting) + sum(map(len, tuple(self._inbox)))
+        return len(self.check_open().scheduler.waiting) + sum(len(requests) for requests, _ in tuple(self._inbox))
 
     def check_open(self) -> Engine:
         """The engine. Raises RadixrtError if the driver is closed."""
@@ -77,38 +71,35 @@ class Driver:
 
     # -- requests ------------------------------------------------------------------------------------------
 
-    def submit(self, requests: Iterable[Request], call: Call) -> None:
-        """Hand requests of the builder to the next step, without waiting for this one.
+    def submit(self, requests: Iterable[Request], call: Call, *, in_order: bool = False) -> None:
+        """Hand requests to the next step, without waiting for this one: all, or none if one is refused.
+
+        Args:
+            in_order: serve them in this order, not in that of the policy.
 
         Raises:
             ParameterError: the id of one is taken.
+            ValueError: one can never run, or is there twice.
         """
         requests = list(requests)
+        ids: dict[int | str, Answer | None] = dict.fromkeys(request.id for request in requests)
         with self._entered(), self._mutex:
-            self.check_open()
-            if taken := [request.id for request in requests if request.id in self._calls]:
-                raise ParameterError(f"request id {taken[0]!r} is that of another request that has not ended")
-            self._register(requests, call)
-            call.requests |= dict.fromkeys(request.id for request in requests)
-            if requests:
-                self._inbox.append(requests)
-
-    def submit_now(self, requests: Iterable[Request], call: OutputCall, *, in_order: bool) -> None:
-        """Queue requests after the current pass, to be served `in_order`, or as the policy says.
-
-        Raises:
-            ValueError: one can never run, or was submitted before; none of them is queued then.
-        """
-        requests = list(requests)
-        with self._turn(), deferred():
-            if len({request.id for request in requests}) < len(requests):
+            scheduler = self.check_open().scheduler
+            if len(ids) < len(requests):
                 raise ValueError("a request is submitted twice")
-            if known := [request.index for request in requests if request.id in self._calls]:
-                raise ValueError(f"request {known[0]} was submitted before")
-            answers = self.check_open().submit_all(requests, in_order=in_order)
-            with self._mutex:
-                self._register(requests, call)
-                call.requests |= {answer.request.id: answer for answer in answers}
+            for request in requests:
+                if request.id in self._calls:
+                    raise ParameterError(
+                        f"request id {request.id!r} is that of another request that has not ended"
+                    )
+                if (refusal := scheduler.refusal(request)) is not None:
+                    raise ValueError(f"request {request.index} {refusal}")
+            call.requests |= ids
+            self._calls |= dict.fromkeys(ids, call)
+            if isinstance(call, StreamCall):
+                self._streams |= dict.fromkeys(ids, call)
+            if requests:
+                self._inbox.append((requests, in_order))
 
     def abort(self, request_id: int | str) -> bool:
         """See `Runtime.abort`."""
@@ -120,100 +111,78 @@ class Driver:
     def has_begun(self, request_id: int | str) -> bool:
         """See `Runtime.has_begun`."""
         call = self._calls.get(request_id)
-        if call is None or request_id not in call.requests:
-            return True
-        answer = call.requests[request_id]
-        return answer is not None and answer.log.launched_at is not None
-
-    def _register(self, requests: Iterable[Request], call: Call) -> None:
-        self._calls |= {request.id: call for request in requests}
-        if isinstance(call, StreamCall):
-            self._streams[call] = None
+        answer = None if call is None else call.requests.get(request_id)
+        has_ended = request_id not in self._calls  # asked last: another thread may end it meanwhile
+        return has_ended or (answer is not None and answer.log.launched_at is not None)
 
     # -- waiting -------------------------------------------------------------------------------------------
 
     def news(self, call: PendingCall[N]) -> list[N]:
         """Wait for news of a call and take it; nothing if the call is over."""
-        with self._entered():
-            self.check_open()
-            self._wait(lambda: call.has_news or not call.requests, call)
+        self.check_open()
+        self._wait(lambda: not call.waits, call)
         return call.take()
 
     async def async_news(self, call: PendingCall[N]) -> list[N]:
         """`news` for a task: its event loop never waits for a pass."""
-        self.check_open()
         loop = asyncio.get_running_loop()
-        self._tasks[call] = told = loop.create_future()  # first: news that come from now on find it
+        with self._mutex:
+            self.check_open()
+            if not call.waits:
+                return call.take()
+            if not self._has_proxy:
+                loop.run_in_executor(None, self._wait_for_tasks)
+                self._has_proxy = True
+            self._tasks[call] = told = loop.create_future()
         try:
-            if call.requests and not call.has_news:
-                self._start_proxy(loop)
-                await told
+            if (error := await told) is not None:
+                raise error
         finally:
             self._tasks.pop(call, None)
         return call.take()
 
     def abandon(self, call: Call) -> None:
         """End a call's requests, and step until they and, unless others step, the passes in flight have ended."""
-
-        def is_gone() -> bool:
-            return self._open is None or not self.has_work or (not call.requests and bool(self._calls))
-
-        if self._abort_all(call):
-            with self._entered():
-                self._wait(is_gone, call)
+        self._aborts += tuple(call.requests)
+        if threading.get_ident() not in self._inside:  # as the garbage collector may end a forgotten stream
+            self._wait(lambda: self._is_gone(call), call)
 
     def abandon_soon(self, call: Call) -> None:
-        """`abandon` for a task, without waiting: the requests end at the next steps."""
-        if call.requests and self._abort_all(call):
-            with self._mutex:
-                self._orphans.add(call)
-            with contextlib.suppress(RuntimeError):  # there is no loop any more: steps to come see to it
-                self._start_proxy(asyncio.get_running_loop())
-
-    def _abort_all(self, call: Call) -> bool:
-        """Abort the requests of a call. Returns whether this thread may step: not where the garbage collector
-        ends a forgotten stream in the middle of something here.
-        """
-        if self._open is None:
-            return False
+        """`abandon` for a task, without waiting: a thread of its loop's executor does it."""
         self._aborts += tuple(call.requests)
-        return threading.get_ident() not in self._inside
+        with self._mutex, contextlib.suppress(RuntimeError):  # there is no loop any more: steps to come see to it
+            if not self._is_gone(call):
+                asyncio.get_running_loop().run_in_executor(None, self.abandon, call)
+
+    def _is_gone(self, call: Call) -> bool:
+        return self._open is None or not self.has_work or (not call.requests and bool(self._calls))
 
     def _wait(self, done: Callable[[], bool], key: object) -> None:
         """Step, or sleep while others do, until `done`. What changes `done` wakes `key`."""
-        try:
-            while not done():
-                self.check_open()
-                if not self._stepped_until(done):
-                    self._sleep(done, key)
-        finally:
-            self._pass_on()
-
-    def _stepped_until(self, done: Callable[[], bool]) -> bool:
-        """Step until `done`, or until a guest waits. False if it is not this thread's turn."""
-        try:
-            with self._mutex:
-                if self._owner is not None or self._guests:
-                    return False
-                self._owner = threading.get_ident()
-            self._step()
-            while not done() and not self._guests:
+        with self._entered():
+            while self._gets_turn(done, key):
                 self._step()
-            return True
-        finally:
-            self._pass_on()
 
-    def _sleep(self, done: Callable[[], bool], key: object) -> None:
+    def _gets_turn(self, done: Callable[[], bool], key: object, *, as_guest: bool = False) -> bool:
+        """Sleep until this thread has the turn, or is `done`: False."""
+        me, queue = threading.get_ident(), self._guests if as_guest else self._asleep
         with self._mutex:
-            if not done() and (self._owner is not None or self._guests):
-                self._asleep[key] = woken = threading.Condition(self._mutex)
+            while not done():
+                if self._guests and not as_guest:
+                    self._pass_on()
+                elif self._owner in (None, me):
+                    self._owner = me
+                    return True
+                queue[key] = woken = threading.Condition(self._mutex)
                 try:
                     woken.wait()
                 finally:
-                    self._asleep.pop(key, None)
+                    queue.pop(key, None)
+        return False
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
+        """Keep this thread from calling in here once more meanwhile, and pass on the turn in the end."""
         me = threading.get_ident()
         if me in self._inside:
             raise RadixrtError("a runtime is called in the middle of its own work, as by a signal's handler")
@@ -222,83 +191,50 @@ class Driver:
             yield
         finally:
             self._inside.discard(me)
+            self._pass_on()
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """Have the turn once the current pass has ended."""
         with self._entered():
-            try:
-                with self._mutex:
-                    self._guests += 1
-                    try:
-                        while self._owner is not None:
-                            self._turn_is_free.wait()
-                        self._owner = threading.get_ident()
-                    finally:
-                        self._guests -= 1
-                yield
-            finally:
-                self._pass_on()
+            self._gets_turn(lambda: False, object(), as_guest=True)
+            yield
 
     def _pass_on(self) -> None:
         """Give back the turn, if this thread has it; if it is free, wake a thread to take it."""
         with self._mutex:
             if self._owner == threading.get_ident():
                 self._owner = None
-            if self._owner is None and self._guests:
-                self._turn_is_free.notify()
-            elif self._owner is None and self._asleep:
-                self._asleep.pop(next(iter(self._asleep))).notify()
-
-    # -- tasks ---------------------------------------------------------------------------------------------
-
-    def _start_proxy(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let a thread of the loop's executor wait in place of the tasks, unless one does."""
-        if self._has_proxy:
-            return
-        try:
-            self._has_proxy = True
-            loop.run_in_executor(None, self._wait_for_tasks)
-        except BaseException:
-            self._has_proxy = False
-            raise
+            waiting = self._guests or self._asleep
+            if self._owner is None and waiting:
+                next(iter(waiting.values())).notify()
 
     def _wait_for_tasks(self) -> None:
         try:
-            with self._entered():
-                self._wait(self._proxy_is_done, self)
-        except Exception as error:  # as a caller in a thread gets it
+            self._wait(self._no_task_waits, self)
+        except Exception as error:
             self._has_proxy = False
             self._wake(tuple(self._tasks), error)
 
-    def _proxy_is_done(self) -> bool:
-        # First: a task that comes after this look starts another proxy, and one that came before it is seen.
-        self._has_proxy = False
-        with self._mutex:
-            self._orphans = {call for call in self._orphans if call.requests}
-            nobody_else_steps = bool(self._orphans) or not self._calls
-            is_needed = bool(self._tasks) or (nobody_else_steps and self._open is not None and self.has_work)
-        self._has_proxy = is_needed
-        return not is_needed
+    def _no_task_waits(self) -> bool:
+        """Whether the proxy may go; with the mutex held, so that the next task starts another one."""
+        self._has_proxy = bool(self._tasks)
+        return not self._has_proxy
 
-    def _wake(self, keys: Iterable[Any], error: Exception | None = None) -> None:
+    def _wake(self, keys: Sequence[Any], error: Exception | None = None) -> None:
         """Wake the threads and tasks that wait for these calls; tasks raise `error`, if there is one."""
         with self._mutex:
-            keys = list(keys)
-            for key in keys:
-                if key in self._asleep:
-                    self._asleep.pop(key).notify()
             futures = [self._tasks.pop(key) for key in keys if key in self._tasks]
-            if not self._tasks and self in self._asleep:  # the proxy
-                self._asleep.pop(self).notify()
+            for key in keys if self._tasks else (*keys, self):
+                if key in self._asleep:
+                    self._asleep[key].notify()
         wake_soon(futures, error)
 
     # -- between passes ------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Advance all requests by one pass."""
-        with self._turn():
-            self._step()
+        self.between_passes(self._step)
 
     def between_passes(self, action: Callable[[], T]) -> T:
         """Return what `action` does, while no step runs."""
@@ -320,65 +256,54 @@ class Driver:
 
     def close(self) -> None:
         """End all requests and release the engine; see `Runtime.close`."""
-        if self._open is None:
-            return
         with self._turn():
-            while (engine := self._open) is not None:
-                for call in tuple(self._calls.values()):
-                    self._abort_all(call)
-                while (self._inbox or engine.has_work) and not engine.is_cut:
+            while self._open is not None:
+                self._aborts += tuple(self._calls)
+                if self.has_work:
                     self._step()
                 with self._mutex:
-                    if not self._inbox or engine.is_cut:
+                    if not self.has_work:
                         self._open = None  # and with it go the model and its memory
-            with self._mutex:
-                self._wake((*self._asleep, *self._tasks), RadixrtError("the runtime is closed"))
+                        self._wake((*self._asleep, *self._tasks), RadixrtError("the runtime is closed"))
 
     def _submit_inbox(self, engine: Engine) -> None:
         while self._inbox:
-            for answer in engine.submit_all(self._inbox.popleft()):
+            requests, in_order = self._inbox.popleft()
+            for answer in engine.submit_all(requests, in_order=in_order):
                 self._calls[answer.request.id].requests[answer.request.id] = answer
 
-    def _abort(self, engine: Engine) -> None:
-        """Pass aborts on to the engine, and keep those of requests that it does not have yet."""
-        for request_id in [self._aborts.popleft() for _ in range(len(self._aborts))]:
-            call = self._calls.get(request_id)
-            if call is not None and (answer := call.requests.get(request_id)) is not None:
-                engine.abort(answer)
-            elif call is not None:
-                self._aborts.append(request_id)
+    def _aborted(self) -> list[Answer]:
+        """Take the answers to end. Aborts of requests that the engine does not have yet stay."""
+        ids = [self._aborts.popleft() for _ in range(len(self._aborts))]
+        found = {name: call.requests.get(name) for name in ids if (call := self._calls.get(name)) is not None}
+        self._aborts += [name for name, answer in found.items() if answer is None]
+        return [answer for answer in found.values() if answer is not None]
 
     def _step(self, *, admit: bool = True) -> None:
+        """Make a step and deliver its news. Ctrl-C is raised after it."""
         engine = self.check_open()
         with deferred():  # booking included: an output that is not delivered now never is
             if admit:
                 self._submit_inbox(engine)
-            self._abort(engine)
-            try:
-                ended = engine.step()
-            except DeviceLostError:
-                self.device_lost = True
-                raise
+            ended = engine.step(self._aborted())
             told = [call for answer in ended if (call := self._end(answer.family[0])) is not None]
-            told += [call for call in tuple(self._streams) if call.catch_up()]
+            streams = tuple(self._streams.values())
+            told += [call for call in (with_pauses(streams) if self._tasks else streams) if call.catch_up()]
             if told:
                 self._wake(told)
 
     def _end(self, first: Answer) -> Call | None:
         """Deliver the output of a request if its answers have all ended. Returns its call then."""
-        call = self._calls.get(first.request.id)
+        request = first.request
+        call = self._calls.get(request.id)
         if call is None or not all(answer.finished for answer in first.family):
             return None
-        call.end(first, self._output(first))
-        del self._calls[first.request.id]
-        if isinstance(call, StreamCall):
-            del self._streams[call]
-        return call
-
-    def _output(self, first: Answer) -> RequestOutput:
         try:
-            return self._output_of(first)
+            output = self._output_of(first)
         except Exception as error:  # one request's text must not cost the others theirs
-            request = first.request
             _log.exception("no output can be made of request %s", request.id)
-            return RequestOutput.refused(request.index, f"no output can be made: {error}", request.id)
+            output = RequestOutput.refused(request.index, f"no output can be made: {error}", request.id)
+        del self._calls[request.id]
+        call.end(first, output)
+        self._streams.pop(request.id, None)
+        return call

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from radixrt.engine.gc_control import keep_for_good
-from radixrt.engine.signals import deferred
 from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.schedule.activity import Activity, ActivityMeter
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import Runner
-from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -29,7 +27,7 @@ class _InFlight:
 
 
 class Engine:
-    """Drives a scheduler and a runner. The calling thread does all the work; `abort` may come from any thread.
+    """Drives a scheduler and a runner. The calling thread does all the work.
 
     Args:
         max_in_flight: passes that may be in flight while the next one is planned; with 0 the device waits for
@@ -47,9 +45,9 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.submit_all = scheduler.submit_all
         self._max_in_flight = max_in_flight
         self._in_flight: deque[_InFlight] = deque()
-        self._aborts: deque[Answer] = deque()
         self._meter = ActivityMeter(clock)
         self.is_cut = False  # a step has ended in its middle
         self.is_lost = False  # because the device was lost
@@ -63,14 +61,6 @@ class Engine:
     def activity(self) -> Activity:
         """Work and time up to the end of the last step; from any thread."""
         return self._meter.activity
-
-    def submit_all(self, requests: Iterable[Request], *, in_order: bool = False) -> list[Answer]:
-        """See `Scheduler.submit_all`. Returns the first answer of each request."""
-        return self.scheduler.submit_all(requests, in_order=in_order)
-
-    def abort(self, answer: Answer) -> None:
-        """End an answer, and the other ones to its prompt, at the next step."""
-        self._aborts.append(answer)
 
     def check_whole(self) -> None:
         """Raise SchedulerError if a step has been cut in two, DeviceLostError if the device was lost in it."""
@@ -89,11 +79,11 @@ class Engine:
         finally:
             booked.give_back(transfers)  # those that could not be started
 
-    def step(self) -> list[Answer]:
-        """Launch the next pass, then book the one `max_in_flight` before it. Returns the answers that ended.
+    def step(self, aborts: Iterable[Answer] = ()) -> list[Answer]:
+        """End `aborts` and the other answers to their prompts, launch the next pass, then book the one
+        `max_in_flight` before it. Returns the answers that ended.
 
-        A pass that raises ends its own answers with FinishReason.ERROR; all others go on. Ctrl-C is raised
-        after the step.
+        A pass that raises ends its own answers with FinishReason.ERROR; all others go on.
 
         Raises:
             DeviceLostError: a pass has raised, and the device works no more. No request has ended for it.
@@ -101,23 +91,18 @@ class Engine:
                 Ctrl-C), so that the contents of memory are unknown.
         """
         self.check_whole()
-        with deferred():
-            self.is_cut = True
-            self._meter.begin_step()
-            ended = self._step()
-            self._meter.end_step()
-            self.is_cut = False
-        return ended
-
-    def _step(self) -> list[Answer]:
+        self.is_cut = True
+        self._meter.begin_step()
         ended: list[Answer] = []
-        while self._aborts:
-            ended += [answer for answer in self._aborts.popleft().family if self.scheduler.abort(answer)]
+        for aborted in aborts:
+            ended += [answer for answer in aborted.family if self.scheduler.abort(answer)]
         booking = self.scheduler.next_pass()
         if booking is not None:
             self._in_flight.append(self._launch(booking))
         if self._in_flight and (booking is None or len(self._in_flight) > self._max_in_flight):
             ended += self._collect(self._in_flight.popleft())
+        self._meter.end_step()
+        self.is_cut = False
         return ended
 
     def _launch(self, booking: Booking) -> _InFlight:
@@ -128,8 +113,7 @@ class Engine:
         except Exception as error:
             # The device may not have got the changes, and some concern rows of other requests: send them again.
             self.scheduler.cache.rows.give_back(booking.pass_.row_changes)
-            _log.exception("a pass of %d answers could not be launched", len(booking.answers))
-            self._check_device(error)
+            self._check_device(error, booking, "could not be launched")
             return _InFlight(booking, error=error)
 
     def _collect(self, flight: _InFlight) -> list[Answer]:
@@ -139,16 +123,16 @@ class Engine:
                 result = self._meter.in_runner(self.runner.collect, flight.handle)
                 self._meter.count(flight.booking.pass_, result)
             except Exception as raised:
-                _log.exception("a pass of %d answers failed", len(flight.booking.answers))
-                self._check_device(raised)
+                self._check_device(raised, flight.booking, "failed")
                 error = raised
         self.scheduler.cache.pass_ended()
         if error is not None:
             return self.scheduler.fail(flight.booking, error)
         return self.scheduler.process(flight.booking, result)
 
-    def _check_device(self, error: Exception) -> None:
+    def _check_device(self, error: Exception, booking: Booking, failure: str) -> None:
         """Make the device ready after a pass that raised, or raise DeviceLostError."""
+        _log.exception("a pass of %d answers %s", len(booking.answers), failure)
         try:
             self.runner.check_device(error)
         except DeviceLostError:

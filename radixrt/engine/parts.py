@@ -43,22 +43,16 @@ class ServedModel(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a Runtime is made of: `assemble` makes it for a model, `simulated_parts` for another runner.
-
-    Attributes:
-        output_of: turns the first answer to a prompt, once all have ended, into the request's output.
-        start_up: seconds, as in Runtime.
-        free_device: gives unused memory back to the device.
-    """
+    """What a Runtime is made of: `assemble` makes it for a model, `simulated_parts` for another runner."""
 
     config: RuntimeConfig
     limits: RunLimits
     engine: Engine
     builder: RequestBuilder
     model: ServedModel
-    output_of: Callable[[Answer], RequestOutput]
-    start_up: Mapping[str, float] = field(default_factory=dict)
-    free_device: Callable[[], None] = lambda: None
+    output_of: Callable[[Answer], RequestOutput]  # of the first answer to a prompt, once all have ended
+    start_up: Mapping[str, float] = field(default_factory=dict)  # seconds, as in Runtime
+    free_device: Callable[[], None] = lambda: None  # gives unused memory back to the device
 
     @property
     def scheduler(self) -> Scheduler:

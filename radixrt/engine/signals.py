@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 DRAIN_SECONDS = 20.0  # that a batch gives to started requests, after the first signal
@@ -30,13 +31,13 @@ def signal_of(error: KeyboardInterrupt) -> int:
     return error.signal_number if isinstance(error, Interrupted) else signal.SIGINT
 
 
+@dataclass
 class FirstSignal:
-    """The first signal: its `number`, None before it comes, and the `notice` for stderr when it comes."""
+    """The first signal: its `number`, its `moment` (time.monotonic), and the `notice` for stderr when it comes."""
 
-    def __init__(self, notice: str) -> None:
-        self.notice = notice
-        self.number: int | None = None
-        self._moment = 0.0
+    notice: str
+    number: int | None = None  # None before it comes
+    moment: float = 0.0
 
     def is_set(self) -> bool:
         return self.number is not None
@@ -44,10 +45,7 @@ class FirstSignal:
     @property
     def age(self) -> float:
         """Seconds since it came; 0 before it has come."""
-        return time.monotonic() - self._moment if self.is_set() else 0.0
-
-    def _set(self, number: int) -> None:
-        self._moment, self.number = time.monotonic(), number
+        return time.monotonic() - self.moment if self.is_set() else 0.0
 
 
 @contextlib.contextmanager
@@ -55,93 +53,70 @@ def first_interrupt(notice: str) -> Iterator[FirstSignal]:
     """Only note the first SIGINT or SIGTERM, for the code inside to look for.
 
     The second one raises: SIGINT what it raised before, SIGTERM `Interrupted`. An ignored signal stays ignored,
-    and an application's own handler for SIGTERM stays. Outside the main thread, which alone gets signals, nothing
-    changes.
+    and an application's own handler for SIGTERM stays.
     """
-    first = FirstSignal(notice)
-    if threading.current_thread() is not threading.main_thread():
-        yield first
-        return
-    before = [(number, signal.getsignal(number)) for number in _SIGNALS]
-    taken = [(number, handler) for number, handler in before if _is_ours(number, handler)]
-    at_second = [(number, _terminate if number == signal.SIGTERM else handler) for number, handler in taken]
+    first, at_sigint = FirstSignal(notice), signal.getsignal(signal.SIGINT)
 
-    def stop(signal_number: int, frame: FrameType | None) -> None:
-        if first.is_set():  # `deferred` has put this handler back
-            _install(at_second)
-            signal.raise_signal(signal_number)
+    def is_ours(number: int, handler: Handler) -> bool:
+        return callable(handler) if number == signal.SIGINT else handler in (signal.SIG_DFL, _raise)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if first.is_set():
+            at_second = at_sigint if number == signal.SIGINT and callable(at_sigint) else _raise
+            at_second(number, frame)
             return
-        first._set(signal_number)
-        _install(at_second)
+        first.moment, first.number = time.monotonic(), number
         with contextlib.suppress(OSError):  # not print: a signal may come in the middle of another one
             os.write(2, f"\n{first.notice}; Ctrl-C again stops at once\n".encode())
 
-    try:
-        _install([(number, stop) for number, _ in taken])
+    with _handled(is_ours, stop):
         yield first
-    finally:
-        _install(taken)
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """Delay SIGINT and SIGTERM to the end, so that the code inside is not cut in two; a third one acts at once.
 
-    A signal without a handler of Python's, which ends the process, is not delayed.
+    A signal without a handler of Python's, which ends the process, is not delayed. An outer `deferred` delays its
+    signals to its own end.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = [(number, signal.getsignal(number)) for number in _SIGNALS]
-    # An outer `deferred` delays its signals to its own end.
-    before = [(number, old) for number, old in before if callable(old) and type(old) is not _Pending]
     pending = _Pending()
-    try:
-        _install([(number, pending) for number, _ in before])
+    with _handled(lambda number, handler: callable(handler) and type(handler) is not _Pending, pending):
         yield
-    finally:
-        _install(before)
-    for number in pending.numbers:
+    for number in pending:
         signal.raise_signal(number)
 
 
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
     """SIGTERM inside raises `Interrupted`, where it would end the process silently."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    with _handled(lambda number, handler: number == signal.SIGTERM and handler is signal.SIG_DFL, _raise):
         yield
-        return
-    signal.signal(signal.SIGTERM, _terminate)
+
+
+class _Pending(list[int]):
+    """Signals that wait for an end; as their handler it raises at the third."""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.append(number)
+        if len(self) > 2:
+            _raise(number, frame)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise Interrupted("terminated", number) if number == signal.SIGTERM else KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _handled(is_ours: Callable[[int, Handler], bool], handler: Handler) -> Iterator[None]:
+    """Handle the signals that are ours; none outside the main thread, which alone gets signals."""
+    numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    before = [(number, old) for number in numbers if is_ours(number, old := signal.getsignal(number))]
     try:
+        _install([(number, handler) for number, _ in before])
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-class _Pending:
-    """A handler that remembers signals, and raises at the third."""
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-
-    def __call__(self, signal_number: int, frame: FrameType | None) -> None:
-        self.numbers.append(signal_number)
-        if len(self.numbers) > 2:
-            if signal_number == signal.SIGTERM:
-                _terminate(signal_number, frame)
-            raise KeyboardInterrupt
-
-
-def _terminate(signal_number: int, frame: FrameType | None) -> None:
-    raise Interrupted("terminated", signal_number)
-
-
-def _is_ours(number: int, handler: Handler) -> bool:
-    """Whether a signal with this handler is for radixrt to take."""
-    if number == signal.SIGTERM:
-        return handler in (signal.SIG_DFL, _terminate)
-    return callable(handler)
+        _install(before)
 
 
 def _install(handlers: Sequence[tuple[int, Handler]]) -> None:

@@ -30,31 +30,24 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 @contextmanager
 def warm_up_in_background(device: torch.device) -> Iterator[None]:
-    """Have a GPU make its context in a thread while the block runs.
+    """Have a GPU make its context in a thread while the block runs; a CPU has none to make.
 
     Reading a config imports much of transformers, which keeps the host as busy as the context keeps the driver.
     """
-    if device.type != "cuda":
-        yield
-        return
     with ThreadPoolExecutor(max_workers=1) as starter:
         started = starter.submit(lambda: torch.empty(1, device=device))
         yield
         started.result()
 
 
-def check_impl(impl: Impl, device: torch.device) -> None:
-    """Raise ParameterError unless the implementation can run on the device."""
+def check_kernels(impl: Impl, kv_dtype: str, device: torch.device) -> None:
+    """Raise ParameterError unless the implementation runs on the device. Its kernels may not know e4m3 there."""
     try:
-        runs_triton(impl, device)
+        has_kernels = runs_triton(impl, device)
     except ValueError as error:
         raise ParameterError(str(error)) from error
-
-
-def check_kv_dtype(kv_dtype: str, impl: Impl, device: torch.device) -> None:
-    """Raise ParameterError where kernels would have to read e4m3 on a GPU that does not know it."""
     capability = gpu_of(device).capability
-    if kv_dtype == "fp8" and runs_triton(impl, device) and capability < FIRST_CAPABILITY:
+    if has_kernels and kv_dtype == "fp8" and capability < FIRST_CAPABILITY:
         raise ParameterError(
             f"kv_dtype is 'fp8', but {device} has compute capability {capability / 10}; kernels for fp8 need "
             f"{FIRST_CAPABILITY / 10} or higher"

@@ -14,13 +14,14 @@ from torch import Tensor
 from layers.input_metadata import InputMetadata
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.arrays import Int32Array
 from radixrt.execution.graphs.capture import GraphRecorder, Launch
 from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, PassShape
 from radixrt.execution.pass_builder import PackedPass
 from radixrt.execution.sampling.sampler import Tokens, draw_logprobs, sample_plain, sample_processed
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.passes import Features, Int32Array, Pass
+from radixrt.schedule.passes import Features, Pass
 from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.sample import finite_rows

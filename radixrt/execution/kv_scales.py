@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.passes import NO_ROWS, Pass
+from radixrt.schedule.passes import NO_ROWS
 from triton_ops.kv.e4m3 import E4M3_MAX
 
 NUM_TOKENS = 256
@@ -38,31 +37,21 @@ def calibrated_scales(model: Decoder, device: torch.device) -> Tensor:
     shape = config.num_layers, config.num_kv_heads, config.head_dim
     pool = TokenToKVPool(num_tokens + 1, *shape, dtype=model.placement.dtype, device=device)
     runner = ModelRunner(model, ReqToTokenPool(1, num_tokens), pool, device)
-    runner.collect(runner.launch(_pass_of(ids)))
-    greatest = pool.buffer[:, :, 1:].abs().amax((2, 4))
-    return torch.tensor(_powers_of_two(greatest.double().cpu().numpy() * MARGIN / E4M3_MAX), device=device)
-
-
-def _pass_of(ids: NDArray[np.int32]) -> Pass:
-    """A prompt alone, in slots 1, 2, ..., of which no token is sampled."""
-    zero, positions = np.zeros(1, np.int32), np.arange(len(ids), dtype=np.int32)
-    return replace(
+    zero, positions = np.zeros(1, np.int32), np.arange(num_tokens, dtype=np.int32)
+    prompt = replace(
         NO_ROWS,
         num_extends=1,
         req_pool_indices=zero,
         prefix_lens=zero,
-        seq_lens=zero + np.int32(len(ids)),
+        seq_lens=zero + np.int32(num_tokens),
         input_ids=ids,
         out_cache_loc=positions + 1,
         num_samples=zero,
         num_scored=zero,
         row_changes=RowChanges(np.zeros_like(positions), positions, positions + 1),
     )
-
-
-def _powers_of_two(x: NDArray[np.float64]) -> NDArray[np.float32]:
-    """The least powers of two at or above x, within what float32 can divide by; 1 where x is 0 or not finite."""
-    usable = np.isfinite(x) & (x > 0)
-    mantissa, exponent = np.frexp(np.where(usable, x, 1.0))  # mantissa from 1/2 to below 1
-    exponent = np.clip(exponent - (mantissa == 0.5), -100, 100)
-    return np.where(usable, np.ldexp(1.0, exponent), 1.0).astype(np.float32)
+    runner.collect(runner.launch(prompt))
+    least = pool.buffer[:, :, 1:].abs().amax((2, 4)).double().cpu().numpy() * MARGIN / E4M3_MAX
+    mantissa, exponent = np.frexp(np.where(np.isfinite(least) & (least > 0), least, 1.0))  # mantissa below 1
+    exponent = np.clip(exponent - (mantissa == 0.5), -100, 100)  # float32 can divide by them
+    return torch.tensor(np.ldexp(np.float32(1.0), exponent), device=device)

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypedDict
 
 import numpy as np
 import psutil
@@ -18,6 +17,7 @@ from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 from radixrt.execution.attention.planner import planner_of
 from radixrt.execution.model_runner import ModelRunner
+from radixrt.execution.staging import padded
 from radixrt.limits import PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.sampling_params import SamplingParams
@@ -41,16 +41,12 @@ def largest_pass(limits: PassLimits, context_length: int) -> Pass:
     count, longest = limits.max_running_requests, context_length - 1
     starts = np.arange(0, limits.chunked_prefill_size, longest)[:count]
     chunks = np.minimum(limits.chunked_prefill_size - starts, longest)
-    new = np.ones(count, np.int32)
-    new[: len(chunks)] = chunks
-    num_scored = np.zeros(count, np.int32)
-    num_scored[: len(chunks)] = chunks
+    new, num_scored = padded(chunks, count, 1), padded(chunks, count)
     num_samples = np.ones(count, np.int32)
     num_samples[0] += limits.max_samples - count
     request = Request(0, np.zeros(1, np.int32), _WANTS_ALL, max_new_tokens=1, seed=0)
     answers = [Answer(request, arrival=0, log=RequestLog(submitted_at=0.0))] * count
-    rows = np.arange(count, dtype=np.int32)
-    scored = np.arange(num_scored.sum(), dtype=np.int32)
+    rows, scored = np.arange(count, dtype=np.int32), np.arange(num_scored.sum(), dtype=np.int32)
     table = SamplingTable(count)
     for row, answer in enumerate(answers):
         table.admit(row, answer)
@@ -71,29 +67,16 @@ def largest_pass(limits: PassLimits, context_length: int) -> Pass:
     )
 
 
-class CapturedSizes(TypedDict):
-    """How far a ModelRunner captures passes: its keywords."""
-
-    max_captured_batch: int
-    max_captured_tokens: int
-
-
-def captured_sizes(limits: PassLimits, *, captures: bool) -> CapturedSizes:
-    """The sizes for these limits; none unless it `captures`."""
-    batch, tokens = (limits.max_running_requests, limits.chunked_prefill_size) if captures else (0, 0)
-    return {"max_captured_batch": batch, "max_captured_tokens": tokens}
-
-
 def measured_pass_memory(
     model: Decoder,
     rows: ReqToTokenPool,
     limits: PassLimits,
     kv_dtype: torch.dtype,
     *,
-    captures: bool,
-    tree: bool = False,
+    captured: PassLimits,
+    tree: bool,
 ) -> int:
-    """Bytes that passes up to `limits`, the tables on the device and, if there are to be any, graphs take.
+    """Bytes that passes up to `limits`, the tables on the device, and graphs take; the last two as in ModelRunner.
 
     Runs the largest pass, and captures the largest graphs, over a pool of two slots. Contexts are short there:
     partial results of long ones, or of what requests share, are added.
@@ -107,7 +90,7 @@ def measured_pass_memory(
     before = free()
     pool = TokenToKVPool(2, config.num_layers, config.num_kv_heads, config.head_dim, dtype=kv_dtype, device=device)
     pool.buffer.zero_()
-    runner = ModelRunner(model, rows, pool, device, tree=tree, **captured_sizes(limits, captures=captures))
+    runner = ModelRunner(model, rows, pool, device, captured=captured, tree=tree)
     runner.collect(runner.launch(largest_pass(limits, config.context_length)))
     passes = before - free()
     torch.cuda.empty_cache()

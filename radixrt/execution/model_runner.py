@@ -12,16 +12,18 @@ import torch
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
+from radixrt.arrays import Int32Array
 from radixrt.errors import DeviceLostError
-from radixrt.execution.attention.planner import ReferencePlanner, planner_of
+from radixrt.execution.attention.planner import AttentionPlanner, planner_of
 from radixrt.execution.executor import MAX_SCORED_AT_ONCE, Executor
 from radixrt.execution.graphs.capture import GraphRecorder
 from radixrt.execution.graphs.ladder import TOKEN_SIZES, captured_shapes
 from radixrt.execution.in_flight import HostCopies, HostCopy, PassTimer, TimedPass
 from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.pass_builder import MAX_PLAN_PASSES, PassBuilder
+from radixrt.limits import NO_PASSES, PassLimits
 from radixrt.models.decoder import Decoder
-from radixrt.schedule.passes import Int32Array, Logprobs, Pass, PassResult
+from radixrt.schedule.passes import Logprobs, Pass, PassResult
 
 _PROBE_WORDS = 1024  # that a device has to count up to show that it works
 
@@ -34,7 +36,7 @@ class Tuning:
     max_plan_passes: int = MAX_PLAN_PASSES
     max_scored_at_once: int = MAX_SCORED_AT_ONCE
     recorder: type[GraphRecorder] = GraphRecorder
-    planner: ReferencePlanner | None = None  # plans attention; None: the model's own
+    planner: AttentionPlanner | None = None  # plans attention; None: the model's own
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,9 @@ class ModelRunner:
 
     Args:
         host_pool: the KV of tokens that have left the device; None: there is no such tier.
-        max_captured_batch: passes of up to that many requests, or MAX_CAPTURED_BATCH, run as captured graphs, once
-            `capture_graphs` has been called; 0: none do.
-        max_captured_tokens: so do those with up to that many tokens of extends, where a model is small enough to
-            gain by it; 0: those with extends do not.
+        captured: passes of up to that many requests, or MAX_CAPTURED_BATCH, run as captured graphs, once
+            `capture_graphs` has been called; so do those with up to that many tokens of extends, where a model is
+            small enough to gain by it. 0: none do.
         tree: decodes read what they share once for all of them, where that is cheaper.
     """
 
@@ -70,8 +71,7 @@ class ModelRunner:
         device: torch.device,
         host_pool: HostKVPool | None = None,
         *,
-        max_captured_batch: int = 0,
-        max_captured_tokens: int = 0,
+        captured: PassLimits = NO_PASSES,
         tree: bool = False,
         tuning: Tuning = Tuning(),
     ) -> None:
@@ -83,7 +83,8 @@ class ModelRunner:
             model.config, model.placement, rows.req_to_token, kv_pool.buffer.dtype, tree=tree
         )
         num_weights = sum(weight.numel() for weight in model.parameters())
-        self._shapes = captured_shapes(max_captured_batch, max_captured_tokens, num_weights, tuning.token_sizes)
+        max_batch, max_tokens = captured.max_running_requests, captured.chunked_prefill_size
+        self._shapes = captured_shapes(max_batch, max_tokens, num_weights, tuning.token_sizes)
         self._builder = PassBuilder(planner, self._shapes, rows.max_requests, tuning.max_plan_passes)
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, model.placement.impl)
         self.executor = Executor(model, rows, kv_pool, device, tuning.max_scored_at_once)

@@ -6,16 +6,17 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
 from layers.input_metadata import InputMetadata
+from radixrt.arrays import Int32Array
 from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
-from radixrt.execution.attention.planner import AttentionPlanner, ReferencePlanner
+from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.graphs.ladder import PassShape
 from radixrt.execution.staging import Layout, packed, padded
-from radixrt.schedule.passes import NO_ROWS, Arrays, Int32Array, Pass
+from radixrt.schedule.passes import NO_ROWS, Arrays, Pass
 
 DRAW_DTYPES: Mapping[str, type[np.generic]] = {
     "temperatures": np.float32,
@@ -71,20 +72,20 @@ class PackedPass:
 class PassBuilder:
     """Decides how each pass is computed, pads it, plans its attention, and packs all that it is told.
 
-    `shapes` are of passes that may be captured, of decodes and of others, each ascending. If there are any, the
-    planner is an AttentionPlanner: the references pad nothing. Padding belongs to no request: it reads nothing,
-    writes its KV to slot 0 and its slots to `padding_row`. A plan serves up to `max_plan_passes` decodes.
+    `shapes` are of passes that may be captured, of decodes and of others, each ascending. Padding belongs to no
+    request: it reads nothing, writes its KV to slot 0 and its slots to `padding_row`. A plan serves up to
+    `max_plan_passes` decodes.
     """
 
     def __init__(
         self,
-        planner: ReferencePlanner,
+        planner: AttentionPlanner,
         shapes: list[PassShape],
         padding_row: int,
         max_plan_passes: int = MAX_PLAN_PASSES,
     ) -> None:
-        self._planner, self._kernels = planner, cast("AttentionPlanner", planner)
-        self._shapes, self._padding_row, self._max_plan_passes = shapes, padding_row, max_plan_passes
+        self._planner, self._shapes = planner, shapes
+        self._padding_row, self._max_plan_passes = padding_row, max_plan_passes
         # Shapes of which there are idle passes, ascending: others are not captured.
         self._decodes: list[PassShape] = []
         self._extends: list[PassShape] = []
@@ -98,17 +99,17 @@ class PassBuilder:
         The largest come first, as the others fit into the memory of their graphs; with `max_shapes`, only those of
         so many shapes with extends and of decodes.
         """
-        kernels, shapes = self._kernels, self._shapes[::-1]
+        shapes = self._shapes[::-1]
         extends = [shape for shape in shapes if not shape.is_decode][:max_shapes]
         decodes = [shape for shape in shapes if shape.is_decode][:max_shapes]
         self._extends, self._decodes = extends[::-1], decodes[::-1]
         for shape in extends:
-            for plans in reversed(kernels.extend_shapes(shape.num_tokens, shape.num_rows)):
+            for plans in reversed(self._planner.shapes(shape.num_rows, shape.num_tokens)):
                 idle = self._padded(NO_ROWS, shape, [plans])
                 assert idle is not None  # nothing is out of balance
                 yield idle
         for shape in decodes:
-            for plans in reversed(kernels.decode_shapes(shape.num_rows)):
+            for plans in reversed(self._planner.shapes(shape.num_rows)):
                 yield self._idle_decodes(PassKey(shape, plans))
 
     def _idle_decodes(self, key: PassKey) -> PackedPass:
@@ -116,7 +117,7 @@ class PassBuilder:
         zeros = np.zeros(size, np.int32)
         host = InputMetadata.host_arrays(zeros + np.int32(self._padding_row), zeros + 1, zeros, zeros)
         draws = {name: np.zeros(size, dtype) for name, dtype in DRAW_DTYPES.items()}
-        plans = self._kernels.plan_padded_decodes(zeros, zeros, [key.plans])
+        plans = self._planner.plan_padded_decodes(zeros, zeros, [key.plans])
         # Plans come last: so the addresses of what draws read depend on the size alone.
         words, layout = packed({"input_ids": zeros, **host, **draws, **plans.numbered()})
         idle = PackedPass(key, words, layout, plans)
@@ -181,7 +182,7 @@ class PassBuilder:
         )
         host["positions"][num_tokens : shape.num_tokens] = 0  # there may be none so great
         lens = padded(pass_.seq_lens[num_live:], shape.num_rows)
-        plans = self._kernels.plan_padded_extends(host, num_extends, num_live, lens, plan_shapes)
+        plans = self._planner.plan_padded_extends(host, num_extends, num_live, lens, plan_shapes)
         if plans is None:
             return None
         last = host["extend_start_loc"] + host["extend_seq_lens"] - 1
@@ -201,7 +202,7 @@ class PassBuilder:
         current, rows = self._current, pass_.req_pool_indices
         if current is None or rows is not current.rows or not current.passes_left:
             lens = padded(pass_.seq_lens, shape.num_rows)
-            plans = self._kernels.plan_padded_decodes(padded(rows, shape.num_rows), lens)
+            plans = self._planner.plan_padded_decodes(padded(rows, shape.num_rows), lens)
             current = self._current = self._decode_words[PassKey(shape, plans.shape)]
             current.begin(rows, plans, self._max_plan_passes)
         made, sampling = current.update(pass_), pass_.sampling

@@ -78,9 +78,9 @@ def simulated_engine(
     runner: Runner, limits: RunLimits, context_length: int, policy: SchedulePolicy = SchedulePolicy.LPM
 ) -> Engine:
     """An engine whose passes are those of a run within these limits."""
-    rows = ReqToTokenPool(limits.of_pass.num_rows, context_length)
-    cache = PrefixCache(rows, SlotAllocator(limits.pool_tokens + 1))
-    config = SchedulerConfig(limits.max_running_requests, limits.chunked_prefill_size, policy)
+    of_pass = limits.of_pass
+    cache = PrefixCache(ReqToTokenPool(of_pass.num_rows, context_length), SlotAllocator(limits.pool_tokens + 1))
+    config = SchedulerConfig(limits.max_running_requests, limits.chunked_prefill_size, of_pass.max_samples, policy)
     return Engine(Scheduler(cache, config), runner)
 
 

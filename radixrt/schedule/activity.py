@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from radixrt.schedule.passes import Pass, PassResult
 
-A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -52,9 +51,8 @@ class ActivityMeter:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.activity = Activity()
-        self._clock = clock
+        self._clock, self._began = clock, 0.0
         self._counts = asdict(self.activity)
-        self._began = 0.0
 
     def begin_step(self) -> None:
         self._began = self._clock()
@@ -63,7 +61,7 @@ class ActivityMeter:
         self._counts["scheduling_seconds"] += self._clock() - self._began
         self.activity = Activity(**self._counts)
 
-    def in_runner(self, call: Callable[[A], T], argument: A) -> T:
+    def in_runner(self, call: Callable[..., T], argument: object) -> T:
         """What `call(argument)` returns. It launches or collects a pass: its time is not the scheduler's."""
         began = self._clock()
         try:
@@ -72,7 +70,6 @@ class ActivityMeter:
             self._began += self._clock() - began  # as if the step had begun so much later
 
     def count(self, pass_: Pass, result: PassResult) -> None:
-        """Count a pass whose result has come."""
         counts, extends = self._counts, pass_.extended_tokens > 0
         counts["passes"] += 1
         counts["extend_passes"] += extends

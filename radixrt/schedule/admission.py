@@ -1,84 +1,164 @@
-"""Who is admitted: order, demand, what is promised to others, and who waits for a leader."""
+"""Who waits and who runs, and how an answer goes from one to the other: memory that is promised, and leaders."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import bisect
+import time
+from typing import NamedTuple
 
 import numpy as np
 
-from radixrt.cache.prefix_cache import PrefixCache
-from radixrt.schedule.answer import Answer
-from radixrt.schedule.composer import ExtendChunk
+from memory_pool.slot_allocator import Slots
+from radixrt.arrays import Int32Array
+from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.schedule.answer import Answer, rows_of
 from radixrt.schedule.policy import OutputEstimate, SchedulerConfig, admission_order
-from radixrt.schedule.roster import Roster
+from radixrt.schedule.request_table import RequestTable
+from radixrt.schedule.sampling_table import SamplingTable
 
 
-@dataclass(frozen=True)
+class ExtendChunk(NamedTuple):
+    """Known tokens [start, end), one at least, of an answer's extend that one pass computes."""
+
+    answer: Answer
+    start: int
+    end: int
+    slots: Slots
+    num_samples: int  # after the last token
+
+    @classmethod
+    def next_of(cls, answer: Answer, cache: PrefixCache, budget: int) -> ExtendChunk | None:
+        """The next tokens of an extend, as many as the budget allows; None if there are no slots for them."""
+        log, lease = answer.log, answer.lease
+        assert lease is not None  # it runs
+        start = lease.allocated_len
+        end = min(start + budget, answer.extend_len)
+        slots = cache.extend(lease, end - start)
+        if slots is None:
+            return None
+        recomputed = max(0, min(end, answer.launched_len) - start)  # lost to a retraction
+        log.recomputed_tokens += recomputed
+        cache.recomputed_tokens += recomputed
+        if log.launched_at is None:
+            log.launched_at = time.perf_counter()
+        return cls(answer, start, end, slots, answer.num_answers if end == answer.extend_len else 0)
+
+    def scored_positions(self) -> Int32Array:
+        """Positions after which the prompt's next token is to be scored, ascending."""
+        scored = self.answer.next_scored
+        if scored is None:
+            return np.zeros(0, dtype=np.int32)
+        # A pass before this one, still in flight, may score some of them: positions are launched once, in order.
+        first, end = max(self.start, scored - 1), min(self.end, self.answer.request.prompt_len - 1)
+        return np.arange(first, end, dtype=np.int32)
+
+
 class Admission:
-    """Lets waiting answers run while memory lasts that is not promised to others.
+    """The answers that have not ended. Lets them run while memory lasts that is not promised to others.
 
     An answer that runs alone is never refused memory: its request was checked to fit into the pool.
     """
 
-    cache: PrefixCache
-    roster: Roster
-    config: SchedulerConfig
-    estimate: OutputEstimate
+    def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
+        rows = cache.rows
+        self.waiting, self.running = list[Answer](), list[Answer]()  # in order of arrival, and of admission
+        self.table = RequestTable(rows.max_requests, rows.max_context_len, cache.allocated_lens)
+        self.sampling = SamplingTable(rows.max_requests)
+        self.estimate = OutputEstimate()
+        self.changes = 0  # times that an answer has begun or stopped running
+        self.num_retractions = 0
+        self._cache, self._config = cache, config
 
     def admit(self, budget: int, places: int) -> list[ExtendChunk]:
         """Admit at most `places` answers and return their first chunks, of at most `budget` tokens in all."""
         chunks: list[ExtendChunk] = []
-        config, waiting = self.config, self.roster.waiting
+        cache, config, waiting = self._cache, self._config, self.waiting
         if not waiting or budget <= 0 or places <= 0:
             return chunks
         promised = self._promised()
         loads = config.max_loaded_chunks * config.chunked_prefill_size
-        for answer in admission_order(config, waiting, lambda one: one.match_in(self.cache).length()):
+        for answer in admission_order(config, waiting, cache):
             if budget <= 0 or places <= 0 or loads <= 0:
                 break
             oldest = waiting[0]
             if answer is not oldest and config.is_overdue(oldest):
                 break
-            if answer.resumable_after > self.cache.passes_ended:
+            if answer.resumable_after > cache.passes_ended:
                 continue  # just retracted: its tokens in flight are still to come
-            match = answer.match_in(self.cache)
+            match = answer.match_in(cache)
+            # Slots that it is expected to take in all; its last token never wants one.
+            ahead = max(0, self.estimate.expected(answer) - 1)
+            demand = min(answer.known_len + ahead, answer.request.max_slots)
             if match.has_leader():
                 # A follower: its leader is computing what it needs next. Room is kept for the rest of it, or
                 # leaders of other prefixes would take that, and evict this prefix before it comes.
-                promised += max(0, self._demand(answer) - match.leader_match_len)
+                promised += max(0, demand - match.leader_match_len)
                 continue
-            namespace, tokens = answer.request.namespace, answer.progress.tokens()
-            reserve = promised + self._demand(answer) - len(tokens) if self.roster.running else 0
-            lease = self.cache.acquire(namespace, tokens, match.match(), reserve)
+            tokens = answer.tokens()
+            reserve = promised + demand - len(tokens) if self.running else 0
+            lease = cache.acquire(answer.request.namespace, tokens, match.match(), reserve)
             if lease is None:
                 break
             loads -= lease.loaded
-            self.roster.admit(answer, lease)
-            chunk = ExtendChunk.next_of(answer, self.cache, budget)
+            self._run(answer, lease)
+            chunk = ExtendChunk.next_of(answer, cache, budget)
             if chunk is None:
-                self.roster.release(answer)
-                self.roster.enqueue(answer)
+                self.release(answer)
+                self.enqueue(answer)
                 break
             if answer is not oldest:
                 oldest.times_skipped += 1
             if answer.log.cached_tokens is None:  # hits are counted once, at the first admission
                 answer.log.cached_tokens = lease.matched
-                self.cache.prompt_tokens += answer.request.prompt_len
-                self.cache.cached_tokens += lease.matched
+                cache.prompt_tokens += answer.request.prompt_len
+                cache.cached_tokens += lease.matched
             chunks.append(chunk)
             places -= 1
             budget -= len(chunk.slots)
-            promised += self._demand(answer)
+            promised += demand - chunk.end
         return chunks
 
-    def _demand(self, answer: Answer) -> int:
-        """Slots that an answer is still expected to ask for; its last token never wants one."""
-        progress, ahead = answer.progress, max(0, self.estimate.expected(answer) - 1)
-        return min(progress.total_len + ahead, answer.request.max_slots) - progress.allocated_len
+    def enqueue(self, answer: Answer) -> None:
+        """Put an answer in its place in the queue, after those of the same arrival."""
+        bisect.insort(self.waiting, answer, key=lambda other: other.arrival)
+
+    def leave_queue(self, answer: Answer) -> None:
+        at = bisect.bisect_left(self.waiting, answer.arrival, key=lambda other: other.arrival)
+        while self.waiting[at] is not answer:  # the answers to one prompt arrive together
+            at += 1
+        del self.waiting[at]
+
+    def retract(self, answer: Answer) -> None:
+        """Take a running answer back to its place in the queue. Its output stays, its KV becomes evictable."""
+        self.release(answer)
+        self.enqueue(answer)
+        answer.log.retractions += 1
+        self.num_retractions += 1
+
+    def release(self, answer: Answer, reusable_len: int | None = None) -> None:
+        """Stop running an answer; publish what it has computed, at most `reusable_len` tokens."""
+        lease, published = answer.lease, answer.computed_len
+        assert lease is not None  # it runs
+        if reusable_len is not None:
+            published = min(published, reusable_len)
+        self._cache.commit(lease, answer.tokens(published), published)
+        self._cache.release(lease, reusable_len)
+        answer.stop()
+        answer.resumable_after = self._cache.passes_launched
+        self.running.remove(answer)
+        self.changes += 1
+
+    def _run(self, answer: Answer, lease: Lease) -> None:
+        """Let a waiting answer run with what it holds."""
+        self.leave_queue(answer)
+        answer.run(lease, self.table)
+        self.sampling.admit(lease.row, answer)
+        self.running.append(answer)
+        self.changes += 1
 
     def _promised(self) -> int:
-        """The sum of the demands of all running answers."""
-        table, rows = self.roster.table, self.roster.running_rows()
+        """Slots that all running answers are still expected to ask for."""
+        table, rows = self.table, rows_of(self.running)
         total_lens, max_lens, prompt_lens = table.total_lens(rows), table.max_lens[rows], table.prompt_lens[rows]
         num_output = table.known_lens[rows] - prompt_lens
         expected = self.estimate.expected_each(max_lens - total_lens, num_output, table.may_stop[rows])

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
+import numpy as np
+
+from radixrt.arrays import Int32Array
 from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Tokens
 from radixrt.output import FinishReason, Timings, TokenLogprob, Usage
 from radixrt.schedule.request import Request, TextStop
-from radixrt.schedule.request_table import Parked, RequestTable, TableRow
-
-
-class AnswerState(Enum):
-    WAITING = "waiting"  # in the queue; holds no memory
-    RUNNING = "running"  # holds a lease
-    FINISHED = "finished"
+from radixrt.schedule.request_table import RequestTable
 
 
 @dataclass
@@ -41,9 +38,9 @@ class RequestLog:
 
 @dataclass(eq=False)
 class Answer:
-    """The live half of a request: one of the n answers to its prompt.
+    """The live half of a request: one of the n answers to its prompt. It waits, or runs, or has ended.
 
-    Its `progress`, lengths and tokens, is a row of the scheduler's table while it runs, else a record of its own.
+    While it runs, its tokens and lengths are in its lease's row of the scheduler's table.
     If it was submitted `in_order`, an order known to be good, later ones do not skip it for a longer match.
     """
 
@@ -54,21 +51,22 @@ class Answer:
     sample_index: int = 0  # its number among the answers to the prompt
     parent: Answer | None = None  # the first of these answers, which computed the prompt; None for that one itself
     children: tuple[Answer, ...] = ()  # the other answers, once the first token is drawn
-    state: AnswerState = AnswerState.WAITING
     lease: Lease | None = None  # while it runs
     pending_match: PendingMatch | None = None  # what it would find in the cache, while it waits
     times_skipped: int = 0  # admissions of others while it was the oldest in the queue
     resumable_after: int = 0  # passes to end before it runs again: they hold what it had in flight
     launched_len: int = 0  # positions that passes were launched for, under its earlier leases
+    extended_len: int = 0  # positions of its extend whose KV is computed and finite, while it runs
+    _table: RequestTable = field(init=False, repr=False)  # its own numbers are there while it runs
 
     def __post_init__(self) -> None:
-        self.progress: Parked | TableRow = Parked(self.request.prompt_ids)
+        self._tokens = self.request.prompt_ids  # the known ones, never changed; while it runs, a row of the table
         make_text_stop = self.request.make_text_stop
         self.text_stop: TextStop | None = None if make_text_stop is None else make_text_stop()
 
     @property
     def finished(self) -> bool:
-        return self.state is AnswerState.FINISHED
+        return self.log.finish_reason is not None
 
     @property
     def family(self) -> tuple[Answer, ...]:
@@ -77,18 +75,31 @@ class Answer:
         return (first, *first.children)
 
     @property
-    def num_output(self) -> int:
-        """Collected output tokens."""
-        return self.progress.known_len - self.request.prompt_len
+    def known_len(self) -> int:
+        """Tokens of its prompt, and collected output tokens."""
+        return len(self._tokens) if self.lease is None else int(self._table.known_lens[self.lease.row])
 
     @property
-    def remaining(self) -> int:
-        """Output tokens that may still be launched."""
-        return self.request.max_len - self.progress.total_len
+    def extend_len(self) -> int:
+        """Tokens to extend over before it decodes; 0 where it does not run."""
+        return 0 if self.lease is None else int(self._table.extend_lens[self.lease.row])
+
+    @property
+    def computed_len(self) -> int:
+        """Positions of a running answer whose KV is computed and finite."""
+        known_len = self.known_len
+        return known_len - 1 if known_len > self.extend_len else self.extended_len
+
+    @property
+    def num_output(self) -> int:
+        """Collected output tokens."""
+        return self.known_len - self.request.prompt_len
 
     @property
     def num_answers(self) -> int:
-        """Answers whose first tokens can be drawn when its prompt has been computed."""
+        """Answers whose first tokens can be drawn when its prompt has been computed; 1 once it has output."""
+        if not self.request.max_new_tokens:
+            return 0
         return 1 if self.parent is not None or self.num_output else self.request.params.n
 
     @property
@@ -103,38 +114,47 @@ class Answer:
     @property
     def match_limit(self) -> int:
         """Tokens that may come from the cache: positions whose logits are wanted are computed."""
-        known_len, scored = self.progress.known_len, self.next_scored
+        known_len, scored = self.known_len, self.next_scored
         return (known_len if scored is None else min(known_len, scored)) - 1
 
+    def tokens(self, end: int | None = None) -> Tokens:
+        """The first `end` known tokens, or all: `[end]` int32, a view that is good until it stops running."""
+        return self._tokens[: self.known_len if end is None else end]
+
     def output_ids(self) -> Tokens:
-        """Collected output tokens `[num_output]` int32, a view that is good until it stops running."""
-        return self.progress.tokens()[self.request.prompt_len :]
+        """Collected output tokens `[num_output]` int32, a view like `tokens`."""
+        return self.tokens()[self.request.prompt_len :]
 
     def append(self, token_id: int) -> None:
         """Add a collected output token."""
-        self.progress.append(token_id)
+        if self.lease is None:
+            self._tokens = np.append(self._tokens, np.int32(token_id))
+        else:
+            self._tokens[self.known_len] = token_id
+            self._table.known_lens[self.lease.row] += 1
         self.pending_match = None
 
     def match_in(self, cache: PrefixCache) -> PendingMatch:
         """What it would find in the cache while it waits; its tokens and its limit are what they were."""
         if self.pending_match is None:
-            namespace, tokens = self.request.namespace, self.progress.tokens()
-            self.pending_match = PendingMatch(cache, namespace, tokens, self.match_limit)
+            self.pending_match = PendingMatch(cache, self.request.namespace, self.tokens(), self.match_limit)
         return self.pending_match
 
     def run(self, lease: Lease, table: RequestTable) -> None:
         """Run from now on, in the lease's row of the table."""
-        self.state, self.lease, self.pending_match = AnswerState.RUNNING, lease, None
-        self.progress = table.begin(lease.row, self.request, self.progress.tokens())
+        table.begin(lease.row, self.request, self._tokens)
+        self._table, self._tokens = table, table.tokens[lease.row]
+        self.lease, self.extended_len, self.pending_match = lease, lease.matched, None
 
     def stop(self) -> None:
         """Run no more: the row is left to others."""
         lease = self.lease
         assert lease is not None  # it runs
-        assert isinstance(self.progress, TableRow)
         if lease.allocated_len > lease.matched:
             self.launched_len = max(self.launched_len, lease.allocated_len)
-        self.lease, self.progress = None, self.progress.end()
+        self._table.runs[lease.row] = False
+        self._tokens = self.tokens().copy()
+        self.lease = None
 
     def fork(self, sample_index: int) -> Answer:
         """Another answer to the same prompt, which this one has computed."""
@@ -161,3 +181,9 @@ class Answer:
             first_token=None if log.first_token_at is None else log.first_token_at - log.submitted_at,
             total=total,
         )
+
+
+def rows_of(answers: Sequence[Answer]) -> Int32Array:
+    """`[n]`, of running answers."""
+    leases = [answer.lease for answer in answers]
+    return np.fromiter((lease.row for lease in leases if lease is not None), np.int32, len(leases))

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from radixrt.arrays import Int32Array
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.passes import NO_TOKEN, Arrays, Int32Array
+from radixrt.schedule.passes import NO_TOKEN, Arrays
 from radixrt.schedule.request import Request
 
 NEVER = int(np.iinfo(np.int64).max)  # a position that no answer reaches
@@ -56,7 +57,7 @@ class LogitsProcessors:
     prompt_len: int
     bias_ids: Int32Array  # `[N]`
     biases: NDArray[np.float32]  # `[N]`, added to their logits
-    allowed_ids: Int32Array | None  # `[N]`, the only tokens that may be drawn; None: all
+    allowed_ids: Int32Array  # `[N]`, the only tokens that may be drawn, if params name some
     stop_bans: Int32Array  # `[N, 2]` as in `BadWords`, bans of the stop tokens at positions below `stops_from`
     stops_from: int
     bad_words: tuple[BadWords, BadWords]  # for histories whose last token is known, and is not
@@ -76,17 +77,12 @@ class LogitsProcessors:
             prompt_len=request.prompt_len,
             bias_ids=_ids([token for token, _ in params.logit_bias]),
             biases=np.array([bias for _, bias in params.logit_bias], dtype=np.float32),
-            allowed_ids=None if params.allowed_token_ids is None else _ids(params.allowed_token_ids),
+            allowed_ids=_ids(params.allowed_token_ids or ()),
             stop_bans=_bans([(token, NO_TOKEN) for token in request.stop_ids]),
             stops_from=stops_from,
             bad_words=(BadWords.of(words, False), BadWords.of(words, True)),
             end=end,
         )
-
-    def bans(self, position: int, known: Int32Array, last_is_unknown: bool) -> Int32Array:
-        """`[N, 2]` at a position, after the known tokens and perhaps one that is not known yet."""
-        bans = self.bad_words[last_is_unknown].bans(known)
-        return np.concatenate([bans, self.stop_bans]) if position < self.stops_from else bans
 
 
 @dataclass(frozen=True)
@@ -96,73 +92,57 @@ class ProcessedDraw:
     processors: LogitsProcessors
     row: int
     position: int
-    known: Int32Array
-    last_is_unknown: bool  # the token before it: only the device knows it, in `last_token[row]`
+    known: Int32Array  # tokens of its history
+
+    @property
+    def last_is_unknown(self) -> bool:
+        """Whether only the device knows the token before it, in `last_token[row]`."""
+        return self.position > len(self.known)
+
+    def history(self) -> Int32Array:
+        """The tokens before it that penalties count, as in `Pass.input_ids`; none where there are no penalties."""
+        if not self.processors.params.has_penalties:
+            return _ids([])
+        return np.append(self.known, np.int32(-(self.row + 1))) if self.last_is_unknown else self.known
+
+    def bans(self) -> Int32Array:
+        """`[N, 2]` as in `BadWords`: tokens that must not come next."""
+        processors = self.processors
+        bans = processors.bad_words[self.last_is_unknown].bans(self.known)
+        return np.concatenate([bans, processors.stop_bans]) if self.position < processors.stops_from else bans
 
 
 def processor_arrays(draws: Sequence[ProcessedDraw]) -> Arrays:
-    """The arrays that the processors of X draws read on the device, by name."""
-    return _penalties(draws) | _bias(draws) | _bans_of(draws) | _allowed(draws)
+    """The arrays that the processors of X draws read on the device, by name: a number for each draw or token."""
+    own = [draw.processors for draw in draws]
+    params = [processors.params for processors in own]
+    bans = [draw.bans() for draw in draws]
+    histories = [draw.history() for draw in draws]
+    penalties = _tokens("penalty", histories)
+    if penalties:
+        outputs = [np.arange(len(one)) >= owner.prompt_len for one, owner in zip(histories, own, strict=True)]
+        penalties["penalty_is_output"] = np.concatenate(outputs).astype(np.int32)
+        for name in ("repetition", "presence", "frequency"):
+            penalties[name] = np.array([getattr(one, f"{name}_penalty") for one in params], dtype=np.float32)
+    bias = _tokens("bias", [processors.bias_ids for processors in own])
+    if bias:
+        bias["biases"] = np.concatenate([processors.biases for processors in own])
+    banned = _tokens("banned", [pairs[:, 0] for pairs in bans])
+    if banned:
+        banned["banned_after"] = np.concatenate([pairs[:, 1] for pairs in bans])
+        banned["banned_last_row"] = _ids([draw.row for draw in draws])[banned["banned_rows"]]
+    allowed = _tokens("allowed", [processors.allowed_ids for processors in own])
+    if allowed:
+        allowed["is_restricted"] = _ids([one.allowed_token_ids is not None for one in params])
+    return penalties | bias | banned | allowed
 
 
-def _penalties(draws: Sequence[ProcessedDraw]) -> Arrays:
-    """The history of each draw that has penalties, `[H]` in all, and the penalties of all, `[X]`."""
-    at = _ids([i for i, draw in enumerate(draws) if draw.processors.params.has_penalties])
-    if not len(at):
-        return {}
-    own = [draws[i] for i in at]
-    # Histories as far as they are known, then the last tokens that are not.
-    unknown = [i for i in at.tolist() if draws[i].last_is_unknown]
-    lengths = np.array([len(draw.known) for draw in own])
-    outputs = lengths - [draw.processors.prompt_len for draw in own]
-    left = np.repeat(np.cumsum(lengths), lengths) - np.arange(lengths.sum())  # tokens of a history from each on
-    is_output = left <= np.repeat(outputs, lengths)
-    params = [draw.processors.params for draw in draws]
-    return {
-        "penalty_rows": np.append(np.repeat(at, lengths), _ids(unknown)),
-        "penalty_ids": np.concatenate(
-            [draw.known for draw in own] + [_ids([-(draws[i].row + 1) for i in unknown])]
-        ),
-        "penalty_is_output": np.append(is_output, np.ones(len(unknown), dtype=np.bool_)).astype(np.int32),
-        "repetition": np.array([one.repetition_penalty for one in params], dtype=np.float32),
-        "presence": np.array([one.presence_penalty for one in params], dtype=np.float32),
-        "frequency": np.array([one.frequency_penalty for one in params], dtype=np.float32),
-    }
-
-
-def _bias(draws: Sequence[ProcessedDraw]) -> Arrays:
-    ids = [draw.processors.bias_ids for draw in draws]
+def _tokens(name: str, ids: Sequence[Int32Array]) -> Arrays:
+    """Tokens of X draws, and the draw that each is of; nothing if there are none."""
     if not any(map(len, ids)):
         return {}
-    biases = np.concatenate([draw.processors.biases for draw in draws])
-    return {"bias_rows": _row_of_each(ids), "bias_ids": np.concatenate(ids), "biases": biases}
-
-
-def _bans_of(draws: Sequence[ProcessedDraw]) -> Arrays:
-    """Tokens that must not come next `[H]`, always or only after a last token that the device knows."""
-    bans = [draw.processors.bans(draw.position, draw.known, draw.last_is_unknown) for draw in draws]
-    rows, pairs = _row_of_each(bans), np.concatenate(bans)
-    if not len(rows):
-        return {}
-    return {
-        "banned_rows": rows,
-        "banned_ids": pairs[:, 0].copy(),
-        "banned_after": pairs[:, 1].copy(),
-        "banned_last_row": _ids([draw.row for draw in draws])[rows],
-    }
-
-
-def _allowed(draws: Sequence[ProcessedDraw]) -> Arrays:
-    is_restricted = _ids([draw.processors.allowed_ids is not None for draw in draws])
-    if not is_restricted.any():
-        return {}
-    ids = [_ids([]) if draw.processors.allowed_ids is None else draw.processors.allowed_ids for draw in draws]
-    return {"allowed_rows": _row_of_each(ids), "allowed_ids": np.concatenate(ids), "is_restricted": is_restricted}
-
-
-def _row_of_each(items: Sequence[Int32Array]) -> Int32Array:
-    """The processed row of each item of the rows' own."""
-    return np.repeat(np.arange(len(items), dtype=np.int32), [len(own) for own in items])
+    rows = np.repeat(np.arange(len(ids), dtype=np.int32), [len(own) for own in ids])
+    return {f"{name}_rows": rows, f"{name}_ids": np.concatenate(ids)}
 
 
 def _bans(pairs: Sequence[tuple[int, int]]) -> Int32Array:

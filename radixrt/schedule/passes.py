@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import NO_CHANGES, RowChanges
+from radixrt.arrays import BoolArray, Int32Array
 
-Int32Array = NDArray[np.int32]
 Arrays = dict[str, NDArray[Any]]
 
 NO_TOKEN = -1
@@ -22,14 +22,10 @@ PROCESSED = "processed_"  # begins the names of the arrays of the second draw
 
 @dataclass(frozen=True)
 class Features:
-    """Sampling parameters that some row of a draw uses. With the shape of the logits they tell what is launched.
+    """Sampling parameters that some row of a draw uses. These and the logits' shape tell what is launched."""
 
-    `is_random`: a temperature above 0; without one each row takes its likeliest token, unfiltered. `has_top`:
-    top-k or top-p.
-    """
-
-    is_random: bool = False
-    has_top: bool = False
+    is_random: bool = False  # a temperature above 0; without one each row takes its likeliest token, unfiltered
+    has_top: bool = False  # top-k or top-p
     has_min_p: bool = False
 
     @property
@@ -43,59 +39,41 @@ class Features:
 
 @dataclass(frozen=True)
 class SamplingInputs:
-    """How a pass draws from its S rows of logits.
-
-    `arrays` are parameters by name, each `[S]`, `[X]` or `[L]`, or a list of pairs of a processed row and a token.
-    """
+    """How a pass draws from its S rows of logits."""
 
     logits_rows: Int32Array  # `[S]`, the row of the pass that each row of logits belongs to, ascending
     features: Features  # of the draw of all S rows
     processed: Features | None  # of the second draw, of the X rows whose logits are processed first; may be none
     num_top: int | None  # alternatives to find for the L rows that want log-probabilities; None: there are none
+    # Parameters by name, each `[S]`, `[X]` or `[L]`, or a list of pairs of a processed row and a token.
     arrays: Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass as plain numbers, to be pickled: B rows that compute T new tokens. Rows with several come first.
-
-    A `Booking` says whose it is.
-
-    Attributes:
-        num_extends: rows with more than one new token.
-        req_pool_indices: `[B]` row of each request in `req_to_token`.
-        prefix_lens, seq_lens: `[B]` positions whose KV is in the pool before the pass, and after it.
-        input_ids: `[T]` token ids; -(row + 1) stands for the last token sampled for that row, which only the
-            device knows yet.
-        out_cache_loc: `[T]` slot of each new token.
-        num_samples: `[B]` tokens sampled after the last new token: none, one, or the first of each of a prompt's n
-            answers, as many of them as the pass has rows of logits for. They are S in all.
-        scored, scored_targets: `[P]` new tokens after which the log-probability of the prompt's next token is
-            wanted, and that token.
-        num_scored: `[B]` how many of the P belong to each row, in order.
-        num_top_scored: alternatives to find for the P tokens.
-        row_changes: cells of `req_to_token` to change before the pass.
-        sampling: how the S tokens are drawn.
-        extended_tokens: the T tokens less those of decodes.
+    """One pass as plain numbers, to be pickled: B rows that compute T new tokens. A `Booking` says whose it is.
 
     While the same requests decode pass after pass, and nothing else is computed, `req_pool_indices` is the same
     array. Arrays may be shared between passes: nobody changes them.
     """
 
-    num_extends: int
-    req_pool_indices: Int32Array
-    prefix_lens: Int32Array
-    seq_lens: Int32Array
+    num_extends: int  # rows with more than one new token; they come first
+    req_pool_indices: Int32Array  # `[B]`, row of each request in `req_to_token`
+    prefix_lens: Int32Array  # `[B]`, positions whose KV is in the pool before the pass
+    seq_lens: Int32Array  # `[B]`, and after it
+    # `[T]`; -(row + 1) stands for the last token sampled for that row, which only the device knows yet.
     input_ids: Int32Array
-    out_cache_loc: Int32Array
+    out_cache_loc: Int32Array  # `[T]`, slot of each new token
+    # `[B]`, tokens sampled after the last new token: none, one, or the first of each of a prompt's n answers, as
+    # many of them as the pass has rows of logits for. They are S in all.
     num_samples: Int32Array
-    scored: Int32Array
-    scored_targets: Int32Array
-    num_scored: Int32Array
-    row_changes: RowChanges
-    sampling: SamplingInputs
-    num_top_scored: int = 0
-    extended_tokens: int = 0
+    scored: Int32Array  # `[P]`, new tokens after which the log-probability of the prompt's next token is wanted
+    scored_targets: Int32Array  # `[P]`, that next token
+    num_scored: Int32Array  # `[B]`, how many of the P belong to each row, in order
+    row_changes: RowChanges  # cells of `req_to_token` to change before the pass
+    sampling: SamplingInputs  # how the S tokens are drawn
+    num_top_scored: int = 0  # alternatives to find for the P tokens
+    extended_tokens: int = 0  # the T tokens less those of decodes
 
     @property
     def num_rows(self) -> int:
@@ -104,9 +82,8 @@ class Pass:
 
 
 _NONE = np.zeros(0, np.int32)
-_NO_DRAWS = SamplingInputs(_NONE, Features(), None, None, {})
-NO_ROWS = Pass(0, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, NO_CHANGES, _NO_DRAWS)
-"""A pass of nothing, to `replace` the parts of that another one has."""
+# A pass of nothing, to `replace` the parts of that another one has.
+NO_ROWS = Pass(0, *(_NONE,) * 9, NO_CHANGES, SamplingInputs(_NONE, Features(), None, None, {}))
 
 
 @dataclass(frozen=True)
@@ -121,28 +98,19 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass found.
+    """What a pass found."""
 
-    Attributes:
-        token_ids: `[S]` int32, the sampled tokens, row after row.
-        accepted: `[B]` int32, how many of each row's sampled tokens count, the first ones: all of `num_samples`,
-            fewer where drafts were wrong. Each of a prompt's answers takes one of them; a decode takes all, and
-            has computed as many positions.
-        finite: `[B]` bool, whether the row's numbers are all finite.
-        logprobs, prompt_logprobs: of the sampled tokens whose request asked for them, in order; of the P scored
-            tokens; None: there are none.
-        seconds: device time, with gaps between kernels, without transfers between the tiers; None: not measured.
-            A pass launched while the one before was computed begins when that ends, so that seconds add up.
-        launch_seconds: host time of the launch, beside the device; 0 where launching computes the pass.
-    """
-
-    token_ids: Int32Array
+    token_ids: Int32Array  # `[S]`, the sampled tokens, row after row
+    # `[B]`, how many of each row's sampled tokens count, the first ones: all of `num_samples`, fewer where drafts
+    # were wrong. Each of a prompt's answers takes one; a decode takes all, and has computed as many positions.
     accepted: Int32Array
-    finite: NDArray[np.bool_]
-    logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None
+    finite: BoolArray  # `[B]`, whether the row's numbers are all finite
+    logprobs: Logprobs | None = None  # of the sampled tokens whose request asked for them, in order
+    prompt_logprobs: Logprobs | None = None  # of the P scored tokens
+    # Device time, with gaps between kernels, without transfers between the tiers; None: not measured. A pass that
+    # was launched while the one before was computed begins when that ends, so that seconds add up.
     seconds: float | None = None
-    launch_seconds: float = 0.0
+    launch_seconds: float = 0.0  # host time of the launch, beside the device; 0 where launching computes the pass
 
 
 class Runner(Protocol):

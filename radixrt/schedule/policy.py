@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
+from radixrt.arrays import BoolArray, Int32Array
+from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.schedule.answer import Answer
-from radixrt.schedule.passes import Int32Array
-from radixrt.schedule.request_table import BoolArray
 
 
 class SchedulePolicy(str, Enum):
@@ -25,52 +25,39 @@ class SchedulePolicy(str, Enum):
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What a scheduler works within.
-
-    One pass samples `max_samples_per_pass` tokens, each from a row of logits of its own. None is twice
-    `max_running_requests`, for the first tokens of n answers: those beyond it compute the prompt's last token once
-    more. Raises ValueError where it is less than `max_running_requests`: every running answer may sample one.
-    """
+    """What a scheduler works within."""
 
     max_running_requests: int
     chunked_prefill_size: int  # tokens of extends that one pass computes; longer ones take several passes
+    # Tokens that one pass samples, each from a row of logits of its own. First tokens of a prompt's n answers for
+    # which there is none are sampled later: those answers compute the prompt's last token once more.
+    max_samples_per_pass: int
     policy: SchedulePolicy = SchedulePolicy.LPM
-    max_samples_per_pass: int | None = None
     max_ranked: int = 512  # answers at the head of the queue that are considered for a pass
     max_times_skipped: int = 256  # admissions that the oldest waiting answer lets pass
     max_loaded_chunks: int = 4  # about how many chunks of tokens a pass waits for from the host
     room_passes: int = 4  # decode passes to make room for once answers must be retracted
 
     def __post_init__(self) -> None:
-        if self.max_samples < self.max_running_requests:
+        if self.max_samples_per_pass < self.max_running_requests:  # every running answer may sample one
             bound = f"at least max_running_requests, {self.max_running_requests}"
-            raise ValueError(f"max_samples_per_pass is {self.max_samples}; it must be {bound}")
-
-    @property
-    def max_samples(self) -> int:
-        """Tokens that one pass samples."""
-        return 2 * self.max_running_requests if self.max_samples_per_pass is None else self.max_samples_per_pass
+            raise ValueError(f"max_samples_per_pass is {self.max_samples_per_pass}; it must be {bound}")
 
     def is_overdue(self, oldest: Answer) -> bool:
         """Whether no other answer may be admitted before the oldest one in the queue."""
         return oldest.times_skipped >= self.max_times_skipped
 
 
-def admission_order(
-    config: SchedulerConfig, waiting: Sequence[Answer], match_length: Callable[[Answer], int]
-) -> list[Answer]:
+def admission_order(config: SchedulerConfig, waiting: list[Answer], cache: PrefixCache) -> list[Answer]:
     """The answers to consider for admission, in this order; `waiting` is in order of arrival.
 
     Under LPM the oldest answer goes first once it is overdue. If it is `in_order`, all are in order of arrival.
     """
-    ranked = list(waiting[: config.max_ranked])
-    if config.policy is SchedulePolicy.FCFS or not ranked or ranked[0].in_order:
-        return ranked
-    oldest = ranked[0]
-    ranked.sort(key=match_length, reverse=True)  # stable: equal matches stay in order of arrival
-    if config.is_overdue(oldest):
-        ranked.remove(oldest)
-        ranked.insert(0, oldest)
+    ranked = waiting[: config.max_ranked]
+    if config.policy is SchedulePolicy.LPM and not ranked[0].in_order:
+        first = ranked[0] if config.is_overdue(ranked[0]) else None
+        # Stable: equal matches stay in order of arrival.
+        ranked.sort(key=lambda one: math.inf if one is first else one.match_in(cache).length(), reverse=True)
     return ranked
 
 
@@ -93,22 +80,22 @@ class OutputEstimate:
         self._mean = self._deviation = 0.0
 
     def expected(self, answer: Answer) -> int:
-        """Output tokens still expected of one answer: 1 to `answer.remaining`, 0 if none remain."""
-        remaining = answer.remaining
+        """Output tokens still expected of one that waits: from 1 to what its limit leaves, 0 if that is none."""
+        remaining = answer.request.max_len - answer.known_len
         if not answer.request.may_stop:
             return remaining
-        expected = remaining * self.share
-        if self._ended >= self.ENOUGH:
-            expected = min(expected, self._mean + 2 * self._deviation - answer.num_output)
+        expected = min(remaining * self.share, self._most() - answer.num_output)
         return min(remaining, max(1, int(expected)))
 
     def expected_each(self, remaining: Int32Array, num_output: Int32Array, may_stop: BoolArray) -> Int32Array:
         """The same of N answers: from what remains of each, what it has had, and whether it may stop."""
-        expected = remaining * self.share
-        if self._ended >= self.ENOUGH:
-            expected = np.minimum(expected, self._mean + 2 * self._deviation - num_output)
+        expected = np.minimum(remaining * self.share, self._most() - num_output)
         bounded = np.minimum(remaining, np.maximum(1, expected.astype(np.int32)))
         return np.where(may_stop, bounded, remaining)
+
+    def _most(self) -> float:
+        """Output tokens that hardly any answer has more of."""
+        return self._mean + 2 * self._deviation if self._ended >= self.ENOUGH else math.inf
 
     def pass_scheduled(self) -> None:
         self.share = max(self.MIN, self.share * self.FALL)

@@ -23,33 +23,21 @@ class TextStop(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt and its parameters. An `Answer` says how far it has come.
+    """A prompt and its parameters. An `Answer` says how far it has come."""
 
-    Args:
-        index: the caller's number for it.
-        prompt_ids: `[n >= 1]` int32; nobody changes them.
-        params: how to sample.
-        max_new_tokens: params.max_new_tokens, fewer where the context ends before.
-        seed: of its draws, 0 to 2**63 - 1.
-        stop_ids, bad_words: tokens that end it, and tokens that must not follow one another.
-        namespace: of its prefix.
-        make_text_stop: makes the `TextStop` of one answer; None: nothing is told of single tokens.
-        reusable_len: leading tokens of the prompt that later requests share, at most, where all are known: tokens
-            beyond them may leave the cache when it ends. None: all of it may be wanted.
-        id: its id in its Runtime: the caller's own name, or a number.
-    """
-
-    index: int
-    prompt_ids: Tokens
+    index: int  # the caller's number for it
+    prompt_ids: Tokens  # `[n >= 1]` int32; nobody changes them
     params: SamplingParams
-    max_new_tokens: int
-    seed: int
-    stop_ids: frozenset[int] = frozenset()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    namespace: Namespace = DEFAULT_NAMESPACE
-    make_text_stop: Callable[[], TextStop] | None = None
+    max_new_tokens: int  # params.max_new_tokens, fewer where the context ends before
+    seed: int  # of its draws, 0 to 2**63 - 1
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens that must not follow one another
+    namespace: Namespace = DEFAULT_NAMESPACE  # of its prefix
+    make_text_stop: Callable[[], TextStop] | None = None  # for each answer; None: nothing is told of single tokens
+    # Leading tokens of the prompt that later requests share, at most, where all are known: tokens beyond them may
+    # leave the cache when it ends. None: all of it may be wanted.
     reusable_len: int | None = None
-    id: int | str = -1
+    id: int | str = -1  # in its Runtime: the caller's own name, or a number
 
     @property
     def prompt_len(self) -> int:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from radixrt.arrays import Int32Array
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.logits_processors import LogitsProcessors, ProcessedDraw, processor_arrays
-from radixrt.schedule.passes import PROCESSED, Arrays, Features, Int32Array, SamplingInputs
+from radixrt.schedule.passes import PROCESSED, Arrays, Features, SamplingInputs
 
 NO_LOGPROBS = -1
 
@@ -36,20 +37,14 @@ class SamplingTable:
         request, params = answer.request, answer.request.params
         # A greedy row has no use for filters, and must not make others go through them.
         self._temperatures[row] = params.temperature
-        is_random = bool(self._temperatures[row])
-        values = {
-            "seeds": request.seed,
-            "sample_indices": answer.sample_index,
-            "top_ks": params.top_k if is_random else 0,
-            "top_ps": params.top_p if is_random else 1.0,
-            "min_ps": params.min_p if is_random else 0.0,
-        }
-        for name, value in values.items():
-            self._columns[name][row] = value
+        is_random = bool(self._temperatures[row])  # as float32
+        filters = (params.top_k, params.top_p, params.min_p) if is_random else (0, 1.0, 0.0)
+        values = (request.seed, answer.sample_index, *filters)
+        for column, value in zip(self._columns.values(), values, strict=True):
+            column[row] = value
         self._num_top[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         processors = LogitsProcessors.of(request)
         self._processors_end[row] = 0 if processors is None else processors.end
-        self._processors.pop(row, None)
         if processors is not None:
             self._processors[row] = processors
 
@@ -69,20 +64,18 @@ class SamplingTable:
 
         is_processed = positions < self._processors_end.take(rows)
         processed = None
-        plain_rows = rows
         if is_processed.any():
             at = np.flatnonzero(is_processed)
+            own["processed_rows"] = at.astype(np.int32)
             processed, drawn = self._draws(rows[at], positions[at], samples[at])
             draws = []
             for i in at.tolist():
-                row, position, progress = int(rows[i]), int(positions[i]), answers[logits_rows[i]].progress
-                is_unknown = position > progress.known_len
-                draws.append(ProcessedDraw(self._processors[row], row, position, progress.tokens(), is_unknown))
-            own["processed_rows"] = at.astype(np.int32)
+                row, position, known = int(rows[i]), int(positions[i]), answers[logits_rows[i]].tokens()
+                draws.append(ProcessedDraw(self._processors[row], row, position, known))
             own |= {PROCESSED + name: array for name, array in drawn.items()} | processor_arrays(draws)
             # These rows are drawn again from their processed logits: greedy draws are the cheapest here.
-            plain_rows = np.where(is_processed, np.int32(self._neutral_row), rows)
-        features, plain = self._draws(plain_rows, positions, samples)
+            rows = np.where(is_processed, np.int32(self._neutral_row), rows)
+        features, plain = self._draws(rows, positions, samples)
         return SamplingInputs(logits_rows, features, processed, int(num_top.max()) if asks else None, plain | own)
 
     def _draws(self, rows: Int32Array, positions: Int32Array, samples: Int32Array) -> tuple[Features, Arrays]:

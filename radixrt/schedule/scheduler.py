@@ -7,25 +7,25 @@ token may be in one more pass, whose result for it is thrown away.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable
-from dataclasses import replace
-from itertools import compress
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from memory_pool.slot_allocator import Slots
+from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason
-from radixrt.schedule.admission import Admission
-from radixrt.schedule.answer import Answer, RequestLog
+from radixrt.schedule.admission import Admission, ExtendChunk
+from radixrt.schedule.answer import Answer, RequestLog, rows_of
 from radixrt.schedule.booking import Booking, Bookkeeper
-from radixrt.schedule.composer import DecodeGroup, ExtendChunk, compose
-from radixrt.schedule.passes import PassResult
-from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, SchedulerConfig
+from radixrt.schedule.passes import Pass, PassResult
+from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
-from radixrt.schedule.roster import Roster
+
+_NONE = np.zeros(0, dtype=np.int32)
 
 
 class Scheduler:
@@ -33,22 +33,21 @@ class Scheduler:
 
     def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
         self.cache, self.config = cache, config
-        self._roster = Roster(cache)
-        self.waiting, self.running = self._roster.waiting, self._roster.running
-        self._estimate = OutputEstimate()
-        self._admission = Admission(cache, self._roster, config, self._estimate)
-        self._bookkeeper = Bookkeeper(cache, self._roster, self._estimate)
-        self._arrivals = 0
+        self._admission = Admission(cache, config)
+        self._bookkeeper = Bookkeeper(cache, self._admission)
+        self.waiting, self.running = self._admission.waiting, self._admission.running
+        self._arrivals = itertools.count()
         # Which answers decode and which extend: found anew after a change of the running ones, after a chunk, and
         # once a decoding answer has launched its last token.
-        self._decodes = DecodeGroup.of(())
+        self._decodes: tuple[Answer, ...] = ()
+        self._decode_rows = _NONE  # theirs
         self._extends: tuple[Answer, ...] = ()
-        self._grouped_at = 0  # `Roster.changes` then
+        self._grouped_at = 0  # `Admission.changes` then
         self._passes_left = 0  # until one of the decodes has launched its last token
 
     @property
     def num_retractions(self) -> int:
-        return self._roster.num_retractions
+        return self._admission.num_retractions
 
     @property
     def has_work(self) -> bool:
@@ -70,9 +69,7 @@ class Scheduler:
         Under LPM they queue in lexicographic order of their tokens, the depth-first order of their radix tree:
         those that share a prefix come one after the other, which wants the least memory for the most hits (Zheng
         et al. 2024, theorem 3.1). With `in_order` they are served first come, first served, as they are given.
-
-        Raises:
-            ValueError: one can never run; `refusal` says why.
+        Raises ValueError where one can never run: see `refusal`.
         """
         requests = list(requests)
         for request in requests:
@@ -83,8 +80,7 @@ class Scheduler:
         if self.config.policy is SchedulePolicy.LPM and not in_order:
             queued = sorted(answers, key=lambda answer: answer.request.prompt_ids.astype(">i4").tobytes())
         for answer in queued:
-            answer.arrival = self._arrivals
-            self._arrivals += 1
+            answer.arrival = next(self._arrivals)
         self.waiting.extend(queued)
         return answers
 
@@ -93,19 +89,16 @@ class Scheduler:
 
         Raises SchedulerError where requests wait, nothing is in flight, and still nothing can run.
         """
-        booking, planned_anew = self._plan(), False
-        while booking is None and self.has_work and not self.cache.in_flight:
+        booking = self._plan()
+        while booking is None and self.running and not self.cache.in_flight:
             # Running answers hold all memory, and none has what it needs for its next token: the latest yields.
-            # Where nothing runs, planning anew succeeds unless slots were refused that should be there.
-            if self.running:
-                self.retract(max(self.running, key=lambda answer: answer.arrival))
-            elif planned_anew:
-                raise SchedulerError(
-                    f"{len(self.waiting)} requests wait and none can be admitted: {self.cache.stats()}"
-                )
-            else:
-                planned_anew = True
+            self.retract(max(self.running, key=lambda answer: answer.arrival))
             booking = self._plan()
+        if booking is None and self.waiting and not self.cache.in_flight:
+            booking = self._plan()  # succeeds unless slots are refused again that should be there
+            if booking is None:
+                count, stats = len(self.waiting), self.cache.stats()
+                raise SchedulerError(f"{count} requests wait and none can be admitted: {stats}")
         return booking
 
     def process(self, booking: Booking, result: PassResult) -> list[Answer]:
@@ -118,20 +111,30 @@ class Scheduler:
 
     def abort(self, answer: Answer) -> bool:
         """End an answer now; what it has computed stays in the cache. False if it had ended before."""
-        if not answer.finished:
-            self._bookkeeper.finish(answer, FinishReason.ABORT)
-            return True
-        return False
+        if answer.finished:
+            return False
+        self._bookkeeper.finish(answer, FinishReason.ABORT)
+        return True
 
     def retract(self, answer: Answer) -> None:
         """Take a running answer back to its place in the queue. Its output stays, its KV becomes evictable."""
-        self._roster.retract(answer)
+        self._admission.retract(answer)
 
     def _plan(self) -> Booking | None:
-        retractions, budget = self.num_retractions, self.config.chunked_prefill_size
-        decodes, slots = self._decode()
+        admission, retractions, budget = self._admission, self.num_retractions, self.config.chunked_prefill_size
+        self._group()
+        if len(self._decodes) > self.cache.available:
+            self._make_room(len(self._decodes))
+            self._group()
         # Other running answers only wait for their last token.
         places = self.config.max_running_requests - len(self._decodes) - len(self._extends)
+        decodes, rows = self._decodes, self._decode_rows
+        if len(decodes) > self.cache.available:
+            decodes, rows = decodes[: self.cache.available], rows[: self.cache.available]
+        slots = self.cache.extend_each(rows)
+        if slots is None:
+            decodes, rows, slots = (), _NONE, _NONE
+        self._passes_left -= 1
         chunks: list[ExtendChunk] = []
         for answer in self._extends:
             chunk = ExtendChunk.next_of(answer, self.cache, budget) if budget > 0 else None
@@ -139,63 +142,105 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= len(chunk.slots)
         if self.num_retractions == retractions:  # an answer that has just yielded does not come back at once
-            chunks += self._admission.admit(budget, places)
+            chunks += admission.admit(budget, places)
         if not chunks and not decodes:
             return None
-        self._estimate.pass_scheduled()
+        admission.estimate.pass_scheduled()
         if chunks:
             self._passes_left = 0
-            chunks = self._limit_samples(chunks, len(decodes))
-        roster, changes = self._roster, self.cache.rows.take_changes()
-        return compose(chunks, decodes, slots, roster.table, roster.sampling, changes)
-
-    def _limit_samples(self, chunks: list[ExtendChunk], num_decodes: int) -> list[ExtendChunk]:
-        """Leave to later passes the first tokens of answers for which this one has no rows of logits."""
-        left = self.config.max_samples - num_decodes - sum(chunk.num_samples > 0 for chunk in chunks)
-        limited = []
-        for chunk in chunks:
-            if chunk.num_samples > 1:
-                chunk = replace(chunk, num_samples=1 + min(chunk.num_samples - 1, left))
-                left -= chunk.num_samples - 1
-            limited.append(chunk)
-        return limited
-
-    def _decode(self) -> tuple[DecodeGroup, Slots]:
-        """The answers that decode in this pass, and a slot for each."""
-        self._group()
-        if len(self._decodes) > self.cache.available:
-            self._make_room(len(self._decodes))
-            self._group()
-        decodes = self._decodes
-        if len(decodes) > self.cache.available:
-            decodes = DecodeGroup.of(decodes.answers[: self.cache.available])
-        slots = self.cache.extend_each(decodes.rows)
-        if slots is None:
-            return DecodeGroup.of(()), np.zeros(0, dtype=np.int32)
-        self._passes_left -= 1
-        return decodes, slots
+        return self._compose(chunks, decodes, rows, slots)
 
     def _group(self) -> None:
         """Find out which answers decode and which extend in the next pass, unless that is known."""
-        if self._grouped_at == self._roster.changes and self._passes_left > 0:
+        changes = self._admission.changes
+        if self._grouped_at == changes and self._passes_left > 0:
             return
-        running, rows, table = self.running, self._roster.running_rows(), self._roster.table
+        running, rows, table = self.running, rows_of(self.running), self._admission.table
         extends = table.allocated_lens[rows] < table.extend_lens[rows]
         remaining = table.max_lens[rows] - table.total_lens(rows)
         decodes = ~extends & (remaining > 0)
-        self._extends = tuple(compress(running, extends.tolist()))
-        found = DecodeGroup.of(tuple(compress(running, decodes.tolist())))
-        if (found.answers, found.leases) != (self._decodes.answers, self._decodes.leases):
-            self._decodes = found
+        self._extends = tuple(itertools.compress(running, extends.tolist()))
+        found = tuple(itertools.compress(running, decodes.tolist()))
+        if found != self._decodes:  # the same ones hold what they held: who was retracted was not here meanwhile
+            self._decodes, self._decode_rows = found, rows[decodes]
         self._passes_left = int(remaining[decodes].min()) if decodes.any() else 0
-        self._grouped_at = self._roster.changes
+        self._grouped_at = changes
 
     def _make_room(self, per_pass: int) -> None:
         """Retract the latest arrivals until the slots available, or about to be, last for a few passes."""
         if self.cache.available + self.cache.incoming >= per_pass:
             return  # enough is on its way: decodes that get no slot sit out a pass
         by_arrival = sorted(self.running, key=lambda answer: answer.arrival)
-        self._estimate.fell_short()
+        self._admission.estimate.fell_short()
         wanted = per_pass * self.config.room_passes
         while len(by_arrival) > 1 and self.cache.available + self.cache.incoming < wanted:
             self.retract(by_arrival.pop())
+
+    def _compose(
+        self, chunks: list[ExtendChunk], decodes: tuple[Answer, ...], rows: Int32Array, slots: Slots
+    ) -> Booking:
+        """A pass of chunks, the longer ones first, then of decodes with their rows and slots `[N]`."""
+        table, answers, count = self._admission.table, decodes, len(decodes)
+        seq_lens = table.allocated_lens.take(rows)
+        prefix_lens = seq_lens - 1
+        # The token at a decode's end may be known to the device alone.
+        input_ids = ~rows
+        is_known = prefix_lens < table.known_lens.take(rows)
+        if is_known.any():
+            input_ids = np.where(is_known, table.tokens[rows, prefix_lens], input_ids)
+        columns = {
+            "req_pool_indices": rows,
+            "prefix_lens": prefix_lens,
+            "seq_lens": seq_lens,
+            "input_ids": input_ids,
+            "out_cache_loc": slots,
+            "num_samples": np.ones(count, dtype=np.int32),
+            "num_scored": np.zeros(count, dtype=np.int32),
+            "scored": _NONE,
+            "scored_targets": _NONE,
+        }
+        if chunks:
+            chunks.sort(key=lambda chunk: len(chunk.slots) == 1)  # stable
+            answers = (*(chunk.answer for chunk in chunks), *decodes)
+            extends = self._extend_columns(chunks, count)
+            columns = {name: np.concatenate([column, columns[name]]) for name, column in extends.items()}
+        draws = [columns[name] for name in ("req_pool_indices", "seq_lens", "num_samples")]
+        pass_ = Pass(
+            num_extends=sum(len(chunk.slots) > 1 for chunk in chunks),
+            row_changes=self.cache.rows.take_changes(),
+            sampling=self._admission.sampling.prepare(answers, *draws),
+            num_top_scored=max((chunk.answer.request.params.prompt_logprobs or 0 for chunk in chunks), default=0),
+            extended_tokens=sum(len(chunk.slots) for chunk in chunks),
+            **columns,
+        )
+        return Booking(pass_, answers)
+
+    def _extend_columns(self, chunks: Sequence[ExtendChunk], num_decodes: int) -> dict[str, Int32Array]:
+        """The columns of a `Pass`, of its chunks alone."""
+
+        def column(values: Iterable[int]) -> Int32Array:
+            return np.fromiter(values, np.int32, len(chunks))
+
+        starts, lens = column(chunk.start for chunk in chunks), column(len(chunk.slots) for chunk in chunks)
+        scored = [chunk.scored_positions() for chunk in chunks]
+        offsets = np.cumsum(lens, dtype=np.int32) - lens - starts  # from a position to its token in the pass
+        asked = [chunk.answer.request.prompt_ids[at + 1] for chunk, at in zip(chunks, scored, strict=True)]
+        return {
+            "req_pool_indices": rows_of([chunk.answer for chunk in chunks]),
+            "prefix_lens": starts,
+            "seq_lens": starts + lens,
+            "input_ids": np.concatenate([chunk.answer.tokens(chunk.end)[chunk.start :] for chunk in chunks]),
+            "out_cache_loc": np.concatenate([chunk.slots for chunk in chunks]),
+            "num_samples": self._limited(column(chunk.num_samples for chunk in chunks), num_decodes),
+            "num_scored": column(map(len, scored)),
+            "scored": np.concatenate([at + offset for at, offset in zip(scored, offsets, strict=True)]),
+            "scored_targets": np.concatenate(asked),
+        }
+
+    def _limited(self, num_samples: Int32Array, num_decodes: int) -> Int32Array:
+        """Leave to later passes the first tokens of answers for which this one has no rows of logits."""
+        ones = np.minimum(num_samples, 1)
+        left = self.config.max_samples_per_pass - num_decodes - ones.sum()
+        others = np.minimum(np.cumsum(num_samples - ones), left).astype(np.int32)  # up to each chunk
+        limited: Int32Array = ones + np.diff(others, prepend=np.int32(0))
+        return limited

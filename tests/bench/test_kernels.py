@@ -426,7 +426,7 @@ def cheap_trees(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     """Small trees are worth reading once, too, fill the few programs there are, and are cut to small pieces."""
     few = 8 / gpu_of(kernel_device).num_sms
     tuning = PlanTuning(costs=CHEAP, shared_programs_per_sm=few, piece_tokens=16, min_piece=16)
-    monkeypatch.setattr(attention_planner, "plan_tuning", lambda gpu: tuning)
+    monkeypatch.setattr(attention_planner, "H200", tuning)
 
 
 @pytest.mark.usefixtures("cheap_trees")

@@ -186,7 +186,7 @@ def test_what_is_left_half_way_is_released_at_once(builtin: Runtime) -> None:
     assert nothing_is_left(builtin)
 
 
-@pytest.mark.parametrize("place", ["flush_cache", "submit"])
+@pytest.mark.parametrize("place", ["flush_cache", "step"])
 def test_a_stream_may_be_forgotten_wherever_a_thread_is(
     builtin: Runtime, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -197,15 +197,17 @@ def test_a_stream_may_be_forgotten_wherever_a_thread_is(
         forgotten.close()  # as the garbage collector may, at any time
         return 0
 
-    def submitted(*_: Any, **__: Any) -> list[Any]:
+    submit_all = builtin.parts.engine.submit_all
+
+    def submitted(requests: Any, **options: Any) -> Any:
         forgotten.close()
-        return []
+        return submit_all(requests, **options)
 
     def act() -> None:
         with monkeypatch.context() as patch:
-            if place == "submit":
+            if place == "step":
                 patch.setattr(builtin.parts.engine, "submit_all", submitted)
-                builtin.submit()
+                builtin.generate("Hugo", Params(max_new_tokens=1))
             else:
                 patch.setattr(builtin.parts.cache, "flush", collected)
                 builtin.flush_cache()

@@ -7,6 +7,8 @@ import signal
 
 import pytest
 
+from radixrt.engine.driver import Driver
+from radixrt.engine.parts import request_output
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason
 from radixrt.schedule.passes import Pass
@@ -57,9 +59,10 @@ def test_ctrl_c_in_a_step_comes_after_it() -> None:
         return launch(batch)
 
     world.runner.launch = interrupted  # type: ignore[method-assign, assignment]
+    driver = Driver(world.engine, lambda answer: request_output(answer, None))
     while not request.finished:
         with pytest.raises(KeyboardInterrupt):
-            world.engine.step()
+            driver.step()
         world.check()
         if world.cache.passes_launched > 3:
             world.runner.launch = launch  # type: ignore[method-assign]

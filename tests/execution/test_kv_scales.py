@@ -16,7 +16,7 @@ from radixrt import CacheFileError, ParameterError, RequestOutput, Runtime, Samp
 from radixrt.builtin import MODEL_PATH
 from radixrt.builtin.task import EVAL_SEED, Question, ask_alone, ask_few_shot, make_document
 from radixrt.execution import kv_scales
-from radixrt.execution.device import check_kv_dtype
+from radixrt.execution.device import check_kernels
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
@@ -301,8 +301,8 @@ def test_kv_dtypes_that_cannot_be(device: torch.device) -> None:
         Runtime(device=device, kv_dtype="int4")
     with compiling_for(GPU(86, 84)):
         with pytest.raises(ParameterError, match=r"compute capability 8\.6; kernels for fp8 need 8\.9 or higher"):
-            check_kv_dtype("fp8", "triton", device)
-        check_kv_dtype("fp8", "torch", device)
-        check_kv_dtype("auto", "triton", device)
+            check_kernels("triton", "fp8", device)
+        check_kernels("torch", "fp8", device)
+        check_kernels("triton", "auto", device)
     with compiling_for(GPU(89, 128)):
-        check_kv_dtype("fp8", "triton", device)
+        check_kernels("triton", "fp8", device)

@@ -13,6 +13,7 @@ from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, PassShape, captured_shapes, ladder
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PassKey
+from radixrt.limits import NO_PASSES, PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from tests.support.checkpoints import llama, write
@@ -37,10 +38,8 @@ def runner_of(model: Decoder, *, captures: bool) -> ModelRunner:
     tuning = Tuning(
         token_sizes=(8, TOKENS), recorder=Recomputing, planner=planner_on_cpu(config, rows.req_to_token)
     )
-    limits = (MAX_REQUESTS, TOKENS) if captures else (0, 0)
-    return ModelRunner(
-        model, rows, pool, CPU, max_captured_batch=limits[0], max_captured_tokens=limits[1], tuning=tuning
-    )
+    captured = PassLimits(MAX_REQUESTS, TOKENS) if captures else NO_PASSES
+    return ModelRunner(model, rows, pool, CPU, captured=captured, tuning=tuning)
 
 
 PROMPTS = plain_pass([2, 0, 4], [0, 0, 0], [7, 3, 1])

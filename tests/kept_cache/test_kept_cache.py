@@ -174,7 +174,7 @@ def test_a_cache_of_experts(tmp_path: Path) -> None:
         saved = runtime.save_cache(path)
         runtime.flush_cache()
         assert runtime.load_cache(path) == saved > 0
-        assert runtime.parts.model.identity()["dense layers"] == sorted(runtime.parts.model.config.dense_layers)
+        assert runtime.identity()["dense layers"] == sorted(runtime.config.dense_layers)
 
 
 def test_loading_twice_changes_nothing(kept: Path, folder: Path) -> None:

@@ -26,17 +26,18 @@ from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.errors import SchedulerError
 from radixrt.execution.attention import shared_segments
-from radixrt.execution.attention.pass_plans import PassPlans
-from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
+from radixrt.execution.attention.pass_plans import Capacity, PassPlans
+from radixrt.execution.attention.shared_segments import SharedSegments
 from radixrt.execution.pass_builder import PackedPass, PassBuilder
 from radixrt.output import FinishReason
-from radixrt.schedule.answer import Answer, AnswerState
+from radixrt.schedule import booking
+from radixrt.schedule.admission import Admission
+from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Bookkeeper
 from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
-from radixrt.schedule.request_table import Parked, RequestTable, TableRow
-from radixrt.schedule.roster import Roster
+from radixrt.schedule.request_table import RequestTable
 from radixrt.schedule.sampling_table import SamplingTable
 from radixrt.schedule.scheduler import Scheduler
 from tests.support.planned_reads import PlannedWorld
@@ -199,14 +200,15 @@ def look_for_leaders_at_the_match_alone(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("6:")
 def commit_what_is_only_launched(patch: pytest.MonkeyPatch) -> None:
-    release, computed_len = Roster.release, TableRow.computed_len
+    release, computed_len = Admission.release, Answer.computed_len
 
-    def hasty(self: Roster, answer: Answer, reusable_len: int | None = None) -> None:
-        patch.setattr(TableRow, "computed_len", property(lambda self: min(self.allocated_len, self.known_len)))
+    def hasty(self: Admission, answer: Answer, reusable_len: int | None = None) -> None:
+        launched = property(lambda self: min(self.lease.allocated_len, self.known_len))
+        patch.setattr(Answer, "computed_len", launched)
         release(self, answer, reusable_len)
-        patch.setattr(TableRow, "computed_len", computed_len)
+        patch.setattr(Answer, "computed_len", computed_len)
 
-    patch.setattr(Roster, "release", hasty)
+    patch.setattr(Admission, "release", hasty)
 
 
 @mutant("6:", "7:", "12:")
@@ -293,7 +295,7 @@ def lose_a_retracted_request_s_last_token(patch: pytest.MonkeyPatch) -> None:
     append = Answer.append
 
     def lossy(self: Answer, token_id: int) -> None:
-        append(self, (token_id + 1) % 5 if self.state is AnswerState.WAITING else token_id)
+        append(self, (token_id + 1) % 5 if self.lease is None else token_id)
 
     patch.setattr(Answer, "append", lossy)
 
@@ -329,13 +331,13 @@ def lose_a_change(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("13:")
 def count_a_hit_again_after_a_retraction(patch: pytest.MonkeyPatch) -> None:
-    retract = Roster.retract
+    retract = Admission.retract
 
-    def inflating(self: Roster, answer: Answer) -> None:
+    def inflating(self: Admission, answer: Answer) -> None:
         retract(self, answer)
         answer.log.cached_tokens = None
 
-    patch.setattr(Roster, "retract", inflating)
+    patch.setattr(Admission, "retract", inflating)
 
 
 @mutant("11:")
@@ -387,40 +389,42 @@ def take_other_weights_while_requests_run(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("2:", "5:", "7:", "cannot allocate -", first=2)
 def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
-    admit = Roster.admit
+    run = Admission._run
 
-    def shared(self: Roster, answer: Answer, lease: Lease) -> None:
+    def shared(self: Admission, answer: Answer, lease: Lease) -> None:
         if answer.parent is not None and answer.parent.lease is not None:
             lease.row = answer.parent.lease.row
-        admit(self, answer, lease)
+        run(self, answer, lease)
 
-    patch.setattr(Roster, "admit", shared)
+    patch.setattr(Admission, "_run", shared)
 
 
 @mutant("8:", first=5)
 def abort_one_answer_and_not_the_others(patch: pytest.MonkeyPatch) -> None:
-    def alone(self: Engine, answer: Answer) -> None:
-        self.scheduler.abort(answer)
+    step = Engine.step
 
-    patch.setattr(Engine, "abort", alone)
+    def alone(self: Engine, aborts: Iterable[Answer] = ()) -> list[Answer]:
+        return [answer for answer in aborts if self.scheduler.abort(answer)] + step(self)
+
+    patch.setattr(Engine, "step", alone)
 
 
 @mutant("8:", first=7)
 def abort_an_answer_and_keep_what_it_holds(patch: pytest.MonkeyPatch) -> None:
-    finish, release = Bookkeeper.finish, Roster.release
+    finish, release = Bookkeeper.finish, Admission.release
 
     def forgetful(self: Bookkeeper, answer: Answer, reason: FinishReason, error: str | None = None) -> None:
         keeps = reason is FinishReason.ABORT and answer.parent is not None
-        patch.setattr(Roster, "release", (lambda *_: None) if keeps else release)
+        patch.setattr(Admission, "release", (lambda *_: None) if keeps else release)
         finish(self, answer, reason, error)
-        patch.setattr(Roster, "release", release)
+        patch.setattr(Admission, "release", release)
 
     patch.setattr(Bookkeeper, "finish", forgetful)
 
 
 @mutant("10:")
 def sample_all_first_tokens_in_one_pass(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_limit_samples", lambda self, chunks, num_decodes: chunks)
+    patch.setattr(Scheduler, "_limited", lambda self, num_samples, num_decodes: num_samples)
 
 
 @mutant("12:")
@@ -431,10 +435,9 @@ def draw_all_answers_as_the_same_sample(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("13:")
 def find_in_the_cache_what_is_to_be_scored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Answer, "match_limit", property(lambda self: self.progress.known_len - 1))
+    patch.setattr(Answer, "match_limit", property(lambda self: self.known_len - 1))
 
 
-# -- the numbers of running answers ------------------------------------------------------------------------
 # -- the numbers of running answers ------------------------------------------------------------------------
 
 
@@ -443,10 +446,9 @@ def overlook_what_is_special(patch: pytest.MonkeyPatch) -> None:
     """Requests with many stop tokens are booked like all others."""
     begin = RequestTable.begin
 
-    def alike(self: RequestTable, row: int, request: Request, tokens: np.ndarray) -> TableRow:
-        begun = begin(self, row, request, tokens)
-        self.is_special[row] &= self.wants_logprobs[row]
-        return begun
+    def alike(self: RequestTable, row: int, request: Request, tokens: np.ndarray) -> None:
+        begin(self, row, request, tokens)
+        self.is_special[row] &= request.params.logprobs is not None
 
     patch.setattr(RequestTable, "begin", alike)
 
@@ -465,39 +467,40 @@ def forget_the_stops_of_running_requests(patch: pytest.MonkeyPatch) -> None:
 @mutant("12:", "6:", "7:")
 def leave_tokens_in_a_row_that_others_get(patch: pytest.MonkeyPatch) -> None:
     """What an answer takes along when it stops running is still a view of its row."""
-    end = TableRow.end
+    stop = Answer.stop
 
-    def view(self: TableRow) -> Parked:
+    def view(self: Answer) -> None:
         tokens = self.tokens()
-        return Parked(tokens, end(self).total_len)
+        stop(self)
+        self._tokens = tokens
 
-    patch.setattr(TableRow, "end", view)
+    patch.setattr(Answer, "stop", view)
 
 
 @mutant("8:", "12:", "13:", "list index")
 def book_for_a_row_that_was_let_go(patch: pytest.MonkeyPatch) -> None:
     """A retracted answer's last token goes to the row that it had."""
-    release = Roster.release
+    release = Admission.release
 
-    def careless(self: Roster, answer: Answer, reusable_len: int | None = None) -> None:
+    def careless(self: Admission, answer: Answer, reusable_len: int | None = None) -> None:
         row = answer.lease.row
         release(self, answer, reusable_len)
         self.table.runs[row] = True
 
-    patch.setattr(Roster, "release", careless)
+    patch.setattr(Admission, "release", careless)
 
 
 @mutant("8:")
 def decode_whoever_decoded_before(patch: pytest.MonkeyPatch) -> None:
     """That an answer was released is not noticed."""
-    release = Roster.release
+    release = Admission.release
 
-    def unnoticed(self: Roster, answer: Answer, reusable_len: int | None = None) -> None:
+    def unnoticed(self: Admission, answer: Answer, reusable_len: int | None = None) -> None:
         changes = self.changes
         release(self, answer, reusable_len)
         self.changes = changes
 
-    patch.setattr(Roster, "release", unnoticed)
+    patch.setattr(Admission, "release", unnoticed)
 
 
 @mutant("8: nothing")
@@ -514,25 +517,19 @@ def decode_beyond_the_last_token(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("6:", "7:", "8:", "12:", "13:")
 def come_back_while_a_token_is_in_flight(patch: pytest.MonkeyPatch) -> None:
-    retract = Roster.retract
+    retract = Admission.retract
 
-    def at_once(self: Roster, answer: Answer) -> None:
+    def at_once(self: Admission, answer: Answer) -> None:
         retract(self, answer)
         answer.resumable_after = 0
 
-    patch.setattr(Roster, "retract", at_once)
+    patch.setattr(Admission, "retract", at_once)
 
 
-@mutant("13:", "index")
+@mutant("13:", "zip()")
 def count_log_probabilities_of_those_who_want_none(patch: pytest.MonkeyPatch) -> None:
-    begin = RequestTable.begin
-
-    def generous(self: RequestTable, row: int, request: Request, tokens: np.ndarray) -> TableRow:
-        begun = begin(self, row, request, tokens)
-        self.wants_logprobs[row] = True
-        return begun
-
-    patch.setattr(RequestTable, "begin", generous)
+    """Rows are taken to have as many as they sample."""
+    patch.setattr(booking.np, "searchsorted", lambda rows, first_samples: first_samples)
 
 
 @mutant("8: a token is drawn")
@@ -813,13 +810,13 @@ def flush_the_device_alone(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("13:", sizes=TIERED_SIZES)
 def count_as_computed_what_was_loaded(patch: pytest.MonkeyPatch) -> None:
-    admit = Roster.admit
+    run = Admission._run
 
-    def ignorant(self: Roster, answer: Answer, lease: Lease) -> None:
-        admit(self, answer, lease)
+    def ignorant(self: Admission, answer: Answer, lease: Lease) -> None:
+        run(self, answer, lease)
         lease.matched -= lease.loaded
 
-    patch.setattr(Roster, "admit", ignorant)
+    patch.setattr(Admission, "_run", ignorant)
 
 
 # -- what plans read for several ---------------------------------------------------------------------------
@@ -891,7 +888,7 @@ def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
 @mutant("17: a plan is made", world=PlannedWorld)
 def share_more_than_padded_plans_have_room_for(patch: pytest.MonkeyPatch) -> None:
     find = SharedSegments.find
-    wide = SharedCapacity(99, 99)
+    wide = Capacity(99, 99)
     patch.setattr(
         SharedSegments, "find", lambda *arguments, **options: find(*arguments, **options | {"capacity": wide})
     )

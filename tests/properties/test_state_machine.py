@@ -104,7 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), tail=tokens, new=st.integers(1, 12), stop=st.booleans(), n=answers)
     def submit_sharing_a_prefix(self, data: st.DataObject, tail: list[int], new: int, stop: bool, n: int) -> None:
         earlier = self.earlier(data)
-        known = earlier.progress.tokens().tolist()
+        known = earlier.tokens().tolist()
         cut = data.draw(st.integers(1, len(known)))
         self.submit((known[:cut] + tail)[:24], new, stop, earlier.request.namespace.tenant, n)
 
@@ -112,7 +112,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), tail=st.lists(st.integers(0, VOCAB - 1), max_size=4), new=st.integers(1, 8))
     def submit_what_only_the_host_has(self, data: st.DataObject, tail: list[int], new: int) -> None:
         earlier = data.draw(st.sampled_from(self.world.on_host()))
-        self.submit((earlier.progress.tokens().tolist() + tail)[:24], new, False, earlier.request.namespace.tenant)
+        self.submit((earlier.tokens().tolist() + tail)[:24], new, False, earlier.request.namespace.tenant)
 
     @precondition(lambda self: self.world.answers)
     @rule(data=st.data(), copies=st.integers(1, 3), new=st.integers(1, 12))
@@ -124,21 +124,21 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.answers)
     @rule(data=st.data())
     def submit_to_another_namespace(self, data: st.DataObject) -> None:
-        self.submit(self.earlier(data).progress.tokens().tolist()[:24], 3, False, "third")
+        self.submit(self.earlier(data).tokens().tolist()[:24], 3, False, "third")
 
     @precondition(lambda self: self.world.answers)
     @rule(data=st.data(), tail=st.lists(st.integers(0, VOCAB - 1), max_size=4), new=st.integers(0, 6))
     def submit_to_be_scored(self, data: st.DataObject, tail: list[int], new: int) -> None:
         earlier = self.earlier(data)
-        prompt = (earlier.progress.tokens().tolist() + tail)[:24]
+        prompt = (earlier.tokens().tolist() + tail)[:24]
         start = data.draw(st.integers(0, len(prompt) - 1))
         namespace = self.world.namespace(earlier.request.namespace.tenant)
         self.world.submit(prompt, new, namespace=namespace, n=2 if new > 4 else 1, scored_from=start)
 
-    @precondition(lambda self: any(r.progress.known_len < 32 for r in self.world.answers[-8:]))
+    @precondition(lambda self: any(r.known_len < 32 for r in self.world.answers[-8:]))
     @rule(data=st.data(), branches=st.integers(2, 4), length=st.integers(1, 3), new=st.integers(1, 8), n=answers)
     def fork(self, data: st.DataObject, branches: int, length: int, new: int, n: int) -> None:
-        one = data.draw(st.sampled_from([r for r in self.world.answers[-8:] if r.progress.known_len < 32]))
+        one = data.draw(st.sampled_from([r for r in self.world.answers[-8:] if r.known_len < 32]))
         self.world.fork(one, [[first] * length for first in range(branches)], new, n)
 
     @rule(prompt=tokens, new=st.integers(1, 6))

@@ -56,9 +56,7 @@ class Recorder:
     def launch(self, batch: Pass) -> SimulatedPass:
         handle = self._launch(batch)
         new = zip(handle.booking.answers, batch.prefix_lens.tolist(), batch.seq_lens.tolist(), strict=True)
-        self._extended[id(batch)] = sum(
-            end - start for request, start, end in new if start < request.progress.extend_len
-        )
+        self._extended[id(batch)] = sum(end - start for request, start, end in new if start < request.extend_len)
         return handle
 
     def collect(self, handle: SimulatedPass) -> PassResult:
@@ -172,7 +170,9 @@ def test_seconds(monkeypatch: pytest.MonkeyPatch, measured: bool, lag: int) -> N
     """A prompt of 7 tokens in chunks of 3, then 4 decodes; planning and booking move the clock, too."""
     clock = Clock()
     cache = PrefixCache(ReqToTokenPool(4, 32), SlotAllocator(33))
-    scheduler = Scheduler(cache, SchedulerConfig(max_running_requests=2, chunked_prefill_size=3))
+    scheduler = Scheduler(
+        cache, SchedulerConfig(max_running_requests=2, chunked_prefill_size=3, max_samples_per_pass=4)
+    )
     plan, process = scheduler.next_pass, scheduler.process
 
     def slow_plan() -> Booking | None:

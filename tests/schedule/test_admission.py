@@ -6,7 +6,6 @@ import numpy as np
 
 from radixrt.cache.radix_tree import Namespace
 from radixrt.output import FinishReason
-from radixrt.schedule.answer import AnswerState
 from tests.support.world.model import VOCAB, continuation
 from tests.support.world.world import Sizes, World
 
@@ -74,9 +73,9 @@ def test_a_follower_starts_when_its_part_is_committed_not_when_its_leader_is_don
     world = World(Sizes(num_slots=200, num_rows=6, chunk=6))
     leader = world.submit([1, 2, 3, 4] * 5 + [1, 2], 1)  # passes of 6, 6, 6 and 4 tokens: two are left over
     follower = world.submit([1, 2, 3, 4, 0, 0, 0], 1)
-    while follower.state is AnswerState.WAITING:
+    while follower in world.scheduler.waiting:
         world.step()
-    assert leader.progress.computed_len < leader.request.prompt_len
+    assert leader.computed_len < leader.request.prompt_len
     assert follower.usage().cached_tokens == 4
     world.drain()
 

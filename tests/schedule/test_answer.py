@@ -59,4 +59,3 @@ def test_a_token_changes_what_it_would_find() -> None:
     one.append(3)
     assert one.pending_match is None
     assert one.output_ids().tolist() == [3]
-    assert one.remaining == 3

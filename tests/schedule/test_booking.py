@@ -9,7 +9,6 @@ import pytest
 
 from radixrt.cache.radix_tree import Namespace
 from radixrt.output import FinishReason
-from radixrt.schedule.answer import AnswerState
 from tests.support.world.model import continuation
 from tests.support.world.walk import Walk, random_sizes
 from tests.support.world.world import Sizes, World
@@ -26,7 +25,7 @@ def test_generated_tokens_are_cached_too() -> None:
     first = world.submit([1, 2, 3], 6)
     while not first.finished:
         world.step()
-    history = first.progress.tokens().tolist()
+    history = first.tokens().tolist()
     second = world.submit([*history, 4, 4], 2)
     world.drain()
     # The last sampled token has no KV; everything before it has.
@@ -48,7 +47,7 @@ def test_an_aborted_request_in_the_queue_and_one_that_runs() -> None:
     world = World(Sizes(num_slots=120, max_running=1))
     running, waiting = world.submit([1, 2, 3], 9), world.submit([2, 2, 2], 9)
     world.step()
-    assert (running.state, waiting.state) == (AnswerState.RUNNING, AnswerState.WAITING)
+    assert (world.scheduler.running, world.scheduler.waiting) == ([running], [waiting])
     world.abort(running)
     world.abort(waiting)
     assert set(world.step()) == {running, waiting}

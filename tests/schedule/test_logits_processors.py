@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from radixrt.sampling_params import SamplingParams as Params
-from radixrt.schedule.logits_processors import BadWords, LogitsProcessors
+from radixrt.schedule.logits_processors import BadWords, LogitsProcessors, ProcessedDraw
 from radixrt.schedule.passes import NO_TOKEN
 from tests.schedule.test_sampling_table import END, request
 
@@ -15,7 +15,7 @@ def test_ends_are_banned_up_to_a_position() -> None:
     longer = LogitsProcessors.of(request(0, Params(min_new_tokens=4, presence_penalty=1)))
     assert longer is not None
     known = np.array([5, 6, 7], dtype=np.int32)
-    bans = [longer.bans(position, known, False).tolist() for position in (6, 7)]
+    bans = [ProcessedDraw(longer, 0, position, known).bans().tolist() for position in (6, 7)]
     assert bans == [[[END, NO_TOKEN]], []]
 
 

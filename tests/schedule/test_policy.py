@@ -25,7 +25,7 @@ def test_the_estimate_is_the_same_for_one_and_for_many() -> None:
         for _ in range(min(i, request.max_new_tokens)):
             answers[-1].append(1)
     estimate = OutputEstimate()
-    remaining = np.array([answer.remaining for answer in answers], dtype=np.int32)
+    remaining = np.array([answer.request.max_len - answer.known_len for answer in answers], dtype=np.int32)
     num_output = np.array([answer.num_output for answer in answers], dtype=np.int32)
     may_stop = np.array([answer.request.may_stop for answer in answers])
     for _ in range(2 * OutputEstimate.ENOUGH):

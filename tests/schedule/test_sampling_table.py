@@ -52,7 +52,7 @@ def prepared(
     table = SamplingTable(NUM_ROWS)
     for row, one in zip(rows, answers, strict=True):
         table.admit(row, one)
-    seq_lens = np.array([one.progress.known_len + 1 for one in answers], dtype=np.int32)
+    seq_lens = np.array([one.known_len + 1 for one in answers], dtype=np.int32)
     owners: Any = answers if asked else [None] * len(answers)
     columns = np.array(rows, dtype=np.int32), seq_lens, np.array(num_samples, dtype=np.int32)
     return table.prepare(owners, *columns)

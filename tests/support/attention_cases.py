@@ -245,12 +245,32 @@ def extend_plan(case: Case, prefix_lens: Int32Array, group: int, **options: Any)
     """The host plan of requests that each extend what is after their prefix."""
     counts = case.seq_lens.numpy(force=True) - prefix_lens
     num_kv_heads, head_dim = case.k_buffer.shape[1:]
-    gpu = gpu_of(case.rows.device)
-    return KernelShape(gpu, group * num_kv_heads, num_kv_heads, head_dim, case.dtype).plan_extends(
+    shape = KernelShape(gpu_of(case.rows.device), group * num_kv_heads, num_kv_heads, head_dim, case.dtype)
+    return plan_extends(shape, prefix_lens, counts, **options)
+
+
+def plan_extends(
+    shape: KernelShape,
+    prefix_lens: Int32Array,
+    counts: Int32Array,
+    *,
+    sliding_window: int | None = None,
+    tail_starts: Any = 0,
+    cut: bool = True,
+    **shared: SharedItems,
+) -> ExtendPlan[Int32Array]:
+    """The host plan of extends one after another, in tiles and, with `cut`, items as the kernels want them."""
+    tile_tokens = shape.tile_tokens(counts)
+    item_len = shape.extend_item_len(prefix_lens - tail_starts, counts, tile_tokens, sliding_window)
+    return ExtendPlan.of_extends(
         prefix_lens,
         np.cumsum(counts, dtype=np.int32) - counts,
         counts,
-        **options,
+        tile_tokens=tile_tokens,
+        max_item_len=item_len if cut else None,
+        sliding_window=sliding_window,
+        tail_starts=np.zeros_like(counts) + tail_starts,
+        **shared,
     )
 
 

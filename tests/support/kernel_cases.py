@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from radixrt.execution.attention.flat import KernelShape
+from tests.support.attention_cases import plan_extends
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
@@ -164,9 +165,8 @@ def _extend(shape: AttentionShape, shares: bool = False) -> None:
     counts = np.full(shape.batch, shape.extend, np.int32)
     prefix, num_tokens = np.full_like(counts, shape.prefix), shape.batch * shape.extend
     starts = np.arange(shape.batch, dtype=np.int32) * shape.extend
-    shared = {"tail_starts": prefix, "shared": _all_share(shape, num_tokens)} if shares else {}
-    window = shape.scoring().window
-    plan = _kernel_shape(shape).plan_extends(prefix, starts, counts, sliding_window=window, **shared)
+    shared: dict[str, Any] = {"tail_starts": prefix, "shared": _all_share(shape, num_tokens)} if shares else {}
+    plan = plan_extends(_kernel_shape(shape), prefix, counts, sliding_window=shape.scoring().window, **shared)
     packed = torch.empty(num_tokens, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)
     q, k, v = packed.split([8 * shape.group, 8, 8], dim=1)
     rows = np.arange(shape.batch, dtype=np.int32)

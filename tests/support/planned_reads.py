@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.pass_plans import PassPlans
 from radixrt.execution.attention.planner import AttentionPlanner
-from radixrt.execution.attention.shared_segments import SharedSegments
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.graphs.ladder import PassShape
 from radixrt.execution.pass_builder import PassBuilder
@@ -39,12 +38,22 @@ Arrays = Mapping[str, Int32Array]
 Reads = list[tuple[int, int, int, int]]  # of a row: line, first position, end, number of the partial result or -1
 
 
-def tiny_planner(table: Int32Array, tuning: PlanTuning = TUNING, num_programs: int = 1) -> AttentionPlanner:
-    """With two programs segments are cut, unless they are of a token; with one, each is an item."""
-    shape = KernelShape(TINY, num_heads=8, num_kv_heads=2, head_dim=16, dtype=torch.float32)
-    tuning = replace(tuning, shared_programs_per_sm=num_programs)
-    sharing = SharedSegments(replace(shape, num_kv_heads=1), 2, ROWS_AT_ONCE, tuning)
-    return AttentionPlanner(shape, (None,), table, tuning, sharing)
+@dataclass(frozen=True)
+class TiledShape(KernelShape):
+    """With shared items of as few rows as a test wants."""
+
+    rows_at_once: int = ROWS_AT_ONCE
+
+    @property
+    def shared_rows(self) -> int:
+        return self.rows_at_once
+
+
+def tiny_planner(table: Int32Array, tuning: PlanTuning = TUNING, at_a_time: int = 1) -> AttentionPlanner:
+    """With two items at a time segments are cut, unless they are of a token; with one, each is an item."""
+    shape = TiledShape(TINY, num_heads=8, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    tuning = replace(tuning, shared_programs_per_sm=shape.num_kv_heads * at_a_time)
+    return AttentionPlanner(shape, (None,), table, shape.dtype, tree=True, tuning=tuning)
 
 
 class PlannedReads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from radixrt.execution.attention.flat import KernelShape
-from radixrt.execution.attention.planner import AttentionPlanner, kernel_planner
+from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.graphs.capture import GraphRecorder, Launch
 from radixrt.models.config import ModelConfig
 from triton_ops.attention.plan import Int32Array
@@ -30,4 +30,4 @@ def planner_on_cpu(
     gpu = gpu_of(torch.device("cpu"))
     shape = KernelShape(gpu, config.num_heads, config.num_kv_heads, config.head_dim, torch.float32)
     windows = tuple({kind.window for kind in config.attention})
-    return kernel_planner(shape, windows, req_to_token, kv_dtype, tree=tree)
+    return AttentionPlanner(shape, windows, req_to_token, kv_dtype, tree=tree)

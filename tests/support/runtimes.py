@@ -159,14 +159,13 @@ class _SubmittingEngine(CheckedEngine):
     def is_lost(self) -> bool:
         return self.world.engine.is_lost
 
-    def step(self) -> list[Answer]:
+    def step(self, aborts: Sequence[Answer] = ()) -> list[Answer]:
+        for answer in aborts:
+            self.world.abort(answer)
         return self.world.step()  # without a check of everything: `World.check_drained` comes at the end
 
     def submit_all(self, requests: Sequence[Request], *, in_order: bool = False) -> list[Answer]:
         return self.world.submit_all(requests, in_order=in_order)
-
-    def abort(self, answer: Answer) -> None:
-        self.world.abort(answer)
 
 
 def expected_tokens(runtime: SimulatedRuntime, prompt: Sequence[int], count: int) -> list[int]:

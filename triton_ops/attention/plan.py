@@ -7,7 +7,7 @@ tensors): `arrays` lists what to copy, `with_arrays` is the plan of the copies.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
@@ -181,17 +181,13 @@ class AttentionPlan(SharingPlan[Array]):
         """
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
         begin = np.zeros_like(seq) if sliding_window is None else _clipped(seq, sliding_window)
-        query, start, length = _cut(begin, seq, max_item_len)
-        query, start, length = query[length > 0], start[length > 0], length[length > 0]
-        order = np.argsort(-length, kind="stable")
+        query, start, length = _longest_first(begin, seq, max_item_len)
         if req_to_token is not None and length.size:
             alike = length // max(int(length.max()) // LENGTH_CLASSES, 1)
             first = req_to_token[rows[query], np.minimum(start, req_to_token.shape[1] - 1)]
-            key = (alike.astype(np.int64) << 32) + first
-            _, begins, group = np.unique(key[order], return_index=True, return_inverse=True)
-            order = order[np.argsort(begins[group], kind="stable")]  # each group where its longest item is
-        query = query[order]
-        return AttentionPlan.of_items(rows[query], start[order], length[order], query, np.ones_like(query), seq)
+            order = _neighbours((alike.astype(np.int64) << 32) + first)
+            query, start, length = query[order], start[order], length[order]
+        return AttentionPlan.of_items(rows[query], start, length, query, np.ones_like(query), seq)
 
     @staticmethod
     def tree(
@@ -208,10 +204,7 @@ class AttentionPlan(SharingPlan[Array]):
         Tails are cut as contexts in `flat`, the longest items first. A `seq_len` of 0 marks a padded row.
         """
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
-        query, start, length = _cut(np.asarray(tail_starts, np.int32), seq, max_item_len)
-        order = np.argsort(-length, kind="stable")
-        order = order[: np.count_nonzero(length)]
-        query, start, length = query[order], start[order], length[order]
+        query, start, length = _longest_first(np.asarray(tail_starts, np.int32), seq, max_item_len)
         return AttentionPlan.of_items(rows[query], start, length, query, np.ones_like(query), seq, shared)
 
 
@@ -267,22 +260,20 @@ class ExtendPlan(SharingPlan[Array]):
         prefix, extend = np.asarray(prefix_lens, np.int32), np.asarray(extend_seq_lens, np.int32)
         loc = np.asarray(extend_start_loc, np.int32)
         num_rows = int((loc + extend).max(initial=0))
-        request, nth = _pairs(np.zeros_like(extend), -(-extend // tile_tokens))
+        request, nth = pairs(0, -(-extend // tile_tokens))
         first = nth * tile_tokens
         tokens = np.minimum(extend[request] - first, tile_tokens)
         position = prefix[request] + first
         begin = np.zeros_like(first) if tail_starts is None else np.asarray(tail_starts, np.int32)[request]
         if sliding_window is not None:
             begin = np.maximum(begin, _clipped(position + 1, sliding_window))
-        tile, start, length = _cut(begin, position + tokens, max_item_len)
-        order = np.argsort(-length, kind="stable")
-        tile, start, length = tile[order], start[order], length[order]
+        tile, start, length = _longest_first(begin, position + tokens, max_item_len)
 
         first_row, count = (loc[request] + first)[tile], tokens[tile]
         covered = _covered(first_row, count, shared, num_rows)
         seq_lens = _NONE
         if shared.req_pool_indices.size:
-            of, row = _pairs(loc, extend)
+            of, row = pairs(loc, extend)
             seq_lens = np.zeros(num_rows, np.int32)
             seq_lens[row] = row + (prefix - loc + 1)[of]
         return ExtendPlan(
@@ -313,7 +304,7 @@ def _covered(first: Int32Array, count: Int32Array, shared: SharedItems, num_rows
 
 def _rows_of(shared: SharedItems) -> Int32Array:
     """Those of all items."""
-    return shared.queries[_pairs(shared.query_starts, shared.query_lens)[1]]
+    return shared.queries[pairs(shared.query_starts, shared.query_lens)[1]]
 
 
 def _merging(
@@ -342,14 +333,14 @@ def _merging(
         alone |= takes
     partial_counts = np.where(alone, 0, count)
     partials = np.cumsum(partial_counts, dtype=np.int32) - partial_counts
-    rows = np.concatenate([_pairs(first, partial_counts)[1], shared_rows])
+    rows = np.concatenate([pairs(first, partial_counts)[1], shared_rows])
     num_own = rows.size - shared_rows.size
     rows += num_rows * taken[rows]  # lists of rows that are taken in come after the others
     starts = np.zeros(2 * num_rows + 1, np.int32)
     np.cumsum(np.bincount(rows, minlength=2 * num_rows), out=starts[1:])
     merging = {
         "item_partials": np.where(alone, -1, partials).astype(np.int32),
-        **{f"shared_{field.name}": getattr(shared, field.name) for field in fields(SharedItems)},
+        **{f"shared_{name}": array for name, array in vars(shared).items()},
         "shared_partials": num_own + np.cumsum(shared.query_lens, dtype=np.int32) - shared.query_lens,
         "row_partial_starts": starts[: num_rows + 1] if starts[num_rows] else _NONE,
         "row_partials": np.argsort(rows, kind="stable").astype(np.int32),
@@ -359,16 +350,38 @@ def _merging(
     return merging
 
 
-def _pairs(first: Int32Array, count: Int32Array) -> tuple[Int32Array, Int32Array]:
+def pairs(first: Int32Array | int, count: NDArray[np.integer[Any]]) -> tuple[Int32Array, Int32Array]:
     """All pairs (i, first[i] + j) with j below count[i], in order: two arrays."""
     index = np.repeat(np.arange(count.size, dtype=np.int32), count)
     offset = np.cumsum(count, dtype=np.int32) - count
     return index, np.arange(index.size, dtype=np.int32) + (first - offset)[index]
 
 
+def _neighbours(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """An order in which equal keys are neighbours, each group where its first one is."""
+    ranked = np.sort(keys)
+    is_new = np.ones(keys.size, bool)
+    np.not_equal(ranked[1:], ranked[:-1], out=is_new[1:])
+    if is_new.all():
+        return np.arange(keys.size)
+    order = keys.argsort(kind="stable")  # takes longer
+    firsts: NDArray[np.int64] = order[is_new][is_new.cumsum() - 1]
+    grouped: NDArray[np.int64] = order[firsts.argsort(kind="stable")]
+    return grouped
+
+
 def _clipped(ends: Int32Array, window: int) -> Int32Array:
     """Where windows that end there begin: 0 where they are longer than what there is."""
     return np.maximum(ends - min(window, np.iinfo(np.int32).max), 0)
+
+
+def _longest_first(
+    begin: Int32Array, end: Int32Array, max_len: int | None
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """The pieces that `_cut` makes, but for those of no tokens."""
+    index, start, length = _cut(begin, end, max_len)
+    order = np.argsort(-length, kind="stable")[: np.count_nonzero(length)]
+    return index[order], start[order], length[order]
 
 
 def _cut(begin: Int32Array, end: Int32Array, max_len: int | None) -> tuple[Int32Array, Int32Array, Int32Array]:
@@ -383,6 +396,6 @@ def _cut(begin: Int32Array, end: Int32Array, max_len: int | None) -> tuple[Int32
     step = -(-length // pieces)
     if max_len % 64 == 0:
         step = -(-step // 64) * 64
-    index, nth = _pairs(np.zeros_like(pieces), pieces)
+    index, nth = pairs(0, pieces)
     start = begin[index] + nth * step[index]
     return index, start, np.clip(end[index] - start, 0, step[index])

@@ -30,7 +30,7 @@ from radixrt.execution.attention.flat import KernelShape
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import Extends, extend_attention
-from triton_ops.attention.plan import AttentionPlan
+from triton_ops.attention.plan import AttentionPlan, ExtendPlan
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import E4M3, quantise
 
@@ -94,7 +94,10 @@ def our_extend(inputs: AttentionInputs) -> Call:
     shape, device = inputs.shape, inputs.q.device
     kernel = _kernel_shape(inputs)
     lens = inputs.prefix_lens, inputs.extend_start_loc, inputs.extend_seq_lens
-    plan = kernel.plan_extends(*(x.cpu().numpy() for x in lens)).to(device)
+    prefix, starts, counts = (x.cpu().numpy() for x in lens)
+    tile = kernel.tile_tokens(counts)
+    most = kernel.extend_item_len(prefix, counts, tile, None)
+    plan = ExtendPlan.of_extends(prefix, starts, counts, tile_tokens=tile, max_item_len=most).to(device)
     extends = Extends(inputs.rows, *lens)
     kv, scoring = inputs.kv(), Scoring(shape.scale)
 

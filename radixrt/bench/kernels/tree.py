@@ -23,7 +23,7 @@ from radixrt.bench.kernels.attention_peers import flash_infer_cascade
 from radixrt.bench.kernels.case import Call, Case, Contender, PlanFigures
 from radixrt.bench.kernels.roofline import Work, tree_work
 from radixrt.execution.attention.flat import KernelShape
-from radixrt.execution.attention.planner import kernel_planner
+from radixrt.execution.attention.planner import AttentionPlanner
 from triton_ops.implementation import gpu_of
 
 PLANNINGS = 9  # of the same batch; their median is the time
@@ -106,7 +106,7 @@ def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool) -> Call
     heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
     kernel = KernelShape(gpu_of(device), *heads, attention.dtype)
     table = inputs.req_to_token.numpy(force=True)
-    planner = kernel_planner(kernel, (None,), table, attention.dtype, tree=tree)
+    planner = AttentionPlanner(kernel, (None,), table, attention.dtype, tree=tree)
     rows, lens = inputs.rows.numpy(force=True), inputs.seq_lens.numpy(force=True)
     seconds = []
     for _ in range(PLANNINGS):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from triton_ops.attention.extend import extend_tile_tokens
-from triton_ops.attention.plan import NOTHING_SHARED, ExtendPlan, Int32Array, SharedItems
+from triton_ops.attention.plan import Int32Array
 from triton_ops.attention.shared import shared_rows
 from triton_ops.implementation import GPU
 from triton_ops.tuning import SHORT_ROWS
@@ -58,15 +58,13 @@ class KernelShape:
         """
         lens = lens[lens > 0]
         count, total = lens.size, int(lens.sum(dtype=np.int64))
-        longest = int(lens.max(initial=1))
-        wave = self.decode_wave
+        longest, wave = int(lens.max(initial=1)), self.decode_wave
 
         def cost(num_items: int, longest_item: int) -> float:
             waves = -(-num_items // wave)
             return max(waves * (total / num_items + ITEM_COST), longest_item + ITEM_COST)
 
-        best_len = longest
-        best = cost(count, longest) if count else 0.0
+        best_len, best = longest, cost(count, longest) if count else 0.0
         for waves in range(-(-count // wave), -(-count // wave) + MORE_WAVES):
             # A request's last piece is half empty on average.
             length = max(MIN_DECODE_ITEM, total // max(1, waves * wave - count // 2))
@@ -85,50 +83,26 @@ class KernelShape:
         """The most items that contexts of `num_rows` requests are cut into by `decode_item_len`."""
         return (-(-num_rows // self.decode_wave) + MORE_WAVES - 1) * self.decode_wave
 
-    def tile_tokens(self, *, short: bool) -> int:
-        """Tokens of an extend's tile."""
+    def tile_tokens(self, extend_seq_lens: Int32Array | None = None) -> int:
+        """Tokens of a tile of extends of these lengths; None: of long ones."""
+        short = extend_seq_lens is not None and int(extend_seq_lens.max(initial=0)) * self.group <= SHORT_ROWS
         return extend_tile_tokens(self.gpu, self.head_dim, self.group, self.dtype, short=short)
 
-    def plan_extends(
-        self,
-        prefix_lens: Int32Array,
-        extend_start_loc: Int32Array,
-        extend_seq_lens: Int32Array,
-        *,
-        tile_tokens: int | None = None,
-        cut: bool = True,
-        sliding_window: int | None = None,
-        tail_starts: Int32Array | None = None,
-        shared: SharedItems = NOTHING_SHARED,
-    ) -> ExtendPlan[Int32Array]:
-        """The plan of these extends, with `tile_tokens` (None: those of the kernel for extends of these lengths).
+    def extend_item_len(
+        self, prefix_lens: Int32Array, extend_seq_lens: Int32Array, tile_tokens: int, sliding_window: int | None
+    ) -> int:
+        """The greatest length of an item for tiles of extends that read `prefix_lens` `[R]` by themselves.
 
-        With `cut`, the KV of a tile is cut where it is more than a fair share for each of the programs that run
-        side by side, unless the pieces were too short to be worth a partial result. For the rest see `of_extends`.
+        KV is cut where it is more than a fair share for each of the programs that run side by side, unless the
+        pieces were too short to be worth a partial result.
         """
-        if tile_tokens is None:
-            tile_tokens = self.tile_tokens(short=int(extend_seq_lens.max(initial=0)) * self.group <= SHORT_ROWS)
-        max_item_len = None
-        if cut:
-            num_tiles = -(-extend_seq_lens.astype(np.int64) // tile_tokens)
-            # A tile in the middle of the new tokens reads the mean of its request's.
-            mean = prefix_lens + (extend_seq_lens + tile_tokens) // 2
-            if tail_starts is not None:
-                mean = mean - tail_starts
-            if sliding_window is not None:
-                mean = mean.clip(max=sliding_window + tile_tokens)
-            fair = self.fair_extend_len(int((num_tiles * mean).sum()))
-            max_item_len = -(-max(fair, MIN_EXTEND_ITEM) // 64) * 64
-        return ExtendPlan.of_extends(
-            prefix_lens,
-            extend_start_loc,
-            extend_seq_lens,
-            tile_tokens=tile_tokens,
-            max_item_len=max_item_len,
-            sliding_window=sliding_window,
-            tail_starts=tail_starts,
-            shared=shared,
-        )
+        num_tiles = -(-extend_seq_lens.astype(np.int64) // tile_tokens)
+        # A tile in the middle of the new tokens reads the mean of its request's.
+        mean = prefix_lens + (extend_seq_lens + tile_tokens) // 2
+        if sliding_window is not None:
+            mean = mean.clip(max=sliding_window + tile_tokens)
+        fair = self.fair_extend_len(int((num_tiles * mean).sum()))
+        return -(-max(fair, MIN_EXTEND_ITEM) // 64) * 64
 
     def fair_extend_len(self, num_tokens: int) -> int:
         """The tokens of each item if one wave of equal items read `num_tokens` in all."""
@@ -136,5 +110,5 @@ class KernelShape:
 
     @property
     def max_extra_extend_items(self) -> int:
-        """The most items more than tiles that `plan_extends` makes by cutting: about twice the fair shares."""
+        """The most items more than tiles that extends have by cutting: about twice the fair shares."""
         return 2 * -(-EXTEND_PROGRAMS_PER_SM * self.gpu.num_sms // self.num_kv_heads)

@@ -7,9 +7,9 @@ Padding reads nothing: items of no tokens, shared items without rows, partial re
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 from radixrt.execution.staging import padded
 from triton_ops.attention.plan import Array, AttentionPlan, ExtendPlan, Int32Array, Other, SharingPlan
 
+Plan = TypeVar("Plan", bound=SharingPlan[Int32Array])
 Window: TypeAlias = "int | None"  # positions that a layer sees; None: all
 
 
@@ -30,8 +31,6 @@ class PlanShape:
 
 WHOLE = PlanShape(cuts=False, shares=False)
 CUT = PlanShape(cuts=True, shares=False)
-TREE = PlanShape(cuts=False, shares=True)
-CUT_TREE = PlanShape(cuts=True, shares=True)
 
 
 @dataclass(frozen=True)
@@ -85,61 +84,32 @@ class PassPlans(Generic[Array]):
         return found
 
 
-@dataclass(frozen=True)
-class PlanCapacity:
-    """What a padded plan has room for; its query rows are given."""
+class Capacity(NamedTuple):
+    """How many items a plan has room for, requests' own or shared ones, and how many partial results of these."""
 
-    num_items: int  # of requests' own
-    num_partials: int  # partial results of all items
-    merges: bool  # rows may be merged from partial results by a kernel of its own
-    num_shared_items: int | None = None  # None: nothing is shared
+    num_items: int = 0
+    num_partials: int = 0
 
 
-def _names(plan: type[SharingPlan[Int32Array]], group: str) -> list[str]:
-    return [field.name for field in fields(plan) if field.name.startswith(group)]
+def padded_plan(plan: Plan, num_rows: int, own: Capacity, shared: Capacity, **fillers: ArrayLike) -> Plan:
+    """A plan of up to `num_rows` query rows in room for as much as the capacities say.
 
-
-DECODE_ITEMS, EXTEND_ITEMS = _names(AttentionPlan, "item_"), _names(ExtendPlan, "item_")
-SHARED_ITEMS = [name for name in _names(SharingPlan, "shared_") if name != "shared_queries"]
-
-
-def padded_decodes(plan: AttentionPlan[Int32Array], capacity: PlanCapacity) -> AttentionPlan[Int32Array]:
-    """The plan of R rows in room for as much as the capacity says."""
-    num_rows = len(plan.seq_lens)
-    arrays = _padded(plan, DECODE_ITEMS, capacity.num_items)
-    if capacity.merges:
-        arrays |= _padded(plan, ["row_partial_starts"], num_rows + 1)
-    if capacity.num_shared_items is not None:
-        arrays |= _padded(plan, SHARED_ITEMS, capacity.num_shared_items)
-        arrays |= _padded(plan, ["shared_queries"], num_rows)
-        arrays |= _padded(plan, ["tail_partial_starts"], num_rows + 1)
-    return replace(plan, **arrays, row_partials=padded(plan.row_partials, capacity.num_partials))
-
-
-def padded_extends(
-    plan: ExtendPlan[Int32Array], capacity: PlanCapacity, num_tokens: int, num_extends: int, num_padding: int
-) -> ExtendPlan[Int32Array]:
-    """The plan in room for as much as the capacity says, of `num_tokens` rows. The last `num_padding` of them
-    belong to the last of `num_extends` extends, which reads nothing and gets results of zero.
+    Rows are merged where own items have partial results, and share where there are shared items. Arrays are filled
+    up with `fillers`, by name, or with 0.
     """
-    # Tiles of zeros for the padding; after them items of no tokens, whose tiles begin beyond its end.
-    begins = np.arange(0, num_padding, plan.tile_tokens, dtype=np.int32)
-    num_empty = capacity.num_items - len(plan.item_lens) - len(begins)
-    begins = np.append(begins, np.full(num_empty, num_tokens, np.int32))
-    arrays = _padded(plan, EXTEND_ITEMS, capacity.num_items)
-    for name, filler in (("item_requests", num_extends - 1), ("item_query_starts", begins), ("item_partials", -1)):
-        arrays |= _padded(plan, [name], capacity.num_items, filler)
-    if capacity.num_shared_items is not None:
-        arrays |= _padded(plan, SHARED_ITEMS, capacity.num_shared_items)
-        arrays |= _padded(plan, ["shared_queries", "seq_lens"], num_tokens)
-    if capacity.merges:
-        arrays |= _padded(plan, ["row_partials"], capacity.num_partials)
-        last = plan.row_partial_starts[-1] if len(plan.row_partial_starts) else 0
-        arrays |= _padded(plan, ["row_partial_starts"], num_tokens + 1, last)
+    merges, shares = own.num_partials > 0, shared.num_items > 0
+    num_items = {"item": own.num_items, "shared": shared.num_items}
+    lengths = {
+        "shared_queries": shares * num_rows,
+        "row_partial_starts": merges * (num_rows + 1),
+        "row_partials": own.num_partials + shared.num_partials,
+        "seq_lens": max(len(plan.seq_lens), shares * num_rows),
+        "tail_partial_starts": shares * (num_rows + 1),
+    }
+    fillers["row_partial_starts"] = plan.row_partial_starts.max(initial=0)
+    arrays: dict[str, Any] = {}
+    for name, array in vars(plan).items():
+        length = lengths[name] if name in lengths else num_items.get(name.partition("_")[0])
+        if length is not None and length != len(array):
+            arrays[name] = padded(array, length, fillers.get(name, 0))
     return replace(plan, **arrays)
-
-
-def _padded(
-    plan: SharingPlan[Int32Array], names: Iterable[str], length: int, filler: ArrayLike = 0
-) -> dict[str, Any]:
-    return {name: padded(getattr(plan, name), length, filler) for name in names}

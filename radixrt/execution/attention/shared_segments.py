@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from radixrt.execution.attention.flat import KernelShape
-from radixrt.execution.attention.slot_tree import FloatArray, Int64Array, SlotTree, depth_first, ranges
+from radixrt.execution.attention.pass_plans import Capacity
+from radixrt.execution.attention.slot_tree import BoolArray, FloatArray, Int64Array, SlotTree, depth_first
 from radixrt.execution.attention.tuning import PlanTuning
-from triton_ops.attention.plan import NOTHING_SHARED, Int32Array, SharedItems
-
-
-class SharedCapacity(NamedTuple):
-    """How many shared items a plan has room for, and how many partial results of query rows they have in all."""
-
-    num_items: int
-    num_partials: int
-
-
-class NoSharing:
-    """Finds nothing that requests share: plans are flat."""
-
-    rows_at_once = 1
-
-    def capacity(self, count: int) -> SharedCapacity:
-        return SharedCapacity(0, 0)
-
-    def find(
-        self, req_to_token: Int32Array, req_pool_indices: Int32Array, *arguments: object, **options: object
-    ) -> tuple[Int32Array, SharedItems]:
-        return np.zeros(len(req_pool_indices), np.int32), NOTHING_SHARED
+from triton_ops.attention.plan import NOTHING_SHARED, Int32Array, SharedItems, pairs
 
 
 class SharedSegments:
     """Chooses the segments of KV that are read once for several requests, so that the whole pass is cheapest.
 
-    `kv_bytes` are those of an element of the pool, `rows_at_once` the query rows that an item may have.
+    `kv_bytes` are those of an element of the pool.
     """
 
-    def __init__(self, shape: KernelShape, kv_bytes: int, rows_at_once: int, tuning: PlanTuning) -> None:
-        self.rows_at_once = rows_at_once
+    def __init__(self, shape: KernelShape, kv_bytes: int, tuning: PlanTuning) -> None:
+        self.rows_at_once = shape.shared_rows  # query rows that an item may have
         self._tuning = tuning
         num_programs = tuning.shared_programs_per_sm * shape.gpu.num_sms
         self._wave = num_programs / shape.num_kv_heads  # items that run side by side
@@ -51,16 +29,17 @@ class SharedSegments:
         self._token = 2 * shape.num_kv_heads * head_dim * kv_bytes / costs.bandwidth
         self._reread = self._token * costs.bandwidth / costs.reread_bandwidth
         # Of a token and a tile of rows, which takes as long if it has fewer.
-        self._tile = 4 * shape.num_heads * head_dim * rows_at_once / costs.operations
+        self._tile = 4 * shape.num_heads * head_dim * self.rows_at_once / costs.operations
         row_bytes = shape.num_heads * (4 * head_dim + 4)
         self._partial = costs.partial_crossings * row_bytes / costs.bandwidth  # of a row
         self._item = costs.item * shape.num_kv_heads / num_programs
 
-    def capacity(self, count: int) -> SharedCapacity:
-        """What plans of `count` query rows are to have room for."""
+    def capacity(self, count: int, *, whole_tiles: bool = False) -> Capacity:
+        """What plans of `count` query rows are to have room for; `whole_tiles`: also if all items have those."""
         wave, tuning = self._wave, self._tuning
+        num_items = ceil(tuning.max_waves * wave)
         num_partials = max(tuning.mean_partials * count, ceil(wave) * min(count, self.rows_at_once))
-        return SharedCapacity(ceil(tuning.max_waves * wave), num_partials)
+        return Capacity(num_items + whole_tiles * (num_partials // self.rows_at_once), num_partials)
 
     def find(
         self,
@@ -68,9 +47,8 @@ class SharedSegments:
         req_pool_indices: Int32Array,
         lens: Int32Array,
         *,
-        first_rows: Int32Array | None = None,
-        counts: Int32Array | None = None,
-        capacity: SharedCapacity,
+        query_rows: tuple[Int32Array, Int32Array] | None = None,
+        capacity: Capacity,
     ) -> tuple[Int32Array, SharedItems]:
         """Find what requests share, whatever their order.
 
@@ -80,16 +58,14 @@ class SharedSegments:
             req_pool_indices: `[R]`, the row of each request.
             lens: `[R]`, its first tokens that may be shared: of a decode all but the last, of an extend those of
                 its prefix; 0: none.
-            first_rows, counts: `[R]`: request r has the query rows `first_rows[r]` to
-                `first_rows[r] + counts[r] - 1`, at least one if it has tokens; None: row r. Requests with counts
-                read by themselves in whole tiles, as extends do.
+            query_rows: `[R]` each, of extends, which read by themselves in whole tiles: the first query row of
+                each, and how many it has, at least one if it has tokens. None: request r is row r alone.
             capacity: what the items may need at most; partial results of tails are not counted.
 
         Returns:
             `tail_starts` int32 `[R]`: the position from which on a request reads by itself; and the items that
-            hold all positions before it once for each of its query rows, those that take longest first. Items of
-            the same tokens and other query rows are next to one another. No items where a plan without them is as
-            cheap.
+            hold all positions before it once for each of its query rows, those that take longest first, and those
+            of the same tokens side by side. No items where a plan without them is as cheap.
         """
         tail_starts = np.zeros(len(req_pool_indices), np.int32)
         live = (lens > 0).nonzero()[0]
@@ -100,9 +76,9 @@ class SharedSegments:
         order, common = depth_first(slots, offsets, lens[live].astype(np.int64), self._tuning.max_stops)
         if not common.any():
             return tail_starts, NOTHING_SHARED
-        tree = SlotTree.of(order, common)
-        requests = live[tree.order]
-        first_query, separate = self._query_rows(None if counts is None else counts[requests], len(requests))
+        tree = SlotTree.of(common)
+        requests = live[order]
+        first_query, separate = self._query_rows(query_rows and query_rows[1][requests], len(requests))
         ends = tree.firsts + tree.sizes
         sizes = first_query[ends] - first_query[tree.firsts]
         read_separately = separate[ends] - separate[tree.firsts]
@@ -111,7 +87,8 @@ class SharedSegments:
         chosen = kept.nonzero()[0]
         if not chosen.size:
             return tail_starts, NOTHING_SHARED
-        first, size, start = tree.firsts[chosen], sizes[chosen], tree.starts(kept)[chosen]
+        first, size = tree.firsts[chosen], sizes[chosen]
+        start = np.append(tree.stops, 0)[tree.nearest_kept_ancestor(kept)[chosen]]
         length = tree.stops[chosen] - start
         begun = np.bincount(first, length, len(requests) + 1)
         tails = (begun - np.bincount(ends[chosen], length, len(requests) + 1))[:-1].cumsum()
@@ -126,14 +103,11 @@ class SharedSegments:
         tiles, share = self._tiles(size)
         height = -(-size // tiles)
         sort = (-(piece_len * share)).argsort(kind="stable")
-        segment, nth = ranges((-(-length // piece_len) * tiles)[sort])
-        segment = sort[segment]
+        nth_segment, nth = pairs(0, (-(-length // piece_len) * tiles)[sort])
+        segment = sort[nth_segment]
         nth_piece, nth_tile = np.divmod(nth, tiles[segment])
         piece_start, first_row = nth_piece * piece_len[segment], nth_tile * height[segment]
-        queries = requests if first_rows is None else first_rows[requests]
-        if counts is not None:
-            request, nth = ranges(counts[requests].astype(np.int64))
-            queries = queries[request] + nth
+        queries = requests if query_rows is None else pairs(*(each[requests] for each in query_rows))[1]
         return tail_starts, SharedItems(
             req_pool_indices=req_pool_indices[requests[first]][segment].astype(np.int32),
             starts=(start[segment] + piece_start).astype(np.int32),
@@ -143,19 +117,49 @@ class SharedSegments:
             queries=queries.astype(np.int32),
         )
 
+    def with_heads(
+        self, req_pool_indices: Int32Array, tail_starts: Int32Array, head_lens: Int32Array, shared: SharedItems
+    ) -> tuple[Int32Array, SharedItems]:
+        """Read the first `head_lens` `[R]` tokens of long tails in items of one row each, beside the shared ones.
+
+        The longest come first, as far as there is room, and short ones are left. Returns what `find` does.
+        """
+        capacity, piece_len = self.capacity(len(tail_starts)), self._tuning.head_piece
+        longest = np.argsort(-head_lens, kind="stable")[: np.count_nonzero(head_lens >= self._tuning.min_head)]
+        pieces = -(-head_lens[longest] // piece_len)
+        left = min(capacity.num_items - len(shared.lens), capacity.num_partials - int(shared.query_lens.sum()))
+        fit = np.count_nonzero(np.cumsum(pieces) <= left)
+        if not fit:
+            return tail_starts, shared
+        longest = longest[:fit]
+        nth_row, nth_piece = pairs(0, pieces[:fit])
+        row, offset = longest[nth_row], nth_piece * piece_len
+        queries = np.concatenate([shared.queries, np.setdiff1d(longest, shared.queries)])
+        place = np.zeros_like(tail_starts)  # of each row among the queries
+        place[queries] = np.arange(len(queries))
+        heads = SharedItems(
+            req_pool_indices=req_pool_indices[row],
+            starts=tail_starts[row] + offset,
+            lens=np.minimum(head_lens[row] - offset, piece_len),
+            query_starts=place[row],
+            query_lens=np.ones_like(nth_row),
+            queries=queries[len(shared.queries) :].astype(np.int32),
+        )
+        tail_starts = tail_starts.copy()
+        tail_starts[longest] += head_lens[longest]
+        columns = zip(vars(shared).values(), vars(heads).values(), strict=True)
+        return tail_starts, SharedItems(*(np.concatenate(both) for both in columns))
+
     def _query_rows(self, counts: Int32Array | None, num_requests: int) -> tuple[Int64Array, FloatArray]:
         """The number of query rows before each request and in all `[R + 1]`, and the sum of the seconds that they
         take for a token that each request reads by itself.
         """
-        before: Int64Array = np.arange(num_requests + 1)
-        seconds: FloatArray = np.zeros(num_requests + 1)
         if counts is None:
-            seconds += self._reread * before
-            return before, seconds
-        np.cumsum(counts, out=before[1:])
+            before: Int64Array = np.arange(num_requests + 1)
+            return before, np.multiply(before, self._reread, dtype=np.float64)
         tiles = -(-counts.astype(np.int64) // self.rows_at_once)
-        np.cumsum(np.maximum(self._reread, tiles * self._tile), out=seconds[1:])
-        return before, seconds
+        seconds: FloatArray = np.maximum(self._reread, tiles * self._tile)
+        return np.append(0, counts.cumsum(dtype=np.int64)), np.append(0.0, seconds.cumsum())
 
     def _tiles(self, sizes: Int64Array) -> tuple[Int64Array, FloatArray]:
         """The items that share segments of so many rows, and the card's seconds that each item takes for a token:
@@ -164,7 +168,7 @@ class SharedSegments:
         tiles = -(-sizes // self.rows_at_once)
         return tiles, np.maximum(self._token, tiles * self._tile) / tiles
 
-    def _worthwhile(self, tree: SlotTree, sizes: Int64Array, read_separately: FloatArray) -> NDArray[np.bool_]:
+    def _worthwhile(self, tree: SlotTree, sizes: Int64Array, read_separately: FloatArray) -> BoolArray:
         """Choose the nodes `[N]` whose tokens are read once: the cheapest choice there is, waves aside.
 
         A node has `sizes` query rows, and its requests take `read_separately` seconds for a token that each reads
@@ -182,12 +186,11 @@ class SharedSegments:
         """
         tiles, share = self._tiles(sizes)
         per_token = tiles * share
-        own = tree.without_children(read_separately)
+        own = read_separately - np.bincount(tree.parents + 1, read_separately, len(sizes) + 1)[1:]
         partials = self._partial * sizes
         fixed = partials + tiles * self._item + (per_token - own) * tree.stops
-        starts = np.zeros((len(sizes), tree.num_levels + 1))
-        for level in range(1, tree.num_levels):
-            here = tree.level(level)
+        starts = np.zeros((len(sizes), len(tree.levels) + 1))
+        for level, here in enumerate(tree.levels[1:], 1):
             starts[here] = starts[tree.parents[here]]
             starts[here, level] = tree.stops[tree.parents[here]]
         skipped = -own[:, None] * starts
@@ -196,8 +199,8 @@ class SharedSegments:
         is_chosen = np.zeros(starts.shape, bool)
         is_first = np.ones(len(sizes), bool)
         np.not_equal(tree.parents[1:], tree.parents[:-1], out=is_first[1:])
-        for level in range(tree.num_levels - 1, -1, -1):
-            here = tree.level(level)
+        for level in reversed(range(len(tree.levels))):
+            here = tree.levels[level]
             np.less(chosen[here], skipped[here], out=is_chosen[here])
             if level:
                 runs = is_first[here].nonzero()[0]
@@ -207,21 +210,15 @@ class SharedSegments:
                 chosen[above] += sums[:, level, None]
         column = np.zeros(len(sizes), np.int64)
         kept = is_chosen[:, 0].copy()
-        for level in range(1, tree.num_levels):
-            here = tree.level(level)
+        for level, here in enumerate(tree.levels[1:], 1):
             above = tree.parents[here]
             column[here] = np.where(kept[above], level, column[above])
             kept[here] = is_chosen[here][np.arange(here.stop - here.start), column[here]]
         return kept
 
     def _within(
-        self,
-        tree: SlotTree,
-        kept: NDArray[np.bool_],
-        sizes: Int64Array,
-        read_separately: FloatArray,
-        capacity: SharedCapacity,
-    ) -> NDArray[np.bool_]:
+        self, tree: SlotTree, kept: BoolArray, sizes: Int64Array, read_separately: FloatArray, capacity: Capacity
+    ) -> BoolArray:
         """Those of the `kept` nodes `[N]` that save most within the capacity; arguments as in `_worthwhile`."""
         tiles, share = self._tiles(sizes)
         if tiles[kept].sum() <= capacity.num_items and sizes[kept].sum() <= capacity.num_partials:
@@ -232,7 +229,7 @@ class SharedSegments:
         # A token's cost if rows of a node's chosen children read it together, the others by themselves.
         otherwise = np.append(read_separately, 0.0)
         np.add.at(otherwise, above, per_token - read_separately[chosen])
-        tokens = tree.stops[chosen] - tree.starts(kept)[chosen]
+        tokens = tree.stops[chosen] - np.append(tree.stops, 0)[above]
         saving = tokens * (otherwise[chosen] - per_token) - size * self._partial - tile * self._item
         ranks = np.argsort(-saving, kind="stable")
         fits = np.cumsum(tile[ranks]) <= capacity.num_items
@@ -242,7 +239,7 @@ class SharedSegments:
         return within
 
     def _cut(
-        self, lens: Int64Array, sizes: Int64Array, capacity: SharedCapacity, own: float
+        self, lens: Int64Array, sizes: Int64Array, capacity: Capacity, own: float
     ) -> tuple[Int64Array, float]:
         """Choose the tokens of a piece for each segment `[S]`; also return the seconds that all items take.
 

@@ -3,63 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from triton_ops.attention.plan import Int32Array, pairs
+
 GUESSES = 3  # at how much rows have in common, before bisection finds it
 MAX_LEVELS = 32  # of nodes on a path; deeper trees are looked at more coarsely
 
 BoolArray = NDArray[np.bool_]
-Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class SlotTree:
-    """Rows in depth-first order, and the nodes of the tree that has them as leaves, level by level; int64 arrays.
+    """The nodes of a tree that has rows in depth-first order as leaves, level by level; int64 arrays.
 
     A node is some rows, two at least, and the prefix, a token at least, that they and no others have in common.
-    There are N nodes and R rows. Node i has the rows `order[firsts[i] : firsts[i] + sizes[i]]`.
+    Node i of N has the rows from `firsts[i]` to `firsts[i] + sizes[i] - 1`.
     """
 
-    order: Int64Array  # `[R]`
     firsts: Int64Array  # `[N]`
     sizes: Int64Array  # `[N]`
     stops: Int64Array  # `[N]`, the tokens of its prefix
     parents: Int64Array  # `[N]`, of the level above, or -1; children of a node are next to one another
-    levels: list[int]  # where each level begins, and the end
-
-    @property
-    def num_levels(self) -> int:
-        return len(self.levels) - 1
-
-    def level(self, number: int) -> slice:
-        """The nodes of a level."""
-        return slice(self.levels[number], self.levels[number + 1])
+    levels: list[slice]  # the nodes of each
 
     def nearest_kept_ancestor(self, kept: BoolArray) -> Int64Array:
         """The nearest of the `kept` nodes `[N]` above each, or -1."""
         found = self.parents.copy()
-        for number in range(1, self.num_levels):
-            parents = self.parents[self.level(number)]
-            found[self.level(number)] = np.where(kept[parents], parents, found[parents])
+        for here in self.levels[1:]:
+            parents = self.parents[here]
+            found[here] = np.where(kept[parents], parents, found[parents])
         return found
 
-    def starts(self, kept: BoolArray) -> Int64Array:
-        """Where the nearest of the `kept` nodes above each ends, or 0, `[N]`."""
-        return np.append(self.stops, 0)[self.nearest_kept_ancestor(kept)]
-
-    def without_children(self, values: FloatArray) -> FloatArray:
-        """The sums `values` `[N]` over nodes' rows, without those of their children."""
-        own: FloatArray = values - np.bincount(self.parents + 1, values, len(values) + 1)[1:]
-        return own
-
     @classmethod
-    def of(cls, order: Int64Array, common: Int64Array) -> SlotTree:
-        """The tree of rows in depth-first order `[R]`, with `common` `[R - 1]` tokens in common with the next.
+    def of(cls, common: Int64Array) -> SlotTree:
+        """The tree of R rows in depth-first order, with `common` `[R - 1]` tokens in common with the next.
         Where it had more than `MAX_LEVELS` levels, prefixes end a little earlier.
 
         A border between two rows belongs to the node that ends there; runs of equal borders are one. The borders
@@ -98,20 +82,19 @@ class SlotTree:
         if depths.max(initial=0) >= MAX_LEVELS:
             kept, stops, parents = _coarser(stops, parents)
             firsts, sizes, depths = firsts[kept], sizes[kept], _depths(parents)
-        sort = (depths * len(order) + firsts).argsort()
+        sort = (depths * (len(common) + 1) + firsts).argsort()
         number = np.full(len(sort) + 1, -1)
         number[sort] = np.arange(len(sort))
-        levels = [0, *np.bincount(depths).cumsum().tolist()]
-        return cls(order, firsts[sort], sizes[sort], stops[sort], number[parents[sort]], levels)
+        levels = [slice(*ends) for ends in pairwise([0, *np.bincount(depths).cumsum().tolist()])]
+        return cls(firsts[sort], sizes[sort], stops[sort], number[parents[sort]], levels)
 
 
 def _depths(parents: Int64Array) -> Int64Array:
     """How many nodes are above each, `[N]`, of `parents` or -1."""
-    depths = (parents >= 0).astype(np.int64)
-    above, depths = np.append(parents, -1), np.append(depths, 0)  # the last is nobody's
+    above = np.append(parents, -1)  # the last is nobody's
+    depths = (above >= 0).astype(np.int64)
     while (above >= 0).any():
-        depths = depths + depths[above]
-        above = above[above]
+        depths, above = depths + depths[above], above[above]
     return depths[:-1]
 
 
@@ -193,7 +176,7 @@ def _by_paths(slots: Int32Array, offsets: Int64Array, lens: Int64Array) -> tuple
     out = np.zeros(len(offsets) - 1, np.int64)
     while len(several := (size > 1).nonzero()[0]):
         first, size = first[several], size[several]
-        group, nth = ranges(size)
+        group, nth = pairs(0, size)
         places = first[group] + nth
         rows, paths = order[places], order[first + size // 2][group]
         offset, length = offsets[rows], lens[rows]
@@ -241,12 +224,6 @@ def _common(slots: Int32Array, a: Int64Array, b: Int64Array, lens: Int64Array) -
             found = np.where(same(further - 1), further, found)
         common[left] = found
     return common
-
-
-def ranges(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """All pairs (i, j) with j below counts[i], in order: two arrays."""
-    index = np.arange(len(counts)).repeat(counts)
-    return index, np.arange(len(index)) - (counts.cumsum() - counts)[index]
 
 
 def _runs(*values: NDArray[np.integer[Any]]) -> tuple[Int64Array, Int64Array]:

@@ -1,10 +1,8 @@
-"""Numbers that plans weigh, for each chip that was measured."""
+"""Numbers that plans weigh."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from triton_ops.implementation import GPU
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,4 @@ class PlanTuning:
     max_stops: int = 32  # positions at which rows are compared at once
 
 
-H200 = PlanTuning()
-TUNINGS = {90: H200}  # by capability
-
-
-def plan_tuning(gpu: GPU) -> PlanTuning:
-    """That of the GPU; an H200's where none has been measured."""
-    return TUNINGS.get(gpu.capability, H200)
+H200 = PlanTuning()  # of all GPUs: no other has been measured

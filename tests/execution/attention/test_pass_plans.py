@@ -12,10 +12,10 @@ import torch
 
 from layers.input_metadata import InputMetadata
 from radixrt.execution.attention.flat import KernelShape
-from radixrt.execution.attention.pass_plans import CUT, TREE, WHOLE, PassPlans, PlanShape
-from radixrt.execution.attention.planner import kernel_planner
+from radixrt.execution.attention.pass_plans import CUT, WHOLE, PassPlans, PlanShape
+from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
-from tests.execution.attention.test_planner import H200, PaddedExtends, families, int32, planner
+from tests.execution.attention.test_planner import H200, TREE, PaddedExtends, families, int32, planner
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.dense import dense_attention
@@ -117,7 +117,7 @@ def example() -> tuple[Int32Array, Int32Array, AttentionPlan[Int32Array]]:
     lens = int32([405, 403, 304])
     free = TreeCosts(operations=np.inf, item=0.0, partial_crossings=0.0, launches=0.0)
     shape = KernelShape(GPU(90, 2), num_heads=16, num_kv_heads=8, head_dim=16, dtype=torch.float32)
-    here = kernel_planner(shape, (None,), table, torch.float32, tree=True, tuning=PlanTuning(costs=free))
+    here = AttentionPlanner(shape, (None,), table, torch.float32, tree=True, tuning=PlanTuning(costs=free))
     host = InputMetadata.host_arrays(range(3), lens, lens - 1, np.zeros(3, np.int32))
     return table, lens, here.plan(host, 0).decode[None]
 
@@ -184,7 +184,7 @@ def test_the_pieces_that_the_page_tells_of() -> None:
     table[2, :30_000] = table[0, :30_000]
     lens = int32([38_005, 38_003, 30_004])
     shape = KernelShape(H200, num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    here = kernel_planner(shape, (None,), table, torch.bfloat16, tree=True)
+    here = AttentionPlanner(shape, (None,), table, torch.bfloat16, tree=True)
     host = InputMetadata.host_arrays(range(3), lens, lens - 1, np.zeros(3, np.int32))
     counts = here.plan(host, 0).decode[None].shared_query_lens
     words = " ".join(PAGE.read_text().split())

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from layers.input_metadata import InputMetadata
 from radixrt.execution.attention.flat import KernelShape
-from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE, PassPlans, PlanShape
-from radixrt.execution.attention.planner import AttentionPlanner, kernel_planner
+from radixrt.execution.attention.pass_plans import CUT, WHOLE, PassPlans, PlanShape
+from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.attention.tuning import H200 as TUNING
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from tests.support.attention_cases import Case, make_case, share
@@ -27,6 +27,7 @@ from triton_ops.implementation import GPU
 from triton_ops.kv.view import KVView
 
 H200 = GPU(capability=90, num_sms=132)
+TREE, CUT_TREE = (PlanShape(cuts=cuts, shares=True) for cuts in (False, True))
 
 
 def planner(
@@ -43,7 +44,7 @@ def planner(
     if req_to_token is None:
         req_to_token = np.zeros((num_requests, 8), np.int32)
     shape = kernel_shape(gpu, num_kv_heads, dtype)
-    return kernel_planner(shape, windows, req_to_token, dtype, tree=tree, tuning=tuning)
+    return AttentionPlanner(shape, windows, req_to_token, dtype, tree=tree, tuning=tuning)
 
 
 def kernel_shape(gpu: GPU, num_kv_heads: int, dtype: torch.dtype = torch.float32) -> KernelShape:
@@ -72,7 +73,7 @@ def lengths_of(plans: PassPlans[Int32Array]) -> list[int]:
 
 def shapes_of(here: AttentionPlanner, count: int, shape: PlanShape) -> tuple[PlanShape, ...]:
     """What padded plans of decodes may be, from one shape on."""
-    shapes = here.decode_shapes(count)
+    shapes = here.shapes(count)
     return shapes[shapes.index(shape) :]
 
 
@@ -119,7 +120,7 @@ def test_sizes_depend_on_the_batch_and_on_the_shape_alone(
     """With `head`, as many tokens may be shared."""
     table = None if head is None else families(len(lens), int(lens.max(initial=head)), head)
     here = planner(gpu, *windows, num_kv_heads=num_kv_heads, req_to_token=table, tree=head is not None)
-    allowed = here.decode_shapes(len(lens))[least:] or here.decode_shapes(len(lens))[-1:]
+    allowed = here.shapes(len(lens))[least:] or here.shapes(len(lens))[-1:]
     rows = np.arange(len(lens), dtype=np.int32)
     plans = here.plan_padded_decodes(rows, lens, allowed)
     assert plans.shape in allowed
@@ -175,11 +176,11 @@ def test_a_short_batch_does_not_merge_and_a_long_one_does() -> None:
     rows = np.arange(64, dtype=np.int32)
     here = planner(H200, None, num_kv_heads=8)
     short, long = int32([100] * 64), int32([100] * 63 + [30_000])
-    assert here.decode_shapes(64) == (WHOLE, CUT)
+    assert here.shapes(64) == (WHOLE, CUT)
     assert here.plan_padded_decodes(rows, short).shape == WHOLE
     assert here.plan_padded_decodes(rows, short, [CUT]).shape == CUT
     assert here.plan_padded_decodes(rows, long).shape == CUT
-    assert here.decode_shapes(63) == (CUT,)
+    assert here.shapes(63) == (CUT,)
     assert here.plan_padded_decodes(rows[1:], short[1:]).shape == CUT, "few contexts mostly are"
     shared = planner(H200, None, num_kv_heads=8, req_to_token=families(64, 3001, 3000), tree=True)
     assert shared.plan_padded_decodes(rows, int32([3001] * 64)).shape == TREE
@@ -191,7 +192,7 @@ def test_a_short_batch_does_not_merge_and_a_long_one_does() -> None:
 def test_a_long_prefix_of_a_few_decodes_is_cut_to_fill_a_wave(count: int) -> None:
     here = planner(H200, None, num_kv_heads=8, req_to_token=families(3 * count, 32_769, 32_768)[::3], tree=True)
     plans = here.plan_padded_decodes(np.arange(count, dtype=np.int32), int32([32_769] * count))
-    assert plans.shape == here.decode_shapes(count)[-1]
+    assert plans.shape == here.shapes(count)[-1]
     plan = plans.decode[None]
     tiles = -(-count // plan.shared_query_lens.max())
     assert plan.shared_lens.max() <= 1024 * tiles
@@ -483,7 +484,7 @@ def test_shapes_of_padded_extends(
         assert one.num_tokens > TUNING.max_cut_tokens
         assert max(p + n for p, n in zip(one.prefix, one.new, strict=True)) > TUNING.long_item
         return
-    assert plans.shape in here.extend_shapes(one.num_tokens, one.num_rows)
+    assert plans.shape in here.shapes(one.num_rows, one.num_tokens)
     idle = replace(one, prefix=(), new=(), decodes=()).plans(here, plans.shape)
     assert idle is not None
     assert idle.shape == plans.shape

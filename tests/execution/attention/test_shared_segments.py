@@ -13,11 +13,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixrt.execution.attention.flat import KernelShape
-from radixrt.execution.attention.shared_segments import SharedCapacity, SharedSegments
+from radixrt.execution.attention.pass_plans import Capacity
+from radixrt.execution.attention.shared_segments import SharedSegments
 from radixrt.execution.attention.slot_tree import MAX_LEVELS
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.schedule.passes import Pass
+from tests.support.planned_reads import TiledShape
 from tests.support.world.runner import SimulatedPass, SimulatedRunner
 from tests.support.world.walk import Walk, random_sizes
 from tests.support.world.world import World
@@ -88,9 +89,10 @@ def trees(draw: st.DrawFn, max_nodes: int = 12, max_rows: int = 14) -> Tree:
 def segments(costs: TreeCosts = CHEAP, *, max_stops: int = PlanTuning.max_stops, **changed: Any) -> SharedSegments:
     of = SHAPE | changed
     one_sm = GPU(capability=90, num_sms=1)
-    shape = KernelShape(one_sm, of["num_heads"], of["num_kv_heads"], of["head_dim"], torch.float16)
+    heads = of["num_heads"], of["num_kv_heads"], of["head_dim"]
+    shape = TiledShape(one_sm, *heads, torch.float16, rows_at_once=of["rows_at_once"])
     tuning = PlanTuning(costs=costs, max_stops=max_stops, shared_programs_per_sm=of["num_programs"])
-    return SharedSegments(shape, of["kv_bytes"], of["rows_at_once"], tuning)
+    return SharedSegments(shape, of["kv_bytes"], tuning)
 
 
 def find(
@@ -104,7 +106,7 @@ def find(
 ) -> tuple[Any, SharedItems]:
     """What decodes of `seq_lens` share, without limits where none are told."""
     lens = np.maximum(seq_lens - 1, 0)
-    return of.find(table, lines, lens, capacity=SharedCapacity(max_items, max_partials))
+    return of.find(table, lines, lens, capacity=Capacity(max_items, max_partials))
 
 
 def check(table: Any, lines: Any, seq_lens: Any, tail_starts: Any, items: SharedItems) -> None:
@@ -221,7 +223,7 @@ def test_requests_of_several_rows_read_every_position_once_for_each(
         first_rows[request], at = at, at + counts[request] + random.randint(0, 2)
     of = segments(costs, rows_at_once=rows_at_once)
     tail_starts, items = of.find(
-        table, lines, lens, first_rows=first_rows, counts=counts, capacity=SharedCapacity(1 << 20, 1 << 20)
+        table, lines, lens, query_rows=(first_rows, counts), capacity=Capacity(1 << 20, 1 << 20)
     )
     assert (items.query_lens <= rows_at_once).all()
     # Every query row as a request of one row, whose last token is its own.
@@ -427,7 +429,7 @@ def test_who_would_multiply_tiles_of_few_rows_shares_one() -> None:
     table, lines, seq_lens = Tree([4000], [[0]] * 2, [30] * 2).table()
     of, two = segments(replace(CHEAP, operations=1e13), rows_at_once=4), np.full(2, 2, np.int32)
     tail_starts, items = of.find(
-        table, lines, seq_lens - 1, first_rows=two * np.arange(2), counts=two, capacity=SharedCapacity(99, 99)
+        table, lines, seq_lens - 1, query_rows=(two * np.arange(2), two), capacity=Capacity(99, 99)
     )
     assert tail_starts.tolist() == [4000] * 2
     assert (items.query_lens == 4).all()

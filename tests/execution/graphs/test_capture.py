@@ -25,7 +25,7 @@ from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine.engine import Engine
 from radixrt.execution.attention import planner as attention_planner
-from radixrt.execution.attention.pass_plans import CUT, CUT_TREE, TREE, WHOLE, PlanShape
+from radixrt.execution.attention.pass_plans import CUT, WHOLE, PlanShape
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.executor import Executor, Forward
 from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, MAX_CAPTURED_BATCH, ladder
@@ -33,11 +33,14 @@ from radixrt.execution.in_flight import PassTimer
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PackedPass, PassBuilder, PassKey
 from radixrt.execution.staging import Staging
+from radixrt.limits import NO_PASSES, PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import Pass, PassResult
+from tests.execution.attention.test_planner import CUT_TREE, TREE
 from tests.models.test_parity import MODELS
 from tests.support.checkpoints import VOCAB_SIZE, gemma2, gemma3, llama, qwen3_moe, smollm3, write
 from tests.support.recomputing import Recomputing, planner_on_cpu
+from tests.support.world.invariants import total_len
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import FIRST_CAPABILITY
 
@@ -55,15 +58,17 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
     device = torch.get_default_device()
     on_gpu = device.type == "cuda"
 
-    def runner(model: Decoder, rows: Any, kv_pool: Any, *places: Any, tree: bool, **limits: int) -> ModelRunner:
+    def runner(
+        model: Decoder, rows: Any, kv_pool: Any, *places: Any, captured: PassLimits, tree: bool
+    ) -> ModelRunner:
         tuning = Tuning(token_sizes=(16, 64), max_plan_passes=max_plan_passes)
         if not on_gpu:  # plans are cut and padded as if kernels ran
             kv_dtype = kv_pool.buffer.dtype
             planner = planner_on_cpu(model.config, rows.req_to_token, kv_dtype, tree=tree)
             tuning = replace(tuning, recorder=Recomputing, planner=planner)
-            most = options["max_running_requests"], options.get("chunked_prefill_size", 2048)
-            limits = dict(zip(limits, most if cuda_graphs else (0, 0), strict=True))
-        return ModelRunner(model, rows, kv_pool, *places, tree=tree, tuning=tuning, **limits)
+            most = PassLimits(options["max_running_requests"], options.get("chunked_prefill_size", 2048))
+            captured = most if cuda_graphs else NO_PASSES
+        return ModelRunner(model, rows, kv_pool, *places, captured=captured, tree=tree, tuning=tuning)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(radixrt.assembly, "ModelRunner", runner)
@@ -470,7 +475,7 @@ def trees(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     cheap = TreeCosts(reread_bandwidth=4.2e12, operations=1e18, item=0.0, partial_crossings=0.1, launches=0.0)
     # Few programs, so that what is shared here occupies them all.
     tuning = PlanTuning(costs=cheap, shared_programs_per_sm=8 / gpu_of(device).num_sms)
-    monkeypatch.setattr(attention_planner, "plan_tuning", lambda gpu: tuning)
+    monkeypatch.setattr(attention_planner, "H200", tuning)
     seen: list[tuple[str, int]] = []
 
     def watch(name: str) -> None:
@@ -595,7 +600,7 @@ def check_tables(runtime: Runtime) -> list[tuple[Any, int, int]]:
             continue
         row, length = answer.lease.row, answer.lease.allocated_len
         np.testing.assert_array_equal(table[row, :length], runtime.parts.cache.rows.req_to_token[row, :length])
-        count = answer.progress.total_len - answer.request.prompt_len
+        count = total_len(answer) - answer.request.prompt_len
         if count > 0:
             sampled.append((answer, count, int(last[row])))
     return sampled

@@ -37,10 +37,11 @@ class Drafts:
         ids, slots = np.split(pass_.input_ids, firsts), np.split(pass_.out_cache_loc, firsts)
         num_drafts = np.zeros(pass_.num_rows, dtype=np.int32)
         left = world.runner.max_samples - int(pass_.num_samples.sum())
-        for i, (answer, lease) in enumerate(zip(booking.answers, booking.leases, strict=True)):
+        for i, answer in enumerate(booking.answers):
+            lease = answer.lease
             room = answer.request.max_slots - int(pass_.seq_lens[i])
             count = min(self.random.randint(0, self.MAX), room, left)
-            is_decode = pass_.prefix_lens[i] >= answer.progress.extend_len
+            is_decode = pass_.prefix_lens[i] >= answer.extend_len
             more = world.cache.extend(lease, count) if is_decode and count > 0 else None
             if more is not None:
                 num_drafts[i] = count
@@ -60,6 +61,9 @@ class Drafts:
             np.concatenate([before.slots, after.slots]),
         )
         logits_rows = np.repeat(np.arange(pass_.num_rows, dtype=np.int32), num_samples)
+        wants_logprobs = np.array([answer.request.params.logprobs is not None for answer in booking.answers])
+        logprob_rows = np.flatnonzero(wants_logprobs[logits_rows]).astype(np.int32)
+        arrays = {**pass_.sampling.arrays, "logprob_rows": logprob_rows}
         pass_ = replace(
             pass_,
             seq_lens=pass_.seq_lens + num_drafts,
@@ -67,13 +71,13 @@ class Drafts:
             out_cache_loc=np.concatenate(slots),
             num_samples=num_samples,
             row_changes=changes,
-            sampling=replace(pass_.sampling, logits_rows=logits_rows),
+            sampling=replace(pass_.sampling, logits_rows=logits_rows, arrays=arrays),
         )
         return replace(booking, pass_=pass_)
 
     def _guessed(self, answer: Answer, count: int) -> list[int]:
         """What the model will say, or something else from a random place on."""
-        request, known = answer.request, answer.progress.tokens()
+        request, known = answer.request, answer.tokens()
         weights = self.world.weights[id(answer)]
         guessed = continuation(request.namespace, known, count, frozenset(), answer.sample_index, weights)
         right = self.random.randint(0, count)
@@ -82,9 +86,10 @@ class Drafts:
     def verified(self, booking: Booking, result: PassResult) -> None:
         """Count what was computed in vain as not launched."""
         runner, pass_ = self.world.runner, booking.pass_
-        for i, (answer, lease) in enumerate(zip(booking.answers, booking.leases, strict=True)):
+        for i, answer in enumerate(booking.answers):
+            lease = answer.lease
             count, accepted = int(pass_.num_samples[i]), int(result.accepted[i])
-            if i in runner.verifies and answer.lease is lease and result.finite[i]:
+            if i in runner.verifies and lease is not None and result.finite[i]:
                 runner.ends[lease] -= count - accepted
                 runner.tokens_launched[id(answer)] -= count - accepted
                 self.world.computed[lease] = int(pass_.prefix_lens[i]) + accepted

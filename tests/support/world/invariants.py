@@ -11,7 +11,7 @@ import numpy as np
 from radixrt.cache.prefix_cache import Lease
 from radixrt.cache.radix_tree import DEVICE, HOST, NO_MATCH, Namespace, Node
 from radixrt.output import FinishReason
-from radixrt.schedule.answer import Answer, AnswerState
+from radixrt.schedule.answer import Answer
 from tests.support.world.model import continuation, histories, logprob_of
 
 if TYPE_CHECKING:
@@ -33,8 +33,17 @@ def require(name: str, holds: bool, detail: object = "") -> None:
         raise Violation(name, detail)
 
 
+def allocated_len(answer: Answer) -> int:
+    return 0 if answer.lease is None else answer.lease.allocated_len
+
+
+def total_len(answer: Answer) -> int:
+    """Known tokens, and sampled ones in flight: one follows the last position that has a slot."""
+    return max(answer.known_len, min(allocated_len(answer) + 1, answer.request.max_len))
+
+
 def is_extending(answer: Answer) -> bool:
-    return answer.progress.allocated_len < answer.progress.extend_len
+    return allocated_len(answer) < answer.extend_len
 
 
 class Invariants:
@@ -177,7 +186,7 @@ class Invariants:
 
     def _check_leases(self) -> None:
         held = [r.lease for r in self.world.scheduler.running]
-        active = sum(is_extending(r) or r.remaining > 0 for r in self.world.scheduler.running)
+        active = sum(is_extending(r) or total_len(r) < r.request.max_len for r in self.world.scheduler.running)
         require("10: no more requests run than may", active <= self.world.sizes.max_running, active)
         require("8: a running answer holds a lease", all(le is not None and not le.released for le in held))
         live = [le for le in self.world.cache.leases if not le.released]
@@ -195,16 +204,12 @@ class Invariants:
             lease = answer.lease
             require(
                 "8: progress is ordered",
-                lease.committed
-                <= answer.progress.computed_len
-                <= answer.progress.allocated_len
-                == lease.allocated_len
-                <= answer.progress.total_len,
+                lease.committed <= answer.computed_len <= lease.allocated_len <= total_len(answer),
                 answer,
             )
             name = "8: progress is what passes have made"
-            require(name, answer.progress.allocated_len == self.world.runner.ends[lease], answer)
-            require(name, answer.progress.computed_len == self.world.computed[lease], answer)
+            require(name, lease.allocated_len == self.world.runner.ends[lease], answer)
+            require(name, answer.computed_len == self.world.computed[lease], answer)
 
     def _check_answers(self) -> None:
         scheduler = self.world.scheduler
@@ -215,16 +220,9 @@ class Invariants:
             require("11: overtaking is bounded", count <= MAX_TIMES_SKIPPED, (index, count))
         prompt = cached = recomputed = 0
         for answer in self.world.answers:
-            state, progress = answer.state, answer.progress
-            require(
-                "8: an answer is in one place",
-                (answer in scheduler.waiting, answer in scheduler.running)
-                == (state is AnswerState.WAITING, state is AnswerState.RUNNING),
-            )
-            require(
-                "8: only running requests hold a lease",
-                (answer.lease is not None) == (state is AnswerState.RUNNING),
-            )
+            places = [answer.finished, answer in scheduler.waiting, answer in scheduler.running]
+            require("8: an answer is in one place", places.count(True) == 1)
+            require("8: only running requests hold a lease", (answer.lease is not None) == places[2])
             sampling = [
                 n
                 for booking in self.world.in_flight
@@ -232,7 +230,10 @@ class Invariants:
                 if r is answer and n
             ]
             name = "8: samples in flight are those of the passes in flight"
-            require(name, answer.finished or progress.total_len - progress.known_len == len(sampling), answer)
+            if answer in scheduler.running:
+                require(name, total_len(answer) - answer.known_len == len(sampling), answer)
+            elif answer in scheduler.waiting and sampling:
+                require(name, answer.resumable_after > self.world.cache.passes_ended, answer)
             out = answer.output_ids().tolist()
             full = continuation(
                 answer.request.namespace,
@@ -290,7 +291,7 @@ class Invariants:
 
     def _check_launched(self, answer: Answer) -> None:
         launched = self.world.runner.tokens_launched[id(answer)] + self.world.skipped[id(answer)]
-        launched_ever = max(answer.launched_len, answer.progress.allocated_len)
+        launched_ever = max(answer.launched_len, allocated_len(answer))
         counted = launched_ever - answer.log.cached_tokens + answer.log.recomputed_tokens
         require(
             "13: what is launched is what is counted",
@@ -299,7 +300,7 @@ class Invariants:
         )
 
     def _check_match(self, answer: Answer) -> None:
-        tokens = answer.progress.tokens()
+        tokens = answer.tokens()
         match = self.world.cache.match(answer.request.namespace, tokens, answer.match_limit)
         name = "6: a match is a prefix, in the same namespace, without the last token"
         require(name, match.length <= min(len(tokens) - 1, answer.match_limit))
@@ -327,8 +328,8 @@ class Invariants:
             shared = lease.matched
             if (
                 other.request.namespace == namespace
-                and other.lease.committed <= shared < other.progress.extend_len
-                and np.array_equal(other.progress.tokens()[: shared + 1], tokens[: shared + 1])
+                and other.lease.committed <= shared < other.extend_len
+                and np.array_equal(other.tokens()[: shared + 1], tokens[: shared + 1])
             ):
                 raise Violation("followers wait for what their leader computes", (other.request.index, shared))
 

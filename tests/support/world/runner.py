@@ -79,6 +79,7 @@ class SimulatedRunner:
         self.weights = 0  # those that passes run with
         self.ends: dict[Lease, int] = {}  # positions launched, or found, of each lease that there was
         self.met: set[Lease] = set()  # those that were in a pass
+        self.leases: list[Lease | None] = []  # of the answers of `booking`
         self.booking: Booking | None = None  # of the pass that is launched next, or was launched last
         self.verifies: frozenset[int] = frozenset()  # rows of it that have drafts
         self.newcomers: list[Answer] = []  # those of it that are in a pass for the first time with what they hold
@@ -135,9 +136,11 @@ class SimulatedRunner:
         batch = booking.pass_
         if before is not None and batch.req_pool_indices is before.pass_.req_pool_indices:
             require("8: the same array of rows is of the same requests", booking.answers is before.answers)
-            require("8: and of what they hold", booking.leases is before.leases)
+            require("8: and of what they hold", [answer.lease for answer in booking.answers] == self.leases)
+        self.leases = [answer.lease for answer in booking.answers]
         self.newcomers = []
-        for i, (answer, lease) in enumerate(zip(booking.answers, booking.leases, strict=True)):
+        for i, (answer, lease) in enumerate(zip(booking.answers, self.leases, strict=True)):
+            require("8: a pass holds what its requests hold", lease is not None)
             start, end = int(batch.prefix_lens[i]), int(batch.seq_lens[i])
             self.tokens_launched[id(answer)] += end - start
             if lease not in self.met:
@@ -149,7 +152,6 @@ class SimulatedRunner:
                 end <= answer.request.max_slots,
                 answer.request.index,
             )
-            require("8: a pass holds what its requests hold", answer.lease is lease)
             require("8: a pass holds what its requests hold", lease.row == batch.req_pool_indices[i])
             self.ends[lease] = end
             self.met.add(lease)
@@ -183,7 +185,7 @@ class SimulatedRunner:
         extended = [
             int(end - start)
             for answer, start, end in zip(self.booking.answers, batch.prefix_lens, batch.seq_lens, strict=True)
-            if start < answer.progress.extend_len
+            if start < answer.extend_len
         ]
         self._require("10: a pass keeps to its prefill budget", sum(extended) <= self.prefill_budget)
         samples = int(batch.num_samples.sum())
@@ -272,7 +274,7 @@ class SimulatedRunner:
                 read = read_on(read, history[-1])
                 if position >= start:
                     reads.append(read)
-            known = answer.progress.tokens()[:end]
+            known = answer.tokens()[:end]
             if i in flight.poisoned:
                 finite[i] = False
             elif not self._tainted(flight, i):

@@ -25,7 +25,7 @@ class Walk:
         if not self.world.answers or r.random() < 0.25:
             return fresh
         there = self.world.on_host() if self.world.host_slots is not None and r.random() < 0.4 else []
-        earlier = r.choice(there or self.world.answers[-12:]).progress.tokens().tolist()
+        earlier = r.choice(there or self.world.answers[-12:]).tokens().tolist()
         if r.random() < 0.3:
             return earlier[:24]
         return (earlier[: r.randint(1, len(earlier))] + fresh)[:24]
@@ -48,7 +48,7 @@ class Walk:
         elif action < 0.30:
             world.submit(self.prompt(), r.randint(1, 8), n=r.randint(2, 5))
         elif action < 0.32:
-            forked = [q for q in world.answers[-12:] if q.progress.known_len < 28]
+            forked = [q for q in world.answers[-12:] if q.known_len < 28]
             if forked:
                 tails = [[t] * r.randint(1, 3) for t in r.sample(range(VOCAB), r.randint(2, 3))]
                 world.fork(r.choice(forked), tails, r.randint(1, 8), n=r.choice([1, 1, 3]))

@@ -16,7 +16,7 @@ from radixrt.cache.snapshot import TreeSnapshot, take_snapshot
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.answer import Answer, AnswerState
+from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import PassResult
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
@@ -24,7 +24,7 @@ from radixrt.schedule.request import Request
 from radixrt.schedule.request_table import MAX_STOPS
 from radixrt.schedule.scheduler import Scheduler
 from tests.support.world.drafts import Drafts
-from tests.support.world.invariants import MAX_TIMES_SKIPPED, Invariants, require
+from tests.support.world.invariants import MAX_TIMES_SKIPPED, Invariants, require, total_len
 from tests.support.world.model import POISON, VOCAB
 from tests.support.world.runner import SimulatedRunner
 
@@ -63,7 +63,9 @@ class CheckedEngine:
     def has_work(self) -> bool:
         return self.world.engine.has_work
 
-    def step(self) -> list[Answer]:
+    def step(self, aborts: Sequence[Answer] = ()) -> list[Answer]:
+        for answer in aborts:
+            self.world.abort(answer)
         ended = self.world.step()
         self.world.check()
         return ended
@@ -100,7 +102,7 @@ class World:
         )
         max_samples = max(s.max_samples, s.max_running)
         config = SchedulerConfig(
-            s.max_running, s.chunk, s.policy, max_samples, max_times_skipped=MAX_TIMES_SKIPPED
+            s.max_running, s.chunk, max_samples, s.policy, max_times_skipped=MAX_TIMES_SKIPPED
         )
         self.scheduler = Scheduler(self.cache, config)
         self.runner = SimulatedRunner(self.rows, s.num_slots, s.host_slots, s.chunk, max_samples)
@@ -148,7 +150,7 @@ class World:
             return alloc(count)
 
         def watched_acquire(namespace: Namespace, tokens: np.ndarray, match: Match, reserve: int) -> Lease | None:
-            answer = next(r for r in self.scheduler.waiting if address(tokens) == address(r.progress.tokens()))
+            answer = next(r for r in self.scheduler.waiting if address(tokens) == address(r.tokens()))
             limit = answer.match_limit
             found = self.cache.match(namespace, tokens, limit)
             require(
@@ -229,9 +231,9 @@ class World:
 
         def watched_process(booking: Booking, result: PassResult) -> list[Answer]:
             ends = booking.pass_.seq_lens
-            for answer, lease, end, good in zip(booking.answers, booking.leases, ends, result.finite, strict=True):
-                if good and answer.lease is lease:
-                    self.computed[lease] = int(end)
+            for answer, end, good in zip(booking.answers, ends, result.finite, strict=True):
+                if good and answer.lease is not None:
+                    self.computed[answer.lease] = int(end)
             assert self.in_flight.popleft() is booking
             if self.drafts is not None:
                 self.drafts.verified(booking, result)
@@ -357,14 +359,14 @@ class World:
         out = []
         for answer in self.answers[-40:]:
             namespace = self.namespace(answer.request.namespace.tenant)
-            match = self.cache.match(namespace, answer.progress.tokens(), answer.progress.known_len - 1)
+            match = self.cache.match(namespace, answer.tokens(), answer.known_len - 1)
             if match.on_device.length < match.length:
                 out.append(answer)
         return out
 
     def fork(self, answer: Answer, tails: Sequence[Sequence[int]], max_new_tokens: int, n: int = 1) -> None:
         """Branch an answer's history, however far it has come: its tokens so far, with each tail, all at once."""
-        history = answer.progress.tokens().tolist()
+        history = answer.tokens().tolist()
         self.events["fork"] += 1
         self.events["fork of a running answer"] += not answer.finished
         namespace = self.namespace(answer.request.namespace.tenant)
@@ -448,7 +450,7 @@ class World:
         oldest = self.scheduler.waiting[0] if self.scheduler.waiting else None
         waiting = list(self.scheduler.waiting)
         aborted, self._aborted = self._aborted, []
-        ended = self.engine.step()
+        ended = self.engine.step(aborted)
         require("8: an abort ends all answers", all(a.finished for r in aborted for a in r.family))
         known = {id(r) for r in self.answers}
         forked = [c for r in list(self.answers) for c in r.children if id(c) not in known]
@@ -460,7 +462,7 @@ class World:
                 self.skipped[id(answer)] += self._skips.get(id(answer), 0)
             if answer.lease is not None and answer.log.cached_tokens is not None:
                 self.first_match.setdefault(id(answer), answer.lease.matched)
-        if oldest is not None and oldest.state is AnswerState.WAITING:
+        if oldest in self.scheduler.waiting:
             passed = sum(r.lease is not None and r.arrival > oldest.arrival for r in waiting)
             self.overtaken[id(oldest)] += passed
         progress = self.cache.passes_launched > launched or bool(ended) or len(self.in_flight) < flying
@@ -472,11 +474,10 @@ class World:
     def abort(self, answer: Answer) -> None:
         if any(answer in f.booking.answers for f in self.runner.in_flight) and not answer.finished:
             self.events["abort in flight"] += 1
-        self.engine.abort(answer)
         self._aborted.append(answer)
 
     def retract(self, answer: Answer) -> None:
-        if answer.state is AnswerState.RUNNING:
+        if answer in self.scheduler.running:
             self.scheduler.retract(answer)
 
     def drain_requests(self) -> None:
@@ -488,9 +489,7 @@ class World:
     def drain(self) -> None:
         self.fail_alloc = False
         budget = 50 + 60 * sum(
-            (r.progress.total_len + r.request.max_new_tokens) * r.request.params.n
-            for r in self.answers
-            if not r.finished
+            (total_len(r) + r.request.max_new_tokens) * r.request.params.n for r in self.answers if not r.finished
         )
         while self.engine.has_work:
             require("10: a run comes to its end", budget > 0)

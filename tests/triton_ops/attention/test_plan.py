@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from radixrt.execution.attention.flat import KernelShape
-from tests.support.attention_cases import tree_plan
+from tests.support.attention_cases import plan_extends, tree_plan
 from tests.support.attention_checks import TREES, share
 from triton_ops.attention.plan import AttentionPlan, SharedItems
 from triton_ops.implementation import GPU
@@ -60,12 +60,7 @@ def test_a_long_prefix_among_many_short_prompts_is_cut(others: int) -> None:
     lens = ([others] * 32 + [100_000], [32] * 32 + [16])
     prefix, extend_lens = (np.array(x, np.int32) for x in lens)
     shape = KernelShape(GPU(90, 132), num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    plan = shape.plan_extends(
-        prefix,
-        np.cumsum(extend_lens, dtype=np.int32) - extend_lens,
-        extend_lens,
-        tail_starts=np.append(prefix[:32], np.int32(0)),
-    )
+    plan = plan_extends(shape, prefix, extend_lens, tail_starts=np.append(prefix[:32], np.int32(0)))
     lengths = plan.item_lens
     assert lengths.max() < 4000
     assert lengths.sum() == 100_016 + 32 * 32
