@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
-from typing import Any
+from typing import TypeVar
 
 from radixrt.errors import ParameterError, PromptError
+
+T = TypeVar("T")
 
 _MAX_TOKEN_ID = 2**31 - 1
 
@@ -32,15 +34,29 @@ def check_float(name: str, value: object, low: float, high: float, *, above: boo
     return number
 
 
-def check_token_ids(name: str, ids: list[Any]) -> None:
-    """Raise PromptError, which names the first that is none, unless these are token ids of some model."""
-    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) <= _MAX_TOKEN_ID)):
-        return
-    for position, token in enumerate(ids):
+def check_kind(name: str, value: object, wanted: type[T], told: str) -> T:
+    """`value`, if it is of the type `wanted`; an error calls that `told`. Raises PromptError."""
+    if not isinstance(value, wanted):
+        raise PromptError(f"{name} is {kind(value)}; it must be {told}")
+    return value
+
+
+def check_prompt(name: str, value: object) -> str | list[int]:
+    """`value` as text or as token ids of some model, not empty. Raises PromptError, which names a bad id."""
+    if not isinstance(value, list):
+        value = check_kind(name, value, str, "a string or a list of token ids")
+    if not value:
+        raise PromptError(f"{name} is empty")
+    if isinstance(value, str) or (
+        set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_TOKEN_ID
+    ):
+        return value
+    for position, token in enumerate(value):
         if isinstance(token, bool) or not isinstance(token, int):
             raise PromptError(f"{name}[{position}] is {kind(token)}; it must be a token id")
         if not 0 <= token <= _MAX_TOKEN_ID:
             raise PromptError(f"{name}[{position}] is {short(str(token))}; that is no token id")
+    return value
 
 
 def kind(value: object) -> str:

@@ -12,9 +12,9 @@ from radixrt.errors import TokenizerError
 from radixrt.frontend.request_builder import Params, read_params
 from radixrt.output import FinishReason, RequestOutput
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.builder import Detokenizer
 from radixrt.text.chat import Message, checked_messages
 from radixrt.text.continuation import encode_continuation, splice
-from radixrt.text.detokenizer import Detokenizer
 from radixrt.text.tokenizer import Tokenizer
 
 MAX_FORKS = 4096

@@ -49,7 +49,7 @@ class FakeRuntime:
         self.prompts.append(list(prompts))
         self.params.append(sampling_params)
         ids, reason = self.answers.pop(0)
-        builder = TextBuilder(self.tokenizer, stop=self.stop)
+        builder = TextBuilder(self.tokenizer, SamplingParams(stop=self.stop))
         for token_id in ids:
             builder.push(token_id)
         count = len(prompts)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
-from radixrt.checks import check_int, check_token_ids, kind, short
+from radixrt.checks import check_int, check_kind, check_prompt, kind, short
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
@@ -27,11 +28,9 @@ UNNAMED_MODEL = "radixrt"  # in the response where the body names none
 _LOWEST_LOGPROB = -9999.0  # what OpenAI writes for a token that is next to impossible
 
 # Labels and hints to OpenAI's servers, which no answer depends on.
-_LABELS = frozenset(
-    (
-        *("user", "metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    )
+_LABELS = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 )
 _UNSUPPORTED = (
     *("audio", "moderation", "prediction", "prompt_logprobs", "prompt_logprobs_start", "reasoning_effort"),
@@ -50,133 +49,98 @@ _ONLY: dict[str, tuple[object, ...]] = dict.fromkeys(_UNSUPPORTED, ()) | {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-_SAMPLING = tuple(name for name in known_parameters() if name not in _ONLY and name != "logprobs")
-_OWN = {  # by url: what is read one by one
-    CHAT: ("model", "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs"),
-    COMPLETIONS: ("model", "prompt", "max_tokens", "logprobs", "best_of"),
+_LENGTHS = ("max_tokens", "max_completion_tokens")
+_SAMPLING = known_parameters().keys() - _ONLY.keys() - {*_LENGTHS, "logprobs"}  # taken as they are
+_KNOWN = {
+    CHAT: {*_SAMPLING, *_ONLY, *_LABELS, *_LENGTHS, "model", "messages", "logprobs", "top_logprobs"},
+    COMPLETIONS: {*_SAMPLING, *_ONLY, *_LABELS, "max_tokens", "model", "prompt", "logprobs", "best_of"},
 }
-_KNOWN = {url: dict.fromkeys((*own, *_SAMPLING, *_ONLY, *_LABELS)).keys() for url, own in _OWN.items()}
-_READ = {url: frozenset(own) | _LABELS for url, own in _OWN.items()}  # no parameters of SamplingParams
 
 
 def asked_model(given: dict[str, Any]) -> str:
-    """What the body calls the model. Raises ValueError unless that is a string."""
-    model = given.get("model", UNNAMED_MODEL)
-    if not isinstance(model, str):
-        raise ValueError(f"model is {kind(model)}; it must be a string")
-    return model
+    """What a body without what is null calls the model. Raises ValueError unless that is a string."""
+    return check_kind("model", given.get("model", UNNAMED_MODEL), str, "a string")
 
 
 def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a body in the spelling of SamplingParams. Raises ParameterError.
-
-    `given` is the body without what is null; so it is below.
-    """
+    """The parameters of a body, `given` without what is null, as of SamplingParams. Raises ParameterError."""
     if not given.keys() <= _KNOWN[url]:
         unknown = [with_nearest(short(name), _KNOWN[url]) for name in given if name not in _KNOWN[url]]
         raise ParameterError(f"unknown parameter {', '.join(unknown[:5])} for {url}")
-    for name in given:
-        if name in _ONLY and not any(
-            given[name] == harmless and kind(given[name]) == kind(harmless) for harmless in _ONLY[name]
-        ):
-            harmless = [json.dumps(value) for value in _ONLY[name]]
-            instead = f"give {' or '.join(harmless)}, or leave it out" if harmless else "leave it out"
-            raise ParameterError(f"{name} is {as_json(given[name])}, which a batch cannot honour; {instead}")
-    read = _READ[url]
-    values = {name: value for name, value in given.items() if name not in read and name not in _ONLY}
-    lengths = [name for name in ("max_tokens", "max_completion_tokens") if name in given]
-    if len(lengths) == 2 and given[lengths[0]] != given[lengths[1]]:
-        raise ParameterError(f"{lengths[0]} and {lengths[1]} are the same parameter; give one of them")
-    if lengths:
-        values["max_tokens"] = given[lengths[0]]
+    for name, value in given.items():
+        harmless = _ONLY.get(name)
+        if harmless is None or any(value == one and kind(value) == kind(one) for one in harmless):
+            continue
+        instead = f"give {' or '.join(map(json.dumps, harmless))}, or leave it out" if harmless else "leave it out"
+        raise ParameterError(f"{name} is {as_json(value)}, which a batch cannot honour; {instead}")
+    values = {name: value for name, value in given.items() if name in _SAMPLING}
+    if lengths := [given[name] for name in _LENGTHS if name in given]:
+        values["max_tokens"] = lengths[0]
+        if lengths[0] != lengths[-1]:
+            raise ParameterError(f"{' and '.join(_LENGTHS)} are the same parameter; give one of them")
+    logprobs = given.get("logprobs", False)
     if url == CHAT:
-        logprobs, top = given.get("logprobs", False), given.get("top_logprobs")
         if not isinstance(logprobs, bool):
             raise ParameterError(f"logprobs is {as_json(logprobs)}; it must be true or false")
-        most = 0 if top is None else check_int("top_logprobs", top, 0, MAX_LOGPROBS)
-        if most and not logprobs:
-            raise ParameterError(f'top_logprobs is {most}; that needs "logprobs": true')
+        top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+        if top and not logprobs:
+            raise ParameterError(f'top_logprobs is {top}; that needs "logprobs": true')
         if logprobs:
-            values["logprobs"] = most
+            values["logprobs"] = top
     else:
         if "logprobs" in given:
-            values["logprobs"] = given["logprobs"]
+            values["logprobs"] = logprobs
         if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
             raise ParameterError("best_of is not n, which a batch cannot honour; leave it out")
     return values
 
 
 def asked_prompt(url: str, given: dict[str, Any]) -> str | list[int] | list[dict[str, str]]:
-    """The prompt of a body. Raises PromptError, or TokenizerError of a chat."""
-    if url != CHAT:
-        return _prompt(given)
-    messages = given.get("messages")
-    if not isinstance(messages, list):
-        raise PromptError(f"messages is {kind(messages)}; it must be a list of messages")
-    return checked_messages([_message(f"messages[{place}]", message) for place, message in enumerate(messages)])
-
-
-def _message(which: str, message: Any) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise PromptError(f"{which} is {kind(message)}; it must be an object")
-    content = message.get("content")
-    if isinstance(content, str) and len(message) == 2 and "role" in message:
-        return message
-    # The message of an earlier answer may have its other fields, as long as they are empty.
-    more = [name for name in message if name not in ("role", "content") and message[name] not in (None, [])]
-    if more:
-        raise PromptError(f"{which} has {_listed(more)}, which a batch cannot honour; give a role and a content")
-    if not isinstance(message.get("role"), str):
-        raise PromptError(f"{which}.role is {kind(message.get('role'))}; it must be a string")
-    if isinstance(content, list):
-        content = "".join(_part(f"{which}.content[{place}]", part) for place, part in enumerate(content))
-    if not isinstance(content, str):
-        raise PromptError(f"{which}.content is {kind(content)}; it must be a string or a list of text parts")
-    return {"role": message["role"], "content": content}
-
-
-def _part(which: str, part: Any) -> str:
-    if not isinstance(part, dict):
-        raise PromptError(f"{which} is {kind(part)}; it must be an object")
-    if part.get("type") != "text":
-        raise PromptError(f"{which} is of type {as_json(part.get('type'))}; a batch takes text alone")
-    if more := [name for name in part if name not in ("type", "text") and part[name] is not None]:
-        raise PromptError(f"{which} has {_listed(more)}, which a batch cannot honour")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise PromptError(f"{which}.text is {kind(text)}; it must be a string")
-    return text
-
-
-def _prompt(given: dict[str, Any]) -> str | list[int]:
+    """The prompt of a body without what is null. Raises PromptError, or TokenizerError of a chat."""
+    if url == CHAT:
+        messages = check_kind("messages", given.get("messages"), list, "a list of messages")
+        return checked_messages([_message(f"messages[{place}]", one) for place, one in enumerate(messages)])
     prompt = given.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         if len(prompt) > 1:
             raise PromptError(f"prompt holds {len(prompt)} prompts; give each a line of its own")
         prompt = prompt[0]
-    if not isinstance(prompt, (str, list)):
-        raise PromptError(f"prompt is {kind(prompt)}; it must be a string or a list of token ids")
-    if not prompt:
-        raise PromptError("prompt is empty")
-    if isinstance(prompt, list):
-        check_token_ids("prompt", prompt)
-    return prompt
+    return check_prompt("prompt", prompt)
+
+
+def _message(which: str, given: Any) -> dict[str, str]:
+    message = check_kind(which, given, dict, "an object")
+    # The message of an earlier answer may have its other fields, as long as they are empty.
+    if more := [name for name in message if name not in ("role", "content") and message[name] not in (None, [])]:
+        raise PromptError(f"{which} has {_listed(more)}, which a batch cannot honour; give a role and a content")
+    role, content = check_kind(f"{which}.role", message.get("role"), str, "a string"), message.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(f"{which}.content[{place}]", part) for place, part in enumerate(content))
+    content = check_kind(f"{which}.content", content, str, "a string or a list of text parts")
+    return {"role": role, "content": content}
+
+
+def _part(which: str, given: Any) -> str:
+    part = check_kind(which, given, dict, "an object")
+    if part.get("type") != "text":
+        raise PromptError(f"{which} is of type {as_json(part.get('type'))}; a batch takes text alone")
+    if more := [name for name in part if name not in ("type", "text") and part[name] is not None]:
+        raise PromptError(f"{which} has {_listed(more)}, which a batch cannot honour")
+    return check_kind(f"{which}.text", part.get("text"), str, "a string")
 
 
 def answer_body(
     url: str, output: RequestOutput, *, id_digest: str, model: str, created: int, spelling: TokenSpelling
 ) -> dict[str, object]:
     """The body of a `chat.completion` or a `text_completion`."""
+    prefix, name = ("chatcmpl", "chat.completion") if url == CHAT else ("cmpl", "text_completion")
     usage = output.usage
-    choice, prefix, name = _chat_choice, "chatcmpl", "chat.completion"
-    if url != CHAT:
-        choice, prefix, name = _completion_choice, "cmpl", "text_completion"
     return {
         "id": f"{prefix}-{id_digest}",
         "object": name,
         "created": created,
         "model": model,
-        "choices": [choice(answer, spelling) for answer in output.outputs],
+        "choices": [_choice(url, answer, spelling) for answer in output.outputs],
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
@@ -189,57 +153,45 @@ def answer_body(
 
 def error_body(message: str, code: str, *, is_ours: bool) -> dict[str, object]:
     """The body of an error, the server's (`is_ours`) or the request's."""
-    kind_of_error = "server_error" if is_ours else "invalid_request_error"
-    return {"error": {"message": message, "type": kind_of_error, "param": None, "code": code}}
+    type_ = "server_error" if is_ours else "invalid_request_error"
+    return {"error": {"message": message, "type": type_, "param": None, "code": code}}
 
 
-def _chat_choice(answer: CompletionOutput, spelling: TokenSpelling) -> dict[str, object]:
-    logprobs: dict[str, object] | None = None
+def _choice(url: str, answer: CompletionOutput, spelling: TokenSpelling) -> dict[str, object]:
+    choice: dict[str, object] = {"text": answer.text, "index": answer.index}
+    if url == CHAT:
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        choice = {"index": answer.index, "message": message}
+    logprobs = None
     if answer.logprobs is not None:
-        content = [
-            {
-                **_token(token.token_id, token.logprob, spelling),
-                "top_logprobs": [_token(token_id, logprob, spelling) for token_id, logprob in token.top],
-            }
-            for token in _of_text(answer, answer.logprobs)
-        ]
-        logprobs = {"content": content, "refusal": None}
-    return {
-        "index": answer.index,
-        "message": {"role": "assistant", "content": answer.text, "refusal": None},
-        "logprobs": logprobs,
-        "finish_reason": answer.finish_reason,
-    }
+        # of the tokens of the text, without the one that stopped it by its id
+        stopped_by_token = answer.finish_reason is FinishReason.STOP and isinstance(answer.matched, int)
+        tokens = answer.logprobs[:-1] if stopped_by_token else answer.logprobs
+        logprobs = _chat_logprobs(tokens, spelling) if url == CHAT else _completion_logprobs(tokens, spelling)
+    return {**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+
+
+def _chat_logprobs(tokens: Sequence[TokenLogprob], spelling: TokenSpelling) -> dict[str, object]:
+    content = []
+    for token in tokens:
+        top = [_token(token_id, logprob, spelling) for token_id, logprob in token.top]
+        content.append({**_token(token.token_id, token.logprob, spelling), "top_logprobs": top})
+    return {"content": content, "refusal": None}
 
 
 def _token(token_id: int, logprob: float, spelling: TokenSpelling) -> dict[str, object]:
-    spelled = spelling.of(token_id)
-    return {
-        "token": spelled.text,
-        "logprob": max(logprob, _LOWEST_LOGPROB),
-        "bytes": None if spelled.bytes is None else list(spelled.bytes),
-    }
+    text, spelled = spelling.of(token_id)
+    logprob = max(logprob, _LOWEST_LOGPROB)
+    return {"token": text, "logprob": logprob, "bytes": None if spelled is None else list(spelled)}
 
 
-def _completion_choice(answer: CompletionOutput, spelling: TokenSpelling) -> dict[str, object]:
-    logprobs: dict[str, object] | None = None
-    if answer.logprobs is not None:
-        tokens = _of_text(answer, answer.logprobs)
-        texts = [spelling.of(token.token_id).text for token in tokens]
-        offsets = [0]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
-        logprobs = {
-            "tokens": texts,
-            "token_logprobs": [max(token.logprob, _LOWEST_LOGPROB) for token in tokens],
-            "top_logprobs": [_alternatives(token, spelling) for token in tokens],
-            "text_offset": offsets[:-1],
-        }
+def _completion_logprobs(tokens: Sequence[TokenLogprob], spelling: TokenSpelling) -> dict[str, object]:
+    texts = [spelling.of(token.token_id).text for token in tokens]
     return {
-        "text": answer.text,
-        "index": answer.index,
-        "logprobs": logprobs,
-        "finish_reason": answer.finish_reason,
+        "tokens": texts,
+        "token_logprobs": [max(token.logprob, _LOWEST_LOGPROB) for token in tokens],
+        "top_logprobs": [_alternatives(token, spelling) for token in tokens],
+        "text_offset": [0, *accumulate(map(len, texts))][:-1],
     }
 
 
@@ -249,12 +201,6 @@ def _alternatives(token: TokenLogprob, spelling: TokenSpelling) -> dict[str, flo
     for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
         texts.setdefault(spelling.of(token_id).text, max(logprob, _LOWEST_LOGPROB))
     return texts
-
-
-def _of_text(answer: CompletionOutput, logprobs: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
-    """The tokens of the text, without the one that stopped it by its id."""
-    stopped_by_token = answer.finish_reason is FinishReason.STOP and isinstance(answer.matched, int)
-    return logprobs[:-1] if stopped_by_token else logprobs
 
 
 def _listed(names: list[str]) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
 from radixrt.text.builder import TextBuilder
-from radixrt.text.chat import Message, is_chat
+from radixrt.text.chat import is_chat
 from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
@@ -28,45 +29,27 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]
 Params = SamplingParams | Mapping[str, Any] | None
 Continuation = str | Sequence[int]
+Choices = Continuation | Sequence[Continuation]
 OnError = Literal["raise", "return"]
 
+_Terms = tuple[SamplingParams, frozenset[int], tuple[tuple[int, ...], ...]]  # with stop ids and bad words
+
 MAX_NAMED = 8  # bad prompts that one error spells out
+_MAX_REMEMBERED = 64  # parameters
 
 
-class _Terms(NamedTuple):
-    """Parameters, and what follows from them and the model."""
-
-    params: SamplingParams
-    stop_ids: frozenset[int]
-    bad_words: tuple[tuple[int, ...], ...]
-
-
+@dataclass(eq=False)
 class RequestBuilder:
-    """Makes requests for one model.
+    """Makes requests for one model."""
 
-    Args:
-        tokenizer: None if the model has none; its prompts are token ids.
-        context_length: most tokens of a prompt with its answer.
-        seed: of the run.
-        refusal: why a request can never run, or None (`Scheduler.refusal`).
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        tokenizer: Tokenizer | None,
-        *,
-        context_length: int,
-        seed: int,
-        refusal: Callable[[Request], str | None],
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.context_length = context_length
-        self.seed = seed
-        self.weights_version = 0
-        self._refusal = refusal
-        self._ids = itertools.count()
+    config: ModelConfig
+    tokenizer: Tokenizer | None  # without one, prompts are token ids
+    context_length: int  # most tokens of a prompt with its answer
+    seed: int = 0  # of the run
+    refusal: Callable[[Request], str | None] = lambda request: None  # why one can never run, or None
+    weights_version: int = 0
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+    _known: dict[int, _Terms] = field(default_factory=dict)  # by the identity of their parameters
 
     def build(
         self,
@@ -80,14 +63,37 @@ class RequestBuilder:
     ) -> Request:
         """A request for one prompt; with `streams` its text is built token by token.
 
-        Args:
-            request_id: the caller's; None: a number that no other request has.
-
-        Raises:
-            PromptError: the prompt cannot be run.
-            ParameterError: the parameters are out of bounds, or ask for what this model does not have.
+        Without a `request_id` it gets a number that no other request has. Raises PromptError if the prompt cannot
+        be run, ParameterError if parameters are out of bounds or ask for what the model does not have.
         """
-        return self._request(prompt, self._terms(params), index, self._namespace(tenant), request_id, streams)
+        params, stop_ids, bad_words = self._terms(read_params(params))
+        namespace, ids = self._namespace(tenant), self.token_ids(prompt)
+        context, start = self.context_length, params.prompt_logprobs_start
+        longest = context if params.max_new_tokens == 0 else context - 1
+        if len(ids) > longest:
+            raise PromptError(f"has {len(ids)} tokens; with a context of {context} it may have at most {longest}")
+        if params.prompt_logprobs is not None and start >= len(ids):
+            raise ParameterError(f"prompt_logprobs_start is {start}, but the prompt has {len(ids)} tokens")
+        make_text_stop = None
+        if params.stop or streams:
+            if self.tokenizer is None:
+                raise ParameterError("stop strings and streams need a tokenizer, and the model's folder has none")
+            make_text_stop = partial(TextBuilder, self.tokenizer, params)
+        request = Request(
+            index=index,
+            id=next(self._ids) if request_id is None else request_id,
+            prompt_ids=ids,
+            params=params,
+            max_new_tokens=min(params.max_new_tokens, context - len(ids)),
+            seed=_derived_seed(self.seed, index) if params.seed is None else params.seed,
+            stop_ids=stop_ids,
+            bad_words=bad_words,
+            namespace=namespace,
+            make_text_stop=make_text_stop,
+        )
+        if (refusal := self.refusal(request)) is not None:
+            raise PromptError(refusal)
+        return request
 
     def build_streamed(
         self, prompt: Prompt, params: Params, tenant: str | None, request_id: str | None
@@ -119,16 +125,16 @@ class RequestBuilder:
         each, ids = one_each(params, len(prompts), many), own_ids(request_ids, len(prompts), many)
         if on_error not in ("raise", "return"):
             raise ParameterError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
+        self._namespace(tenant)  # a bad one is an error of the call, not of each prompt
         requests: list[Request] = []
         errors: dict[int, Exception] = {}
-        namespace = self._namespace(tenant)
-        terms: dict[int, _Terms] = {}  # by the identity of the parameters: often all are the same
+        read: dict[int, SamplingParams] = {}  # by the identity of what was given: often all are the same
         for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             try:
-                if id(own) not in terms:
-                    terms[id(own)] = self._terms(own)
-                request_id = ids.get(index)
-                requests.append(self._request(prompt, terms[id(own)], index, namespace, request_id, False))
+                if id(own) not in read:
+                    read[id(own)] = read_params(own)
+                own_id = ids.get(index)
+                requests.append(self.build(prompt, read[id(own)], index=index, tenant=tenant, request_id=own_id))
             except (PromptError, ParameterError) as error:
                 errors[index] = error
         if errors and on_error == "raise":
@@ -140,16 +146,12 @@ class RequestBuilder:
         return refused, requests
 
     def build_scored(
-        self,
-        prompts: Sequence[Prompt],
-        continuations: Sequence[Continuation | Sequence[Continuation]],
-        tenant: str | None,
+        self, prompts: Sequence[Prompt], continuations: Sequence[Choices], tenant: str | None
     ) -> tuple[list[Request], list[int]]:
         """Requests that score continuations of prompts, and for each of them the place of its prompt.
 
-        Raises:
-            PromptError: names every prompt that cannot be scored.
-            ParameterError: there are not as many prompts as continuations.
+        Raises PromptError, which names every prompt that cannot be scored, or ParameterError if there are not as
+        many prompts as continuations.
         """
         for name, given in (("prompts", prompts), ("continuations", continuations)):
             if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
@@ -161,7 +163,10 @@ class RequestBuilder:
         errors: dict[int, Exception] = {}
         for place, (prompt, own) in enumerate(zip(prompts, continuations, strict=True)):
             try:
-                for continuation in chosen_continuations(own):
+                choices: Any = [own] if isinstance(own, str) or is_token_ids(own) else own
+                if not isinstance(choices, Sequence) or isinstance(choices, (bytes, Mapping)) or not choices:
+                    raise PromptError("has no continuations: give text, token ids, or a list of these")
+                for continuation in choices:
                     ids, start = self._joined(prompt, continuation)
                     params = SamplingParams(max_new_tokens=0, prompt_logprobs=0, prompt_logprobs_start=start)
                     requests.append(self.build(ids, params, index=len(requests), tenant=tenant))
@@ -179,8 +184,7 @@ class RequestBuilder:
             # The border may fall inside a token: what it changes belongs to the continuation.
             joined = self.token_ids(prompt + continuation)
             shared = min(len(before), len(joined))
-            differs = np.flatnonzero(before[:shared] != joined[:shared])
-            start = int(differs[0]) if len(differs) else shared
+            start = int(np.append(before[:shared] != joined[:shared], True).argmax())  # the first that differs
         elif is_token_ids(continuation):
             joined = np.concatenate([before, self.token_ids(continuation)])
             start = len(before)
@@ -197,113 +201,14 @@ class RequestBuilder:
             raise ParameterError(f"tenant is {tenant!r}; it must be a string or None")
         return Namespace(self.weights_version, tenant=tenant)
 
-    def _terms(self, params: Params) -> _Terms:
-        params = read_params(params)
+    def _terms(self, params: SamplingParams) -> _Terms:
+        """Parameters with what follows from them for this model; remembered, as many prompts may have the same."""
+        if (known := self._known.get(id(params))) is not None:
+            return known
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= frozenset(self.config.eos_token_ids)
-        bad_words = self._bad_words(params)
-        self._check_params(params, stop_ids, bad_words)
-        return _Terms(params, stop_ids, bad_words)
-
-    def _request(
-        self,
-        prompt: Prompt,
-        terms: _Terms,
-        index: int,
-        namespace: Namespace,
-        request_id: str | None,
-        streams: bool,
-    ) -> Request:
-        params = terms.params
-        ids = self.token_ids(prompt)
-        longest = self.context_length if params.max_new_tokens == 0 else self.context_length - 1
-        if len(ids) > longest:
-            raise PromptError(
-                f"has {len(ids)} tokens; with a context of {self.context_length} it may have at most {longest}"
-            )
-        if params.prompt_logprobs is not None and params.prompt_logprobs_start >= len(ids):
-            raise ParameterError(
-                f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {len(ids)} tokens"
-            )
-        make_text_stop = None
-        if params.stop or streams:
-            if self.tokenizer is None:
-                raise ParameterError("stop strings and streams need a tokenizer, and the model's folder has none")
-            make_text_stop = partial(
-                TextBuilder,
-                self.tokenizer,
-                stop=params.stop,
-                include_stop_str=params.include_stop_str,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_new_tokens,
-            )
-        request = Request(
-            index=index,
-            id=next(self._ids) if request_id is None else request_id,
-            prompt_ids=ids,
-            params=params,
-            max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),
-            seed=_derived_seed(self.seed, index) if params.seed is None else params.seed,
-            stop_ids=terms.stop_ids,
-            bad_words=terms.bad_words,
-            namespace=namespace,
-            make_text_stop=make_text_stop,
-        )
-        if (refusal := self._refusal(request)) is not None:
-            raise PromptError(refusal)
-        return request
-
-    def token_ids(self, prompt: Prompt) -> NDArray[np.int32]:
-        """A prompt as int32 `[n >= 1]`, every id inside the model's vocabulary. Raises PromptError."""
-        ids: NDArray[Any]
-        if isinstance(prompt, str) or is_chat(prompt):
-            if self.tokenizer is None:
-                raise PromptError("is text, but the model's folder has no tokenizer: give token ids")
-            try:
-                if isinstance(prompt, str):
-                    ids = self.tokenizer.encode(prompt)
-                else:
-                    ids = self.tokenizer.encode_chat(cast("Sequence[Message]", prompt))
-            except TokenizerError as error:
-                raise PromptError(f"cannot be encoded: {error}") from error
-        elif isinstance(prompt, np.ndarray) and is_token_ids(prompt):
-            ids = prompt
-        elif is_token_ids(prompt):
-            numbers = cast("Sequence[int]", prompt)
-            try:
-                ids = np.array(numbers, dtype=np.int64)
-            except OverflowError:  # the first that is outside is named below, whatever its size
-                ids = np.array([int(i) for i in numbers], dtype=np.object_)
-        else:
-            raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
-        if len(ids) == 0:
-            raise PromptError("is empty: it has no tokens")
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
-            last = self.config.vocab_size - 1
-            raise PromptError(f"holds token id {outside[0]}; the model's ids are 0 to {last}")
-        return ids.astype(np.int32)
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Bad words as token ids; a string both as it begins a text and as it follows a blank."""
-        words: list[tuple[int, ...]] = []
-        for word in params.bad_words:
-            if not isinstance(word, str):
-                words.append(word)
-                continue
-            if self.tokenizer is None:
-                raise ParameterError("bad_words holds text, but the model has no tokenizer: give token ids")
-            for text in (word, f" {word}"):
-                try:
-                    words.append(tuple(self.tokenizer.encode(text, add_special_tokens=False).tolist()))
-                except TokenizerError as error:
-                    raise ParameterError(f"bad_words holds what cannot be encoded: {error}") from error
-        return tuple(dict.fromkeys(words))
-
-    def _check_params(
-        self, params: SamplingParams, stop_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...]
-    ) -> None:
+        bad_words = tuple(dict.fromkeys(ids for word in params.bad_words for ids in self._spelled(word)))
         vocab_size = self.config.vocab_size
         named = {
             "stop_token_ids": params.stop_token_ids,
@@ -320,14 +225,54 @@ class RequestBuilder:
                 left -= stop_ids
             if not left:
                 raise ParameterError("bad_words and min_new_tokens leave none of allowed_token_ids to draw")
+        if len(self._known) >= _MAX_REMEMBERED:
+            self._known.clear()
+        terms = self._known[id(params)] = (params, stop_ids, bad_words)
+        return terms
+
+    def _spelled(self, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:
+        """A bad word as token ids; a string both as it begins a text and as it follows a blank."""
+        if not isinstance(word, str):
+            return [word]
+        if self.tokenizer is None:
+            raise ParameterError("bad_words holds text, but the model has no tokenizer: give token ids")
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        try:
+            return [tuple(encode(text).tolist()) for text in (word, f" {word}")]
+        except TokenizerError as error:
+            raise ParameterError(f"bad_words holds what cannot be encoded: {error}") from error
+
+    def token_ids(self, prompt: Prompt) -> NDArray[np.int32]:
+        """A prompt as int32 `[n >= 1]`, every id inside the model's vocabulary. Raises PromptError."""
+        ids: NDArray[Any]
+        if isinstance(prompt, str) or is_chat(prompt):
+            if self.tokenizer is None:
+                raise PromptError("is text, but the model's folder has no tokenizer: give token ids")
+            encode, encode_chat = self.tokenizer.encode, self.tokenizer.encode_chat
+            try:
+                ids = encode(prompt) if isinstance(prompt, str) else encode_chat(prompt)
+            except TokenizerError as error:
+                raise PromptError(f"cannot be encoded: {error}") from error
+        elif is_token_ids(prompt):
+            try:
+                ids = prompt if isinstance(prompt, np.ndarray) else np.array(prompt, dtype=np.int64)
+            except OverflowError:  # the first that is outside is named below, whatever its size
+                ids = np.array([int(i) for i in prompt], dtype=np.object_)
+        else:
+            raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
+        if len(ids) == 0:
+            raise PromptError("is empty: it has no tokens")
+        vocab_size = self.config.vocab_size
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            outside = ids[(ids < 0) | (ids >= vocab_size)]
+            raise PromptError(f"holds token id {outside[0]}; the model's ids are 0 to {vocab_size - 1}")
+        return ids.astype(np.int32)
 
 
 def builder_without_weights(source: str | Path, context_length: int | None = None) -> RequestBuilder:
     """A builder that checks requests for the model in `source` without its weights, and without a KV pool's limit.
 
-    Raises:
-        ModelError, TokenizerError: there is no such model, or it cannot be read.
-        ParameterError: the model cannot have that context.
+    Raises ModelError or TokenizerError if it cannot be read, ParameterError if it cannot have that context.
     """
     from radixrt.models.config import read_architecture  # these take torch and transformers with them
     from radixrt.models.loader import model_folder
@@ -337,32 +282,23 @@ def builder_without_weights(source: str | Path, context_length: int | None = Non
     config = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
     if context_length is not None:
         config = config.with_context_length(context_length)
-    return RequestBuilder(
-        config, tokenizer_of(source), context_length=config.context_length, seed=0, refusal=lambda request: None
-    )
+    return RequestBuilder(config, tokenizer_of(source), context_length=config.context_length)
 
 
 def read_params(params: Params) -> SamplingParams:
     """SamplingParams from themselves, from a mapping in either spelling, or from None."""
     if params is None:
         return SamplingParams()
-    if isinstance(params, SamplingParams):
-        return params
-    if isinstance(params, Mapping):
-        return sampling_params_from_dict(params)
-    raise ParameterError(f"sampling_params is {params!r}; it must be a SamplingParams or a dict")
+    return params if isinstance(params, SamplingParams) else sampling_params_from_dict(params)
 
 
-def is_token_ids(prompt: object) -> bool:
+def is_token_ids(prompt: object) -> TypeGuard[Sequence[int] | NDArray[np.integer[Any]]]:
     """Whether a value is one prompt of token ids. An empty list is a list of no prompts."""
     if isinstance(prompt, np.ndarray):
         return prompt.ndim == 1 and prompt.dtype.kind in "iu"
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, (str, bytes, bytearray))
-        and len(prompt) > 0
-        and all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, prompt)))
-    )
+    if isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, prompt)))
 
 
 def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
@@ -380,7 +316,7 @@ def one_each(params: Params | Sequence[Params], count: int, many: bool) -> Seque
         return [params] * count
     if not many or isinstance(params, str) or not isinstance(params, Sequence):
         raise ParameterError(
-            f"sampling_params is {params!r}; it must be a SamplingParams or a dict, or a list of one each"
+            f"sampling_params is {params!r}; give a SamplingParams or a dict, or a list of one each"
         )
     if len(params) != count:
         raise ParameterError(f"there are {len(params)} sampling_params for {count} prompts; give one, or one each")
@@ -402,15 +338,6 @@ def own_ids(request_ids: str | Sequence[str] | None, count: int, many: bool) -> 
     return dict(enumerate(ids))
 
 
-def chosen_continuations(own: Continuation | Sequence[Continuation]) -> Sequence[Continuation]:
-    """A continuation, or the choices among several, as a list. Raises PromptError if there are none."""
-    if isinstance(own, str) or is_token_ids(own):
-        return [cast("Continuation", own)]
-    if not isinstance(own, Sequence) or isinstance(own, (bytes, Mapping)) or not own:
-        raise PromptError("has no continuations: give text, token ids, or a list of these")
-    return cast("Sequence[Continuation]", own)
-
-
 def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
     """One error that names every bad prompt of a list."""
     shown = [f"prompt {index} {error}" for index, error in itertools.islice(errors.items(), MAX_NAMED)]
@@ -420,6 +347,6 @@ def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
 
 
 def _derived_seed(run_seed: int, index: int) -> int:
-    """A request's own seed: 63 bits that differ for every run seed and index."""
+    """63 bits that differ for every run seed and index."""
     digest = hashlib.blake2b(f"{run_seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -29,12 +29,11 @@ def known_parameters() -> dict[str, str]:
 def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
     """SamplingParams from a dict in either spelling; `defaults` for what is not in it.
 
-    Raises:
-        ParameterError: keys are unknown (all are named, with the nearest known ones), a parameter is given under
-            two spellings, or a value is outside its bounds.
+    Raises ParameterError if keys are unknown (it names all, with the nearest known ones), two spellings of a
+    parameter are given, or a value is outside its bounds.
     """
     if not isinstance(values, Mapping):
-        raise ParameterError(f"sampling parameters are a dict or a SamplingParams, not {type(values).__name__}")
+        raise ParameterError(f"sampling parameters are a dict or a SamplingParams, not {values!r}")
     known = known_parameters()
     if unknown := [key for key in values if key not in known]:
         many = "s" if len(unknown) > 1 else ""

@@ -16,8 +16,6 @@
 The identity is what the KV depends on. Nothing in a file is trusted: hashes and sizes are checked.
 """
 
-# Tests: tests/kept_cache/test_kept_cache.py
-
 from __future__ import annotations
 
 import hashlib

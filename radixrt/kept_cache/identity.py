@@ -1,7 +1,5 @@
 """The identity of KV: Runtimes of equal identity compute the same KV for the same tokens."""
 
-# Tests: tests/kept_cache/test_kept_cache.py
-
 from __future__ import annotations
 
 import hashlib

@@ -1,7 +1,5 @@
 """Saves the cache to a file and loads it: KV on its way between the pools and the disk."""
 
-# Tests: tests/kept_cache/test_kept_cache.py
-
 from __future__ import annotations
 
 import sys
@@ -88,8 +86,7 @@ class CacheStorage:
                 differing.append(f"KV is {reader.kv} in the file, {self.format} in the model")
             if differing:
                 raise CacheFileError(f"the cache file {path} is of another model: {'; '.join(differing)}")
-            fault = reader.tree.fault(vocab_size)
-            if fault is not None:
+            if fault := reader.tree.fault(vocab_size):
                 raise CacheFileError(f"the cache file {path} cannot be used: {fault}")
             arriving: Adoption | None = None
             try:
@@ -183,8 +180,7 @@ class _Buffer:
 
     def bytes(self, num_tokens: int) -> NDArray[np.uint8]:
         """A flat view of the first tokens."""
-        flat = self.memory[:num_tokens].view(-1).view(torch.uint8)
-        return np.asarray(flat.numpy())
+        return np.asarray(self.memory[:num_tokens].view(-1).view(torch.uint8).numpy())
 
     def copied(self) -> None:
         """Note that a copy from or to it has been queued."""

@@ -1,49 +1,118 @@
-"""The text of one request: stream, stop strings, end."""
+"""The text of one request: token by token, up to a stop string or its end."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from radixrt.text.detokenizer import Detokenizer
+from radixrt.sampling_params import SamplingParams
 from radixrt.text.tokenizer import Tokenizer
 
+_REPLACEMENT = "\ufffd"
+_MAX_CONTEXT = 8  # tokens
+_MAX_WINDOW = 64  # tokens
 
-@dataclass(frozen=True)
-class StopStrings:
-    """Non-empty strings that end a text.
 
-    The stop that ends first in the text wins, the longest of several that end there, so the result does not depend
-    on the boundaries between tokens.
+class Detokenizer:
+    """Decodes a growing list of token ids, and returns text as it becomes certain.
+
+    All results of `push` and the one of `finish` join to `tokenizer.decode` of all ids. Text that another token
+    may still change is held back: the bytes of an unfinished character, and a whole run of byte-fallback tokens,
+    which one bad byte turns into replacements.
+
+    A token costs the decoding of a few: the `_window` of tokens whose text is not certain yet, and a `_context` of
+    some before them.
     """
 
-    strings: tuple[str, ...]
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._context: list[int] = []
+        self._context_text = ""
+        self._window: list[int] = []
+        self._returned = 0  # characters of the window's text
+        self._in_bytes = False  # the window ends in a run of byte-fallback tokens
+        self._due = 1  # length at which the window is decoded next
 
-    def find(self, text: str, after: int = 0) -> tuple[int, int] | None:
-        """Return start and end of the first stop in `text` that ends beyond `after`."""
-        best: tuple[int, int] | None = None
-        for string in self.strings:
-            start = text.find(string, max(0, after + 1 - len(string)))
-            if start < 0:
-                continue
-            end = start + len(string)
-            if best is None or (end, start) < (best[1], best[0]):
-                best = start, end
-        return best
+    def push(self, token_id: int) -> str:
+        """Take the next token. Returns the text that has become certain, often ""."""
+        self._window.append(token_id)
+        if token_id in self._tokenizer.byte_ids:
+            self._in_bytes = True
+            return ""
+        if self._in_bytes and self._is_silent(token_id):
+            return ""  # decoding may drop it and join the bytes around it
+        self._in_bytes = False
+        if len(self._window) < self._due:
+            return ""
+        text = self._window_text()
+        certain = text.removesuffix(_REPLACEMENT)  # one for all bytes of an unfinished character
+        new = certain[self._returned :]
+        if text and certain == text:  # the window becomes context
+            self._context += self._window
+            self._context_text += text
+            anchor = self._tokenizer.anchor
+            if len(self._context) > _MAX_CONTEXT and anchor is not None:
+                self._context = [anchor, self._context[-1]]
+                self._context_text = self._tokenizer.decode(self._context, self._skip)
+            self._window, self._returned, self._due = [], 0, 1
+        elif not text and self._is_silent(token_id):
+            self._window.pop()
+        else:  # half a character, or a leading blank, which spells nothing by itself
+            self._returned = max(self._returned, len(certain))
+            size = len(self._window)
+            # Beyond the limit only when the size has doubled, so endless nonsense costs no more than text.
+            self._due = size + 1 if size < _MAX_WINDOW else 2 * size
+        return new
 
-    def unsafe(self, text: str) -> int:
-        """Count the last characters of `text` that could begin a stop."""
-        longest = 0
-        for string in self.strings:
-            start = max(0, len(text) - len(string) + 1)
-            while len(text) - start > longest:
-                start = text.find(string[0], start)
-                if start < 0:
-                    break
-                if string.startswith(text[start:]):
-                    longest = max(longest, len(text) - start)
-                    break
-                start += 1
-        return longest
+    def tentative(self) -> str:
+        """Return what `finish` would now, if it is whole characters; "" beyond 64 uncertain tokens."""
+        if not self._window or len(self._window) > _MAX_WINDOW:
+            return ""
+        text = self._window_text()
+        return "" if text.endswith(_REPLACEMENT) else text[self._returned :]
+
+    def finish(self) -> str:
+        """Return the rest of the text, after the last token."""
+        rest = self._window_text()[self._returned :]
+        self._window.clear()
+        return rest
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether all text so far has been returned, so that the next token's begins here."""
+        return not self._window
+
+    def _window_text(self) -> str:
+        return self._tokenizer.decode(self._context + self._window, self._skip)[len(self._context_text) :]
+
+    def _is_silent(self, token_id: int) -> bool:
+        """Whether a token spells nothing in the middle of a text, like a skipped special token."""
+        return self._tokenizer.decode_inside([token_id], self._skip) == ""
+
+
+def find_stop(stops: tuple[str, ...], text: str, after: int = 0) -> tuple[int, int] | None:
+    """Start and end of the stop string that ends first in `text`, beyond `after`; None if there is none.
+
+    It is the longest of several that end there, so the result does not depend on the boundaries between tokens.
+    """
+    found = []
+    for stop in stops:
+        start = text.find(stop, max(0, after + 1 - len(stop)))
+        if start >= 0:
+            found.append((start + len(stop), start))
+    if not found:
+        return None
+    end, start = min(found)
+    return start, end
+
+
+def unfinished_stop(stops: tuple[str, ...], text: str) -> int:
+    """Count the last characters of `text` that could begin a stop string."""
+    longest = 0
+    for stop in stops:
+        start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while start >= 0 and not stop.startswith(text[start:]):
+            start = text.find(stop[0], start + 1)
+        if start >= 0:
+            longest = max(longest, len(text) - start)
+    return longest
 
 
 class TextBuilder:
@@ -53,103 +122,59 @@ class TextBuilder:
     deltas, one after `finish` included, join to the text that `finish` returns. No delta shows part of a stop
     string that is later cut off.
 
-    Without stop strings tokens are decoded only when `delta` or `finish` asks for text.
+    The text ends before the first stop string to be complete, or after it with `include_stop_str`; one that is
+    complete before there are `min_new_tokens` tokens is ordinary text.
 
-    Args:
-        stop: the text ends before the first of these to be complete (`StopStrings`).
-        include_stop_str: end after the stop instead.
-        min_tokens: a stop that is complete before there are this many tokens is ordinary text.
-        skip_special_tokens: leave special tokens out of the text.
+    Attributes:
+        matched: the stop string that ended the text, or None. Final after `finish`.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        stop: tuple[str, ...] = (),
-        include_stop_str: bool = False,
-        min_tokens: int = 0,
-        skip_special_tokens: bool = True,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stops = StopStrings(stop)
-        self._include_stop = include_stop_str
-        self._min_tokens = min_tokens
-        self._ids: list[int] = []
-        self._fed = 0  # ids given to the detokenizer
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.matched: str | None = None
+        self._params = params
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._count = 0  # tokens
         self._parts: list[str] = []  # of the text, safe to show
         self._taken = 0  # parts that delta has returned
         self._held = ""  # certain text after them that may be the beginning of a stop
         self._ordinary = 0  # no stop ends in these first characters of _held
-        self._matched: str | None = None
-        self._finished = False
-
-    @property
-    def matched(self) -> str | None:
-        """The stop string that ended the text, or None. Final after `finish`."""
-        return self._matched
-
-    @property
-    def text(self) -> str:
-        """The text that is safe to show so far; after `finish`, all of it."""
-        self._feed()
-        return "".join(self._parts)
 
     def push(self, token_id: int) -> bool:
         """Take the next token. Returns whether a stop string is complete; later tokens are ignored."""
-        if self._matched is None:
-            self._ids.append(token_id)
-            if self._stops.strings:
-                self._feed()
-        return self._matched is not None
+        if self.matched is not None:
+            return True
+        self._count += 1
+        self._held += self._detokenizer.push(token_id)
+        if self._params.stop:
+            self._search(self._held + self._detokenizer.tentative())  # which is final if it completes a stop
+        safe = len(self._held) - unfinished_stop(self._params.stop, self._held)
+        if safe and self.matched is None:
+            self._parts.append(self._held[:safe])
+            self._held = self._held[safe:]
+            self._ordinary = max(0, self._ordinary - safe)
+        return self.matched is not None
 
     def delta(self) -> str:
         """Return the text that has become safe to show since the last call."""
-        self._feed()
         new = "".join(self._parts[self._taken :])
         self._taken = len(self._parts)
         return new
 
     def finish(self) -> str:
         """Return the final text. `matched` may be set only now, by text that was not certain before."""
-        if not self._finished:
-            if self._fed == 0:
-                self._held = self._tokenizer.decode(self._ids, self._skip)
-            elif self._matched is None:
-                self._feed()
-                self._held += self._detokenizer.finish()
-                if self._fed >= self._min_tokens:
-                    self._search(self._held)
-            if self._matched is None:
-                self._parts.append(self._held)
-            self._finished = True
+        if self.matched is None:
+            self._held += self._detokenizer.finish()
+            self._search(self._held)
+        if self.matched is None:
+            self._parts.append(self._held)
+        self._held = ""
         return "".join(self._parts)
 
-    def _feed(self) -> None:
-        """Decode the tokens not yet fed, and divide their text between `_parts` and `_held`."""
-        while self._fed < len(self._ids) and not self._finished and self._matched is None:
-            self._held += self._detokenizer.push(self._ids[self._fed])
-            self._fed += 1
-            if self._stops.strings:
-                # If a stop is complete here, tentative text is final.
-                text = self._held + self._detokenizer.tentative()
-                if self._fed < self._min_tokens:
-                    self._ordinary = len(text)
-                else:
-                    self._search(text)
-            if self._matched is None:
-                safe = len(self._held) - self._stops.unsafe(self._held)
-                if safe:
-                    self._parts.append(self._held[:safe])
-                    self._held = self._held[safe:]
-                    self._ordinary = max(0, self._ordinary - safe)
-
     def _search(self, text: str) -> None:
-        """End the text at the first stop in `text`, which follows `_parts`, if there is one."""
-        found = self._stops.find(text, self._ordinary)
-        if found is not None:
+        """End the text at the first stop in `text`, which follows `_parts`, if there is one and it counts."""
+        if self._count < self._params.min_new_tokens:
+            self._ordinary = len(text)
+        elif found := find_stop(self._params.stop, text, self._ordinary):
             start, end = found
-            self._matched = text[start:end]
-            self._parts.append(text[: end if self._include_stop else start])
+            self.matched = text[start:end]
+            self._parts.append(text[: end if self._params.include_stop_str else start])

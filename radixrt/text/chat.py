@@ -1,8 +1,9 @@
-"""Chat messages: checked, and rendered by a checkpoint's template."""
+"""Chat messages and their checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 from radixrt.errors import TokenizerError
 
@@ -11,27 +12,17 @@ Message = Mapping[str, str]
 _KEYS = ("role", "content")
 
 
-def is_chat(prompt: object) -> bool:
+def is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
     """Whether a prompt is a list that begins with a mapping. Its messages are not checked."""
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, (str, bytes))
-        and len(prompt) > 0
-        and isinstance(prompt[0], Mapping)
-    )
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Copy `messages`, each a dict of a role and a content, both strings; the content may be empty.
-
-    Raises:
-        TokenizerError: names the first bad message, and what is wrong with it.
-    """
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+    """Copy messages, dicts of a role and a content, both strings. Raises TokenizerError, which names a bad one."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise TokenizerError(f"a chat is a list of messages, not {type(messages).__name__}")
     if not messages:
         raise TokenizerError("the chat is empty; give at least one message")
-    checked = []
     for place, message in enumerate(messages):
         which = f"chat message {place}"
         if not isinstance(message, Mapping):
@@ -47,8 +38,7 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
             check_unicode(which, value, f" of its {key}")
         if not message["role"]:
             raise TokenizerError(f"{which} has an empty role")
-        checked.append({key: message[key] for key in _KEYS})
-    return checked
+    return [{key: message[key] for key in _KEYS} for message in messages]
 
 
 def check_unicode(which: str, text: str, part: str = "") -> None:
@@ -60,26 +50,3 @@ def check_unicode(which: str, text: str, part: str = "") -> None:
             f"{which} holds U+{ord(text[error.start]):04X}, half of a surrogate pair, at character "
             f"{error.start}{part}; it is not valid Unicode"
         ) from None
-
-
-def render(
-    template: Callable[[list[dict[str, str]], bool], str], messages: Sequence[Message], add_generation_prompt: bool
-) -> str:
-    """Render messages with `template`, which runs in a sandbox and raises Jinja's exceptions.
-
-    Raises:
-        TokenizerError: a message is bad, or the template refuses the chat, fails, or tries to leave its sandbox.
-    """
-    from jinja2.exceptions import SecurityError, TemplateError
-
-    checked = checked_messages(messages)
-    try:
-        return template(checked, add_generation_prompt)
-    except SecurityError as error:
-        forbidden = "the chat template of this checkpoint tries to do what its sandbox forbids"
-        raise TokenizerError(f"{forbidden}: {error}") from error
-    except Exception as error:  # a template is a program: it may raise anything
-        # transformers raises a bare TemplateError where a template calls raise_exception
-        what = "refuses" if type(error) is TemplateError else "fails on"
-        cause = str(error).strip().split("\n")[0] or type(error).__name__
-        raise TokenizerError(f"the chat template {what} these messages: {cause}") from error

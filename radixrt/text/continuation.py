@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from radixrt.text.detokenizer import Detokenizer
+from radixrt.text.builder import Detokenizer
 from radixrt.text.tokenizer import Tokenizer
 
 _LEADS = ("1", ".", "a")
@@ -15,8 +15,7 @@ _LEADS = ("1", ".", "a")
 def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode `text` as a continuation of other tokens: without BOS or the blank that some tokenizers prepend."""
     direct: list[int] = tokenizer.encode(text, add_special_tokens=False).tolist()
-    before = [] if tokenizer.anchor is None else [tokenizer.anchor]
-    if tokenizer.decode(before + direct, False) == tokenizer.decode(before, False) + text:
+    if tokenizer.decode_inside(direct, skip_special_tokens=False) == text:
         return direct
     # After another character the text is no beginning: encode both, and drop that character's tokens.
     for lead in _LEADS:
@@ -38,13 +37,9 @@ def splice(tokenizer: Tokenizer, known: Sequence[int], full: Sequence[int]) -> l
         return list(full)
     known_text, known_boundaries = _boundaries(tokenizer, known)
     full_text, full_boundaries = _boundaries(tokenizer, full)
-    at = before = 0
-    for end in known_boundaries:  # in order
-        if known_text[before:end] != full_text[before:end]:
-            break
-        if end in full_boundaries:
-            at = end
-        before = end
+    differing = (place for place, (a, b) in enumerate(zip(known_text, full_text, strict=False)) if a != b)
+    same = next(differing, min(len(known_text), len(full_text)))
+    at = max(end for end in known_boundaries.keys() & full_boundaries.keys() if end <= same)
     return [*known[: known_boundaries[at]], *full[full_boundaries[at] :]]
 
 

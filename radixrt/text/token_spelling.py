@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cache, partial
+from typing import NamedTuple
 
 from radixrt.text.tokenizer import Tokenizer
 
@@ -16,17 +17,11 @@ _LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {
 }
 
 
-@dataclass(frozen=True)
-class Spelled:
-    """What one token spells in the middle of a text.
+class Spelled(NamedTuple):
+    """What one token spells in the middle of a text."""
 
-    Attributes:
-        text: with U+FFFD for part of a character.
-        bytes: its UTF-8, also of part of a character; None if unknown.
-    """
-
-    text: str
-    bytes: bytes | None
+    text: str  # with U+FFFD for part of a character
+    bytes: bytes | None  # its UTF-8, also of part of a character; None if unknown
 
 
 class TokenSpelling:
@@ -36,15 +31,7 @@ class TokenSpelling:
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, Spelled] = {}
-
-    def of(self, token_id: int) -> Spelled:
-        """Spell a token."""
-        spelled = self._known.get(token_id)
-        if spelled is None:
-            spelled = self._known[token_id] = _spelled(self._tokenizer, token_id)
-        return spelled
+        self.of = cache(partial(_spelled, tokenizer))
 
 
 def _spelled(tokenizer: Tokenizer | None, token_id: int) -> Spelled:
@@ -54,11 +41,8 @@ def _spelled(tokenizer: Tokenizer | None, token_id: int) -> Spelled:
     if token_id in tokenizer.byte_ids:
         byte = bytes([int(tokenizer.piece(token_id)[3:5], 16)])  # of <0xE3>
         return Spelled(byte.decode("utf-8", "replace"), byte)
-    # After another token: the first of a text may lose its leading blank.
-    before = [] if tokenizer.anchor is None else [tokenizer.anchor]
-    prefix = tokenizer.decode(before, skip_special_tokens=False)
-    text = tokenizer.decode([*before, token_id], skip_special_tokens=False)
-    text = text[len(prefix) :] if text.startswith(prefix) else tokenizer.decode([token_id], False)
+    inside = tokenizer.decode_inside([token_id], skip_special_tokens=False)
+    text = tokenizer.decode([token_id], skip_special_tokens=False) if inside is None else inside
     return Spelled(text, _part(tokenizer.piece(token_id), text) if _REPLACEMENT in text else text.encode())
 
 

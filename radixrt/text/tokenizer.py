@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
+from radixrt.arrays import Int32Array
 from radixrt.errors import TokenizerError
-from radixrt.text.chat import Message, check_unicode, render
+from radixrt.text.chat import Message, check_unicode, checked_messages
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-
-TokenIds = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: its ids are below this. A model may have more rows, never fewer.
-        bos_token_id: the token that begins a text, or None.
-        eos_token_id: the token that ends a text, or None.
+        bos_token_id, eos_token_id: the tokens that begin and end a text, or None.
         byte_ids: byte-fallback tokens, of one byte each: only a whole run of them has a text.
     """
 
@@ -41,20 +40,17 @@ class Tokenizer:
     _encode: Callable[[list[str], bool], list[list[int]]]
     _decode: Callable[[list[int], bool], str]
     _piece: Callable[[int], str | None]
-    _template: Callable[[list[dict[str, str]], bool], str] | None = None
+    _template: Callable[..., str] | None = None  # `apply_chat_template` of transformers
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
         """Encode `text` to int32 `[num_tokens]`, with BOS if the checkpoint's tokenizer adds special tokens.
 
         Special tokens written out in the text (such as `</s>`) become those tokens, except in a bare sentencepiece
-        model, where they are plain text.
-
-        Raises:
-            TokenizerError: `text` holds half of a surrogate pair.
+        model, where they are plain text. Raises TokenizerError where `text` holds half of a surrogate pair.
         """
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[TokenIds]:
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Int32Array]:
         """`encode` each text on the tokenizer's threads; errors name the text's place in the list too."""
         for place, text in enumerate(texts):
             check_unicode(f"text {place}" if len(texts) > 1 else "the text", text)
@@ -67,30 +63,37 @@ class Tokenizer:
         """Whether `encode_chat` and `chat_text` can be called."""
         return self._template is not None
 
-    def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> TokenIds:
-        """Encode `chat_text` to int32 `[num_tokens]`, with the same arguments and errors.
+    def encode_chat(self, messages: Sequence[Message]) -> Int32Array:
+        """Encode `chat_text` to int32 `[num_tokens]`, with the same errors.
 
         The template alone decides about BOS, as in transformers' `apply_chat_template`. Special tokens written out
         in a content become those tokens.
         """
-        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.chat_text(messages), add_special_tokens=False)
 
     def chat_text(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Render a conversation with the checkpoint's chat template.
+        """Render a conversation with the checkpoint's chat template, in a sandbox.
 
-        Args:
-            add_generation_prompt: end with the beginning of the assistant's answer.
-
-        Raises:
-            TokenizerError: there is no template, a message is bad, or the template refuses the messages.
+        `add_generation_prompt` ends it with the beginning of the assistant's answer. Raises TokenizerError if a
+        message is bad, or the template is missing, refuses the messages, fails, or tries to leave its sandbox.
         """
         if self._template is None:
             raise TokenizerError(
                 "this checkpoint's tokenizer has no chat template: give the prompt as text, or add a "
                 "chat_template.jinja to the model's folder"
             )
-        return render(self._template, messages, add_generation_prompt)
+        from jinja2.exceptions import SecurityError, TemplateError
+
+        checked = checked_messages(messages)
+        try:
+            return self._template(checked, tokenize=False, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # a template is a program: it may raise anything
+            what = "fails on these messages"
+            if isinstance(error, SecurityError):
+                what = "of this checkpoint tries to do what its sandbox forbids"
+            elif type(error) is TemplateError:  # of transformers, where a template calls raise_exception
+                what = "refuses these messages"
+            raise TokenizerError(f"the chat template {what}: {_cause(error)}") from error
 
     def piece(self, token_id: int) -> str:
         """A token as the vocabulary spells it, such as `▁the`, `Ġthe` or `<0xE3>`; "" for an unknown id."""
@@ -101,26 +104,26 @@ class Tokenizer:
     @cached_property
     def anchor(self) -> int | None:
         """An ordinary token that spells a letter or digit, or None. Tokens after it keep their leading blank."""
-        for token_id in range(self.vocab_size):
-            text = self._decode([token_id], True)
-            if text.isascii() and text.isalnum() and token_id not in self.byte_ids:
-                return token_id
-        return None
+        texts = ((i, self._decode([i], True)) for i in range(self.vocab_size) if i not in self.byte_ids)
+        return next((i for i, text in texts if text.isascii() and text.isalnum()), None)
 
-    def decode(
-        self, token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], skip_special_tokens: bool = True
-    ) -> str:
-        """Decode `token_ids` without tidying blanks before punctuation away.
+    def decode(self, token_ids: Sequence[int] | NDArray[np.integer[Any]], skip_special_tokens: bool = True) -> str:
+        """Decode `token_ids`, bytes that are not UTF-8 as U+FFFD, without tidying blanks before punctuation away.
 
-        Bytes that are not UTF-8 become U+FFFD. Ids from `vocab_size` on spell nothing.
-
-        Raises:
-            TokenizerError: an id is negative.
+        Ids from `vocab_size` on spell nothing; negative ones raise TokenizerError.
         """
         ids = [int(i) for i in token_ids]
         if ids and min(ids) < 0:
             raise TokenizerError(f"token id {min(ids)} at position {ids.index(min(ids))} is negative")
         return self._decode([i for i in ids if i < self.vocab_size], skip_special_tokens)
+
+    def decode_inside(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str | None:
+        """Decode `token_ids` as inside a text: after the anchor. None: there is none, or its text changes."""
+        if self.anchor is None:
+            return None
+        prefix = self.decode([self.anchor], skip_special_tokens)
+        text = self.decode([self.anchor, *token_ids], skip_special_tokens)
+        return text[len(prefix) :] if text.startswith(prefix) else None
 
 
 def tokenizer_of(source: str | Path) -> Tokenizer | None:
@@ -135,65 +138,46 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     """Load the tokenizer of a folder or of a hub id; no code from the folder is run.
 
     A folder with `tokenizer.model` and neither `tokenizer.json` nor `tokenizer_config.json` is read by
-    sentencepiece, with BOS if that model defines one; everything else by transformers.
-
-    Raises:
-        TokenizerError: there is no such folder, or it holds no tokenizer that can be read.
+    sentencepiece, with BOS if that model defines one; everything else by transformers. Raises TokenizerError if
+    there is no such folder, or none that can be read in it.
     """
     folder = Path(source)
     if not folder.is_dir() and (isinstance(source, Path) or not _HUB_ID.fullmatch(source)):
         raise TokenizerError(f"cannot load a tokenizer from {source}: there is no such folder")
-    others = [folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
-    sentencepiece_model = folder / "tokenizer.model"
+    bare, others = folder / "tokenizer.model", ("tokenizer.json", "tokenizer_config.json")
     try:
-        if sentencepiece_model.exists() and not any(path.exists() for path in others):
-            return _load_sentencepiece(sentencepiece_model)
+        if bare.exists() and not any((folder / name).exists() for name in others):
+            return _load_sentencepiece(bare)
         return _load_transformers(str(folder), local=folder.is_dir())
     except Exception as error:  # whatever the two libraries raise on what they cannot read
-        cause = str(error).strip().split("\n")[0] or type(error).__name__
-        raise TokenizerError(f"cannot load a tokenizer from {source}: {cause}") from error
+        raise TokenizerError(f"cannot load a tokenizer from {source}: {_cause(error)}") from error
+
+
+def _cause(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _load_transformers(source: str, local: bool) -> Tokenizer:
     from transformers import AutoTokenizer  # a third of a second, hence here
 
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
-
-    def encode(texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        # verbose=False: the Runtime refuses prompts that are too long
-        ids: list[list[int]] = tokenizer(
-            texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
-        )["input_ids"]
-        return ids
-
-    def decode(ids: list[int], skip: bool) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
-
-    def template(messages: list[dict[str, str]], add_prompt: bool) -> str:
-        # transformers runs it in Jinja's ImmutableSandboxedEnvironment
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_prompt))
-
-    def piece(token_id: int) -> str | None:
-        return cast("str | None", tokenizer.convert_ids_to_tokens(token_id))
-
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    own: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
+    vocabulary: dict[str, int] = own.get_vocab()
+    has_template = False
+    with suppress(ValueError):  # there is none, or there are several and no default
+        has_template = bool(own.get_chat_template())
     return Tokenizer(
-        max(vocabulary.values()) + 1,  # added tokens may leave gaps: not len()
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-        frozenset(i for spelled, i in vocabulary.items() if _BYTE_PIECE.fullmatch(spelled)),
-        encode,
-        decode,
-        piece,
-        template if _has_template(tokenizer) else None,
+        vocab_size=max(vocabulary.values()) + 1,  # added tokens may leave gaps: not len()
+        bos_token_id=own.bos_token_id,
+        eos_token_id=own.eos_token_id,
+        byte_ids=frozenset(i for spelled, i in vocabulary.items() if _BYTE_PIECE.fullmatch(spelled)),
+        # verbose=False: the Runtime refuses prompts that are too long
+        _encode=lambda texts, special: own(
+            texts, add_special_tokens=special, return_attention_mask=False, verbose=False
+        )["input_ids"],
+        _decode=lambda ids, skip: own.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False),
+        _piece=own.convert_ids_to_tokens,
+        _template=own.apply_chat_template if has_template else None,  # in Jinja's ImmutableSandboxedEnvironment
     )
-
-
-def _has_template(tokenizer: Any) -> bool:
-    try:
-        return bool(tokenizer.get_chat_template())
-    except ValueError:  # none, or several and no default
-        return False
 
 
 def _load_sentencepiece(path: Path) -> Tokenizer:
@@ -202,29 +186,25 @@ def _load_sentencepiece(path: Path) -> Tokenizer:
     processor = SentencePieceProcessor(model_file=str(path))
     bos, eos = processor.bos_id(), processor.eos_id()
 
-    def encode(texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        ids: list[list[int]] = processor.encode(texts, add_bos=add_special_tokens and bos >= 0)
-        return ids
-
-    def special(token_id: int) -> bool:
+    def is_special(token_id: int) -> bool:
         return bool(processor.is_control(token_id) or processor.is_unknown(token_id))
 
     def decode(ids: list[int], skip_special_tokens: bool) -> str:
         if skip_special_tokens:
-            return str(processor.decode([i for i in ids if not special(i)]))
+            return str(processor.decode([i for i in ids if not is_special(i)]))
         # the processor spells control tokens as nothing
         return "".join(
             "".join(map(processor.id_to_piece, run)) if are_special else processor.decode(list(run))
-            for are_special, run in groupby(ids, special)
+            for are_special, run in groupby(ids, is_special)
         )
 
     size: int = processor.vocab_size()
     return Tokenizer(
-        size,
-        bos if bos >= 0 else None,
-        eos if eos >= 0 else None,
-        frozenset(i for i in range(size) if processor.is_byte(i)),
-        encode,
-        decode,
-        processor.id_to_piece,
+        vocab_size=size,
+        bos_token_id=bos if bos >= 0 else None,
+        eos_token_id=eos if eos >= 0 else None,
+        byte_ids=frozenset(i for i in range(size) if processor.is_byte(i)),
+        _encode=lambda texts, special: processor.encode(texts, add_bos=special and bos >= 0),
+        _decode=decode,
+        _piece=processor.id_to_piece,
     )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from radixrt.errors import ParameterError, PromptError
-from radixrt.frontend.request_builder import RequestBuilder, chosen_continuations
+from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.planning.simulated import NoWeights
 
 
 @pytest.fixture
 def builder() -> RequestBuilder:
-    return RequestBuilder(NoWeights(50).config, None, context_length=20, seed=0, refusal=lambda request: None)
+    return RequestBuilder(NoWeights(50).config, None, context_length=20, seed=0)
 
 
 def test_a_request_has_one_id(builder: RequestBuilder) -> None:
@@ -41,9 +43,18 @@ def test_scored_requests_know_their_prompts(builder: RequestBuilder) -> None:
     assert owners == [0, 0, 1]
 
 
-def test_choices_of_continuations() -> None:
-    assert chosen_continuations(" a") == [" a"]
-    assert chosen_continuations([1, 2]) == [[1, 2]]
-    assert chosen_continuations([" a", " b"]) == [" a", " b"]
-    with pytest.raises(PromptError, match="has no continuations"):
-        chosen_continuations([])
+@pytest.mark.parametrize("none", [[], (), {}, b"x", 7, None])
+def test_a_prompt_without_continuations_is_named(builder: RequestBuilder, none: Any) -> None:
+    with pytest.raises(PromptError, match="1 of 2 prompts cannot be run:\nprompt 1 has no continuations"):
+        builder.build_scored([[1], [2]], [[3], none], None)
+
+
+def test_parameters_are_read_and_checked_once_for_many_prompts(builder: RequestBuilder) -> None:
+    given = {"max_tokens": 3, "bad_words": [[4]]}
+    _, requests = builder.build_all([[1], [2]], given, True, None, None, "raise")
+    assert requests[0].params is requests[1].params
+    assert requests[0].bad_words is requests[1].bad_words
+    assert builder.build([1], requests[0].params).bad_words is requests[0].bad_words
+    for number in range(200):  # more than are remembered
+        assert builder.build([1], {"max_tokens": 3, "bad_words": [[number % 50]]}).bad_words == ((number % 50,),)
+    assert builder.build([1], requests[0].params).bad_words == ((4,),)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from radixrt.text.builder import StopStrings, TextBuilder
+from radixrt.sampling_params import SamplingParams
+from radixrt.text.builder import TextBuilder, find_stop, unfinished_stop
 from radixrt.text.tokenizer import Tokenizer
 from tests.support.small_tokenizers import small_tokenizer
 
@@ -45,6 +47,10 @@ def ids_of(*parts: str | bytes) -> list[int]:
     return [PIECES.index(part if isinstance(part, bytes) else part.encode()) for part in parts]
 
 
+def builder_of(tokenizer: Tokenizer, **params: Any) -> TextBuilder:
+    return TextBuilder(tokenizer, SamplingParams(max_new_tokens=10**6, **params))
+
+
 def run(builder: TextBuilder, ids: list[int]) -> tuple[str, list[str], int]:
     """The final text, the deltas, and how many tokens were taken."""
     deltas, taken = [], 0
@@ -56,7 +62,7 @@ def run(builder: TextBuilder, ids: list[int]) -> tuple[str, list[str], int]:
             break
     text = builder.finish()
     deltas.append(builder.delta())
-    assert "".join(deltas) == text == builder.text == builder.finish()
+    assert "".join(deltas) == text == builder.finish()
     assert builder.delta() == ""
     return text, deltas, taken
 
@@ -71,9 +77,8 @@ def first_stop(text: str, stop: tuple[str, ...]) -> tuple[int, int] | None:
 
 @given(text=st.text(ALPHABET, max_size=12), stop=STOPS, after=st.integers(0, 5))
 def test_the_stop_that_is_complete_first(text: str, stop: tuple[str, ...], after: int) -> None:
-    stops = StopStrings(stop)
-    assert stops.find(text) == first_stop(text, stop)
-    found = stops.find(text, after)
+    assert find_stop(stop, text) == first_stop(text, stop)
+    found = find_stop(stop, text, after)
     ends = [end for end in range(after + 1, len(text) + 1) if text[:end].endswith(stop)]
     assert (found and found[1]) == (min(ends) if ends else None)
 
@@ -81,7 +86,7 @@ def test_the_stop_that_is_complete_first(text: str, stop: tuple[str, ...], after
 @given(text=st.text(ALPHABET, max_size=12), stop=STOPS)
 def test_what_could_begin_a_stop(text: str, stop: tuple[str, ...]) -> None:
     lengths = [n for n in range(1, len(text) + 1) if any(len(s) > n and s.startswith(text[-n:]) for s in stop)]
-    assert StopStrings(stop).unsafe(text) == max(lengths, default=0)
+    assert unfinished_stop(stop, text) == max(lengths, default=0)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +111,10 @@ def test_what_could_begin_a_stop(text: str, stop: tuple[str, ...]) -> None:
 def test_text_ends_before_the_stop(
     tokens: list[str | bytes], stop: tuple[str, ...], text: str, taken: int
 ) -> None:
-    builder = TextBuilder(letters(), stop=stop)
+    builder = builder_of(letters(), stop=stop)
     result, _, count = run(builder, ids_of(*tokens))
     assert (result, count) == (text, taken)
-    with_stop = run(TextBuilder(letters(), stop=stop, include_stop_str=True), ids_of(*tokens))
+    with_stop = run(builder_of(letters(), stop=stop, include_stop_str=True), ids_of(*tokens))
     assert with_stop[0] == text + (builder.matched or "")
     assert builder.matched is None or builder.matched in stop
 
@@ -125,7 +130,7 @@ def test_text_ends_before_the_stop(
 def test_any_text_and_any_stops(ids: list[int], stop: tuple[str, ...], include: bool, least: int) -> None:
     """Against the definition: the shortest list of tokens whose decoding has a stop, and the first stop in it."""
     stop = tuple(string for string in stop if "\ufffd" not in string) or ("a",)
-    builder = TextBuilder(letters(), stop=stop, include_stop_str=include, min_tokens=least)
+    builder = builder_of(letters(), stop=stop, include_stop_str=include, min_new_tokens=least)
     text, _, taken = run(builder, ids)
     ordinary = 0
     for count in range(1, len(ids) + 1):
@@ -133,7 +138,7 @@ def test_any_text_and_any_stops(ids: list[int], stop: tuple[str, ...], include: 
         if count < least:
             ordinary = len(whole.rstrip("\ufffd"))
             continue
-        found = StopStrings(stop).find(whole, ordinary)
+        found = find_stop(stop, whole, ordinary)
         if found is not None:
             assert builder.matched == whole[slice(*found)]
             assert (text, taken) == (whole[: found[1 if include else 0]], count)
@@ -145,7 +150,7 @@ def test_any_text_and_any_stops(ids: list[int], stop: tuple[str, ...], include: 
 @given(ids=st.lists(st.integers(0, len(PIECES) - 1), max_size=12), stop=STOPS)
 def test_no_delta_shows_a_part_of_the_stop(ids: list[int], stop: tuple[str, ...]) -> None:
     """And no more is held back than could be a stop's beginning."""
-    builder = TextBuilder(letters(), stop=stop)
+    builder = builder_of(letters(), stop=stop)
     shown = ""
     for count, token_id in enumerate(ids, 1):
         stopped = builder.push(token_id)
@@ -153,23 +158,24 @@ def test_no_delta_shows_a_part_of_the_stop(ids: list[int], stop: tuple[str, ...]
         if stopped:
             break
         sure = letters().decode(ids[:count]).rstrip("\ufffd")
-        held = StopStrings(stop).unsafe(sure)
+        held = unfinished_stop(stop, sure)
         assert len(shown) >= len(sure) - held - 1
     assert builder.finish().startswith(shown)
 
 
 def test_a_stop_before_min_tokens_is_ordinary_text() -> None:
     def text(*tokens: str, least: int) -> str:
-        return run(TextBuilder(letters(), stop=("END",), min_tokens=least), ids_of(*tokens))[0]
+        return run(builder_of(letters(), stop=("END",), min_new_tokens=least), ids_of(*tokens))[0]
 
     assert text("a", "END", "b", "END", "c", least=2) == "a"
     assert text("a", "END", "b", "END", "c", least=3) == "aENDb"
     assert text("a", "EN", "D.", "c", least=3) == "a"  # begun before, complete with the third
     assert text("a", "EN", "D.", "c", least=4) == "aEND.c"
     assert text("END", least=5) == "END"
-    inside = TextBuilder(letters(), stop=("b", "abcc"), min_tokens=2)  # held back with the "a", yet no stop
+    inside = builder_of(letters(), stop=("b", "abcc"), min_new_tokens=2)  # held back with the "a", yet no stop
     assert run(inside, ids_of("ab", "x", "y", "b"))[0] == "abxy"
-    assert run(TextBuilder(letters(), stop=("aa",), min_tokens=3), ids_of("a", "a", "a"))[0] == "a"  # overlapping
+    overlapping = builder_of(letters(), stop=("aa",), min_new_tokens=3)
+    assert run(overlapping, ids_of("a", "a", "a"))[0] == "a"
 
 
 def test_a_stop_in_byte_fallback_ends_at_once() -> None:
@@ -177,7 +183,7 @@ def test_a_stop_in_byte_fallback_ends_at_once() -> None:
     for kind in ("byte fallback", "bare"):
         tokenizer = small_tokenizer(kind)
         ids = tokenizer.encode("Mira 😃😃 likes", add_special_tokens=False).tolist()
-        builder = TextBuilder(tokenizer, stop=("😃",))
+        builder = builder_of(tokenizer, stop=("😃",))
         text, _, taken = run(builder, ids)
         assert text == "Mira "
         assert builder.matched == "😃"
@@ -187,30 +193,30 @@ def test_a_stop_in_byte_fallback_ends_at_once() -> None:
 def test_a_long_run_of_bytes_is_searched_when_it_ends() -> None:
     tokenizer = small_tokenizer("byte fallback")
     ids = tokenizer.encode("x" + "😃" * 20 + "ß" + "y", add_special_tokens=False).tolist()
-    assert run(TextBuilder(tokenizer, stop=("ß",)), ids)[0] == "x" + "😃" * 20
-    builder = TextBuilder(tokenizer, stop=("ß",))
+    assert run(builder_of(tokenizer, stop=("ß",)), ids)[0] == "x" + "😃" * 20
+    builder = builder_of(tokenizer, stop=("ß",))
     assert run(builder, ids[:-1])[0] == "x" + "😃" * 20  # found by finish
     assert builder.matched == "ß"
-    assert run(TextBuilder(tokenizer, stop=("ß",), min_tokens=10**6), ids[:-1])[0].endswith("ß")
+    assert run(builder_of(tokenizer, stop=("ß",), min_new_tokens=10**6), ids[:-1])[0].endswith("ß")
 
 
 def test_special_tokens() -> None:
     tokenizer = small_tokenizer("byte level")
     ids = [*tokenizer.encode("ab").tolist(), 1, *tokenizer.encode("cd").tolist()]
-    assert run(TextBuilder(tokenizer, stop=("bc",)), ids)[0] == "a"
-    assert run(TextBuilder(tokenizer, skip_special_tokens=False), ids)[0] == "ab</s>cd"
-    assert run(TextBuilder(tokenizer, skip_special_tokens=False, stop=("</s>",)), ids)[0] == "ab"
+    assert run(builder_of(tokenizer, stop=("bc",)), ids)[0] == "a"
+    assert run(builder_of(tokenizer, skip_special_tokens=False), ids)[0] == "ab</s>cd"
+    assert run(builder_of(tokenizer, skip_special_tokens=False, stop=("</s>",)), ids)[0] == "ab"
 
 
 def test_tokens_after_a_stop_are_ignored() -> None:
-    builder = TextBuilder(letters(), stop=("b",))
+    builder = builder_of(letters(), stop=("b",))
     assert [builder.push(i) for i in ids_of("a", "b", "c", "c")] == [False, True, True, True]
     assert builder.finish() == builder.delta() == "a"
 
 
 def test_a_token_that_stops_by_its_id_is_not_pushed() -> None:
     """What its text would complete is no stop then, and what was held back is text."""
-    builder = TextBuilder(letters(), stop=("END",))
+    builder = builder_of(letters(), stop=("END",))
     for token_id in ids_of("a", "EN"):
         assert not builder.push(token_id)
     assert builder.delta() == "a"
@@ -226,7 +232,7 @@ def test_deltas_asked_for_now_and_then(kind: str, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size), max_size=20))
     asked = data.draw(st.sets(st.integers(0, 20)))
     stop = data.draw(st.sampled_from([(), ("e",), ("é", "li"), ("</s>", "\ufffd\ufffd")]))
-    builder = TextBuilder(tokenizer, stop=stop)
+    builder = builder_of(tokenizer, stop=stop)
     shown = ""
     for place, token_id in enumerate(ids):
         builder.push(token_id)
@@ -236,20 +242,3 @@ def test_deltas_asked_for_now_and_then(kind: str, data: st.DataObject) -> None:
     assert shown + builder.delta() == text
     if stop == ():
         assert text == tokenizer.decode(ids)
-
-
-def test_without_stream_and_stops_the_text_is_decoded_once() -> None:
-    calls: list[int] = []
-
-    def decode(ids: list[int], skip: bool) -> str:
-        calls.append(len(ids))
-        return small_tokenizer("byte level")._decode(ids, skip)
-
-    tokenizer = replace(small_tokenizer("byte level"), _decode=decode)
-    ids = tokenizer.encode("Mira likes Oslo.").tolist()
-    builder = TextBuilder(tokenizer)
-    assert not any(map(builder.push, ids))
-    assert calls == []
-    assert builder.finish() == builder.delta() == "Mira likes Oslo."
-    assert calls == [len(ids)]
-    assert TextBuilder(tokenizer).finish() == ""

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixrt.errors import TokenizerError
-from radixrt.text.detokenizer import Detokenizer
+from radixrt.text.builder import Detokenizer
 from radixrt.text.tokenizer import Tokenizer
 from tests.support.small_tokenizers import KINDS, small_tokenizer
 

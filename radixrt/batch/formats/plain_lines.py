@@ -42,7 +42,7 @@ from typing import Any, NoReturn
 from radixrt.batch.formats.record import Format, InputRecord, LineError, LineErrorType, ParameterReader, Reply
 from radixrt.batch.formats.strict_json import nests_deeper
 from radixrt.batch.tally import ERROR_RECORD, Tally
-from radixrt.checks import check_token_ids, kind, short
+from radixrt.checks import check_kind, check_prompt, kind, short
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
 from radixrt.output import FinishReason, RequestOutput, TokenLogprob
@@ -101,18 +101,10 @@ def read_plain(line: dict[str, Any], parameters: ParameterReader) -> InputRecord
 def _prompt(name: str, value: Any) -> str | list[int] | list[dict[str, str]]:
     """The prompt under a key. Raises PromptError or TokenizerError."""
     if name == "messages":
-        if not isinstance(value, list):
-            raise PromptError(f"messages is {kind(value)}; it must be a list of messages")
-        return checked_messages(value)
-    if isinstance(value, list):
-        check_token_ids(name, value)
-    elif not isinstance(value, str) or name == "token_ids":
-        wanted = "a list of token ids" if name == "token_ids" else "a string or a list of token ids"
-        raise PromptError(f"{name} is {kind(value)}; it must be {wanted}")
-    if not value:
-        raise PromptError(f"{name} is empty")
-    prompt: str | list[int] = value
-    return prompt
+        return checked_messages(check_kind(name, value, list, "a list of messages"))
+    if name == "token_ids":
+        check_kind(name, value, list, "a list of token ids")
+    return check_prompt(name, value)
 
 
 def _given(line: dict[str, Any]) -> dict[str, Any]:

@@ -188,6 +188,18 @@ def test_a_short_batch_does_not_merge_and_a_long_one_does() -> None:
     assert shared.plan_padded_decodes(rows[1:], int32([3001] * 63)).shape == CUT_TREE
 
 
+def test_plans_of_references_are_whole_and_share_nothing() -> None:
+    """Extends have none."""
+    shape, table = kernel_shape(H200, 8), families(3, 30_001, 30_000)
+    here = AttentionPlanner(shape, (None, 300), table, torch.float32, tree=True, kernels=False)
+    host = InputMetadata.host_arrays(range(3), [40, 30_001, 30_001], [35, 30_000, 30_000], np.zeros(7))
+    plans = here.plan(host, 1)
+    assert plans.shape == WHOLE
+    assert not plans.extend
+    assert plans.decode[None].item_lens.tolist() == [30_001] * 2
+    assert plans.decode[300].item_lens.tolist() == [300] * 2
+
+
 @pytest.mark.parametrize("count", [4, 16, 64])
 def test_a_long_prefix_of_a_few_decodes_is_cut_to_fill_a_wave(count: int) -> None:
     here = planner(H200, None, num_kv_heads=8, req_to_token=families(3 * count, 32_769, 32_768)[::3], tree=True)
