@@ -795,10 +795,10 @@ def test_no_step_waits_but_for_its_result(
             watching[0] = on
             torch.cuda.set_sync_debug_mode("error" if on else "default")
 
-        def watched_step(self: Engine) -> Any:
+        def watched_step(self: Engine, *aborts: Any) -> Any:
             watch(True)
             try:
-                return step(self)
+                return step(self, *aborts)
             finally:
                 watch(False)
 
