@@ -110,7 +110,7 @@ def assemble(config: RuntimeConfig) -> Parts:
 
     shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
     bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, kv_dtype)
-    share, wanted = config.memory_fraction or (0.95 if on_gpu else 0.25), config.max_total_tokens
+    share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
     slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, promised=for_passes)
     kv_pool = TokenToKVPool(slots, *shape, dtype=kv_dtype, device=device)
     if scales is not None:

@@ -34,8 +34,8 @@ class RuntimeConfig:
             weights, the largest pass and graphs leave: several Runtimes on one GPU each need a share of their own.
             None is 0.95 on a GPU and 0.25 on a CPU.
         max_total_tokens: tokens that the KV pool holds; None: see memory_fraction.
-        host_memory_gb: gigabytes (10^9 bytes) of host memory, page-locked for a GPU, for a second tier of the
-            prefix cache, which takes the prefixes that leave the KV pool. None or 0: no second tier.
+        host_memory_gb: 10^9 bytes of host memory, page-locked for a GPU, for a second tier of the prefix cache,
+            which takes the prefixes that leave the KV pool. None or 0: no second tier.
         max_running_requests: requests that run at once; None is 512 on a GPU and 64 on a CPU.
         context_length: most tokens of a prompt with its answer; None is the model's own, which also is the limit
             unless its rope can reach farther (docs/models.md).
@@ -96,6 +96,10 @@ class RuntimeConfig:
         if self.host_memory_gb and not self.enable_prefix_cache:
             given = f"host_memory_gb is {self.host_memory_gb!r} and enable_prefix_cache is False"
             raise ParameterError(f"{given}: nothing is kept that could go to the host")
+
+    def share_of_memory(self, *, on_gpu: bool) -> float:
+        """memory_fraction, or its default."""
+        return self.memory_fraction or (0.95 if on_gpu else 0.25)
 
     def pass_limits(self, *, on_gpu: bool) -> PassLimits:
         """max_running_requests and chunked_prefill_size, or their defaults."""

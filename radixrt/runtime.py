@@ -182,9 +182,7 @@ class Runtime:
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
-        """`generate` for a list: yields each output, with its prompt's `index`, once it is complete. Leaving the
-        loop early ends what is left.
-        """
+        """`generate` for a list: yields each output once it is complete. Leaving the loop early ends the rest."""
         listed, _ = listed_prompts(prompts)
         built = partial(self._builder.build_all, listed, sampling_params, True, tenant, request_ids, on_error)
         yield from self._iterate(built, on_error, progress)
@@ -216,9 +214,7 @@ class Runtime:
         request_ids: str | Sequence[str] | None = None,
         on_error: OnError = "raise",
     ) -> RequestOutput | list[RequestOutput]:
-        """`generate` for asyncio. Calls that wait at the same time run together; a cancelled one ends. Threads of
-        the event loop's executor build the requests and run the passes.
-        """
+        """`generate` for asyncio, in threads of the loop's executor. Calls run together; a cancelled one ends."""
         listed, many = listed_prompts(prompts)
         built = partial(self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error)
         with self._driver.opened(OutputCall(on_error), by_task=True) as call:
@@ -237,7 +233,7 @@ class Runtime:
         tenant: str | None = None,
         request_id: str | None = None,
     ) -> AsyncIterator[StreamChunk]:
-        """`stream` for asyncio, with the threads of `async_generate`."""
+        """`stream` for asyncio, in threads as `async_generate`."""
         built = partial(self._builder.build_streamed, prompt, sampling_params, tenant, request_id)
         with self._driver.opened(StreamCall(), by_task=True) as call:
             self._driver.submit([await self._workshop.run(built)], call)
@@ -314,9 +310,7 @@ class Runtime:
         return list(self._loose.take())
 
     def abort(self, request: Request | int | str) -> bool:
-        """End a request, given itself or its id, at the next step; from any thread. False if it has ended, or has
-        not been submitted.
-        """
+        """End a submitted request, given or named, at the next step; from any thread. False if it has ended."""
         own_id = request.id if isinstance(request, Request) else request
         return self._driver.abort(own_id if isinstance(own_id, str) else int(own_id))
 
@@ -367,7 +361,7 @@ class Runtime:
             return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
         tree = self.parts.cache.tree
-        view = self._driver.between_passes(partial(view_tree, tree, show, max_nodes=max_nodes))
+        view = self._driver.between_passes(lambda: view_tree(tree, show, max_nodes=max_nodes))
         (console or Console()).print(view)
 
     def flush_cache(self) -> int:
@@ -422,7 +416,7 @@ class Runtime:
         return loaded
 
     def close(self) -> None:
-        """End all requests and free the model, from any thread. A second call does nothing.
+        """End all requests and free the model, from any thread; again: nothing.
 
         Calls that wait in other threads raise RadixrtError, or return outputs that end with "abort".
         """

@@ -27,12 +27,9 @@ class _InFlight:
 
 
 class Engine:
-    """Drives a scheduler and a runner. The calling thread does all the work.
+    """Drives a scheduler and a runner. The calling thread does all the work, and `clock` gives its seconds.
 
-    Args:
-        max_in_flight: passes that may be in flight while the next one is planned; with 0 the device waits for
-            the host.
-        clock: seconds of the host.
+    `max_in_flight` passes may be in flight while the next one is planned; with 0 the device waits for the host.
     """
 
     def __init__(
@@ -83,12 +80,9 @@ class Engine:
         """End `aborts` and the other answers to their prompts, launch the next pass, then book the one
         `max_in_flight` before it. Returns the answers that ended.
 
-        A pass that raises ends its own answers with FinishReason.ERROR; all others go on.
-
-        Raises:
-            DeviceLostError: a pass has raised, and the device works no more. No request has ended for it.
-            SchedulerError: requests wait, and nothing can run; or an earlier step was cut in two (by a third
-                Ctrl-C), so that the contents of memory are unknown.
+        A pass that raises ends its own answers with FinishReason.ERROR, and all others go on. But DeviceLostError
+        is raised, and no request has ended, if then the device works no more; SchedulerError if requests wait and
+        nothing can run, or if an earlier step was cut in two (by a third Ctrl-C): what memory holds is unknown.
         """
         self.check_whole()
         self.is_cut = True

@@ -50,10 +50,10 @@ class FirstSignal:
 
 @contextlib.contextmanager
 def first_interrupt(notice: str) -> Iterator[FirstSignal]:
-    """Only note the first SIGINT or SIGTERM, for the code inside to look for.
+    """Only note the first SIGINT or SIGTERM, for the code inside to look for; the second raises.
 
-    The second one raises: SIGINT what it raised before, SIGTERM `Interrupted`. An ignored signal stays ignored,
-    and an application's own handler for SIGTERM stays.
+    SIGINT raises what it raised before, SIGTERM `Interrupted`. A signal that is ignored stays so, and so does an
+    application's own handler for SIGTERM.
     """
     first, at_sigint = FirstSignal(notice), signal.getsignal(signal.SIGINT)
 
