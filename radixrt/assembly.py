@@ -145,6 +145,7 @@ def assemble(config: RuntimeConfig) -> Parts:
 
 
 def _free_gpu() -> None:
+    gc.unfreeze()  # a call may still be open
     gc.collect()  # graphs hold on to their memory
     torch.cuda.empty_cache()
 
