@@ -252,8 +252,8 @@ class Runtime:
         """Score how likely the model finds continuations of prompts; shared contexts are computed once.
 
         For each prompt a continuation (text after a text prompt, else token ids) gives a ScoreOutput, and a list
-        of them (multiple choice) a list. Errors are those of `generate`, with PassError also where the model
-        computed values that are not finite.
+        of them (multiple choice) a list. Other arguments and errors are those of `generate`; PassError is raised
+        also where the model computed values that are not finite.
         """
         requests, owners = self._builder.build_scored(prompts, continuations, tenant)
         scores: list[list[ScoreOutput]] = [[] for _ in prompts]
@@ -291,10 +291,10 @@ class Runtime:
         tenant: str | None = None,
         keep: int | None = None,
     ) -> Request:
-        """Make a request for `submit`, with the errors of `generate`.
+        """Make a request for `submit`, with the arguments and errors of `generate`.
 
-        Its `index` comes back in its output, and with the Runtime's seed gives its own. Later prompts begin with
-        its first `keep` tokens: the rest leaves the cache when it has ended. None: all of it may be reused.
+        `index` comes back in its output, and with the Runtime's seed gives the request's own. Later prompts begin
+        with its first `keep` tokens: the rest leaves the cache when it has ended. None: all of it may be reused.
         """
         self._driver.check_open()
         request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant)
@@ -334,7 +334,7 @@ class Runtime:
         return self._driver.num_waiting
 
     def activity(self) -> Activity:
-        """Work and time of all passes up to the end of the last step; from any thread. Two subtract."""
+        """Work and time of all passes up to the end of the last step; from any thread. Two of them subtract."""
         return self.parts.engine.activity
 
     # -- the cache, the weights and the end ----------------------------------------------------------------

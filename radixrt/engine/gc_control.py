@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-CALLS_PER_COLLECTION = 1000  # that find no other in progress and leave none
+CALLS_PER_COLLECTION = 1000  # calls that left none in progress
 
 _lock = threading.RLock()  # the collector may end a forgotten call here
 _calls = 0  # in progress, of all threads
