@@ -8,14 +8,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from layers.placement import Placement
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.pass_plans import CUT, WHOLE, Capacity, PassPlans, PlanShape, Window, padded_plan
 from radixrt.execution.attention.shared_segments import SharedSegments
 from radixrt.execution.attention.tuning import H200, PlanTuning
-from radixrt.models.config import ModelConfig
 from triton_ops.attention.plan import EMPTY_ROWS, NOTHING_SHARED, AttentionPlan, ExtendPlan, Int32Array
-from triton_ops.implementation import gpu_of, runs_triton
 
 HostArrays = Mapping[str, Int32Array]  # those of `InputMetadata.host_arrays`
 
@@ -205,13 +202,3 @@ class AttentionPlanner:
         if self._segments is None or not shares:
             return own, Capacity()
         return own, self._segments.capacity(num_tokens, whole_tiles=True)
-
-
-def planner_of(
-    config: ModelConfig, placement: Placement, req_to_token: Int32Array, kv_dtype: torch.dtype, *, tree: bool
-) -> AttentionPlanner:
-    """The planner of a model's passes over a pool of that dtype; `tree` as in AttentionPlanner."""
-    gpu, windows = gpu_of(placement.device), tuple({kind.window for kind in config.attention})
-    shape = KernelShape(gpu, config.num_heads, config.num_kv_heads, config.head_dim, placement.dtype)
-    kernels = runs_triton(placement.impl, placement.device)
-    return AttentionPlanner(shape, windows, req_to_token, kv_dtype, tree=tree, kernels=kernels)

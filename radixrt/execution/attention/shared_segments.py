@@ -6,11 +6,12 @@ from math import ceil
 
 import numpy as np
 
+from radixrt.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.pass_plans import Capacity
-from radixrt.execution.attention.slot_tree import BoolArray, FloatArray, Int64Array, SlotTree, depth_first
+from radixrt.execution.attention.slot_tree import SlotTree, depth_first
 from radixrt.execution.attention.tuning import PlanTuning
-from triton_ops.attention.plan import NOTHING_SHARED, Int32Array, SharedItems, pairs
+from triton_ops.attention.plan import NOTHING_SHARED, SharedItems, pairs
 
 
 class SharedSegments:
@@ -150,7 +151,7 @@ class SharedSegments:
         columns = zip(vars(shared).values(), vars(heads).values(), strict=True)
         return tail_starts, SharedItems(*(np.concatenate(both) for both in columns))
 
-    def _query_rows(self, counts: Int32Array | None, num_requests: int) -> tuple[Int64Array, FloatArray]:
+    def _query_rows(self, counts: Int32Array | None, num_requests: int) -> tuple[Int64Array, Float64Array]:
         """The number of query rows before each request and in all `[R + 1]`, and the sum of the seconds that they
         take for a token that each request reads by itself.
         """
@@ -158,17 +159,17 @@ class SharedSegments:
             before: Int64Array = np.arange(num_requests + 1)
             return before, np.multiply(before, self._reread, dtype=np.float64)
         tiles = -(-counts.astype(np.int64) // self.rows_at_once)
-        seconds: FloatArray = np.maximum(self._reread, tiles * self._tile)
+        seconds: Float64Array = np.maximum(self._reread, tiles * self._tile)
         return np.append(0, counts.cumsum(dtype=np.int64)), np.append(0.0, seconds.cumsum())
 
-    def _tiles(self, sizes: Int64Array) -> tuple[Int64Array, FloatArray]:
+    def _tiles(self, sizes: Int64Array) -> tuple[Int64Array, Float64Array]:
         """The items that share segments of so many rows, and the card's seconds that each item takes for a token:
         the L2 cache has what the first has read for the others.
         """
         tiles = -(-sizes // self.rows_at_once)
         return tiles, np.maximum(self._token, tiles * self._tile) / tiles
 
-    def _worthwhile(self, tree: SlotTree, sizes: Int64Array, read_separately: FloatArray) -> BoolArray:
+    def _worthwhile(self, tree: SlotTree, sizes: Int64Array, read_separately: Float64Array) -> BoolArray:
         """Choose the nodes `[N]` whose tokens are read once: the cheapest choice there is, waves aside.
 
         A node has `sizes` query rows, and its requests take `read_separately` seconds for a token that each reads
@@ -217,7 +218,7 @@ class SharedSegments:
         return kept
 
     def _within(
-        self, tree: SlotTree, kept: BoolArray, sizes: Int64Array, read_separately: FloatArray, capacity: Capacity
+        self, tree: SlotTree, kept: BoolArray, sizes: Int64Array, read_separately: Float64Array, capacity: Capacity
     ) -> BoolArray:
         """Those of the `kept` nodes `[N]` that save most within the capacity; arguments as in `_worthwhile`."""
         tiles, share = self._tiles(sizes)
@@ -260,9 +261,9 @@ class SharedSegments:
         work = items * self._item + total
         longest = self._item + (np.minimum(piece_len, lens) * share).max(1)
 
-        def seconds(wave: float) -> FloatArray:
+        def seconds(wave: float) -> Float64Array:
             waves = np.ceil(items / wave) * wave
-            taken: FloatArray = np.maximum(waves * work / items, wave * longest) + self._partial * partials
+            taken: Float64Array = np.maximum(waves * work / items, wave * longest) + self._partial * partials
             return taken
 
         chosen_by = seconds(max(1, (1 - tuning.spare_programs) * wave // 1) if own > total else wave)

@@ -39,13 +39,10 @@ def sample_plain(logits: Tensor, arrays: Arrays, features: Features, out: Tokens
 def sample_processed(
     logits: Tensor, arrays: Arrays, features: Features, last_token: Tensor, out: Tokens, *, impl: Impl = "auto"
 ) -> None:
-    """Draw the tokens of the processed rows again, from what their requests make of their logits.
+    """Draw the tokens of the processed rows again, from what their requests make of the model's `logits`
+    `[S, vocab_size]`, which stay as they are: these rows of `out`, which `sample_plain` left, are replaced.
 
-    Args:
-        logits: `[S, vocab_size]`, the model's; they stay as they are.
-        features: `SamplingInputs.processed`.
-        last_token: int32 `[max_requests]`, the last token sampled for each row of `req_to_token`.
-        out: what `sample_plain` left; the processed rows are replaced.
+    `features` are `SamplingInputs.processed`, `last_token` int32 `[max_requests]` those sampled last for each row.
     """
     rows = arrays["processed_rows"]
     # float32 whatever the changes are, as some need it: a row's numbers do not depend on the rows beside it.
