@@ -28,16 +28,14 @@ MAX_SCORED_AT_ONCE = 512  # rows of logits that are held at a time to score prom
 
 @dataclass(frozen=True)
 class Forward:
-    """A pass up to its logits, on the device. Valid until the next one.
-
-    `finite` tells whether the last hidden state of each row is. None for captured decodes, where each row samples
-    from its only hidden state: if that is not finite, the draw finds no token and says so.
-    """
+    """A pass up to its logits, on the device. Valid until the next one."""
 
     pass_: Pass
     arrays: Arrays  # inputs and extras, by name; of a captured pass no inputs but those that draws read
     logits: Tensor  # `[S, vocab_size]`
-    finite: Tensor | None = None  # bool `[B]`
+    # Bool `[B]`, whether each row's last hidden state is. None for captured decodes, where each row samples from its
+    # only hidden state: if that is not finite, the draw finds no token and says so.
+    finite: Tensor | None = None
     hidden: Tensor | None = None  # `[T, hidden_size]`; None for captured passes
     decodes: PassShape | None = None  # of captured decodes
 
@@ -59,11 +57,10 @@ class Executor:
     input from there, so that tokens go from pass to pass without the host.
 
     Attributes:
-        req_to_token: int32 `[max_requests + 1, max_context_len]`, on the device. The last row is for padding.
+        req_to_token: int32 `[max_requests + 1, max_context_len]`. The last row is for padding.
         last_token: int32 `[max_requests + 1]`, the token that was sampled last for each row.
         graphs: what launches each captured graph: a forward pass by its PassKey, a draw by its shape and features.
-        results: int32 `[2, max_rows]`, where captured decodes leave token ids, and flags of a byte each: one copy
-            takes both to the host.
+        results: int32 `[2, max_rows]`, where captured decodes leave token ids, and flags of a byte each.
     """
 
     def __init__(
@@ -83,10 +80,8 @@ class Executor:
         self.graphs: dict[Hashable, Launch] = {}
 
     def capture(self, idle_passes: Iterable[PackedPass], recorder: GraphRecorder) -> None:
-        """Capture the forward passes of idle passes, which have a key each, and the draws of decodes.
-
-        Everything that a graph reads and writes has its own place on the device: words come in at one, logits,
-        flags and tokens come out at others.
+        """Capture the forward passes of idle passes, which have a key each, and the draws of decodes. Words come
+        in at one fixed place on the device; logits, flags and tokens come out at others.
         """
         passes = {packed.key: packed for packed in idle_passes if packed.key is not None}
         shapes = [key.shape for key in passes]

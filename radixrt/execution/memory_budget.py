@@ -69,7 +69,6 @@ def measured_pass_memory(
     rows: ReqToTokenPool,
     limits: PassLimits,
     kv_dtype: torch.dtype,
-    *,
     captured: PassLimits,
     tree: bool,
 ) -> int:
@@ -115,12 +114,7 @@ def room_for_passes() -> Iterator[None]:
 
 
 def pool_slots(
-    device: torch.device,
-    bytes_per_slot: int,
-    *,
-    memory_fraction: float,
-    max_total_tokens: int | None,
-    promised: int = 0,
+    device: torch.device, bytes_per_slot: int, memory_fraction: float, max_total_tokens: int | None, promised: int
 ) -> int:
     """Slots of a KV pool, the reserved one included: `max_total_tokens`, or what a share of free memory holds.
 

@@ -45,13 +45,11 @@ class Tuning:
 
 @dataclass(frozen=True)
 class PassInFlight:
-    """A launched pass, and copies on the host that hold its result once it has ended.
-
-    `copies`: of token ids and flags, or, for captured decodes, of the executor's `results`, which has both; of
-    log-probabilities; of those of prompts. The last two are empty where nobody wants them.
-    """
+    """A launched pass, and copies on the host that hold its result once it has ended."""
 
     accepted: Int32Array
+    # Of token ids and flags, or, for captured decodes, of the executor's `results`, which has both; of
+    # log-probabilities; of those of prompts. The last two are empty where nobody wants them.
     copies: list[list[HostCopy]]
     timed: TimedPass
 
@@ -98,13 +96,10 @@ class ModelRunner:
         self.executor = Executor(model, rows, kv_pool, device, tuning.max_scored_at_once)
 
     def capture_graphs(self, max_shapes: int | None = None) -> None:
-        """Capture the graphs of passes, if there are to be any. With `max_shapes`, only those of so many shapes of
-        each kind, the largest: to see what memory they take.
-        """
-        if not self._shapes:
-            return
-        with torch.inference_mode(), self._on_device():
-            self.executor.capture(self._builder.idle_passes(max_shapes), self._tuning.recorder(self.device))
+        """Capture the graphs of all passes that are to have one, or of the `max_shapes` largest of each kind."""
+        if self._shapes:
+            with torch.inference_mode(), self._on_device():
+                self.executor.capture(self._builder.idle_passes(max_shapes), self._tuning.recorder(self.device))
 
     def transfer(self, transfers: deque[KVTransfer]) -> None:
         assert self._mover is not None  # without a host's pool nothing is booked
@@ -123,8 +118,7 @@ class ModelRunner:
                 results = (sampled, drawn.logprobs, self.executor.score(forward))
                 # On a CPU, too, they are copied: the next passes overwrite some of them.
                 copies = [[self.copies.start(tensor) for tensor in tensors] for tensors in results]
-                accepted = pass_.num_samples  # nothing is drafted yet
-                return PassInFlight(accepted, copies, self._timer.end())
+                return PassInFlight(pass_.num_samples, copies, self._timer.end())  # nothing is drafted yet
             except BaseException:
                 if self._mover is not None:
                     self._mover.wait_for_passes()

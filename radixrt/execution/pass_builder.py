@@ -66,8 +66,7 @@ class PassBuilder:
     """Decides how each pass is computed, pads it, plans its attention, and packs all that it is told.
 
     `shapes` are of passes that may be captured, of decodes and of others, each ascending. Padding belongs to no
-    request: it reads nothing, writes its KV to slot 0 and its slots to `padding_row`. A plan serves up to
-    `max_plan_passes` decodes.
+    request: it reads nothing, writes its KV to slot 0 and its slots to `padding_row`.
     """
 
     def __init__(
@@ -204,18 +203,15 @@ class PassBuilder:
 
 
 class _DecodeWords:
-    """Captured decodes of one key, whose words are updated in place from pass to pass of the same requests.
-
-    `rows` is the very array of their rows, and `passes_left` counts those that their plans still serve.
-    """
+    """Captured decodes of one key, whose words are updated in place from pass to pass of the same requests."""
 
     def __init__(self, idle: PackedPass) -> None:
         words = idle.words.copy()
         self._idle_words, self._arrays = idle.words, idle.inputs.parts(words)
         plans = idle.plans.with_arrays(self._arrays[name] for name in idle.plans.numbered())
         self._packed = replace(idle, words=words, plans=plans)
-        self.rows: Int32Array | None = None
-        self.passes_left = 0
+        self.rows: Int32Array | None = None  # the very array of the requests'
+        self.passes_left = 0  # that the plans still serve
 
     def begin(self, rows: Int32Array, plans: PassPlans[Int32Array], num_passes: int) -> None:
         """Fill in what does not change while the requests `rows` `[B]` decode by these plans."""

@@ -39,7 +39,7 @@ class Staging:
 
     The host side is a ring of two buffers (pinned, for CUDA), so that words can be sent while the copy before may
     not have been made yet; sending waits for the copy before that. The device side is one buffer: passes run in
-    order, and the words of a pass are valid until the next upload. It moves when it has to grow. Once there is a
+    order, and the words of a pass are valid until the next upload. It moves when it has to grow; once there is a
     fixed one, only words that are too many for that go there.
     """
 

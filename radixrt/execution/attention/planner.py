@@ -72,10 +72,9 @@ class AttentionPlanner:
     def plan_padded_decodes(
         self, rows: Int32Array, seq_lens: Int32Array, shapes: Sequence[PlanShape] = ()
     ) -> PassPlans[Int32Array]:
-        """The plans of decodes `[R]`, padded: how long their arrays are depends on R and on `shape` alone.
-
-        The shape is one of `shapes`, or of `self.shapes(R)`: the one that shares, if something is shared or there
-        is no other, or else the first that has room. Padded decodes come last and have a `seq_len` of 0.
+        """The plans of decodes `[R]`, padded: how long their arrays are depends on R and on `shape` alone. That is
+        one of `shapes`, or of `self.shapes(R)`: the one that shares, if something is shared or there is no other,
+        or else the first that has room. Padded decodes come last and have a `seq_len` of 0.
         """
         plans, shape = self._decodes(rows, seq_lens, shapes or self.shapes(len(rows)))
         for window, plan in plans.items():
@@ -95,9 +94,8 @@ class AttentionPlanner:
         is the one that does.
 
         Of the extends, `num_live` are real; then come some without tokens, and a last one whose tokens pad the
-        pass and get results of zero. `decode_lens` `[R]` are 0 for padded decodes.
-
-        None: one extend would read so much by itself that a plan of its own, which cuts it, is better.
+        pass and get results of zero. `decode_lens` `[R]` are 0 for padded decodes. Returns None where one extend
+        would read so much by itself that a plan of its own, which cuts it, is better.
         """
         num_new = host["extend_seq_lens"][:num_extends]
         num_tokens, num_padding = int(num_new.sum()), int(num_new[-1])
@@ -188,9 +186,8 @@ class AttentionPlanner:
         if shape.cuts:  # rows without tokens are items, too
             most = self._shape.max_decode_items(count) + -(-count // EMPTY_ROWS)
             own = Capacity(most, most)
-        if self._segments is None or not shape.shares or window is not None:
-            return own, Capacity()
-        return own, self._segments.capacity(count)
+        segments = self._segments if shape.shares and window is None else None
+        return own, segments.capacity(count) if segments else Capacity()
 
     def _extend_capacity(self, num_tokens: int, num_extends: int, *, shares: bool) -> tuple[Capacity, Capacity]:
         """The same for extends."""
@@ -199,6 +196,5 @@ class AttentionPlanner:
         if num_tokens > self._tuning.max_cut_tokens:
             return Capacity(num_items), Capacity()
         own = Capacity(num_items + extra, num_tokens + extra * tile_tokens)
-        if self._segments is None or not shares:
-            return own, Capacity()
-        return own, self._segments.capacity(num_tokens, whole_tiles=True)
+        segments = self._segments if shares else None
+        return own, segments.capacity(num_tokens, whole_tiles=True) if segments else Capacity()

@@ -15,9 +15,8 @@ from triton_ops.attention.plan import NOTHING_SHARED, SharedItems, pairs
 
 
 class SharedSegments:
-    """Chooses the segments of KV that are read once for several requests, so that the whole pass is cheapest.
-
-    `kv_bytes` are those of an element of the pool.
+    """Chooses the segments of KV, in elements of `kv_bytes`, that are read once for several requests: so that the
+    whole pass is cheapest.
     """
 
     def __init__(self, shape: KernelShape, kv_bytes: int, tuning: PlanTuning) -> None:
@@ -57,16 +56,14 @@ class SharedSegments:
             req_to_token: int32 `[max_requests, max_context_len]`, contiguous: position to slot. Rows that have
                 the same slot at a position have the same slots before it.
             req_pool_indices: `[R]`, the row of each request.
-            lens: `[R]`, its first tokens that may be shared: of a decode all but the last, of an extend those of
-                its prefix; 0: none.
+            lens: `[R]`, its first tokens that may be shared: all but the last of a decode, or an extend's prefix.
             query_rows: `[R]` each, of extends, which read by themselves in whole tiles: the first query row of
                 each, and how many it has, at least one if it has tokens. None: request r is row r alone.
             capacity: what the items may need at most; partial results of tails are not counted.
 
-        Returns:
-            `tail_starts` int32 `[R]`: the position from which on a request reads by itself; and the items that
-            hold all positions before it once for each of its query rows, those that take longest first, and those
-            of the same tokens side by side. No items where a plan without them is as cheap.
+        Returns `tail_starts` int32 `[R]`, the position from which on a request reads by itself, and the items that
+        hold all positions before it once for each of its query rows, those that take longest first, and those of
+        the same tokens side by side. No items where a plan without them is as cheap.
         """
         tail_starts = np.zeros(len(req_pool_indices), np.int32)
         live = (lens > 0).nonzero()[0]

@@ -80,10 +80,8 @@ def sample_processed(
 def draw_logprobs(
     logits: Tensor, token_ids: Tensor, arrays: Arrays, num_top: int, *, impl: Impl = "auto"
 ) -> tuple[Tensor, ...]:
-    """Log-probabilities of the L drawn tokens whose requests asked for them, as `token_logprobs` returns them.
-
-    `logits` `[S, vocab_size]` are the model's, `token_ids` int32 `[S]` the tokens drawn. No more of the `num_top`
-    alternatives are found than the vocabulary holds.
+    """Log-probabilities of the L tokens, of the `token_ids` int32 `[S]` drawn, whose requests asked for them, as
+    `token_logprobs` returns them: of the model's `logits`, with as many of `num_top` alternatives as there are.
     """
     rows = arrays["logprob_rows"]
     if len(rows) < len(token_ids):
