@@ -23,8 +23,6 @@ from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.sample import finite_rows
 
-MAX_SCORED_AT_ONCE = 512  # rows of logits that are held at a time to score prompt tokens
-
 
 @dataclass(frozen=True)
 class Forward:
@@ -33,8 +31,8 @@ class Forward:
     pass_: Pass
     arrays: Arrays  # inputs and extras, by name; of a captured pass no inputs but those that draws read
     logits: Tensor  # `[S, vocab_size]`
-    # Bool `[B]`, whether each row's last hidden state is. None for captured decodes, where each row samples from its
-    # only hidden state: if that is not finite, the draw finds no token and says so.
+    # Bool `[B]`, whether each row's last hidden state is. None for captured decodes, where each row samples from
+    # its only one: if that is not finite, the draw finds no token and says so.
     finite: Tensor | None = None
     hidden: Tensor | None = None  # `[T, hidden_size]`; None for captured passes
     decodes: PassShape | None = None  # of captured decodes
@@ -51,7 +49,7 @@ class Drawn:
 
 
 class Executor:
-    """Computes packed passes in order. Its caller has made `device` the current one, and is in inference mode.
+    """Computes packed passes in order. Callers make the model's device the current one, in inference mode.
 
     The device keeps its own copy of `req_to_token` and the last sampled token of each row: the next pass takes its
     input from there, so that tokens go from pass to pass without the host.
@@ -64,14 +62,10 @@ class Executor:
     """
 
     def __init__(
-        self,
-        model: Decoder,
-        rows: ReqToTokenPool,
-        kv_pool: TokenToKVPool,
-        device: torch.device,
-        max_scored_at_once: int = MAX_SCORED_AT_ONCE,
+        self, model: Decoder, rows: ReqToTokenPool, kv_pool: TokenToKVPool, max_scored_at_once: int
     ) -> None:
-        self._model, self._kv_pool, self._impl = model, kv_pool, model.placement.impl
+        self._model, self._kv_pool = model, kv_pool
+        self._impl, device = model.placement.impl, model.placement.device
         self._max_scored_at_once = max_scored_at_once
         size = rows.max_requests + 1, rows.max_context_len
         self.req_to_token = torch.zeros(size, dtype=torch.int32, device=device)

@@ -69,6 +69,7 @@ def measured_pass_memory(
     rows: ReqToTokenPool,
     limits: PassLimits,
     kv_dtype: torch.dtype,
+    *,
     captured: PassLimits,
     tree: bool,
 ) -> int:

@@ -18,7 +18,7 @@ from radixrt.arrays import Int32Array
 from radixrt.errors import DeviceLostError
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.planner import AttentionPlanner
-from radixrt.execution.executor import MAX_SCORED_AT_ONCE, Executor
+from radixrt.execution.executor import Executor
 from radixrt.execution.graphs.capture import GraphRecorder
 from radixrt.execution.graphs.ladder import TOKEN_SIZES, captured_shapes
 from radixrt.execution.in_flight import HostCopies, HostCopy, PassTimer, TimedPass
@@ -29,8 +29,6 @@ from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import Logprobs, Pass, PassResult
 from triton_ops.implementation import gpu_of, runs_triton
 
-_PROBE_WORDS = 1024  # that a device has to count up to show that it works
-
 
 @dataclass(frozen=True)
 class Tuning:
@@ -38,7 +36,7 @@ class Tuning:
 
     token_sizes: tuple[int, ...] = TOKEN_SIZES  # of captured passes with extends
     max_plan_passes: int = MAX_PLAN_PASSES
-    max_scored_at_once: int = MAX_SCORED_AT_ONCE
+    max_scored_at_once: int = 512  # rows of logits that are held at a time to score prompt tokens
     recorder: type[GraphRecorder] = GraphRecorder
     planner: AttentionPlanner | None = None  # plans attention; None: the model's own
 
@@ -78,8 +76,8 @@ class ModelRunner:
         tuning: Tuning = Tuning(),
     ) -> None:
         self.model, self.device, self._tuning = model, device, tuning
-        self._probe = torch.zeros(_PROBE_WORDS, dtype=torch.int32, device=device)  # each is `_probes`
-        self._probes = 0
+        # Words that the device counts up, each to `_probes`, to show that it works.
+        self._probe, self._probes = torch.zeros(1024, dtype=torch.int32, device=device), 0
         self._timer, self.copies = PassTimer(device), HostCopies(device)
         config, placement, kv_dtype = model.config, model.placement, kv_pool.buffer.dtype
         gpu, windows = gpu_of(device), tuple({kind.window for kind in config.attention})
@@ -93,7 +91,7 @@ class ModelRunner:
         self._shapes = captured_shapes(max_batch, max_tokens, num_weights, tuning.token_sizes)
         self._builder = PassBuilder(self.planner, self._shapes, rows.max_requests, tuning.max_plan_passes)
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, placement.impl)
-        self.executor = Executor(model, rows, kv_pool, device, tuning.max_scored_at_once)
+        self.executor = Executor(model, rows, kv_pool, tuning.max_scored_at_once)
 
     def capture_graphs(self, max_shapes: int | None = None) -> None:
         """Capture the graphs of all passes that are to have one, or of the `max_shapes` largest of each kind."""

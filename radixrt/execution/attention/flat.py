@@ -9,7 +9,6 @@ import torch
 
 from triton_ops.attention.extend import extend_tile_tokens
 from triton_ops.attention.plan import Int32Array
-from triton_ops.attention.shared import shared_rows
 from triton_ops.implementation import GPU
 from triton_ops.tuning import SHORT_ROWS
 
@@ -38,11 +37,6 @@ class KernelShape:
         return self.num_heads // self.num_kv_heads
 
     @property
-    def shared_rows(self) -> int:
-        """Query rows of a shared item."""
-        return shared_rows(self.gpu, self.head_dim, self.group, self.dtype)
-
-    @property
     def decode_wave(self) -> int:
         """Items of decodes that the multiprocessors run side by side."""
         return max(1, DECODE_PROGRAMS_PER_SM * self.gpu.num_sms // self.num_kv_heads)
@@ -50,8 +44,8 @@ class KernelShape:
     def decode_item_len(self, lens: Int32Array) -> int:
         """The greatest length of an item for requests that read `lens` int32 `[R]` tokens each.
 
-        Items fill whole waves, unless longer ones in fewer waves cost less: each costs its tokens and something for
-        itself (measured on an H200).
+        Items fill whole waves, unless longer ones in fewer waves cost less: each costs its tokens and something
+        for itself (measured on an H200).
         """
         lens = lens[lens > 0]
         count, total = lens.size, int(lens.sum(dtype=np.int64))
