@@ -1,15 +1,17 @@
-"""The table of the slots that hold the KV of each request's positions."""
+"""The table of the slots that hold the KV of each request's positions. Numpy only."""
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memory_pool.slot_allocator import Slots
-from memory_pool.sparse_table import sparse_table
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class ReqToTokenPool:
         self.max_requests, self.max_context_len = max_requests, max_context_len
         self.req_to_token = sparse_table(max_requests, max_context_len)
         self._free = list(range(max_requests - 1, -1, -1))
-        self._in_use = [False] * max_requests
+        self._in_use: set[int] = set()
         # Changes that were not taken yet: cells, and runs of positions by row (first position, slots).
         self._changes: list[RowChanges] = []
         self._runs: dict[int, list[tuple[int, Slots]]] = {}
@@ -54,14 +56,14 @@ class ReqToTokenPool:
         if not self._free:
             return None
         row = self._free.pop()
-        self._in_use[row] = True
+        self._in_use.add(row)
         return row
 
     def free(self, row: int) -> None:
         """Take a row back, and drop its changes that were not taken. Raises ValueError where it is not in use."""
-        if not 0 <= row < self.max_requests or not self._in_use[row]:
+        if row not in self._in_use:
             raise ValueError(f"freeing row {row}, which is not in use")
-        self._in_use[row] = False
+        self._in_use.remove(row)
         self._free.append(row)
         self.truncate(row, 0)
 
@@ -104,10 +106,24 @@ class ReqToTokenPool:
 
 def _cells_of(runs: Mapping[int, Sequence[tuple[int, Slots]]]) -> RowChanges:
     """The cells of runs by row; those of a row in the order in which they were written."""
-    slots = [own for row in runs.values() for _, own in row]
+    rows, starts, slots = zip(*((row, *run) for row, own in runs.items() for run in own), strict=True)
     lengths = np.fromiter(map(len, slots), np.int32, len(slots))
-    rows = np.fromiter((row for row, own in runs.items() for _ in own), np.int32, len(slots))
-    starts = np.fromiter((start for row in runs.values() for start, _ in row), np.int32, len(slots))
     positions = np.arange(lengths.sum(), dtype=np.int32)
-    positions += np.repeat(starts - (np.cumsum(lengths, dtype=np.int32) - lengths), lengths)
-    return RowChanges(np.repeat(rows, lengths), positions, np.concatenate(slots))
+    positions += np.repeat(np.array(starts, np.int32) - (np.cumsum(lengths, dtype=np.int32) - lengths), lengths)
+    return RowChanges(np.repeat(np.array(rows, np.int32), lengths), positions, np.concatenate(slots))
+
+
+def sparse_table(num_rows: int, num_columns: int) -> NDArray[np.int32]:
+    """Zeros `[num_rows, num_columns]` int32, at least one, whose memory is taken page by page as they are written.
+
+    np.zeros requests huge pages, with which the first cells of all rows would take nearly the whole table.
+    """
+    num_bytes = 4 * num_rows * num_columns
+    if sys.platform == "win32":
+        memory = mmap.mmap(-1, num_bytes)
+    else:  # private, so that a forked process has its own table
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype=np.int32).reshape(num_rows, num_columns)

@@ -18,17 +18,10 @@ class SlotAllocator:
     def __init__(self, num_slots: int) -> None:
         if num_slots < 2:
             raise ValueError(f"num_slots is {num_slots}; slot 0 is reserved, so at least 2 are needed")
-        self.num_slots = num_slots
-        self.num_free = num_slots - 1
-        # A stack, whose live part is [0, num_free).
-        self._stack = self._all_slots()
+        self.num_free = self.capacity = num_slots - 1  # the latter: slots that can be in use at once
+        self._stack = np.arange(self.capacity, 0, -1, dtype=np.int32)  # [0, num_free) of it is live
         self._in_use = np.zeros(num_slots, dtype=bool)
         self._mark = np.zeros(num_slots, dtype=np.int32)
-
-    @property
-    def capacity(self) -> int:
-        """The number of slots that can be in use at once."""
-        return self.num_slots - 1
 
     def alloc(self, count: int) -> Slots | None:
         """Return `count` slots `[count]` int32, or None, without a change, if fewer are free."""
@@ -42,15 +35,14 @@ class SlotAllocator:
         return slots
 
     def free(self, slots: Slots) -> None:
-        """Take `slots` `[n]` int32 back.
-
-        Raises ValueError, without a change, where a slot is out of range, reserved, free already, or occurs twice.
+        """Take `slots` `[n]` int32 back. Raises ValueError, without a change, where one is out of range, reserved,
+        free already, or occurs twice.
         """
         n = len(slots)
         if n == 0:
             return
-        if slots.min() < 1 or slots.max() >= self.num_slots:
-            raise ValueError(f"slots from {slots.min()} to {slots.max()} are not all in 1..{self.num_slots - 1}")
+        if slots.min() < 1 or slots.max() > self.capacity:
+            raise ValueError(f"slots from {slots.min()} to {slots.max()} are not all in 1..{self.capacity}")
         if not self._in_use[slots].all():
             raise ValueError(f"freeing slots that are free already: {slots[~self._in_use[slots]][:8].tolist()}")
         order = np.arange(n, dtype=np.int32)
@@ -61,10 +53,7 @@ class SlotAllocator:
         self._stack[self.num_free : self.num_free + n] = slots[::-1]
         self.num_free += n
         if self.num_free == self.capacity:
-            self._stack = self._all_slots()
-
-    def _all_slots(self) -> Slots:
-        return np.arange(self.num_slots - 1, 0, -1, dtype=np.int32)
+            self._stack = np.arange(self.capacity, 0, -1, dtype=np.int32)
 
     def free_slots(self) -> Slots:
         """A copy of the free list `[num_free]` int32, in no particular order (for checks)."""

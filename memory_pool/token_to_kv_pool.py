@@ -1,6 +1,9 @@
-"""The KV of tokens: one allocation, viewed as a K and a V buffer of each layer, and the free list of its slots."""
+"""The KV of tokens, on the device and on the host: in each one allocation, and the free list of its slots."""
 
 from __future__ import annotations
+
+import contextlib
+import weakref
 
 import torch
 
@@ -10,14 +13,11 @@ from triton_ops.kv.view import KVView
 
 
 class TokenToKVPool:
-    """KV memory for `num_slots` tokens in `num_layers` layers.
+    """KV memory for `num_slots` tokens in `num_layers` layers: `buffer`, all KV as `[num_layers, 2, num_slots,
+    num_kv_heads, head_dim]`, keys, then values.
 
     All layers use the same slot numbers, one dtype and one shape. A pool of e4m3 (`torch.float8_e4m3fn`) has
-    scales: keys and values are the stored numbers times their head's scale.
-
-    Attributes:
-        buffer: all KV, `[num_layers, 2, num_slots, num_kv_heads, head_dim]`: keys, then values.
-        scales: float32 `[num_layers, 2, num_kv_heads]`, likewise; None where there are none.
+    `scales`, float32 `[num_layers, 2, num_kv_heads]`: KV is the stored numbers times their head's scale.
     """
 
     def __init__(
@@ -53,6 +53,38 @@ class TokenToKVPool:
             raise ValueError(f"scales must be positive, of shape {[*self.scales.shape]}")
         self.scales.copy_(scales)
 
-    def fill(self, value: float) -> None:
-        """Overwrite every slot (tests fill the pool with NaN, so that reads of foreign slots show)."""
-        self.buffer.fill_(value)
+
+class HostKVPool:
+    """Host memory for `num_slots` tokens of a pool's KV; page-locked if that pool is on a GPU.
+
+    `buffer` is like the pool's, but its memory is token-major: the KV of a token crosses the link in one piece.
+    Raises RuntimeError where the memory cannot be allocated or page-locked.
+    """
+
+    def __init__(self, num_slots: int, kv_pool: TokenToKVPool) -> None:
+        self.allocator = SlotAllocator(num_slots)
+        num_layers, two, _, num_kv_heads, head_dim = kv_pool.buffer.shape
+        shape, device = (num_slots, num_layers, two, num_kv_heads, head_dim), kv_pool.buffer.device
+        memory = torch.empty(shape, dtype=kv_pool.buffer.dtype, device="cpu")
+        self.buffer = memory.permute(1, 2, 0, 3, 4)
+        if device.type == "cuda":
+            page_lock(memory, device)
+            weakref.finalize(self, _unlock_pages, memory.data_ptr(), device).atexit = False
+
+
+def page_lock(buffer: torch.Tensor, device: torch.device) -> None:
+    """Lock a buffer's pages, so that a GPU reads and writes them. Raises RuntimeError."""
+    # Not `pin_memory=True`: that rounds the size up to a power of two.
+    with torch.cuda.device(device):
+        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)  # type: ignore[no-untyped-call]
+    if int(status) != 0:
+        # CUDA reports the failure again at the next call: swallow it here.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)
+        raise RuntimeError(f"{buffer.nbytes:,} bytes of host memory cannot be page-locked: {status}")
+
+
+def _unlock_pages(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # a copy under way reads or writes these pages
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.req_to_token_pool import ReqToTokenPool
-from memory_pool.token_to_kv_pool import TokenToKVPool
+from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.config import RuntimeConfig
@@ -122,7 +121,7 @@ def assemble(config: RuntimeConfig) -> Parts:
     promised = 0 if on_gpu else slots * bytes_per_slot
     if host_slots := host_pool_slots(config.host_memory_gb, bytes_per_slot, promised=promised):
         try:
-            host_pool = HostKVPool(host_slots, *shape, dtype=kv_pool.buffer.dtype, device=device)
+            host_pool = HostKVPool(host_slots, kv_pool)
         except RuntimeError as error:
             raise ParameterError(f"host_memory_gb is {config.host_memory_gb:g}: {error}") from error
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 
 class CountsHits:
-    """A base of dataclasses that count prompt tokens, and those of them that were found in the cache."""
+    """A base of what counts prompt tokens, and those of them that were found in the cache."""
 
     prompt_tokens: int
     cached_tokens: int

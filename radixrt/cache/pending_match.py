@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from radixrt.cache.frontiers import Frontier
-from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.cache.prefix_cache import Frontier, Lease, PrefixCache
 from radixrt.cache.radix_tree import NO_MATCH, Match, Namespace, Tokens, common_prefix
 
 
@@ -13,13 +12,15 @@ class PendingMatch:
     The tree changes with every pass, but seldom where a given match ends: as long as the node there keeps its edge
     and gets no child for the token that comes next, the match is what it was.
 
-    `tokens` `[n]` do not change; at most `limit` of them may come from the cache.
+    `tokens` `[n]` do not change; at most `limit` of them may come from the cache. While they have a leader,
+    `leader_match_len` of them will be there once it has computed all of its own.
     """
 
     def __init__(self, cache: PrefixCache, namespace: Namespace, tokens: Tokens, limit: int) -> None:
         self._cache, self._namespace, self._tokens, self._limit = cache, namespace, tokens, limit
-        self._leader: Frontier | None = None
-        self._leader_match_len: int | None = None  # as `leader_match_len` has found it
+        self._leader: Lease | None = None
+        self._frontier: Frontier | None = None  # of the leader, when it was found
+        self.leader_match_len = 0
         self._version = cache.tree.version
         self._look_up()
 
@@ -40,21 +41,16 @@ class PendingMatch:
     def has_leader(self) -> bool:
         """Whether a live request is computing the token that follows the match."""
         self.length()  # forgets the leader where the match has changed
-        if self._leader is not None and self._leader.is_open:
+        if self._leader is not None and self._leader.frontier is self._frontier:
             return True
         # The leader may have come further; or an edge was split, and the match is as long as before.
-        self._leader = self._cache.leader(self.match(), self._tokens, self._limit)
-        self._leader_match_len = None
-        return self._leader is not None
-
-    def leader_match_len(self) -> int:
-        """How many of the tokens will be in the cache once their leader has computed all of its own."""
-        if self._leader_match_len is None:
-            assert self._leader is not None  # `has_leader` comes first
-            own = self._leader.tokens
-            length = min(len(own), self._limit)
-            self._leader_match_len = common_prefix(own[:length], self._tokens[:length])
-        return self._leader_match_len
+        self._leader = leader = self._cache.leader(self.match(), self._tokens, self._limit)
+        if leader is None:
+            return False
+        self._frontier = leader.frontier
+        length = min(len(leader.tokens), self._limit)
+        self.leader_match_len = common_prefix(leader.tokens[:length], self._tokens[:length])
+        return True
 
     def _look_up(self) -> None:
         match = self._cache.match(self._namespace, self._tokens, self._limit)

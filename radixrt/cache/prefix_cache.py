@@ -1,6 +1,6 @@
 """The one place where a KV slot changes owner.
 
-Every slot is in exactly one of these states:
+Every slot is in exactly one of these states; docs/architecture/ownership.md draws the ways between them.
 
     reserved   slot 0
     free       in the allocator's free list
@@ -10,21 +10,9 @@ Every slot is in exactly one of these states:
     pending    given up, but a pass in flight may still read or write it
     arriving   getting the KV of a kept cache; nothing points at it yet
 
-    free --extend--> private --commit--> locked <--unlock/lock--> evictable --evict--> free
-                        |  \\--duplicate of a token the tree has--> pending
-                        \\--truncate, release--> pending --(passes in flight have ended)--> free
-                                         locked --(the same, beyond what is reusable)--> free
-    free --begin_adoption--> arriving --adopt--> evictable
-                                 \\--cancel_adoption--> free
-
-A lease that is released while passes are in flight keeps its row, its lock and its private slots until the last
-of these passes has ended; then all of it is freed at once.
-
-The tree and the host tier choose the slots that leave the device, and return them to be freed here. With a host
-tier, evicted tokens live on in host slots, and a match may go on in nodes that only the host has; these are loaded
-when a lease is acquired. The copies are booked as `transfers` and made before the next pass, while the books here
-say at once what will be true then. No pass in flight minds: an evicted slot was computed by passes that have ended
-and is read by none, and none reads or writes a free slot.
+With a host tier, a match may go on in nodes that only the host has; these are loaded when a lease is acquired. The
+books here say at once what will be true once `transfers` have been made. No pass in flight minds: an evicted slot
+was computed by passes that have ended and is read by none, and none reads or writes a free slot.
 """
 
 from __future__ import annotations
@@ -39,10 +27,13 @@ from numpy.typing import NDArray
 from memory_pool.kv_transfers import KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache.frontiers import Frontier, Frontiers
 from radixrt.cache.host_tier import HostTier
-from radixrt.cache.radix_tree import NO_MATCH, Match, Namespace, Node, RadixTree, Slots, Tokens
+from radixrt.cache.radix_tree import EMPTY, Match, Namespace, Node, RadixTree, Slots, Tokens
 from radixrt.cache.snapshot import Adoption, TreeSnapshot, adopt, plan_adoption
+from radixrt.hit_rate import CountsHits
+
+# How far a lease has come: the end of its committed tokens, and the token after it, which it computes next.
+Frontier = tuple[Node, int]
 
 
 @dataclass(eq=False)
@@ -53,10 +44,11 @@ class Lease:
     node: Node  # the end of the committed part of its tokens; locked
     committed: int  # positions whose slots belong to the tree
     matched: int  # positions that were found in the tree when the lease was made
+    loaded: int  # those of them that only the host had
+    tokens: Tokens  # `[n]`, all that it computes for others, as was said last
     allocated_lens: NDArray[np.int32]  # the cache's
-    loaded: int = 0  # matched positions that only the host had
+    frontier: Frontier | None = None  # where others find it; None: it computes nothing more for them
     released: bool = False
-    frontier: Frontier | None = None  # where others see what it computes next, if it computes anything for them
     reusable_len: int | None = None  # set on release: leading tokens that later requests may share; None: all
 
     @property
@@ -66,33 +58,23 @@ class Lease:
 
 
 @dataclass(frozen=True)
-class CacheStats:
-    """Counters of a cache since it was made, and its sizes now. All are in tokens, a slot a token.
+class CacheStats(CountsHits):
+    """Counters of a cache since it was made, and its sizes now. All are in tokens, a slot a token."""
 
-    Attributes:
-        prompt_tokens, cached_tokens: of all prompts that were admitted, each once; those found in the tree.
-        recomputed_tokens: tokens computed again, after a retraction or for one of several answers.
-        evicted_tokens: tokens that had to leave the device.
-        capacity: slots of the pool, without the reserved one.
-        free, evictable, locked, private, pending, arriving: slots by state; they add up to the capacity.
-        stored_tokens, loaded_tokens: tokens copied to the host, and back from it.
-        host_capacity, host_free: slots of the host's pool, and how many of them are free; 0 without one.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
-    recomputed_tokens: int
-    evicted_tokens: int
-    capacity: int
+    prompt_tokens: int  # of all prompts that were admitted, each once
+    cached_tokens: int  # those of them that were found in the tree
+    recomputed_tokens: int  # computed again, after a retraction or for one of several answers
+    evicted_tokens: int  # had to leave the device
+    capacity: int  # slots of the pool, without the reserved one; those by state add up to it
     free: int
     evictable: int
     locked: int
     private: int
     pending: int
     arriving: int
-    stored_tokens: int = 0
-    loaded_tokens: int = 0
-    host_capacity: int = 0
+    stored_tokens: int = 0  # copied to the host
+    loaded_tokens: int = 0  # copied back from it
+    host_capacity: int = 0  # slots of the host's pool; 0 without one
     host_free: int = 0
 
     @property
@@ -100,63 +82,44 @@ class CacheStats:
         """Tokens that have a copy on the host."""
         return self.host_capacity - self.host_free
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of prompt tokens that were found in the tree; 0 before the first request."""
-        return _share(self.cached_tokens, self.prompt_tokens)
 
-
-@dataclass
-class _Pending:
-    """What becomes free once pass number `after` has ended: slots, or all that a released lease holds."""
+@dataclass(frozen=True)
+class Pending:
+    """What becomes free once pass number `after` has ended: slots, and what a released lease holds beside them."""
 
     after: int
-    tokens: int  # an estimate of the tokens that this makes available
-    slots: Slots | None = None
+    slots: Slots
+    tokens: int  # about how many this makes available
     lease: Lease | None = None
 
 
-class PrefixCache:
-    """Matches prompts, lends slots and rows, publishes what was computed.
-
-    Args:
-        rows, slots: the table of positions to slots, and the free list of the KV pool.
-        host_slots: the free list of the host's KV pool; None: evicted tokens are forgotten.
-        min_store_tokens: see `HostTier`.
-        enabled: False: nothing is matched and nothing is published.
-        force_miss: nothing is matched, but everything is published and remapped as usual.
-
-    Attributes:
-        allocated_lens: `[max_requests]` int32, positions that have a slot, of the lease of each row.
-        transfers: copies between the tiers, to be made before the next pass.
-        leases: live ones, and released ones that are pending.
-    """
+class PrefixCache(CountsHits):
+    """Matches prompts, lends slots and rows, publishes what was computed."""
 
     def __init__(
         self,
         rows: ReqToTokenPool,
-        slots: SlotAllocator,
+        slots: SlotAllocator,  # of the KV pool
         *,
-        host_slots: SlotAllocator | None = None,
-        min_store_tokens: int = 256,
-        enabled: bool = True,
-        force_miss: bool = False,
+        host_slots: SlotAllocator | None = None,  # of the host's KV pool; None: evicted tokens are forgotten
+        min_store_tokens: int = 256,  # see `HostTier`
+        enabled: bool = True,  # False: nothing is matched and nothing is published
+        force_miss: bool = False,  # nothing is matched, but everything is published and remapped as usual
     ) -> None:
-        self.rows = rows
-        self.slots = slots
-        self.transfers = KVTransfers()
+        self.rows, self.slots = rows, slots
+        self.enabled, self.force_miss = enabled, force_miss
+        self.transfers = KVTransfers()  # between the tiers, to be made before the next pass
         self.tree = RadixTree()
         self.host: HostTier | None = None
         if host_slots is not None:
-            self.host = HostTier(self.tree, host_slots, self.transfers, min_store_tokens=min_store_tokens)
-        self.frontiers = Frontiers()
-        self.enabled = enabled
-        self.force_miss = force_miss
-        self.passes_launched = self.passes_ended = 0
-        self.leases: set[Lease] = set()
+            self.host = HostTier(self.tree, host_slots, self.transfers, min_store_tokens)
+        self.leases: set[Lease] = set()  # live ones, and released ones that are pending
+        self.frontiers: dict[Frontier, list[Lease]] = {}  # of live leases that compute something for others
+        self.pending: deque[Pending] = deque()  # what passes in flight may still use, in order
+        # `[max_requests]`, positions that have a slot, of the lease of each row
         self.allocated_lens = np.zeros(rows.max_requests, dtype=np.int32)
+        self.passes_launched = self.passes_ended = 0
         self.prompt_tokens = self.cached_tokens = self.recomputed_tokens = self.evicted_tokens = 0
-        self._pending: deque[_Pending] = deque()
         self._arriving = 0
 
     @property
@@ -167,36 +130,33 @@ class PrefixCache:
     @property
     def incoming(self) -> int:
         """About how many more slots will be available once the passes in flight have ended."""
-        return sum(pending.tokens for pending in self._pending)
+        return sum(pending.tokens for pending in self.pending)
 
     @property
     def in_flight(self) -> int:
         """Passes launched and not yet ended."""
         return self.passes_launched - self.passes_ended
 
-    def pending_slots(self) -> list[Slots]:
-        """Slots that wait for passes to end: duplicates, truncated ones, the private slots of released leases."""
-        own = [pending.slots for pending in self._pending if pending.slots is not None]
-        return own + [self._private(lease) for lease in self.pending_leases()]
-
-    def pending_leases(self) -> list[Lease]:
-        """Released leases that wait for passes to end."""
-        return [pending.lease for pending in self._pending if pending.lease is not None]
-
     def match(self, namespace: Namespace, tokens: Tokens, limit: int) -> Match:
         """The part of `tokens` `[n]` that need not be computed: at most `limit` tokens of it."""
-        if self.force_miss or not self.enabled:
-            return NO_MATCH
-        return self.tree.match(namespace, tokens, limit)
+        return self.tree.match(namespace, tokens, limit if self.enabled and not self.force_miss else 0)
 
-    def leader(self, match: Match, tokens: Tokens, limit: int) -> Frontier | None:
-        """The frontier of a lease that is computing the token after `match`, just made with the same arguments.
-
-        Tokens beyond the limit are always computed by their own request: nobody waits for them.
-        """
-        if self.force_miss or not self.enabled or match.length >= limit:
+    def leader(self, match: Match, tokens: Tokens, limit: int) -> Lease | None:
+        """The lease that is computing the token after `match`, just made with the same arguments."""
+        if self.force_miss or match.length >= limit:  # tokens beyond are always computed by their own request
             return None
-        return self.frontiers.leader(match, tokens)
+        # Its frontier is at the match, or before it where others have published the tokens between.
+        node: Node | None = match.node
+        length = end = match.length
+        if not match.at_boundary:
+            node, end = match.node.parent, length - match.inside
+        while node is not None:
+            for lease in self.frontiers.get((node, int(tokens[end])), ()):
+                if np.array_equal(lease.tokens[end : length + 1], tokens[end : length + 1]):
+                    return lease
+            end -= len(node.tokens)
+            node = node.parent
+        return None
 
     def acquire(self, namespace: Namespace, tokens: Tokens, match: Match, reserve: int) -> Lease | None:
         """Lock `match`, the tokens found of `tokens`, and take a row for a request that will compute the rest.
@@ -206,29 +166,29 @@ class PrefixCache:
         than `reserve` and all tokens that are not on the device need.
         """
         on_device = match.on_device
-        node, matched = self.tree.node_at(namespace, on_device), on_device.length
+        node, matched, loaded = self.tree.node_at(namespace, on_device), on_device.length, 0
         self.tree.lock(node)  # shrinks what is available, so the budget is checked after it
-        needed = len(tokens) - matched + reserve
-        row = self.rows.alloc() if needed <= self.available else None
-        if row is None:
+        slots: Slots | None = None
+        if self.rows.num_free and len(tokens) - matched + reserve <= self.available:
+            slots = EMPTY
+            if matched < match.length:
+                self.tree.touch(match.node)  # so other tokens leave first to make room
+                slots = self._alloc(match.length - matched)
+        if slots is None:
             self.tree.unlock(node)
             return None
-        loaded = 0
-        if matched < match.length:
-            below = self._load(node, namespace, tokens, match)
-            if below is None:  # slots were refused that should be there
-                self.rows.free(row)
-                self.tree.unlock(node)
-                return None
-            node, loaded = below
+        row = self.rows.alloc()
+        assert row is not None  # one is free
+        if len(slots):
+            node, loaded = self._load(node, namespace, tokens[: match.length], slots)
             matched += loaded
         self.tree.touch(node)
         if matched:
             self.rows.write(row, 0, self.tree.slots_of(node))
         self.allocated_lens[row] = matched
-        lease = Lease(row, node, matched, matched, self.allocated_lens, loaded)
+        lease = Lease(row, node, matched, matched, loaded, tokens, self.allocated_lens)
         self.leases.add(lease)
-        self._announce(lease, tokens)
+        self._announce(lease)
         return lease
 
     def extend(self, lease: Lease, count: int) -> Slots | None:
@@ -251,10 +211,8 @@ class PrefixCache:
     def truncate(self, lease: Lease, length: int) -> None:
         """Take the slots of positions [length, allocated_len) of a live lease back: the row ends at `length` then.
 
-        They are free once the passes in flight have ended.
-
-        Raises:
-            ValueError: the lease is released, or `length` is not in committed .. allocated_len.
+        They are free once the passes in flight have ended. Raises ValueError where the lease is released, or
+        `length` is not in committed .. allocated_len.
         """
         end = lease.allocated_len
         if lease.released or not lease.committed <= length <= end:
@@ -262,10 +220,10 @@ class PrefixCache:
             lens = f"{lease.committed} are committed, {end} allocated"
             raise ValueError(f"a {kind} lease cannot be truncated to {length} tokens: {lens}")
         if length < end:
-            slots = self.rows.req_to_token[lease.row, length:end].copy()
+            slots = self._slots_of(lease, length, end)
             self.rows.truncate(lease.row, length)
             self.allocated_lens[lease.row] = length
-            self._defer_free(_Pending(self.passes_launched, end - length, slots=slots))
+            self._defer_free(Pending(self.passes_launched, slots, len(slots)))
 
     def commit(self, lease: Lease, tokens: Tokens, computed: int) -> None:
         """Publish positions [committed, computed) of a live lease: their KV is computed, finite, and of `tokens`.
@@ -277,15 +235,15 @@ class PrefixCache:
         start = lease.committed
         if not self.enabled or computed <= start:
             return
-        own = self.rows.req_to_token[lease.row, start:computed].copy()
+        own = self._slots_of(lease, start, computed)
         node, canonical = self.tree.insert(lease.node, tokens[start:computed], own)
         duplicates = len(canonical)
         if duplicates:
             self.rows.write(lease.row, start, canonical)
-            self._defer_free(_Pending(self.passes_launched, duplicates, slots=own[:duplicates]))
+            self._defer_free(Pending(self.passes_launched, own[:duplicates], duplicates))
         self.tree.lock(node, until=lease.node)
-        lease.node, lease.committed = node, computed
-        self._announce(lease, tokens)
+        lease.node, lease.committed, lease.tokens = node, computed, tokens
+        self._announce(lease)
 
     def release(self, lease: Lease, reusable_len: int | None = None) -> None:
         """Free all that a lease holds, once the passes in flight have ended. A second call does nothing.
@@ -296,10 +254,11 @@ class PrefixCache:
         if lease.released:
             return
         lease.released, lease.reusable_len = True, reusable_len
-        self._unannounce(lease)
+        self._announce(lease)
+        slots = self._slots_of(lease, lease.committed, lease.allocated_len)
         alone = takewhile(lambda node: node.lock == 1, self.tree.path(lease.node))
-        tokens = lease.allocated_len - lease.committed + sum(len(node.tokens) for node in alone)
-        self._defer_free(_Pending(self.passes_launched, tokens, lease=lease))
+        tokens = len(slots) + sum(len(node.tokens) for node in alone)
+        self._defer_free(Pending(self.passes_launched, slots, tokens, lease))
 
     def pass_launched(self) -> None:
         """Count a pass that has been launched and reads rows and slots as they are now."""
@@ -308,8 +267,8 @@ class PrefixCache:
     def pass_ended(self) -> None:
         """Count the oldest pass in flight as ended, and free what waited for it alone."""
         self.passes_ended += 1
-        while self._pending and self._pending[0].after <= self.passes_ended:
-            self._free_pending(self._pending.popleft())
+        while self.pending and self.pending[0].after <= self.passes_ended:
+            self._free_pending(self.pending.popleft())
 
     def begin_adoption(self, snapshot: TreeSnapshot, weights_version: int) -> Adoption:
         """Choose the part of a faultless snapshot that is new and finds free slots, most recently used first.
@@ -317,12 +276,13 @@ class PrefixCache:
         Nothing is evicted for it. Once the KV is in the slots that it names, `adopt` publishes it; or
         `cancel_adoption` frees them. Until then nothing else is to be asked of this cache.
         """
-        adoption = plan_adoption(self.tree, snapshot, weights_version, self.slots.num_free)
-        slots = self.slots.alloc(adoption.num_taken)
-        assert slots is not None  # there are as many
-        adoption.assign(slots)
-        self._arriving = len(slots)
-        return adoption
+        kept, taken = plan_adoption(self.tree, snapshot, weights_version, self.slots.num_free)
+        arriving = self.slots.alloc(int(taken.sum()))
+        assert arriving is not None  # there are as many
+        self._arriving = len(arriving)
+        slots = np.zeros(len(taken), dtype=np.int32)
+        slots[taken] = arriving
+        return Adoption(snapshot, weights_version, kept, slots)
 
     def adopt(self, adoption: Adoption) -> None:
         """Publish an adoption. It counts as used before all else that is in the tree."""
@@ -343,25 +303,12 @@ class PrefixCache:
         """Forget every prefix that no live request uses, in both tiers. Returns how many tokens were forgotten."""
         before = self.tree.total_tokens
         if self.host is not None:
-            self.host.flush()
+            self.host.drop(self.host.slots.capacity)
         self._free_evicted(self.tree.evict(self.tree.evictable_tokens))
         return before - self.tree.total_tokens
 
-    def count(self, *, prompt: int = 0, cached: int = 0, recomputed: int = 0) -> None:
-        """Add to the token counters: a request's prompt when it is first admitted, recomputation whenever."""
-        self.prompt_tokens += prompt
-        self.cached_tokens += cached
-        self.recomputed_tokens += recomputed
-
-    @property
-    def hit_rate(self) -> float:
-        """As `CacheStats.hit_rate`, at less cost."""
-        return _share(self.cached_tokens, self.prompt_tokens)
-
     def stats(self) -> CacheStats:
-        leases = tuple(self.leases)  # another thread may look while this one works
-        private = sum(lease.allocated_len - lease.committed for lease in leases if not lease.released)
-        host = self.host
+        leases, host = tuple(self.leases), self.host  # another thread may look while this one works
         return CacheStats(
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
@@ -371,8 +318,8 @@ class PrefixCache:
             free=self.slots.num_free,
             evictable=self.tree.evictable_tokens,
             locked=self.tree.locked_tokens,
-            private=private,
-            pending=sum(len(slots) for slots in self.pending_slots()),
+            private=sum(lease.allocated_len - lease.committed for lease in leases if not lease.released),
+            pending=sum(len(pending.slots) for pending in tuple(self.pending)),
             arriving=self._arriving,
             stored_tokens=0 if host is None else host.stored_tokens,
             loaded_tokens=0 if host is None else host.loaded_tokens,
@@ -392,53 +339,42 @@ class PrefixCache:
         self.slots.free(slots)
         self.evicted_tokens += len(slots)
 
-    def _load(self, top: Node, namespace: Namespace, tokens: Tokens, match: Match) -> tuple[Node, int] | None:
-        """Load the part of a match that only the host has, below `top`, which is locked.
-
-        Returns the node where the match ends, locked, and the number of tokens loaded; None if there are no slots.
+    def _load(self, top: Node, namespace: Namespace, matched: Tokens, slots: Slots) -> tuple[Node, int]:
+        """Load what only the host has of matched tokens, below `top`, into `slots`. Returns their end, locked, and
+        the number of tokens loaded.
         """
         assert self.host is not None  # it has something
-        self.tree.touch(match.node)  # so other tokens leave first to make room
-        slots = self._alloc(match.length - match.on_device.length)
-        if slots is None:
-            return None
         # Stores that made room may have dropped the end of the match from the host all the same.
-        end = self.tree.node_at(namespace, self.tree.match(namespace, tokens, match.length))
+        end = self.tree.node_at(namespace, self.tree.match(namespace, matched))
         loaded = self.host.load(end, top, slots)
         self.slots.free(slots[loaded:])
         self.tree.lock(end, until=top)
         return end, loaded
 
-    def _private(self, lease: Lease) -> Slots:
-        return self.rows.req_to_token[lease.row, lease.committed : lease.allocated_len].copy()
+    def _slots_of(self, lease: Lease, start: int, end: int) -> Slots:
+        return self.rows.req_to_token[lease.row, start:end].copy()
 
-    def _defer_free(self, pending: _Pending) -> None:
+    def _defer_free(self, pending: Pending) -> None:
         if self.in_flight:
-            self._pending.append(pending)
+            self.pending.append(pending)
         else:
             self._free_pending(pending)
 
-    def _free_pending(self, pending: _Pending) -> None:
-        if pending.slots is not None:
-            self.slots.free(pending.slots)
+    def _free_pending(self, pending: Pending) -> None:
+        self.slots.free(pending.slots)
         if (lease := pending.lease) is not None:
-            self.slots.free(self._private(lease))
             self.slots.free(self.tree.unlock(lease.node, lease.reusable_len))
             self.rows.free(lease.row)
             self.leases.remove(lease)
 
-    def _announce(self, lease: Lease, tokens: Tokens) -> None:
-        """Let others wait for the token that this lease computes next."""
-        self._unannounce(lease)
-        if self.enabled and lease.committed < len(tokens):
-            lease.frontier = Frontier(lease.node, lease.committed, tokens)
-            self.frontiers.announce(lease.frontier)
-
-    def _unannounce(self, lease: Lease) -> None:
+    def _announce(self, lease: Lease) -> None:
+        """Let others wait for the token that a lease computes next, and for none before."""
         if lease.frontier is not None:
-            self.frontiers.unannounce(lease.frontier)
-            lease.frontier = None
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+            others = self.frontiers[lease.frontier]
+            others.remove(lease)
+            if not others:
+                del self.frontiers[lease.frontier]
+        lease.frontier = None
+        if self.enabled and not lease.released and lease.committed < len(lease.tokens):
+            lease.frontier = lease.node, int(lease.tokens[lease.committed])
+            self.frontiers.setdefault(lease.frontier, []).append(lease)

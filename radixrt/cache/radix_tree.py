@@ -1,20 +1,21 @@
 """A radix tree from token prefixes to KV slots, in one tier or two.
 
-The tree knows tokens, slots, locks and recency. It allocates and frees nothing: it returns the slots to be freed,
-and its caller frees them. Token ids and slots are numpy int32 arrays, compared with offsets; nothing recurses.
-Method: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (2024), section 3.
+The tree knows tokens, slots, locks and recency. It returns the slots to be freed, and its caller frees them. Token
+ids and slots are numpy int32 arrays, compared with offsets; nothing recurses. Method: Zheng et al., "SGLang:
+Efficient Execution of Structured Language Model Programs" (2024), section 3.
 
 A node lives on the device, on the host or on both, with all of its tokens. The parent of a node on the device is
-on the device too, so only device leaves are evicted: nodes without children there. In the same way only host
-leaves lose their copy on the host. So every node's whole path is in one tier or the other.
+on the device too. Only leaves of a tier, nodes without children there, leave it. So every node's whole path is in
+one tier or the other.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,8 @@ Tokens = NDArray[np.int32]
 Slots = NDArray[np.int32]
 
 EMPTY = np.zeros(0, dtype=np.int32)
+
+DEVICE, HOST = 0, 1  # the tiers: indices of what a node and a tree have of each
 
 
 @dataclass(frozen=True)
@@ -39,33 +42,27 @@ DEFAULT_NAMESPACE = Namespace()
 
 @dataclass(eq=False, repr=False, slots=True)
 class Node:
-    """An edge of the tree: `tokens` `[n]` and, for each, the slot of its KV on the device, on the host, or both.
+    """An edge of the tree: `tokens` `[n]` and, for each, the slot of its KV in one tier or both.
 
-    A node stands for the whole path from its root to its last token, also after its edge is split: the split makes
-    a new node for the upper part. An edge only ever gets shorter, and is empty once the node has left the tree. A
-    root has no tokens and counts as on the device.
+    A node stands for the whole path from its root to its last token, also after its edge is cut. An edge only ever
+    gets shorter, and is empty once the node has left the tree. A root has no tokens and is on the device.
     """
 
     tokens: Tokens
-    slots: Slots | None  # `[n]`; None: it is not on the device
     parent: Node | None
     namespace: Namespace
-    host_slots: Slots | None = None  # `[n]`; None: the host has no copy
+    slots: list[Slots | None]  # by tier, `[n]`; None: it is not there
     children: dict[int, Node] = field(default_factory=dict)
-    device_children: int = 0  # children on the device
-    host_children: int = 0  # children with a copy on the host
+    num_children: list[int] = field(default_factory=lambda: [0, 0])  # by tier: those that are there
     lock: int = 0  # live requests whose path crosses this node; it is on the device then
     last_access: int = 0
 
 
-def is_device_leaf(node: Node) -> bool:
-    """Whether a node can leave the device."""
-    return node.slots is not None and not (node.lock or node.device_children or node.parent is None)
-
-
-def is_host_leaf(node: Node) -> bool:
-    """Whether a node's copy on the host can be dropped."""
-    return node.host_slots is not None and not node.host_children
+def is_leaf(node: Node, tier: int) -> bool:
+    """Whether a node can leave a tier."""
+    if node.num_children[tier] or node.slots[tier] is None or node.parent is None:
+        return False
+    return not node.lock or tier == HOST
 
 
 class Match(NamedTuple):
@@ -84,7 +81,7 @@ class Match(NamedTuple):
     def on_device(self) -> Match:
         """The part of it that is on the device: the whole match, or its beginning up to a node's end."""
         node, inside, length = self
-        while node.slots is None:
+        while node.slots[DEVICE] is None:
             length -= inside
             assert node.parent is not None  # roots are on the device
             node = node.parent
@@ -92,17 +89,8 @@ class Match(NamedTuple):
         return Match(node, inside, length)
 
 
-NO_MATCH = Match(Node(EMPTY, EMPTY, None, DEFAULT_NAMESPACE), 0, 0)
+NO_MATCH = Match(Node(EMPTY, None, DEFAULT_NAMESPACE, [EMPTY, None]), 0, 0)
 """The match where a namespace holds nothing; its node is in no tree."""
-
-
-class Insertion(NamedTuple):
-    """The node where an inserted path ends, and the tree's own slots `[n]` of its first n tokens, which the device
-    had already: the slots given for them did not enter the tree; the rest did.
-    """
-
-    node: Node
-    canonical: Slots
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
@@ -115,38 +103,30 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 class LeafQueue:
     """The leaves of one tier, by last access: a heap whose entries are checked only when they reach its top."""
 
-    def __init__(self, is_leaf: Callable[[Node], bool]) -> None:
-        self._is_leaf = is_leaf
-        self._heap: list[tuple[int, int, Node]] = []
+    def __init__(self, tier: int) -> None:
+        self.heap: list[tuple[int, int, Node]] = []
+        self._tier = tier
         self._queued: set[Node] = set()
-        self._entries = 0  # breaks ties, so that nodes are never compared
+        self._numbers = itertools.count()  # break ties, so that nodes are never compared
 
     def offer(self, node: Node) -> None:
         """Queue a node if it is a leaf now."""
-        if node not in self._queued and self._is_leaf(node):
+        if is_leaf(node, self._tier) and node not in self._queued:
             self._queued.add(node)
-            heapq.heappush(self._heap, self._entry(node))
+            heapq.heappush(self.heap, (node.last_access, next(self._numbers), node))
 
     def pop(self) -> Node | None:
         """Take the leaf that was used longest ago out of the queue; None if there is no leaf."""
-        while self._heap:
-            last_access, _, node = self._heap[0]
+        while self.heap:
+            last_access, _, node = self.heap[0]
             if last_access != node.last_access:
-                heapq.heapreplace(self._heap, self._entry(node))
+                heapq.heapreplace(self.heap, (node.last_access, next(self._numbers), node))
                 continue
-            heapq.heappop(self._heap)
+            heapq.heappop(self.heap)
             self._queued.remove(node)
-            if self._is_leaf(node):
+            if is_leaf(node, self._tier):
                 return node  # others are offered again when they are leaves again
         return None
-
-    def nodes(self) -> list[Node]:
-        """The node of each entry, leaf or not, in no particular order (for checks)."""
-        return [node for _, _, node in self._heap]
-
-    def _entry(self, node: Node) -> tuple[int, int, Node]:
-        self._entries += 1
-        return (node.last_access, self._entries, node)
 
 
 class RadixTree:
@@ -154,16 +134,14 @@ class RadixTree:
 
     def __init__(self) -> None:
         self.roots: dict[Namespace, Node] = {}
-        self.device_tokens = self.host_only_tokens = self.locked_tokens = 0
+        self.total_tokens = self.device_tokens = self.locked_tokens = 0  # the first: in one tier or both
         self.version = 0  # grows whenever a match may have changed
-        self.device_leaves = LeafQueue(is_device_leaf)
-        self.host_leaves = LeafQueue(is_host_leaf)
+        self.leaves = [LeafQueue(DEVICE), LeafQueue(HOST)]
         self._clock = 0
 
     @property
-    def total_tokens(self) -> int:
-        """Tokens that the tree holds, in one tier or both."""
-        return self.device_tokens + self.host_only_tokens
+    def host_only_tokens(self) -> int:
+        return self.total_tokens - self.device_tokens
 
     @property
     def evictable_tokens(self) -> int:
@@ -195,8 +173,8 @@ class RadixTree:
 
     def slots_of(self, end: Node) -> Slots:
         """The slots of the whole path of a node on the device, `[depth in tokens]`."""
-        parts = [node.slots for node in self.path(end) if node.slots is not None]  # as its parents' are
-        return np.concatenate(parts[::-1])
+        parts = [node.slots[DEVICE] for node in self.path(end)]
+        return np.concatenate(cast("list[Slots]", parts[::-1]))
 
     def path(self, end: Node, until: Node | None = None) -> Iterator[Node]:
         """The nodes from `end` up to its root, or up to its ancestor `until`, which is left out."""
@@ -209,51 +187,47 @@ class RadixTree:
         """The root of a namespace, made if there is none."""
         root = self.roots.get(namespace)
         if root is None:
-            root = self.roots[namespace] = Node(EMPTY, EMPTY, None, namespace)
+            root = self.roots[namespace] = Node(EMPTY, None, namespace, [EMPTY, None])
         return root
 
     def node_at(self, namespace: Namespace, match: Match) -> Node:
         """The node that ends where `match` ends: an edge is split if need be, a root made if there is none."""
         return self.root(namespace) if match.node.parent is None else self.cut(match.node, match.inside)
 
-    def cut(self, node: Node, inside: int) -> Node:
-        """The node that ends after the first `inside` tokens of a node, whose edge is split if need be."""
-        return node if inside == len(node.tokens) else self._split(node, inside)
-
-    def insert(self, node: Node, tokens: Tokens, slots: Slots, last_access: int | None = None) -> Insertion:
+    def insert(
+        self, node: Node, tokens: Tokens, slots: Slots, last_access: int | None = None
+    ) -> tuple[Node, Slots]:
         """Add `tokens` `[n]` with their `slots` `[n]` below `node`, which is on the device.
 
-        A token of this path that is on the device already keeps its own slot: see `Insertion.canonical`. A token
-        that only the host has gets the given slot on the device. The path is touched, unless `last_access` says
-        when a new leaf was used.
+        Returns the node where they end, and the tree's own slots of the first of them, which were on the device
+        already: the slots given for these do not enter the tree; the rest do. The path is touched, unless
+        `last_access` says when a new leaf was used.
         """
         if len(tokens) != len(slots):
             raise ValueError(f"{len(tokens)} tokens with {len(slots)} slots")
         canonical: list[Slots] = []
         done = 0
         while done < len(tokens):
-            first = int(tokens[done])
+            first, length = int(tokens[done]), len(tokens) - done
             child = node.children.get(first)
             if child is None:
-                leaf = node.children[first] = Node(tokens[done:].copy(), slots[done:].copy(), node, node.namespace)
-                leaf.last_access = last_access or 0
-                node.device_children += 1
-                self.device_tokens += len(leaf.tokens)
+                child = node.children[first] = Node(tokens[done:].copy(), node, node.namespace, [None, None])
+                child.last_access = last_access or 0
+                self.total_tokens += length
                 self.version += 1
-                node = leaf
-                break
-            length = min(len(child.tokens), len(tokens) - done)
-            agree = common_prefix(child.tokens[:length], tokens[done : done + length])
-            node = self.cut(child, agree)
-            if node.slots is not None:
-                canonical.append(node.slots)
+            else:
+                length = min(len(child.tokens), length)
+                length = common_prefix(child.tokens[:length], tokens[done : done + length])
+            node = self.cut(child, length)
+            if (own := node.slots[DEVICE]) is not None:
+                canonical.append(own)
             else:  # as are all below it, so canonical slots come first
-                self.attach_device(node, slots[done : done + agree].copy())
-            done += agree
+                self.attach(node, DEVICE, slots[done : done + length].copy())
+            done += length
         if last_access is None:
             self.touch(node)
-        self.device_leaves.offer(node)
-        return Insertion(node, _joined(canonical))
+        self.offer(node, DEVICE)
+        return node, _joined(canonical)
 
     def touch(self, end: Node) -> None:
         """Mark a path as used now."""
@@ -272,134 +246,98 @@ class RadixTree:
         """Count one live request less on a path. Returns the slots of the tokens that it removes.
 
         `reusable_len`: leading tokens of the path that are still wanted. Tokens beyond them are removed, as far as
-        nothing but this path needs them and the host has no copy. None: nothing is removed.
-
-        Raises:
-            ValueError: the path is not locked.
+        nothing but this path needs them and the host has no copy. Raises ValueError where the path is not locked.
         """
         path = list(self.path(end))
         freed: list[Slots] = []
-        depth = 0 if reusable_len is None else sum(len(node.tokens) for node in path)
+        unwanted = 0 if reusable_len is None else sum(len(node.tokens) for node in path) - reusable_len
         for node in path:
             if node.lock == 0:
                 raise ValueError("unlocking a path that no request has locked")
             node.lock -= 1
-            above = depth - len(node.tokens)
             if node.lock == 0:
                 self.locked_tokens -= len(node.tokens)
-                is_removable = not node.children and node.host_slots is None
-                if reusable_len is not None and depth > reusable_len and is_removable:
-                    if above < reusable_len:
-                        self._split(node, reusable_len - above)
-                    freed.append(self.detach_device(node))
-                self._offer(node)
-            depth = above
+                if unwanted > 0 and not node.children and node.slots[HOST] is None:
+                    if len(node.tokens) > unwanted:
+                        self.cut(node, len(node.tokens) - unwanted)
+                    unwanted -= len(node.tokens)
+                    freed.append(self.detach(node, DEVICE))
+                self.offer(node, DEVICE)
         return _joined(freed)
 
-    def evict(self, num_tokens: int) -> Slots:
-        """Take `num_tokens` tokens, or all that can be, off the device, least recently used leaves first, of the
-        last one only its tail. Tokens without a copy on the host are forgotten. Returns the slots of the tokens.
+    def evict(self, num_tokens: int, tier: int = DEVICE) -> Slots:
+        """Take `num_tokens` tokens, or all that can be, out of a tier, least recently used leaves first (see
+        `next_victim`). Tokens that are in no tier then are forgotten. Returns the slots that they had there.
         """
         freed: list[Slots] = []
         left = num_tokens
-        while left > 0 and (victim := self.next_victim(left)) is not None:
-            freed.append(self.detach_device(victim))
+        while left > 0 and (victim := self.next_victim(left, tier)) is not None:
+            freed.append(self.detach(victim, tier))
             left -= len(freed[-1])
         return _joined(freed)
 
-    def next_victim(self, max_tokens: int) -> Node | None:
-        """The unlocked device leaf used longest ago, or its tail of `max_tokens`; None if all is locked."""
-        node = self.device_leaves.pop()
-        if node is not None and len(node.tokens) > max_tokens:
-            self._split(node, len(node.tokens) - max_tokens)
+    def next_victim(self, max_tokens: int, tier: int = DEVICE) -> Node | None:
+        """The leaf of a tier used longest ago, or its tail of `max_tokens`; None if nothing can leave that tier.
+
+        A node on the device is not cut to drop a part of its copy on the host.
+        """
+        node = self.leaves[tier].pop()
+        if node is not None and len(node.tokens) > max_tokens and (tier == DEVICE or node.slots[DEVICE] is None):
+            self.cut(node, len(node.tokens) - max_tokens)
         return node
 
-    def attach_device(self, node: Node, slots: Slots) -> None:
-        """Put a node that only the host has, below one on the device, on the device as well: in `slots` `[n]`."""
+    def attach(self, node: Node, tier: int, slots: Slots) -> None:
+        """Put a node whose parent is on the device in a tier where it is not: in `slots` `[n]`."""
         assert node.parent is not None  # roots are on the device
-        node.slots = slots
-        node.parent.device_children += 1
-        self.device_tokens += len(slots)
-        self.host_only_tokens -= len(slots)
+        node.slots[tier] = slots
+        node.parent.num_children[tier] += 1
+        if tier == DEVICE:
+            self.device_tokens += len(slots)
 
-    def detach_device(self, node: Node) -> Slots:
-        """Take an unlocked leaf off the device; without a copy on the host it is forgotten. Returns its slots."""
-        slots, parent = node.slots, node.parent
+    def detach(self, node: Node, tier: int) -> Slots:
+        """Take a leaf out of a tier; it is forgotten if it is in neither then. Returns its slots there."""
+        slots, parent = node.slots[tier], node.parent
         assert slots is not None  # it is a leaf there
         assert parent is not None  # and no root
-        node.slots = None
-        parent.device_children -= 1
-        self.device_tokens -= len(slots)
-        if node.host_slots is None:
-            self._forget(node)
-        else:
-            self.host_only_tokens += len(slots)
-        self._offer(parent)
+        node.slots[tier] = None
+        parent.num_children[tier] -= 1
+        if tier == DEVICE:
+            self.device_tokens -= len(slots)
+        if node.slots[1 - tier] is None:  # the other one
+            del parent.children[node.tokens.item(0)]
+            self.total_tokens -= len(node.tokens)
+            self.version += 1
+            node.tokens = EMPTY
+        self.offer(parent, tier)
         return slots
 
-    def attach_host(self, node: Node, host_slots: Slots) -> None:
-        """Say that the host has a copy of a node on the device: in `host_slots` `[n]`."""
-        assert node.parent is not None  # roots have nothing to copy
-        node.host_slots = host_slots
-        node.parent.host_children += 1
-        self.host_leaves.offer(node)
+    def offer(self, node: Node, tier: int) -> None:
+        """Queue a node for eviction if it can leave a tier; drop a root that holds nothing."""
+        if node.num_children[tier]:
+            return
+        if node.parent is not None:
+            self.leaves[tier].offer(node)
+        elif not (node.children or node.lock):
+            self.roots.pop(node.namespace, None)
 
-    def evict_from_host(self, num_tokens: int) -> Slots:
-        """Drop the host's copies of at least `num_tokens` tokens, or all, least recently used leaves first. Tokens
-        that are not on the device are forgotten, of the last leaf only its tail. Returns the copies' host slots.
-        """
-        freed: list[Slots] = []
-        left = num_tokens
-        while left > 0 and (node := self.host_leaves.pop()) is not None:
-            if node.slots is None and len(node.tokens) > left:
-                self._split(node, len(node.tokens) - left)
-            host_slots, parent = node.host_slots, node.parent
-            assert host_slots is not None  # it is a leaf there
-            assert parent is not None  # and no root
-            freed.append(host_slots)
-            left -= len(host_slots)
-            node.host_slots = None
-            parent.host_children -= 1
-            if node.slots is None:
-                self.host_only_tokens -= len(host_slots)
-                self._forget(node)
-                self._offer(parent)  # a root may hold nothing now
-            self.host_leaves.offer(parent)
-        return _joined(freed)
-
-    def _split(self, node: Node, at: int) -> Node:
-        """Cut a node's edge after `at` tokens. The new upper node is returned; `node` keeps the rest."""
-        upper = Node(node.tokens[:at], None, node.parent, node.namespace)
+    def cut(self, node: Node, at: int) -> Node:
+        """The node that ends after the first `at` tokens of a node: itself, or a new upper part of its edge."""
+        if at == len(node.tokens):
+            return node
+        upper = Node(node.tokens[:at], node.parent, node.namespace, [None, None])
         upper.lock, upper.last_access = node.lock, node.last_access
-        if node.slots is not None:
-            upper.slots, node.slots = node.slots[:at], node.slots[at:]
-            upper.device_children = 1
-        if node.host_slots is not None:
-            upper.host_slots, node.host_slots = node.host_slots[:at], node.host_slots[at:]
-            upper.host_children = 1
+        for tier, slots in enumerate(node.slots):
+            if slots is not None:
+                upper.slots[tier], node.slots[tier] = slots[:at], slots[at:]
+                upper.num_children[tier] = 1
         assert node.parent is not None  # a root has no tokens to split
         node.parent.children[int(upper.tokens[0])] = upper
         node.tokens, node.parent = node.tokens[at:], upper
         upper.children[int(node.tokens[0])] = node
         return upper
 
-    def _forget(self, node: Node) -> None:
-        """Take a node that is in no tier out of the tree."""
-        assert node.parent is not None  # roots are in no tier
-        del node.parent.children[node.tokens.item(0)]
-        node.tokens = EMPTY
-        self.version += 1
-
-    def _offer(self, node: Node) -> None:
-        """Queue a node for eviction if it can leave the device; drop a root that holds nothing."""
-        if node.lock or node.device_children:
-            return
-        if node.parent is None:
-            if not node.children:
-                self.roots.pop(node.namespace, None)
-        else:
-            self.device_leaves.offer(node)
-
 
 def _joined(parts: Sequence[Slots]) -> Slots:
-    return np.concatenate(parts) if parts else EMPTY
+    if len(parts) < 2:
+        return parts[0] if parts else EMPTY
+    return np.concatenate(parts)

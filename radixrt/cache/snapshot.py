@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +29,22 @@ class TreeSnapshot:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
-    def starts(self) -> NDArray[np.int64]:
-        """Return where each node's tokens begin: int64 `[N]`."""
-        ends = np.cumsum(self.lengths, dtype=np.int64)
-        return np.asarray(ends - self.lengths)
+    def parts(self, values: NDArray[Any]) -> list[NDArray[Any]]:
+        """Return views of `values` `[T]`, one for each node."""
+        return np.split(values, np.cumsum(self.lengths, dtype=np.int64))[:-1]
+
+    def namespace(self, node: int, weights_version: int) -> Namespace:
+        """Return where a node belongs under a version of the weights."""
+        return Namespace(weights_version, tenant=self.tenant_names[self.tenants[node]])
+
+    def recency(self) -> NDArray[np.int64]:
+        """Rank `last_used` from -(number of ranks) to -1: int64 `[N]`; a node ranks no lower than its children."""
+        latest = self.last_used.copy()
+        for i, parent in reversed([*enumerate(self.parents.tolist())]):
+            if parent >= 0:
+                latest[parent] = max(latest[parent], latest[i])
+        values, ranks = np.unique(latest, return_inverse=True)
+        return np.asarray(ranks.reshape(-1).astype(np.int64) - len(values))
 
     def fault(self, vocab_size: int) -> str | None:
         """Say why this is no tree of prefixes; None if it is one."""
@@ -51,7 +64,7 @@ class TreeSnapshot:
             return f"a token is not in 0 .. {vocab_size - 1}"
         # Siblings begin with different tokens; nodes below a root are siblings if they are of one tenant.
         above = np.where(begins, -1 - self.tenants, self.parents)
-        firsts = self.tokens[self.starts()]
+        firsts = self.tokens[np.cumsum(self.lengths, dtype=np.int64) - self.lengths]
         if len(np.unique(np.stack([above, firsts]), axis=1).T) != len(self):
             return "two nodes go on from one place with the same token"
         return None
@@ -83,107 +96,70 @@ def take_snapshot(tree: RadixTree, weights_version: int) -> tuple[TreeSnapshot, 
 
 
 def _places(node: Node) -> Slots:
-    if node.slots is not None:
-        return node.slots
-    assert node.host_slots is not None  # it is in one tier at least
-    return -node.host_slots
+    on_device, on_host = node.slots
+    if on_device is not None:
+        return on_device
+    assert on_host is not None  # it is in one tier at least
+    return -on_host
 
 
 @dataclass(frozen=True)
 class Adoption:
-    """The part of a snapshot that a tree takes: of each node the tokens `[known, known + taken)`."""
+    """The part of a snapshot that a tree takes, and where its KV goes."""
 
     snapshot: TreeSnapshot
     weights_version: int
-    known: NDArray[np.int64]  # `[N]`, tokens that the tree has on the device already
-    taken: NDArray[np.int64]  # `[N]`, tokens taken after these; none below a node that is not whole then
-    recency: NDArray[np.int64]  # `[N]`, below 0 (older than all that this process has used), greater is later
+    kept: NDArray[np.int64]  # `[N]`, leading tokens of each node that the tree has, or takes
     slots: Slots  # `[T]`, the slot for each taken token's KV, 0 for the others
 
     @property
     def num_taken(self) -> int:
-        return int(self.taken.sum())
+        return int(np.count_nonzero(self.slots))
 
     @property
     def left_out(self) -> int:
         """Tokens that find no free slot."""
-        return self.snapshot.num_tokens - int(self.known.sum()) - self.num_taken
-
-    def namespace(self, i: int) -> Namespace:
-        """The namespace of node `i` of the snapshot."""
-        tenant = self.snapshot.tenant_names[self.snapshot.tenants[i]]
-        return Namespace(self.weights_version, tenant=tenant)
-
-    def assign(self, slots: Slots) -> None:
-        """Give the taken tokens their slots `[num_taken]`, node after node."""
-        begins = self.snapshot.starts() + self.known
-        places = np.arange(self.num_taken) + np.repeat(begins - (np.cumsum(self.taken) - self.taken), self.taken)
-        self.slots[places] = slots
+        return self.snapshot.num_tokens - int(self.kept.sum())
 
 
-def plan_adoption(tree: RadixTree, snapshot: TreeSnapshot, weights_version: int, room: int) -> Adoption:
-    """Choose what a tree lacks of a snapshot, at most `room` tokens, most recently used first; no slots yet."""
-    n = len(snapshot)
-    known, taken = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-    recency = _recency(snapshot)
-    adoption = Adoption(snapshot, weights_version, known, taken, recency, np.zeros(snapshot.num_tokens, np.int32))
-    ends: list[Match | None] = [None] * n  # where the tree has a node's last token, if it has the whole node
-    for i, tokens in enumerate(_split(snapshot)):
-        parent = int(snapshot.parents[i])
-        start = ends[parent] if parent >= 0 else tree.match(adoption.namespace(i), tokens, limit=0)
-        if start is not None:
-            found = tree.follow(start, tokens).on_device
-            known[i] = found.length - start.length
-            if known[i] == len(tokens):
-                ends[i] = found
+def plan_adoption(
+    tree: RadixTree, snapshot: TreeSnapshot, weights_version: int, room: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Choose what a tree lacks of a snapshot on the device, at most `room` tokens, most recently used first.
+
+    Returns how many leading tokens of each node it has then `[N]`, and which tokens are those that it lacks `[T]`.
+    """
+    kept, taken = np.zeros(len(snapshot), dtype=np.int64), np.zeros(snapshot.num_tokens, dtype=np.bool_)
+    tokens, marks = snapshot.parts(snapshot.tokens), snapshot.parts(taken)
+    # Of the nodes that are whole then: where the tree has their last token; None: it lacks that.
+    ends: dict[int, Match | None] = {}
     # A parent was used when its children were, so that sorted by use it comes before them.
-    whole = np.zeros(n, dtype=bool)
-    for i in np.lexsort((np.arange(n), -recency)):
-        parent = int(snapshot.parents[i])
-        if parent >= 0 and not whole[parent]:
+    for i in np.argsort(-snapshot.recency(), kind="stable").tolist():
+        parent, length, known = int(snapshot.parents[i]), len(tokens[i]), 0
+        if parent >= 0 and parent not in ends:
             continue
-        taken[i] = min(room, int(snapshot.lengths[i]) - int(known[i]))
-        room -= int(taken[i])
-        whole[i] = known[i] + taken[i] == snapshot.lengths[i]
-    return adoption
+        root = snapshot.namespace(i, weights_version)
+        end = ends[parent] if parent >= 0 else tree.match(root, tokens[i], limit=0)
+        if end is not None:
+            start, end = end.length, tree.follow(end, tokens[i]).on_device
+            known = end.length - start
+        count = min(room, length - known)
+        room -= count
+        kept[i] = known + count
+        marks[i][known : known + count] = True
+        if kept[i] == length:
+            ends[i] = None if count else end
+    return kept, taken
 
 
 def adopt(tree: RadixTree, adoption: Adoption) -> None:
     """Put the taken tokens, whose KV is in their slots, into the tree, which has not changed since."""
-    snapshot = adoption.snapshot
-    grows = adoption.taken > 0  # a node gets tokens, or one below it does
-    for i in range(len(snapshot) - 1, -1, -1):
-        if grows[i] and snapshot.parents[i] >= 0:
-            grows[snapshot.parents[i]] = True
-    starts = snapshot.starts()
-    ends: dict[int, Node] = {}
-    for i, tokens in enumerate(_split(snapshot)):
-        if not grows[i]:
-            continue
-        parent = int(snapshot.parents[i])
-        above = ends[parent] if parent >= 0 else tree.root(adoption.namespace(i))
-        found = tree.follow(Match(above, len(above.tokens), 0), tokens).on_device
-        node = tree.cut(found.node, found.inside)
-        if adoption.taken[i]:
-            known, end = found.length, found.length + int(adoption.taken[i])
-            slots = adoption.slots[starts[i] + known : starts[i] + end]
-            insertion = tree.insert(node, tokens[known:end], slots, int(adoption.recency[i]))
-            assert not len(insertion.canonical)  # the device has none of these
-            node = insertion.node
-        ends[i] = node
-
-
-def _split(snapshot: TreeSnapshot) -> list[Tokens]:
-    """Return the tokens of each node."""
-    return np.split(snapshot.tokens, snapshot.starts()[1:]) if len(snapshot) else []
-
-
-def _recency(snapshot: TreeSnapshot) -> NDArray[np.int64]:
-    """Rank `last_used` from -(number of ranks) to -1; a node ranks no lower than its children."""
-    latest = snapshot.last_used.copy()
-    for i in range(len(snapshot) - 1, -1, -1):
-        parent = int(snapshot.parents[i])
-        if parent >= 0:
-            latest[parent] = max(latest[parent], latest[i])
-    values, ranks = np.unique(latest, return_inverse=True)
-    return np.asarray(ranks.reshape(-1).astype(np.int64) - len(values))
+    snapshot, ends = adoption.snapshot, dict[int, Node]()
+    tokens, slots, recency = snapshot.parts(snapshot.tokens), snapshot.parts(adoption.slots), snapshot.recency()
+    for i, kept in enumerate(adoption.kept.tolist()):
+        if kept:
+            parent = int(snapshot.parents[i])
+            above = ends[parent] if parent >= 0 else tree.root(snapshot.namespace(i, adoption.weights_version))
+            own = slots[i][:kept]
+            ends[i], canonical = tree.insert(above, tokens[i][:kept], own, int(recency[i]))
+            assert len(canonical) == kept - np.count_nonzero(own)  # the tree keeps its own slots

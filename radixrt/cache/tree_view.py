@@ -7,47 +7,40 @@ from collections.abc import Callable
 from rich.markup import escape
 from rich.tree import Tree
 
-from radixrt.cache.radix_tree import Node, RadixTree, Tokens
+from radixrt.cache.radix_tree import DEVICE, HOST, Node, RadixTree, Tokens
 
 
 def view_tree(tree: RadixTree, show: Callable[[Tokens], str], *, max_nodes: int = 200) -> Tree:
     """Draw the cached prefixes as a rich Tree: for each node its number of tokens, tier, locks and text.
 
-    Args:
-        show: turns tokens `[n]` int32 into text.
-        max_nodes: nodes to show; the rest is counted.
+    `show` turns tokens `[n]` int32 into text. `max_nodes` nodes are shown, the rest is counted.
     """
     on_host = f" ({tree.host_only_tokens:,} on the host alone)" if tree.host_only_tokens else ""
     view = Tree(f"{tree.total_tokens:,} cached tokens{on_host}, {tree.locked_tokens:,} in use")
-    shown = hidden = 0
+    num_nodes = 0
     stack: list[tuple[Node, Tree]] = [(root, view) for root in tree.roots.values()]
     while stack:
         node, above = stack.pop()
-        shown += 1
-        if shown > max_nodes:
-            hidden += 1
-            below = view
-        else:
-            below = above.add(_label(node, show))
+        num_nodes += 1
+        below = above.add(_label(node, show)) if num_nodes <= max_nodes else view
         children = sorted(node.children.values(), key=lambda child: child.last_access)  # popped: latest first
         stack.extend((child, below) for child in children)
-    if hidden:
-        view.add(f"... and {hidden:,} more nodes")
+    if num_nodes > max_nodes:
+        view.add(f"... and {num_nodes - max_nodes:,} more nodes")
     return view
 
 
 def _label(node: Node, show: Callable[[Tokens], str]) -> str:
     if node.parent is None:
         space = node.namespace
-        names = [
-            f"{name} {value}" for name, value in (("adapter", space.adapter), ("tenant", space.tenant)) if value
-        ]
-        return f"[bold]{escape(', '.join([f'weights {space.weights_version}', *names]))}[/bold]"
+        names = {"adapter": space.adapter, "tenant": space.tenant}
+        given = [f"{name} {value}" for name, value in names.items() if value]
+        return f"[bold]{escape(', '.join([f'weights {space.weights_version}', *given]))}[/bold]"
     text = repr(show(node.tokens[:40]))
     if len(node.tokens) > 40 or len(text) > 70:
         text = text[:67] + "..."
     lock = f", {node.lock} in use" if node.lock else ""
     tier = ""
-    if node.host_slots is not None:
-        tier = ", on the host" if node.slots is None else ", on device and host"
+    if node.slots[HOST] is not None:
+        tier = ", on the host" if node.slots[DEVICE] is None else ", on device and host"
     return f"{len(node.tokens):,} tokens{tier}{lock}: [dim]{escape(text)}[/dim]"

@@ -6,11 +6,9 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
 
-from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.kv_transfers import KVTransfer
-from memory_pool.token_to_kv_pool import TokenToKVPool
+from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.execution.staging import Staging, packed
 from triton_ops.implementation import Impl
 from triton_ops.kv.kv_copy import kv_copy
@@ -38,17 +36,17 @@ class KVMover:
 
     def run(self, transfers: deque[KVTransfer]) -> None:
         """What `Runner.transfer` promises."""
-        slots = {f"device{i}": transfer.device_slots for i, transfer in enumerate(transfers)}
-        slots |= {f"host{i}": transfer.host_slots for i, transfer in enumerate(transfers)}
+        slots = {f"source{i}": transfer.sources for i, transfer in enumerate(transfers)}
+        slots |= {f"target{i}": transfer.targets for i, transfer in enumerate(transfers)}
         words, layout = packed(slots)
         try:
             with self._on_stream():
                 arrays = layout.tensors(self._staging.upload(words))
                 for i in range(len(transfers)):
-                    device: tuple[Tensor, Tensor] = (self._device_kv, arrays[f"device{i}"])
-                    host: tuple[Tensor, Tensor] = (self._host_pool.buffer, arrays[f"host{i}"])
-                    source, target = (device, host) if transfers[0].to_host else (host, device)
-                    kv_copy(*source, *target, impl=self._impl)
+                    source, target = self._device_kv, self._host_pool.buffer
+                    if not transfers[0].to_host:
+                        source, target = target, source
+                    kv_copy(source, arrays[f"source{i}"], target, arrays[f"target{i}"], impl=self._impl)
                     transfers.popleft()
         finally:
             if self._stream is not None:

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from memory_pool.host_kv_pool import HostKVPool
-from memory_pool.token_to_kv_pool import TokenToKVPool
+from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import Slots
 from radixrt.cache.snapshot import Adoption, take_snapshot

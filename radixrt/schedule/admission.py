@@ -38,7 +38,7 @@ class ExtendChunk(NamedTuple):
             return None
         recomputed = max(0, min(end, answer.launched_len) - start)  # lost to a retraction
         log.recomputed_tokens += recomputed
-        cache.count(recomputed=recomputed)
+        cache.recomputed_tokens += recomputed
         if log.launched_at is None:
             log.launched_at = time.perf_counter()
         return cls(answer, start, end, slots, answer.num_answers if end == answer.extend_len else 0)
@@ -92,7 +92,7 @@ class Admission:
             if match.has_leader():
                 # A follower: its leader is computing what it needs next. Room is kept for the rest of it, or
                 # leaders of other prefixes would take that, and evict this prefix before it comes.
-                promised += max(0, demand - match.leader_match_len())
+                promised += max(0, demand - match.leader_match_len)
                 continue
             tokens = answer.tokens()
             reserve = promised + demand - len(tokens) if self.running else 0
@@ -110,7 +110,8 @@ class Admission:
                 oldest.times_skipped += 1
             if answer.log.cached_tokens is None:  # hits are counted once, at the first admission
                 answer.log.cached_tokens = lease.matched
-                cache.count(prompt=answer.request.prompt_len, cached=lease.matched)
+                cache.prompt_tokens += answer.request.prompt_len
+                cache.cached_tokens += lease.matched
             chunks.append(chunk)
             places -= 1
             budget -= len(chunk.slots)

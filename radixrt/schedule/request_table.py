@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from memory_pool.sparse_table import sparse_table
+from memory_pool.req_to_token_pool import sparse_table
 from radixrt.arrays import BoolArray, Int32Array
 from radixrt.cache.radix_tree import Tokens
 from radixrt.schedule.passes import NO_TOKEN

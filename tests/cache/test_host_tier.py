@@ -237,7 +237,7 @@ def prompts() -> list[list[int]]:
 def runtime(folder: Path, device: torch.device, **options: Any) -> Runtime:
     options = {"dtype": "float32", "max_total_tokens": 200, "schedule_policy": "fcfs", **options}
     runtime = Runtime(folder, device=device, **options)
-    runtime.parts.model.kv_pool.fill(float("nan"))
+    runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
     return runtime
 
 

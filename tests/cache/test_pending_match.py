@@ -35,7 +35,7 @@ class WaitingMachine(CacheMachine):
             assert pending.has_leader() == (leader is not None)
             assert pending.match() == fresh
             if leader is not None:
-                assert fresh.length < pending.leader_match_len() <= limit
+                assert fresh.length < pending.leader_match_len <= limit
 
 
 TestWaiting = WaitingMachine.TestCase
@@ -58,7 +58,7 @@ def test_a_leader_is_waited_for_until_it_is_done() -> None:
     lease = here.acquire(HERE, tokens, here.match(HERE, tokens, 4), 0)
     assert lease is not None
     assert pending.has_leader()
-    assert pending.leader_match_len() == 3
+    assert pending.leader_match_len == 3
     here.extend(lease, 5)
     here.commit(lease, tokens, 2)
     assert pending.has_leader()

@@ -62,11 +62,11 @@ def test_truncated_slots_are_pending_while_a_pass_may_write_them() -> None:
     here.pass_launched()
     here.truncate(lease, 4)
     here.pass_ended()
-    assert [slots.tolist() for slots in here.pending_slots()] == [own[4:]]
+    assert [pending.slots.tolist() for pending in here.pending] == [own[4:]]
     assert here.incoming == 2
     assert not set(own) & set(here.slots.free_slots().tolist())
     here.pass_ended()
-    assert not here.pending_slots()
+    assert not here.pending
     assert set(own[4:]) <= set(here.slots.free_slots().tolist())
 
 
@@ -111,7 +111,7 @@ def test_nothing_to_truncate() -> None:
     here.pass_launched()
     here.truncate(lease, 3)
     assert lease.allocated_len == 3
-    assert not here.pending_slots()
+    assert not here.pending
 
 
 @pytest.mark.parametrize("length", [-1, 1, 6])
@@ -144,7 +144,7 @@ def test_a_duplicate_is_remapped_before_it_is_pending() -> None:
     here.commit(first, tokens, 4)
     here.commit(second, tokens, 4)
     assert slots_of(here, second) == slots_of(here, first)
-    assert [slots.tolist() for slots in here.pending_slots()] == [own]
+    assert [pending.slots.tolist() for pending in here.pending] == [own]
     here.pass_ended()
     assert set(own) <= set(here.slots.free_slots().tolist())
 
@@ -178,6 +178,48 @@ def test_a_disabled_cache_finds_and_keeps_nothing() -> None:
     run(here, ids(1, 2, 3))
     assert here.match(HERE, ids(1, 2, 3), 3).length == 0
     assert here.slots.num_free == here.slots.capacity
+
+
+# -- leaders -----------------------------------------------------------------------------------------------
+
+
+def leader_of(of: PrefixCache, tokens: Tokens) -> Lease | None:
+    return of.leader(of.match(HERE, tokens, len(tokens)), tokens, len(tokens))
+
+
+def test_a_leader_is_found_at_the_match_and_before_it() -> None:
+    here, asked = cache(), ids(1, 2, 3, 9)
+    own = acquire(here, ids(1, 2, 3, 4))
+    assert leader_of(here, asked) is own
+    run(here, ids(1, 2, 8))  # another has published what comes between
+    match = here.match(HERE, asked, 4)
+    assert (match.length, match.at_boundary) == (2, False)
+    assert leader_of(here, asked) is own
+    run(here, ids(1, 2))  # an edge is split
+    match = here.match(HERE, asked, 4)
+    assert (match.length, match.at_boundary) == (2, True)
+    assert leader_of(here, asked) is own
+    assert leader_of(here, ids(1, 2, 8, 4)) is None  # the leader goes another way
+
+
+def test_a_leader_whose_tokens_end_before_is_none() -> None:
+    here = cache()
+    acquire(here, ids(1, 2))
+    run(here, ids(1, 2))
+    assert leader_of(here, ids(1, 2, 3)) is None
+
+
+def test_a_released_lease_leads_no_more() -> None:
+    here, asked = cache(), ids(1, 5)
+    first, second = (acquire(here, ids(1, last)) for last in (2, 3))
+    assert sum(map(len, here.frontiers.values())) == 2
+    assert leader_of(here, asked) is first
+    here.release(first)
+    assert (first.frontier, sum(map(len, here.frontiers.values()))) == (None, 1)
+    assert leader_of(here, asked) is second
+    here.release(second)
+    assert leader_of(here, asked) is None
+    assert not here.frontiers
 
 
 TestCache = CacheMachine.TestCase

@@ -25,8 +25,8 @@ def array(tokens: list[int] | tuple[int, ...]) -> np.ndarray:
 def put(tree: RadixTree, namespace: Namespace, tokens: np.ndarray, slots: np.ndarray) -> tuple[Node, np.ndarray]:
     """Insert from the root, as a request without a lease would. Returns the node and the slots of the path."""
     node = tree.node_at(namespace, tree.match(namespace, tokens, limit=0))
-    insertion = tree.insert(node, tokens, slots)
-    return insertion.node, np.concatenate([insertion.canonical, slots[len(insertion.canonical) :]])
+    end, canonical = tree.insert(node, tokens, slots)
+    return end, np.concatenate([canonical, slots[len(canonical) :]])
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -57,12 +57,12 @@ class TreeMachine(RuleBasedStateMachine):
         self.next_slot += len(tokens)
         there = self.longest(namespace, tokens)
         node = self.tree.node_at(namespace, self.tree.match(namespace, array(tokens), limit=0))
-        insertion = self.tree.insert(node, array(tokens), slots)
+        _, canonical = self.tree.insert(node, array(tokens), slots)
         for n in range(there + 1, len(tokens) + 1):
             self.known[namespace, tuple(tokens[:n])] = [int(slots[n - 1]), 0]
         self.use(namespace, tokens)
         expected = [self.known[namespace, tuple(tokens[:n])][0] for n in range(1, there + 1)]
-        assert insertion.canonical.tolist() == expected
+        assert canonical.tolist() == expected
 
     @rule(namespace=namespaces, tokens=sequences, limit=st.none() | st.integers(0, 9))
     def match(self, namespace: Namespace, tokens: list[int], limit: int | None) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixrt.cache.radix_tree import Namespace, RadixTree
-from radixrt.cache.snapshot import TreeSnapshot, adopt, plan_adoption, take_snapshot
+from radixrt.cache.radix_tree import DEVICE, HOST, Namespace, RadixTree
+from radixrt.cache.snapshot import Adoption, TreeSnapshot, adopt, plan_adoption, take_snapshot
 from tests.support.cache_machine import ids
 
 paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), max_size=6)
@@ -29,10 +29,17 @@ def found(tree: RadixTree, prompt: list[int], namespace: Namespace) -> int:
     return tree.match(namespace, ids(*prompt)).length
 
 
+def planned(tree: RadixTree, snapshot: TreeSnapshot, room: int, version: int = 0, *, first_slot: int) -> Adoption:
+    """What is to be adopted, in slots from `first_slot` on."""
+    kept, taken = plan_adoption(tree, snapshot, version, room)
+    slots = np.zeros(len(taken), dtype=np.int32)
+    slots[taken] = np.arange(first_slot, first_slot + taken.sum())
+    return Adoption(snapshot, version, kept, slots)
+
+
 def take(tree: RadixTree, snapshot: TreeSnapshot, room: int, version: int = 0) -> int:
     """Adopt what fits; how many tokens."""
-    adoption = plan_adoption(tree, snapshot, version, room)
-    adoption.assign(np.arange(1000, 1000 + adoption.num_taken, dtype=np.int32))
+    adoption = planned(tree, snapshot, room, version, first_slot=1000)
     assert (adoption.slots > 0).sum() == adoption.num_taken <= room
     before = tree.device_tokens
     adopt(tree, adoption)
@@ -66,17 +73,16 @@ def test_the_slots_of_a_snapshot_are_those_of_its_tokens() -> None:
     by_token = dict(zip(snapshot.tokens.tolist(), slots.tolist(), strict=True))
     assert by_token == {1: 1, 2: 2, 3: 3, 4: 6}
     node = tree.match(Namespace(), ids(1, 2, 3)).node
-    tree.attach_host(node, ids(9))
-    tree.detach_device(node)
+    tree.attach(node, HOST, ids(9))
+    tree.detach(node, DEVICE)
     _, slots = take_snapshot(tree, 0)
     assert sorted(slots.tolist()) == [-9, 1, 2, 6]
 
 
 def test_slots_go_to_the_taken_tokens_in_order() -> None:
     snapshot, _ = take_snapshot(grown([[1, 2, 3], [1, 2, 4, 5], [6]]), 0)
-    adoption = plan_adoption(grown([[1]], first_slot=50), snapshot, 0, 10)
+    adoption = planned(grown([[1]], first_slot=50), snapshot, 10, first_slot=100)
     assert adoption.left_out == 0
-    adoption.assign(np.arange(100, 105, dtype=np.int32))
     assert adoption.slots[snapshot.tokens == 1].tolist() == [0]
     taken = adoption.slots[adoption.slots > 0]
     assert taken.tolist() == [100, 101, 102, 103, 104]

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from radixrt.cache.radix_tree import Namespace, RadixTree
+from radixrt.cache.radix_tree import DEVICE, HOST, Namespace, RadixTree
 from radixrt.cache.tree_view import view_tree
 from tests.support.cache_machine import ids
 
@@ -28,9 +28,9 @@ def test_the_tree_shows_where_tokens_are() -> None:
     assert "2 tokens, 1 in use: '1 2'" in text
     assert "1 tokens: '3'" in text
     leaf = tree.match(Namespace(2, tenant="blue"), ids(1, 2, 3)).node
-    tree.attach_host(leaf, ids(7))
+    tree.attach(leaf, HOST, ids(7))
     assert "1 tokens, on device and host: '3'" in shown(tree)
-    tree.detach_device(leaf)
+    tree.detach(leaf, DEVICE)
     text = shown(tree)
     assert "4 cached tokens (1 on the host alone), 3 in use" in text
     assert "1 tokens, on the host: '3'" in text

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Pa
 
 def small(folder: Path, **options: Any) -> Runtime:
     runtime = Runtime(folder, **{"device": torch.get_default_device(), "max_total_tokens": 2000, **options})
-    runtime.parts.model.kv_pool.fill(float("nan"))
+    runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
     return runtime
 
 

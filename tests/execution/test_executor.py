@@ -41,7 +41,7 @@ class Computer:
         self.pool = TokenToKVPool(
             500, config.num_layers, config.num_kv_heads, config.head_dim, dtype=torch.float32, device=CPU
         )
-        self.pool.fill(float("nan"))
+        self.pool.buffer.fill_(float("nan"))
         self.builder = PassBuilder(planner_on_cpu(config, self.rows.req_to_token), SHAPES, MAX_REQUESTS)
         self.executor = Executor(model, self.rows, self.pool, max_scored_at_once)
         self.is_eager = is_eager

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from memory_pool.host_kv_pool import HostKVPool
 from memory_pool.kv_transfers import KVTransfer
-from memory_pool.token_to_kv_pool import TokenToKVPool
+from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.execution import kv_mover
 from radixrt.execution.kv_mover import KVMover
 
@@ -25,7 +24,7 @@ SHAPE = (2, 2, 8)  # layers, heads, elements
 
 def pools(device: torch.device) -> tuple[TokenToKVPool, HostKVPool]:
     pool = TokenToKVPool(12, *SHAPE, dtype=torch.float32, device=device)
-    host = HostKVPool(9, *SHAPE, dtype=torch.float32, device=device)
+    host = HostKVPool(9, pool)
     pool.buffer.copy_(torch.randn(pool.buffer.shape, device="cpu"))
     host.buffer.copy_(torch.randn(host.buffer.shape, device="cpu"))
     if device.type == "cuda":
@@ -39,14 +38,14 @@ def test_transfers_are_made_in_order(kernel_device: torch.device, impl: Any) -> 
     kv, host_kv = pool.buffer.cpu().clone(), host.buffer.clone()
     transfers = [
         KVTransfer(True, ids(5, 2), ids(1, 8)),
-        KVTransfer(False, ids(5, 11), ids(3, 1)),  # over what has just been stored
+        KVTransfer(False, ids(3, 1), ids(5, 11)),  # over what has just been stored
         KVTransfer(True, ids(5), ids(4)),
     ]
     for transfer in transfers:
         if transfer.to_host:
-            host_kv[:, :, transfer.host_slots] = kv[:, :, transfer.device_slots]
+            host_kv[:, :, transfer.targets] = kv[:, :, transfer.sources]
         else:
-            kv[:, :, transfer.device_slots] = host_kv[:, :, transfer.host_slots]
+            kv[:, :, transfer.targets] = host_kv[:, :, transfer.sources]
     mover = KVMover(pool, host, kernel_device, impl)
     left = deque(transfers)
     mover.run(left)
@@ -70,7 +69,7 @@ def test_what_cannot_be_started_is_left(device: torch.device, monkeypatch: pytes
     monkeypatch.setattr(kv_mover, "kv_copy", failing)
     with pytest.raises(RuntimeError, match="no memory"):
         mover.run(left)
-    assert [t.device_slots.tolist() for t in left] == [[2], [3]]
+    assert [t.sources.tolist() for t in left] == [[2], [3]]
     mover.run(left)
     assert not left
     if device.type == "cuda":
@@ -97,7 +96,7 @@ def test_transfers_run_beside_what_the_gpu_computes(device: torch.device) -> Non
     torch.cuda._sleep(2 * 10**9)  # about a second
     busy = torch.cuda.Event()
     busy.record()
-    mover.run(deque([KVTransfer(True, ids(5), ids(3)), KVTransfer(False, ids(6), ids(4))]))
+    mover.run(deque([KVTransfer(True, ids(5), ids(3)), KVTransfer(False, ids(4), ids(6))]))
     while not arrived():
         assert not busy.query()
     assert not busy.query()
@@ -118,7 +117,7 @@ def test_what_is_launched_later_waits_for_transfers(device: torch.device, monkey
     mover.run(deque([KVTransfer(False, ids(1), ids(1))]))
     torch.cuda.synchronize()
     monkeypatch.setattr(kv_mover, "kv_copy", slow)
-    mover.run(deque([KVTransfer(False, ids(6), ids(4))]))
+    mover.run(deque([KVTransfer(False, ids(4), ids(6))]))
     seen = pool.buffer[:, :, 6].clone()
     assert torch.equal(seen.cpu(), host.buffer[:, :, 4])
 
@@ -133,6 +132,6 @@ def test_transfers_wait_for_a_pass_of_which_a_part_was_launched(device: torch.de
     torch.cuda._sleep(10**9)
     pool.buffer[:, :, 6] = 0  # what the failed pass still does
     mover.wait_for_passes()
-    mover.run(deque([KVTransfer(False, ids(6), ids(4))]))
+    mover.run(deque([KVTransfer(False, ids(4), ids(6))]))
     torch.cuda.synchronize()
     assert torch.equal(pool.buffer[:, :, 6].cpu(), host.buffer[:, :, 4])

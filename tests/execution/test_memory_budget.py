@@ -75,7 +75,7 @@ def test_it_runs_and_does_all_that_takes_memory(
     pool = TokenToKVPool(
         2, config.num_layers, config.num_kv_heads, config.head_dim, dtype=torch.float32, device=cpu
     )
-    pool.fill(0.0)
+    pool.buffer.fill_(0.0)
     rows: dict[str, int] = {}
 
     def watch(module: Any, name: str, filters: tuple[str, ...] = ()) -> None:

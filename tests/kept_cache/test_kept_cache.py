@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from radixrt import CacheFileError, ParameterError, RadixrtError, RequestOutput, Runtime, SamplingParams
-from radixrt.cache.radix_tree import Namespace
+from radixrt.cache.radix_tree import DEVICE, Namespace
 from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.files import atomic_file
 from radixrt.kept_cache import cache_file
@@ -58,7 +58,7 @@ def runtime_of(folder: Path, **options: Any) -> Runtime:
     """Slots that nobody has filled hold NaN."""
     defaults = {"device": torch.get_default_device(), "max_total_tokens": 600, "dtype": "float32"}
     runtime = Runtime(folder, **{**defaults, **options})
-    runtime.parts.model.kv_pool.fill(float("nan"))
+    runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
     return runtime
 
 
@@ -191,7 +191,10 @@ def test_what_is_there_already_stays(kept: Path, folder: Path) -> None:
     given = prompts()
     with runtime_of(folder) as runtime:
         cold = runtime.generate([given[0][:30], given[3][:10], [5, 5, 5]], GREEDY)
-        slots = {node: node.slots.copy() for node in runtime.parts.cache.tree.roots[Namespace()].children.values()}
+        slots = {
+            node: node.slots[DEVICE].copy()
+            for node in runtime.parts.cache.tree.roots[Namespace()].children.values()
+        }
         held = runtime.cache_stats().evictable
         with CacheFileReader.open(kept) as reader:
             known = reader.tree.num_tokens - runtime.load_cache(kept)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
+import psutil
 import pytest
 
-from memory_pool.req_to_token_pool import ReqToTokenPool
+from memory_pool.req_to_token_pool import ReqToTokenPool, sparse_table
 
 
 def ids(*values: int) -> np.ndarray:
@@ -51,3 +54,24 @@ def test_changes_that_never_arrived_come_again_before_newer_ones() -> None:
     rows.write(row, 2, ids(3))
     rows.give_back(lost)
     assert rows.take_changes().slots.tolist() == [1, 2, 3]
+
+
+def test_a_sparse_table_takes_memory_where_it_is_written() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    table = sparse_table(64, 2**20)
+    table[:, 0] = 1
+    assert table.nbytes == 2**28
+    assert process.memory_info().rss - before < table.nbytes // 8
+    assert not table[:, 1].any()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
+def test_a_sparse_table_is_a_process_s_own() -> None:
+    table = sparse_table(2, 3)
+    child = os.fork()
+    if not child:
+        table[1, 1] = 7
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not table.any()

@@ -1,22 +1,49 @@
-"""The KV of tokens: one allocation, seen layer by layer."""
+"""The KV of tokens on the device and on the host: views of one allocation, and memory that cannot be locked."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from memory_pool.token_to_kv_pool import TokenToKVPool
+from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool, page_lock
+
+SHAPE = (2, 2, 8)  # layers, heads, elements
 
 
-def test_buffers_are_views_of_one_allocation() -> None:
+def test_layers_are_views_of_one_allocation() -> None:
     pool = TokenToKVPool(5, 3, 2, 4, dtype=torch.float16, device=torch.device("cpu"))
     assert TokenToKVPool.bytes_per_slot(3, 2, 4, torch.float16) == 2 * 3 * 2 * 4 * 2
-    pool.fill(0.0)
-    rows = torch.zeros(1, 4, dtype=torch.int32)
-    views = [pool.view(layer, rows) for layer in range(3)]
+    pool.buffer.fill_(0.0)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    views = [pool.view(layer, table) for layer in range(3)]
     views[1].k[2] = 1.0
     views[2].v[4] = 2.0
     assert views[0].k.shape == (5, 2, 4)
+    assert views[0].req_to_token is table
     assert views[0].k.untyped_storage().data_ptr() == views[2].v.untyped_storage().data_ptr()
     assert [float(view.k.sum()) for view in views] == [0, 8, 0]
     assert [float(view.v.sum()) for view in views] == [0, 0, 16]
-    assert views[1].req_to_token is rows
+    assert [float(layer.sum()) for layer in pool.buffer[:, 1]] == [0, 0, 16]
+
+
+def test_host_pool_is_seen_as_the_device_s(device: torch.device) -> None:
+    pool = TokenToKVPool(12, *SHAPE, dtype=torch.float32, device=device)
+    host = HostKVPool(9, pool)
+    assert host.buffer.shape == (2, 2, 9, 2, 8)
+    assert pool.buffer.shape == (2, 2, 12, 2, 8)
+    assert host.buffer.dtype == torch.float32
+    assert host.buffer.device.type == "cpu"
+    assert host.buffer[:, :, 3].data_ptr() == host.buffer.data_ptr() + 3 * TokenToKVPool.bytes_per_slot(
+        *SHAPE, torch.float32
+    )
+    assert host.buffer.is_pinned() == (device.type == "cuda")
+    assert host.allocator.capacity == 8
+
+
+@pytest.mark.gpu
+def test_memory_that_cannot_be_locked_is_nobody_elses_error() -> None:
+    device = torch.device("cuda")
+    host = HostKVPool(64, TokenToKVPool(2, *SHAPE, dtype=torch.float32, device=device))
+    with pytest.raises(RuntimeError, match="cannot be page-locked"):
+        page_lock(host.buffer, device)  # a second time
+    assert torch.arange(3, device=device).sum().item() == 3

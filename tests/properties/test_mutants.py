@@ -17,13 +17,11 @@ import pytest
 
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
-from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache import radix_tree
-from radixrt.cache.frontiers import Frontier, Frontiers
 from radixrt.cache.host_tier import HostTier
 from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.cache.radix_tree import Insertion, LeafQueue, Match, Namespace, Node, RadixTree
+from radixrt.cache.radix_tree import DEVICE, HOST, LeafQueue, Match, Namespace, Node, RadixTree
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.errors import SchedulerError
@@ -154,7 +152,13 @@ def evict_locked_nodes(patch: pytest.MonkeyPatch) -> None:
         return self.device_tokens
 
     patch.setattr(RadixTree, "evict", ruthless)
-    patch.setattr(radix_tree, "is_device_leaf", lambda node: node.parent is not None and not node.device_children)
+    is_leaf = radix_tree.is_leaf
+
+    def unlocked(node: Node, tier: int) -> bool:
+        on_device = node.parent is not None and not node.num_children[DEVICE]
+        return on_device if tier == DEVICE else is_leaf(node, tier)
+
+    patch.setattr(radix_tree, "is_leaf", unlocked)
     patch.setattr(RadixTree, "evictable_tokens", property(always_enough))
 
 
@@ -184,14 +188,14 @@ def release_followers_too_early(patch: pytest.MonkeyPatch) -> None:
 @mutant("followers wait", first=2)
 def look_for_leaders_at_the_match_alone(patch: pytest.MonkeyPatch) -> None:
     """A leader that stands before the match, where others published what comes between, is not seen."""
-    leader = Frontiers.leader
+    leader = PrefixCache.leader
 
-    def near(self: Frontiers, match: Match, tokens: np.ndarray) -> Frontier | None:
-        found = leader(self, match, tokens)
+    def near(self: PrefixCache, match: Match, tokens: np.ndarray, limit: int) -> Lease | None:
+        found = leader(self, match, tokens, limit)
         nearest = match.node if match.at_boundary else match.node.parent
         return found if found is not None and found.node is nearest else None
 
-    patch.setattr(Frontiers, "leader", near)
+    patch.setattr(PrefixCache, "leader", near)
 
 
 @mutant("6:")
@@ -263,13 +267,13 @@ def drop_what_the_host_has_a_copy_of(patch: pytest.MonkeyPatch) -> None:
     unlock = RadixTree.unlock
 
     def blind(self: RadixTree, node: Node, keep: int | None = None) -> np.ndarray:
-        copies = [(step, step.host_slots) for step in self.path(node)]
+        copies = [(step, step.slots[HOST]) for step in self.path(node)]
         for step, _ in copies:
-            step.host_slots = None
+            step.slots[HOST] = None
         freed = unlock(self, node, keep)
         for step, host_slots in copies:
             if len(step.tokens):
-                step.host_slots = host_slots
+                step.slots[HOST] = host_slots
         return freed
 
     patch.setattr(RadixTree, "unlock", blind)
@@ -343,22 +347,23 @@ def never_overdue(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("3:", "6:", "4:", "5:", "unlocking")
 def split_forgets_the_lock(patch: pytest.MonkeyPatch) -> None:
-    split = RadixTree._split
+    cut = RadixTree.cut
 
     def sloppy(self: RadixTree, node: Node, at: int) -> Node:
-        upper = split(self, node, at)
-        upper.lock = 0
+        upper = cut(self, node, at)
+        if upper is not node:
+            upper.lock = 0
         return upper
 
-    patch.setattr(RadixTree, "_split", sloppy)
+    patch.setattr(RadixTree, "cut", sloppy)
 
 
 @mutant("2:", "5:", "6:", "1:")
 def insert_returns_no_duplicates(patch: pytest.MonkeyPatch) -> None:
     insert = RadixTree.insert
 
-    def silent(self: RadixTree, node: Node, tokens: np.ndarray, slots: np.ndarray) -> Insertion:
-        return insert(self, node, tokens, slots)._replace(canonical=np.zeros(0, np.int32))
+    def silent(self: RadixTree, node: Node, tokens: np.ndarray, slots: np.ndarray) -> tuple[Node, np.ndarray]:
+        return insert(self, node, tokens, slots)[0], np.zeros(0, np.int32)
 
     patch.setattr(RadixTree, "insert", silent)
 
@@ -632,70 +637,92 @@ def lose_the_transfers_of_a_failed_launch(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("6:", sizes=TIERED_SIZES)
 def store_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVTransfers, "store", lambda *_: None)
+    book = KVTransfers.book
+    patch.setattr(KVTransfers, "book", lambda self, transfer: None if transfer.to_host else book(self, transfer))
 
 
 @mutant("6:", "7:", sizes=TIERED_SIZES)
 def load_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVTransfers, "load", lambda *_: None)
+    book = KVTransfers.book
+    patch.setattr(KVTransfers, "book", lambda self, transfer: book(self, transfer) if transfer.to_host else None)
 
 
 @mutant("1:", "2:", "3:", "4:", "16:", "assert", sizes=TIERED_SIZES)
 def split_forgets_the_host(patch: pytest.MonkeyPatch) -> None:
-    split = RadixTree._split
+    cut = RadixTree.cut
 
     def careless(self: RadixTree, node: Node, at: int) -> Node:
-        host_slots, node.host_slots = node.host_slots, None
-        upper = split(self, node, at)
-        node.host_slots = host_slots
+        host_slots, node.slots[HOST] = node.slots[HOST], None
+        upper = cut(self, node, at)
+        node.slots[HOST] = host_slots
         return upper
 
-    patch.setattr(RadixTree, "_split", careless)
+    patch.setattr(RadixTree, "cut", careless)
 
 
 @mutant("4:", "5:", "16:", sizes=TIERED_SIZES)
 def split_miscounts_children_on_the_host(patch: pytest.MonkeyPatch) -> None:
-    split = RadixTree._split
+    cut = RadixTree.cut
 
     def careless(self: RadixTree, node: Node, at: int) -> Node:
-        upper = split(self, node, at)
-        upper.host_children = 0
+        upper = cut(self, node, at)
+        if upper is not node:
+            upper.num_children[HOST] = 0
         return upper
 
-    patch.setattr(RadixTree, "_split", careless)
+    patch.setattr(RadixTree, "cut", careless)
 
 
 @mutant("1:", "2:", "3:", "4:", "5:", "16:", sizes=TIERED_SIZES)
 def drop_a_host_node_above_others(patch: pytest.MonkeyPatch) -> None:
     """The host forgets a node whose descendants it keeps."""
-    patch.setattr(radix_tree, "is_host_leaf", lambda node: node.host_slots is not None)
+    is_leaf = radix_tree.is_leaf
+
+    def anywhere(node: Node, tier: int) -> bool:
+        return node.slots[HOST] is not None if tier == HOST else is_leaf(node, tier)
+
+    patch.setattr(radix_tree, "is_leaf", anywhere)
 
 
 @mutant("1:", "2:", "16:", sizes=TIERED_SIZES)
 def forget_what_the_host_could_keep_and_say_it_has_it(patch: pytest.MonkeyPatch) -> None:
     """A node leaves the device though the host has no copy, and stays in the tree."""
     patch.setattr(HostTier, "_store", lambda *_: None)
-    patch.setattr(RadixTree, "_forget", lambda *_: None)
+    detach = RadixTree.detach
+
+    def staying(self: RadixTree, node: Node, tier: int) -> np.ndarray:
+        other, node.slots[1 - tier] = node.slots[1 - tier], np.zeros(0, np.int32)
+        slots = detach(self, node, tier)
+        node.slots[1 - tier] = other
+        return slots
+
+    patch.setattr(RadixTree, "detach", staying)
 
 
 @mutant("4:", "16:", "5:", "assert", sizes=TIERED_SIZES)
 def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
     """An unlocked node leaves the device though a child is there."""
-    take_off = RadixTree.detach_device
+    detach = RadixTree.detach
 
-    def its_parent(self: RadixTree, node: Node) -> np.ndarray:
-        above = node.parent
-        if above is not None and above.parent is not None and not above.lock and above.host_slots is not None:
+    def its_parent(self: RadixTree, node: Node, tier: int) -> np.ndarray:
+        above = node.parent if tier == DEVICE else None
+        if above is not None and above.parent is not None and not above.lock and above.slots[HOST] is not None:
             node = above
-        return take_off(self, node)
+        return detach(self, node, tier)
 
-    patch.setattr(RadixTree, "detach_device", its_parent)
+    patch.setattr(RadixTree, "detach", its_parent)
 
 
 @mutant("1:", "2:", "5:", "16:", "assert", sizes=TIERED_SIZES)
 def computed_slots_do_not_fill_what_the_host_has(patch: pytest.MonkeyPatch) -> None:
     """A request that computed what the host has: its slots are neither the tree's nor its own."""
-    patch.setattr(RadixTree, "attach_device", lambda self, node, slots: None)
+    attach = RadixTree.attach
+
+    def elsewhere(self: RadixTree, node: Node, tier: int, slots: np.ndarray) -> None:
+        if tier == HOST or node.slots[HOST] is None:
+            attach(self, node, tier, slots)
+
+    patch.setattr(RadixTree, "attach", elsewhere)
 
 
 @mutant("4:", "5:", "16:", "6:", "unlocking", sizes=TIERED_SIZES)
@@ -716,15 +743,15 @@ def load_what_nobody_locks(patch: pytest.MonkeyPatch) -> None:
 def load_what_making_room_has_dropped(patch: pytest.MonkeyPatch) -> None:
     """The match is not looked up again once there is room for it."""
     match = RadixTree.match
-    load = PrefixCache._load
+    acquire = PrefixCache.acquire
 
-    def stale(self: PrefixCache, top: Node, namespace: Namespace, tokens: np.ndarray, found: Match) -> object:
+    def stale(self: PrefixCache, namespace: Namespace, tokens: np.ndarray, found: Match, reserve: int) -> object:
         patch.setattr(RadixTree, "match", lambda *_: found)
-        out = load(self, top, namespace, tokens, found)
+        out = acquire(self, namespace, tokens, found, reserve)
         patch.setattr(RadixTree, "match", match)
         return out
 
-    patch.setattr(PrefixCache, "_load", stale)
+    patch.setattr(PrefixCache, "acquire", stale)
 
 
 @mutant("1:", "2:", sizes=TIERED_SIZES[:1], first=3)
@@ -737,15 +764,7 @@ def keep_slots_that_nothing_is_loaded_into(patch: pytest.MonkeyPatch) -> None:
         self.slots.free = free
         return out
 
-    evict = PrefixCache.evict
-
-    def evicting(self: PrefixCache, count: int) -> None:
-        hidden, self.slots.free = self.slots.free, SlotAllocator.free.__get__(self.slots)
-        evict(self, count)
-        self.slots.free = hidden
-
     patch.setattr(PrefixCache, "_load", hoarding)
-    patch.setattr(PrefixCache, "evict", evicting)
 
 
 @mutant("5:", sizes=TIERED_SIZES)
@@ -757,24 +776,25 @@ def drop_from_the_host_whatever_comes_first(patch: pytest.MonkeyPatch) -> None:
             self.line: list[Node] = []
 
         def offer(self, node: Node) -> None:
-            if node not in self.line and radix_tree.is_host_leaf(node):
+            if node not in self.line and radix_tree.is_leaf(node, HOST):
                 self.line.append(node)
 
         def pop(self) -> Node | None:
             while self.line:
                 node = self.line.pop(0)
-                if radix_tree.is_host_leaf(node):
+                if radix_tree.is_leaf(node, HOST):
                     return node
             return None
 
-        def nodes(self) -> list[Node]:
-            return self.line
+        @property
+        def heap(self) -> list[tuple[Node]]:
+            return [(node,) for node in self.line]
 
     build = RadixTree.__init__
 
     def unordered(self: RadixTree) -> None:
         build(self)
-        self.host_leaves = Line()
+        self.leaves[HOST] = Line()
 
     patch.setattr(RadixTree, "__init__", unordered)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from radixrt.cache.prefix_cache import Lease
-from radixrt.cache.radix_tree import NO_MATCH
+from radixrt.cache.radix_tree import EMPTY, NO_MATCH
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer, RequestLog, rows_of
 from radixrt.schedule.request import Request
@@ -27,7 +27,9 @@ def table_with(*requests: Request) -> tuple[RequestTable, list[Answer]]:
 
 
 def lease(table: RequestTable, row: int) -> Lease:
-    return Lease(row, NO_MATCH.node, committed=0, matched=0, allocated_lens=table.allocated_lens)
+    return Lease(
+        row, NO_MATCH.node, committed=0, matched=0, loaded=0, tokens=EMPTY, allocated_lens=table.allocated_lens
+    )
 
 
 def test_the_columns_are_those_of_each_answer() -> None:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.cache.radix_tree import Namespace, Node, Tokens
+from radixrt.cache.radix_tree import DEVICE, Namespace, Node, Tokens
 
 HERE = Namespace()
 NUM_SLOTS, NUM_ROWS, CONTEXT_LEN = 30, 4, 14
@@ -141,15 +141,15 @@ class CacheMachine(RuleBasedStateMachine):
     def every_slot_has_one_owner(self) -> None:
         crossing = Counter(id(node) for lease in self.cache.leases for node in self.cache.tree.path(lease.node))
         groups: dict[str, list[int]] = {"free": self.cache.slots.free_slots().tolist()}
-        groups["evictable"] = [s for n in self.nodes() if not crossing[id(n)] for s in n.slots.tolist()]
-        groups["locked"] = [s for n in self.nodes() if crossing[id(n)] for s in n.slots.tolist()]
+        groups["evictable"] = [s for n in self.nodes() if not crossing[id(n)] for s in n.slots[DEVICE].tolist()]
+        groups["locked"] = [s for n in self.nodes() if crossing[id(n)] for s in n.slots[DEVICE].tolist()]
         groups["private"] = [
             s
             for lease in self.cache.leases
             if not lease.released
             for s in slots_of(self.cache, lease)[lease.committed :]
         ]
-        groups["pending"] = [s for slots in self.cache.pending_slots() for s in slots.tolist()]
+        groups["pending"] = [s for pending in self.cache.pending for s in pending.slots.tolist()]
         everything = [slot for group in groups.values() for slot in group]
         assert sorted(everything) == list(range(1, NUM_SLOTS))
         stats = self.cache.stats()

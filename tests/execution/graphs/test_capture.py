@@ -76,7 +76,7 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
         runtime = Runtime(folder, device=device, **own, **options)
     assert bool(runner_of(runtime).executor.graphs) == cuda_graphs
     if runtime.parts.model.kv_pool.scales is None:
-        runtime.parts.model.kv_pool.fill(float("nan"))
+        runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
     return runtime
 
 
@@ -646,7 +646,7 @@ def test_padded_decodes_harm_nobody(folder: Path, size: int, launches: Launches)
         for count in (size - 1, size, size + 1):
             if count:
                 launches.clear()
-                runtime.parts.model.kv_pool.fill(float("nan"))
+                runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
                 runtime.parts.model.kv_pool.buffer[:, :, slots] = before
                 outputs = runtime.generate(prompts[:count], GREEDY, tenant=f"of {count}")
                 assert_same(outputs, expected[:count])
@@ -795,10 +795,10 @@ def test_no_step_waits_but_for_its_result(
             watching[0] = on
             torch.cuda.set_sync_debug_mode("error" if on else "default")
 
-        def watched_step(self: Engine) -> Any:
+        def watched_step(self: Engine, *aborts: Any) -> Any:
             watch(True)
             try:
-                return step(self)
+                return step(self, *aborts)
             finally:
                 watch(False)
 

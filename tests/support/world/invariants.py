@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from radixrt.cache.prefix_cache import Lease
-from radixrt.cache.radix_tree import NO_MATCH, Namespace, Node
+from radixrt.cache.radix_tree import DEVICE, HOST, NO_MATCH, Namespace, Node
 from radixrt.output import FinishReason
 from radixrt.schedule.answer import Answer
 from tests.support.world.model import continuation, histories, logprob_of
@@ -80,12 +80,12 @@ class Invariants:
                 crossing[id(node)] += 1
                 node = node.parent
         total = locked = host_only = 0
-        queued = Counter(map(id, tree.device_leaves.nodes()))
-        host_queued = Counter(map(id, tree.host_leaves.nodes()))
-        kv, host_kv = self.world.runner.settled(self.world.cache.transfers.pending())
+        queued = Counter(id(node) for *_, node in tree.leaves[DEVICE].heap)
+        host_queued = Counter(id(node) for *_, node in tree.leaves[HOST].heap)
+        kv, host_kv = self.world.runner.settled(self.world.cache.transfers.booked)
         for node, path in nodes:
             name = "3: nodes have a slot a token, siblings differ, parents agree"
-            require(name, all(len(node.tokens) == len(s) for s in (node.slots, node.host_slots) if s is not None))
+            require(name, all(len(node.tokens) == len(s) for s in node.slots if s is not None))
             self._check_residency(node)
             require(name, (len(node.tokens) > 0) == (node.parent is not None))
             for first, child in node.children.items():
@@ -94,11 +94,11 @@ class Invariants:
             name = "4: locks and counters equal their recount"
             require(name, node.lock == crossing[id(node)], (node.lock, crossing[id(node)]))
             require(name, node.parent is None or node.parent.lock >= node.lock)
-            on_device, on_host = node.slots is not None, node.host_slots is not None
-            is_leaf = all(child.slots is None for child in node.children.values())
+            on_device, on_host = node.slots[DEVICE] is not None, node.slots[HOST] is not None
+            is_leaf = all(child.slots[DEVICE] is None for child in node.children.values())
             if node.parent is not None and on_device and is_leaf and not node.lock:
                 require("5: every unlocked leaf waits for eviction", queued[id(node)] == 1)
-            if on_host and all(child.host_slots is None for child in node.children.values()):
+            if on_host and all(child.slots[HOST] is None for child in node.children.values()):
                 name = "5: every leaf of the host waits for eviction"
                 require(name, host_queued[id(node)] == 1)
             require("5: a node waits for eviction once", max(queued[id(node)], host_queued[id(node)]) <= 1)
@@ -109,7 +109,7 @@ class Invariants:
                 tokens = np.concatenate([n.tokens for n in path])
                 weights = self.world.computed_with.get(node.namespace.weights_version, 0)
                 expected = histories(node.namespace, tokens, weights)[-len(node.tokens) :]
-                for slots, tier in ((node.slots, kv), (node.host_slots, host_kv)):
+                for slots, tier in zip(node.slots, (kv, host_kv), strict=True):
                     held = expected if slots is None else [int(one) for one in tier[slots]]
                     require("6: what is in the tree is the KV of its path", held == expected)
         known = {id(node) for node, _ in nodes}
@@ -121,32 +121,32 @@ class Invariants:
     def _check_residency(self, node: Node) -> None:
         name = "16: a node is in a tier, and so is all of its path"
         if node.parent is None:
-            require(name, node.slots is not None and node.host_slots is None)
+            require(name, node.slots[DEVICE] is not None and node.slots[HOST] is None)
         else:
-            require(name, node.slots is not None or node.host_slots is not None)
-            require(name, node.slots is None or node.parent.slots is not None)
-        require("16: what is locked is on the device", not node.lock or node.slots is not None)
+            require(name, node.slots[DEVICE] is not None or node.slots[HOST] is not None)
+            require(name, node.slots[DEVICE] is None or node.parent.slots[DEVICE] is not None)
+        require("16: what is locked is on the device", not node.lock or node.slots[DEVICE] is not None)
         children = node.children.values()
         counted = (
-            sum(child.slots is not None for child in children),
-            sum(child.host_slots is not None for child in children),
+            sum(child.slots[DEVICE] is not None for child in children),
+            sum(child.slots[HOST] is not None for child in children),
         )
         name = "4: locks and counters equal their recount"
-        require(name, counted == (node.device_children, node.host_children), counted)
+        require(name, counted == tuple(node.num_children), counted)
 
     def _check_slots(self, nodes: list[tuple[Node, list[Node]]]) -> None:
         tree = self.world.cache.tree
         groups: dict[str, list[int]] = {"reserved": [0], "free": self.world.slots.free_slots().tolist()}
-        on_device = [node for node, _ in nodes if node.slots is not None]
-        groups["evictable"] = [int(s) for node in on_device if not node.lock for s in node.slots]
-        groups["locked"] = [int(s) for node in on_device if node.lock for s in node.slots]
+        on_device = [node for node, _ in nodes if node.slots[DEVICE] is not None]
+        groups["evictable"] = [int(s) for node in on_device if not node.lock for s in node.slots[DEVICE]]
+        groups["locked"] = [int(s) for node in on_device if node.lock for s in node.slots[DEVICE]]
         groups["private"] = [
             int(s)
             for lease in self.world.cache.leases
             if not lease.released
             for s in self.world.rows.req_to_token[lease.row, lease.committed : lease.allocated_len]
         ]
-        groups["pending"] = [int(s) for slots in self.world.cache.pending_slots() for s in slots]
+        groups["pending"] = [int(s) for pending in self.world.cache.pending for s in pending.slots]
         everything = [slot for group in groups.values() for slot in group]
         twice = [slot for slot, n in Counter(everything).items() if n > 1]
         where = {slot: [g for g, slots in groups.items() if slot in slots] for slot in twice[:3]}
@@ -171,12 +171,10 @@ class Invariants:
             require("5: a row's committed part is its locked path", np.array_equal(path, own))
 
     def _check_host_slots(self, nodes: list[tuple[Node, list[Node]]]) -> None:
-        used = [int(s) for node, _ in nodes if node.host_slots is not None for s in node.host_slots]
+        used = [int(s) for node, _ in nodes if node.slots[HOST] is not None for s in node.slots[HOST]]
         host, stats = self.world.host_slots, self.world.cache.stats()
         if host is None:
-            require(
-                "1: without a host tier nothing is there", not used and not self.world.cache.transfers.pending()
-            )
+            require("1: without a host tier nothing is there", not used and not self.world.cache.transfers.booked)
             require("1: without a host tier nothing is there", stats.host_capacity == stats.stored_tokens == 0)
             return
         everything = [0, *host.free_slots().tolist(), *used]
@@ -193,7 +191,7 @@ class Invariants:
         require("8: a running answer holds a lease", all(le is not None and not le.released for le in held))
         live = [le for le in self.world.cache.leases if not le.released]
         require("8: every live lease is held by one answer", set(held) == set(live) and len(held) == len(live))
-        pending = Counter(map(id, self.world.cache.pending_leases()))
+        pending = Counter(id(one.lease) for one in self.world.cache.pending if one.lease is not None)
         released = [le for le in self.world.cache.leases if le.released]
         require(
             "8: a released lease waits once",
@@ -339,9 +337,7 @@ class Invariants:
         name = "9: after draining nothing is held, and evicting all leaves the pool whole"
         require(
             name,
-            not self.world.cache.leases
-            and not self.world.cache.in_flight
-            and not self.world.cache.pending_slots(),
+            not self.world.cache.leases and not self.world.cache.in_flight and not self.world.cache.pending,
         )
         require(name, self.world.rows.num_free == self.world.sizes.num_rows)
         require(name, all(node.lock == 0 for node, _ in self.nodes()))

@@ -320,6 +320,6 @@ class SimulatedRunner:
 
 def make(transfer: KVTransfer, kv: np.ndarray, host_kv: np.ndarray) -> None:
     if transfer.to_host:
-        host_kv[transfer.host_slots] = kv[transfer.device_slots]
+        host_kv[transfer.targets] = kv[transfer.sources]
     else:
-        kv[transfer.device_slots] = host_kv[transfer.host_slots]
+        kv[transfer.targets] = host_kv[transfer.sources]

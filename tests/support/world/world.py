@@ -11,7 +11,7 @@ import numpy as np
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.cache.radix_tree import Match, Namespace, Node
+from radixrt.cache.radix_tree import DEVICE, HOST, Match, Namespace, Node
 from radixrt.cache.snapshot import TreeSnapshot, take_snapshot
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
@@ -129,8 +129,8 @@ class World:
     def _observe(self) -> None:
         """Listen in on what the world cannot see from outside."""
         free, alloc = self.slots.free, self.slots.alloc
-        acquire, evict, split, insert = (
-            self.cache.acquire, self.cache.tree.evict, self.cache.tree._split, self.cache.tree.insert,
+        acquire, evict, cut, insert = (
+            self.cache.acquire, self.cache.tree.evict, self.cache.tree.cut, self.cache.tree.insert,
         )  # fmt: skip
 
         def watched_free(slots: np.ndarray) -> None:
@@ -177,34 +177,39 @@ class World:
                 self.in_flight.append(booking)
             return booking
 
-        def watched_next_victim(max_tokens: int) -> Node | None:
+        def watched_next_victim(max_tokens: int, tier: int = DEVICE) -> Node | None:
+            if tier == HOST:
+                return next_victim(max_tokens, tier)
             leaves = [
                 node
                 for node, _ in self.invariants.nodes()
-                if node.parent is not None and node.slots is not None and not node.lock
-                and all(child.slots is None for child in node.children.values())
+                if node.parent is not None and node.slots[DEVICE] is not None and not node.lock
+                and all(child.slots[DEVICE] is None for child in node.children.values())
             ]  # fmt: skip
             node = next_victim(max_tokens)
             expected = min(leaves, key=lambda leaf: leaf.last_access, default=None)
             require("5: what was used longest ago leaves the device", node is expected)
             if node is not None and self.host_slots is not None:
-                self.events["store" if node.host_slots is None else "eviction of what the host has"] += 1
+                self.events["store" if node.slots[HOST] is None else "eviction of what the host has"] += 1
             return node
 
-        def watched_evict(count: int) -> np.ndarray:
+        def watched_evict(count: int, tier: int = DEVICE) -> np.ndarray:
+            if tier == HOST:
+                return watched_evict_from_host(count)
             out = evict(count)
             self.events["eviction"] += bool(len(out))
             return out
 
-        def watched_split(node: Node, at: int) -> Node:
-            self.events["split"] += 1
-            return split(node, at)
+        def watched_cut(node: Node, at: int) -> Node:
+            upper = cut(node, at)
+            self.events["split"] += upper is not node
+            return upper
 
         def watched_insert(node: Node, tokens: np.ndarray, slots: np.ndarray, *recency: int) -> object:
             on_host = self.cache.tree.host_only_tokens
             out = insert(node, tokens, slots, *recency)
             self.events["computed what the host has"] += self.cache.tree.host_only_tokens < on_host
-            self.events["remap"] += bool(len(out.canonical))
+            self.events["remap"] += bool(len(out[1]))
             return out
 
         if self.host_slots is not None:
@@ -215,11 +220,11 @@ class World:
             used = {
                 int(slot): node.last_access
                 for node, _ in self.invariants.nodes()
-                if node.host_slots is not None
-                for slot in node.host_slots
+                if node.slots[HOST] is not None
+                for slot in node.slots[HOST]
             }
             expected = self._least_recent_on_host(count)
-            out = evict_from_host(count)
+            out = evict(count, HOST)
             dropped = {used.get(slot) for slot in out.tolist()}  # leaves above one another may be equally old
             require("5: the host drops what was used longest ago", dropped == expected, (dropped, expected))
             return out
@@ -248,19 +253,17 @@ class World:
         self.cache.tree.unlock = watched_unlock
         process, fail = self.scheduler.process, self.scheduler.fail
         self.scheduler.process, self.scheduler.fail = watched_process, watched_fail
-        evict_from_host = self.cache.tree.evict_from_host
-        self.cache.tree.evict_from_host = watched_evict_from_host
         next_pass, next_victim = self.scheduler.next_pass, self.cache.tree.next_victim
         self.scheduler.next_pass = watched_next_pass
         self.cache.tree.next_victim = watched_next_victim
         self.slots.free, self.slots.alloc = watched_free, watched_alloc
         self.cache.acquire = watched_acquire
-        self.cache.tree.evict, self.cache.tree._split = watched_evict, watched_split
+        self.cache.tree.evict, self.cache.tree.cut = watched_evict, watched_cut
         self.cache.tree.insert = watched_insert
 
     def _least_recent_on_host(self, count: int) -> set[int]:
         """When what the host is to drop for `count` tokens was last used, leaf by leaf."""
-        held = [node for node, _ in self.invariants.nodes() if node.host_slots is not None]
+        held = [node for node, _ in self.invariants.nodes() if node.slots[HOST] is not None]
         out: set[int] = set()
         while count > 0 and held:
             leaves = [node for node in held if not any(child in held for child in node.children.values())]
@@ -272,7 +275,7 @@ class World:
 
     def _overwrite(self, slots: np.ndarray, *, to_host: bool) -> None:
         """Whoever still reads a free slot reads nonsense; transfers that are booked may read it yet."""
-        started, booked = self.runner.transfers, self.cache.transfers.pending()
+        started, booked = self.runner.transfers, self.cache.transfers.booked
         read = {int(s) for t in (*started, *booked) if t.to_host == to_host for s in t.sources}
         stale, kv = (
             (self.runner.stale[0], self.runner.kv) if to_host else (self.runner.stale[1], self.runner.host_kv)
@@ -412,7 +415,7 @@ class World:
             self.fail_alloc = False
             before, held = self.slots.num_free, self.cache.tree.device_tokens
             adoption = self.cache.begin_adoption(snapshot, self.weights_version)
-            count = int(adoption.taken.sum())
+            count = adoption.num_taken
             require("kept: slots by state add up", self.cache.stats().arriving == count)
             self.runner.kv[adoption.slots[adoption.slots > 0]] = kv[adoption.slots > 0]
             if fails:
@@ -431,10 +434,9 @@ class World:
 
     def _check_loaded(self, snapshot: TreeSnapshot, left_out: int) -> None:
         """Every kept prefix is matched whole, but for the tokens that were left out."""
-        starts, found = snapshot.starts(), 0
+        found = 0
         paths: list[np.ndarray] = []
-        for i, parent in enumerate(snapshot.parents):
-            own = snapshot.tokens[starts[i] : starts[i] + snapshot.lengths[i]]
+        for i, (parent, own) in enumerate(zip(snapshot.parents, snapshot.parts(snapshot.tokens), strict=True)):
             paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
             namespace = self.namespace(snapshot.tenant_names[snapshot.tenants[i]])
             above = len(paths[i]) - len(own)
