@@ -96,14 +96,12 @@ class PassBuilder:
         decodes = [shape for shape in shapes if shape.is_decode][:max_shapes]
         self._extends, self._decodes = extends[::-1], decodes[::-1]
         for shape in extends + decodes:
-            for plans in reversed(self._planner.shapes(shape.num_rows, shape.num_tokens)):
-                idle = (
-                    self._idle_decodes(shape, plans) if shape.is_decode else self._padded(NO_ROWS, shape, [plans])
-                )
+            for kind in reversed(self._planner.shapes(shape.num_rows, shape.num_tokens)):
+                idle = self._idle_decode(shape, kind) if shape.is_decode else self._padded(NO_ROWS, shape, [kind])
                 assert idle is not None  # nothing is out of balance
                 yield idle
 
-    def _idle_decodes(self, shape: PassShape, plan_shape: PlanShape) -> PackedPass:
+    def _idle_decode(self, shape: PassShape, plan_shape: PlanShape) -> PackedPass:
         size = shape.num_rows
         zeros = np.zeros(size, np.int32)
         host = InputMetadata.host_arrays(zeros + np.int32(self._padding_row), zeros + 1, zeros, zeros)

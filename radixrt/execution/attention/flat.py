@@ -9,6 +9,7 @@ import torch
 
 from triton_ops.attention.extend import extend_tile_tokens
 from triton_ops.attention.plan import Int32Array
+from triton_ops.attention.shared import shared_rows
 from triton_ops.implementation import GPU
 from triton_ops.tuning import SHORT_ROWS
 
@@ -35,6 +36,11 @@ class KernelShape:
     def group(self) -> int:
         """Heads that read a KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def shared_rows(self) -> int:
+        """Query rows of a shared item."""
+        return shared_rows(self.gpu, self.head_dim, self.group, self.dtype)
 
     @property
     def decode_wave(self) -> int:

@@ -12,7 +12,6 @@ from radixrt.execution.attention.pass_plans import Capacity
 from radixrt.execution.attention.slot_tree import SlotTree, depth_first
 from radixrt.execution.attention.tuning import PlanTuning
 from triton_ops.attention.plan import NOTHING_SHARED, SharedItems, pairs
-from triton_ops.attention.shared import shared_rows
 
 
 class SharedSegments:
@@ -21,8 +20,7 @@ class SharedSegments:
     """
 
     def __init__(self, shape: KernelShape, kv_bytes: int, tuning: PlanTuning) -> None:
-        # Query rows that an item may have.
-        self.rows_at_once = shared_rows(shape.gpu, shape.head_dim, shape.group, shape.dtype)
+        self.rows_at_once = shape.shared_rows  # query rows that an item may have
         self._tuning = tuning
         num_programs = tuning.shared_programs_per_sm * shape.gpu.num_sms
         self._wave = num_programs / shape.num_kv_heads  # items that run side by side
