@@ -35,7 +35,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 class Computer:
     """Builds and computes passes, of which those that fit are captured unless `is_eager`."""
 
-    def __init__(self, model: Decoder, *, is_eager: bool, max_scored_at_once: int = 100) -> None:
+    def __init__(self, model: Decoder, *, is_eager: bool, max_scored_at_once: int = 512) -> None:
         config = model.config
         self.rows = ReqToTokenPool(MAX_REQUESTS, CONTEXT)
         self.pool = TokenToKVPool(
