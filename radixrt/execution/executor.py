@@ -58,7 +58,7 @@ class Executor:
         req_to_token: int32 `[max_requests + 1, max_context_len]`. The last row is for padding.
         last_token: int32 `[max_requests + 1]`, the token that was sampled last for each row.
         graphs: what launches each captured graph: a forward pass by its PassKey, a draw by its shape and features.
-        results: int32 `[2, max_rows]`, token ids of captured decodes, and byte flags: one copy takes both away.
+        results: int32 `[2, max_rows]`, token ids of captured decodes, and byte flags: one copy fetches both.
     """
 
     def __init__(
