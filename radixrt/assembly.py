@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
 from radixrt.engine.parts import Parts, request_output
 from radixrt.errors import ParameterError
-from radixrt.execution.device import check_kernels, choose_device, warm_up_in_background
+from radixrt.execution.device import check_kernels, choose_device
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.memory_budget import host_pool_slots, measured_pass_memory, pool_slots, room_for_passes
 from radixrt.execution.model_runner import ModelRunner
@@ -82,7 +83,9 @@ def assemble(config: RuntimeConfig) -> Parts:
     captured = limits if _captures(config, runs_kernels) else NO_PASSES
 
     source = MODEL_PATH if config.model is None else config.model
-    with warm_up_in_background(device):
+    with ThreadPoolExecutor(max_workers=1) as background:
+        # A GPU's context keeps the driver as busy as reading a config, which imports transformers, keeps the host.
+        background.submit(lambda: torch.empty(1, device=device))
         decoder, model_config = load_model(
             source,
             dtype=config.dtype,

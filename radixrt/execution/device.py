@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-
 import torch
 
 from radixrt.errors import ParameterError
@@ -26,18 +22,6 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ParameterError(f"device is {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
     return chosen
-
-
-@contextmanager
-def warm_up_in_background(device: torch.device) -> Iterator[None]:
-    """Have a GPU make its context in a thread while the block runs; a CPU has none to make.
-
-    Reading a config imports much of transformers, which keeps the host as busy as the context keeps the driver.
-    """
-    with ThreadPoolExecutor(max_workers=1) as starter:
-        started = starter.submit(lambda: torch.empty(1, device=device))
-        yield
-        started.result()
 
 
 def check_kernels(impl: Impl, kv_dtype: str, device: torch.device) -> None:

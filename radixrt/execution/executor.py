@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.arrays import Int32Array
 from radixrt.execution.graphs.capture import GraphRecorder, Launch
 from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, PassShape
 from radixrt.execution.pass_builder import PackedPass
-from radixrt.execution.sampling.sampler import Tokens, draw_logprobs, sample_plain, sample_processed
+from radixrt.execution.sampling.sampler import Arrays, draw_logprobs, sample_plain, sample_processed
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import Features, Pass
@@ -26,22 +23,17 @@ from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.sample import finite_rows
 
-MAX_SCORED_AT_ONCE = 512  # rows of logits that are held at a time to score prompt tokens
-Arrays = Mapping[str, Tensor]
-
 
 @dataclass(frozen=True)
 class Forward:
-    """A pass up to its logits, on the device. Valid until the next one.
-
-    `finite` tells whether the last hidden state of each row is. None for captured decodes, where each row samples
-    from its only hidden state: if that is not finite, the draw finds no token and says so.
-    """
+    """A pass up to its logits, on the device. Valid until the next one."""
 
     pass_: Pass
     arrays: Arrays  # inputs and extras, by name; of a captured pass no inputs but those that draws read
     logits: Tensor  # `[S, vocab_size]`
-    finite: Tensor | None = None  # bool `[B]`
+    # Bool `[B]`, whether each row's last hidden state is. None for captured decodes, where each row samples from
+    # its only one: if that is not finite, the draw finds no token and says so.
+    finite: Tensor | None = None
     hidden: Tensor | None = None  # `[T, hidden_size]`; None for captured passes
     decodes: PassShape | None = None  # of captured decodes
 
@@ -53,64 +45,37 @@ class Drawn:
     token_ids: Tensor  # int32 `[S]`
     finite: Tensor  # bool `[B]`, whether a row's last hidden state is, and what its tokens were drawn from
     logprobs: tuple[Tensor, ...] = ()  # of the tokens whose requests want them, as `token_logprobs` returns them
-    words: Tensor | None = None  # of the executor's `results`, in which captured decodes have both
-
-
-class ResultBuffer:
-    """Where captured decodes, `max_rows` at most, leave their results: one copy a pass takes all to the host.
-
-    `words` int32 are token ids and after them flags, a byte each.
-    """
-
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._max_rows = max_rows
-        self.words = torch.zeros(max_rows + -(-max_rows // 4), dtype=torch.int32, device=device)
-        self._finite = self.words[max_rows:].view(torch.bool)
-
-    def first(self, count: int) -> Tokens:
-        """The places of the first `count` tokens and flags."""
-        return self.words[:count], self._finite[:count]
-
-    def first_of(self, words: Int32Array, count: int) -> tuple[Int32Array, NDArray[np.bool_]]:
-        """The same of `words` that were copied to the host."""
-        return words[:count], words[self._max_rows :].view(np.bool_)[:count]
+    both: Tensor | None = None  # the executor's `results`, in which captured decodes have them
 
 
 class Executor:
-    """Computes packed passes in order. Its caller has made `device` the current one, and is in inference mode.
+    """Computes packed passes in order. Callers make the model's device the current one, in inference mode.
 
     The device keeps its own copy of `req_to_token` and the last sampled token of each row: the next pass takes its
     input from there, so that tokens go from pass to pass without the host.
 
     Attributes:
-        req_to_token: int32 `[max_requests + 1, max_context_len]`, on the device. The last row is for padding.
+        req_to_token: int32 `[max_requests + 1, max_context_len]`. The last row is for padding.
         last_token: int32 `[max_requests + 1]`, the token that was sampled last for each row.
         graphs: what launches each captured graph: a forward pass by its PassKey, a draw by its shape and features.
-        results: the tokens of the captured decodes that were launched last.
+        results: int32 `[2, max_rows]`, token ids of captured decodes, and byte flags: one copy fetches both.
     """
 
     def __init__(
-        self,
-        model: Decoder,
-        rows: ReqToTokenPool,
-        kv_pool: TokenToKVPool,
-        device: torch.device,
-        max_scored_at_once: int = MAX_SCORED_AT_ONCE,
+        self, model: Decoder, rows: ReqToTokenPool, kv_pool: TokenToKVPool, max_scored_at_once: int
     ) -> None:
-        self._model, self._kv_pool, self._impl = model, kv_pool, model.placement.impl
+        self._model, self._kv_pool = model, kv_pool
+        self._impl, device = model.placement.impl, model.placement.device
         self._max_scored_at_once = max_scored_at_once
         size = rows.max_requests + 1, rows.max_context_len
         self.req_to_token = torch.zeros(size, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(rows.max_requests + 1, dtype=torch.int32, device=device)
         self._staging = Staging(device)
         self.graphs: dict[Hashable, Launch] = {}
-        self.results = ResultBuffer(0, device)
 
     def capture(self, idle_passes: Iterable[PackedPass], recorder: GraphRecorder) -> None:
-        """Capture the forward passes of idle passes, which have a key each, and the draws of decodes.
-
-        Everything that a graph reads and writes has its own place on the device: words come in at one, logits,
-        flags and tokens come out at others.
+        """Capture the forward passes of idle passes, which have a key each, and the draws of decodes. Words come
+        in at one fixed place on the device; logits, flags and tokens come out at others.
         """
         passes = {packed.key: packed for packed in idle_passes if packed.key is not None}
         shapes = [key.shape for key in passes]
@@ -119,7 +84,8 @@ class Executor:
         self._logits = torch.empty(size, dtype=self._model.placement.dtype, device=device)
         max_requests = max(shape.num_extends + shape.num_rows for shape in shapes)
         self._finite = torch.empty(max_requests, dtype=torch.bool, device=device)
-        self.results = ResultBuffer(max_rows, device)
+        self.results = torch.zeros((2, max_rows), dtype=torch.int32, device=device)
+        self._token_ids, self._has_token = self.results[0], self.results[1].view(torch.bool)
         self._decode_inputs: dict[PassShape, Arrays] = {}
         self._staging.fix(max(len(packed.words) for packed in passes.values()))
         for key, packed in passes.items():
@@ -195,7 +161,7 @@ class Executor:
             out = token_ids, torch.empty_like(token_ids, dtype=torch.bool)
             sample_plain(logits, arrays, sampling.features, out, impl=self._impl)
         else:
-            out = self.results.first(len(logits))
+            out = self._token_ids[: len(logits)], self._has_token[: len(logits)]
             if processed is not None:  # its draws depend on the last tokens, which the graph replaces
                 last_token = last_token.clone()
             key = forward.decodes, sampling.features
@@ -210,7 +176,7 @@ class Executor:
         if forward.finite is None:
             if processed is not None:
                 self._keep_tokens(arrays["req_pool_indices"][: len(logits)], token_ids)
-            return Drawn(token_ids, drawn, logprobs, self.results.words)
+            return Drawn(token_ids, drawn, logprobs, self.results)
         forward.finite[arrays["logits_rows"]] &= drawn
         # The first answer goes on in its own row; the others get theirs when the host has heard of them.
         self._keep_tokens(arrays["first_rows"], token_ids[arrays["first_samples"]])
@@ -218,8 +184,9 @@ class Executor:
 
     def _draw_decodes(self, shape: PassShape, features: Features) -> None:
         """The plain draws of captured decodes, of padding too."""
-        arrays, out = self._decode_inputs[shape], self.results.first(shape.num_rows)
-        sample_plain(self._logits[: shape.num_rows], arrays, features, out, impl=self._impl)
+        arrays, count = self._decode_inputs[shape], shape.num_rows
+        out = self._token_ids[:count], self._has_token[:count]
+        sample_plain(self._logits[:count], arrays, features, out, impl=self._impl)
         self._keep_tokens(arrays["req_pool_indices"], out[0])
 
     def _keep_tokens(self, rows: Tensor, token_ids: Tensor) -> None:

@@ -21,8 +21,7 @@ class HostCopies:
     """Starts copies of device tensors, and hands out what they brought. Their memory is used again, never freed.
 
     It is pinned, for CUDA. Freeing pinned memory records an event, which would end the process where the device
-    has been lost and nobody knows it yet. So there is as much memory as was ever in use together: `num_allocated`
-    pieces.
+    has been lost and nobody knows it yet. So all `num_allocated` pieces were once in use together.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +49,8 @@ class HostCopies:
 
 
 class PassTimer:
-    """Times passes in the order in which they are launched: `begin`, `start` and `end` are of one launch.
+    """Times passes in the order in which they are launched. The host begins to launch one at `begin` and has at
+    `end`; at `start` it knows all that it had to find out first, and the pass begins on the device.
 
     On a GPU a pass lasts from one event to another. The first is due when all that was launched before has ended,
     so that a pass which is launched while another one is computed begins where that ends. Elsewhere the launch
@@ -63,18 +63,15 @@ class PassTimer:
         self._began = 0.0
 
     def begin(self) -> None:
-        """The host begins to launch."""
         self._began = time.perf_counter()
 
     def start(self) -> None:
-        """The pass begins on the device: whatever the host had to find out first is known."""
         if self._on_gpu:
             if not self._free:
                 self._free.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])  # type: ignore[no-untyped-call]
             self._free[-1][0].record()
 
     def end(self) -> TimedPass:
-        """All of the pass has been launched."""
         events = self._free.pop() if self._on_gpu else []
         if events:
             events[1].record()

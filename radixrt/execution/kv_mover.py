@@ -35,7 +35,7 @@ class KVMover:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def run(self, transfers: deque[KVTransfer]) -> None:
-        """Start transfers in order. Each is taken off the left end once it has been started."""
+        """What `Runner.transfer` promises."""
         slots = {f"source{i}": transfer.sources for i, transfer in enumerate(transfers)}
         slots |= {f"target{i}": transfer.targets for i, transfer in enumerate(transfers)}
         words, layout = packed(slots)
@@ -53,9 +53,6 @@ class KVMover:
                 torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def wait_for_passes(self) -> None:
-        """Let later transfers wait for what is on the passes' stream: a pass of which only a part was launched.
-
-        It counts as ended, though the device may still compute it.
-        """
+        """Let later transfers wait for a pass that was launched in part: it counts as ended, computed or not."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))

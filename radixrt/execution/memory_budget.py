@@ -15,7 +15,6 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
-from radixrt.execution.attention.planner import planner_of
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.staging import padded
 from radixrt.limits import PassLimits
@@ -33,10 +32,8 @@ _WANTS_ALL = SamplingParams(
 
 
 def largest_pass(limits: PassLimits, context_length: int) -> Pass:
-    """A pass at all limits at once, of tokens 0 whose KV goes to slot 0 and whose rows are 0, 1, ...
-
-    Of its requests as many as it takes share the prompt tokens, whose log-probabilities are all wanted; the
-    others decode.
+    """A pass at all limits at once, of tokens 0 whose KV goes to slot 0 and whose rows are 0, 1, ... As many
+    requests as it takes share the prompt tokens, whose log-probabilities are all wanted; the others decode.
     """
     count, longest = limits.max_running_requests, context_length - 1
     starts = np.arange(0, limits.chunked_prefill_size, longest)[:count]
@@ -97,11 +94,10 @@ def measured_pass_memory(
     between = free()
     runner.capture_graphs(max_shapes=1)
     graphs = between - free()
+    partials = runner.planner.max_partial_bytes(limits.max_running_requests, limits.chunked_prefill_size)
     del runner, pool
     gc.collect()
     torch.cuda.empty_cache()
-    planner = planner_of(config, model.placement, rows.req_to_token, kv_dtype, tree=tree)
-    partials = planner.max_partial_bytes(limits.max_running_requests, limits.chunked_prefill_size)
     return max(0, passes) + max(0, graphs) + partials
 
 
@@ -119,19 +115,12 @@ def room_for_passes() -> Iterator[None]:
 
 
 def pool_slots(
-    device: torch.device,
-    bytes_per_slot: int,
-    *,
-    memory_fraction: float,
-    max_total_tokens: int | None,
-    promised: int = 0,
+    device: torch.device, bytes_per_slot: int, memory_fraction: float, max_total_tokens: int | None, promised: int
 ) -> int:
     """Slots of a KV pool, the reserved one included: `max_total_tokens`, or what a share of free memory holds.
 
-    `promised` bytes that are free are needed by passes.
-
-    Raises:
-        ParameterError: `max_total_tokens` exceeds what is free, or the share does not hold two slots.
+    `promised` bytes that are free are needed by passes. Raises ParameterError where `max_total_tokens` exceeds
+    what is free, or the share does not hold two slots.
     """
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
@@ -150,10 +139,8 @@ def pool_slots(
 def host_pool_slots(host_memory_gb: float | None, bytes_per_slot: int, *, promised: int) -> int:
     """Slots of a KV pool in `host_memory_gb` 10^9 bytes of the host's memory; 0 for none of it, or None.
 
-    `promised` bytes that count as free are somebody's: memory is handed out when it is first written to.
-
-    Raises:
-        ParameterError: that is more than is free, or too little for two slots, of which one is reserved.
+    `promised` bytes that count as free are somebody's: memory is handed out when it is first written to. Raises
+    ParameterError where that is more than is free, or too little for two slots, of which one is reserved.
     """
     if host_memory_gb is None:
         return 0

@@ -7,6 +7,7 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from memory_pool.kv_transfers import KVTransfer
@@ -14,8 +15,9 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.arrays import Int32Array
 from radixrt.errors import DeviceLostError
-from radixrt.execution.attention.planner import AttentionPlanner, planner_of
-from radixrt.execution.executor import MAX_SCORED_AT_ONCE, Executor
+from radixrt.execution.attention.flat import KernelShape
+from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.execution.executor import Executor
 from radixrt.execution.graphs.capture import GraphRecorder
 from radixrt.execution.graphs.ladder import TOKEN_SIZES, captured_shapes
 from radixrt.execution.in_flight import HostCopies, HostCopy, PassTimer, TimedPass
@@ -24,8 +26,7 @@ from radixrt.execution.pass_builder import MAX_PLAN_PASSES, PassBuilder
 from radixrt.limits import NO_PASSES, PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import Logprobs, Pass, PassResult
-
-_PROBE_WORDS = 1024  # that a device has to count up to show that it works
+from triton_ops.implementation import gpu_of, runs_triton
 
 
 @dataclass(frozen=True)
@@ -34,26 +35,24 @@ class Tuning:
 
     token_sizes: tuple[int, ...] = TOKEN_SIZES  # of captured passes with extends
     max_plan_passes: int = MAX_PLAN_PASSES
-    max_scored_at_once: int = MAX_SCORED_AT_ONCE
+    max_scored_at_once: int = 512  # rows of logits that are held at a time to score prompt tokens
     recorder: type[GraphRecorder] = GraphRecorder
     planner: AttentionPlanner | None = None  # plans attention; None: the model's own
 
 
 @dataclass(frozen=True)
 class PassInFlight:
-    """A launched pass, and copies on the host that hold its result once it has ended.
-
-    `copies`: of token ids and flags, or, for captured decodes, of the executor's `results`, which has both; of
-    log-probabilities; of those of prompts. The last two are empty where nobody wants them.
-    """
+    """A launched pass, and copies on the host that hold its result once it has ended."""
 
     accepted: Int32Array
+    # Of token ids and flags, or, for captured decodes, of the executor's `results`, which has both; of
+    # log-probabilities; of those of prompts. The last two are empty where nobody wants them.
     copies: list[list[HostCopy]]
     timed: TimedPass
 
 
 class ModelRunner:
-    """Runs a model over passes, in the order of the launches.
+    """The `Runner` that computes a model's passes.
 
     Args:
         host_pool: the KV of tokens that have left the device; None: there is no such tier.
@@ -76,39 +75,35 @@ class ModelRunner:
         tuning: Tuning = Tuning(),
     ) -> None:
         self.model, self.device, self._tuning = model, device, tuning
-        self._probe = torch.zeros(_PROBE_WORDS, dtype=torch.int32, device=device)  # each is `_probes`
-        self._probes = 0
+        # Words that the device counts up, each to `_probes`, to show that it works.
+        self._probe, self._probes = torch.zeros(1024, dtype=torch.int32, device=device), 0
         self._timer, self.copies = PassTimer(device), HostCopies(device)
-        planner = tuning.planner or planner_of(
-            model.config, model.placement, rows.req_to_token, kv_pool.buffer.dtype, tree=tree
+        config, placement, kv_dtype = model.config, model.placement, kv_pool.buffer.dtype
+        gpu, windows = gpu_of(device), tuple({kind.window for kind in config.attention})
+        shape = KernelShape(gpu, config.num_heads, config.num_kv_heads, config.head_dim, placement.dtype)
+        kernels = runs_triton(placement.impl, device)
+        self.planner = tuning.planner or AttentionPlanner(
+            shape, windows, rows.req_to_token, kv_dtype, tree=tree, kernels=kernels
         )
         num_weights = sum(weight.numel() for weight in model.parameters())
         max_batch, max_tokens = captured.max_running_requests, captured.chunked_prefill_size
         self._shapes = captured_shapes(max_batch, max_tokens, num_weights, tuning.token_sizes)
-        self._builder = PassBuilder(planner, self._shapes, rows.max_requests, tuning.max_plan_passes)
-        self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, model.placement.impl)
-        self.executor = Executor(model, rows, kv_pool, device, tuning.max_scored_at_once)
+        self._builder = PassBuilder(self.planner, self._shapes, rows.max_requests, tuning.max_plan_passes)
+        self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, placement.impl)
+        self.executor = Executor(model, rows, kv_pool, tuning.max_scored_at_once)
 
     def capture_graphs(self, max_shapes: int | None = None) -> None:
-        """Capture the graphs of passes, if there are to be any. With `max_shapes`, only those of so many shapes of
-        each kind, the largest: to see what memory they take.
-        """
-        if not self._shapes:
-            return
-        with torch.inference_mode(), self._on_device():
-            self.executor.capture(self._builder.idle_passes(max_shapes), self._tuning.recorder(self.device))
+        """Capture the graphs of all passes that are to have one, or of the `max_shapes` largest of each kind."""
+        if self._shapes:
+            with torch.inference_mode(), self._on_device():
+                self.executor.capture(self._builder.idle_passes(max_shapes), self._tuning.recorder(self.device))
 
     def transfer(self, transfers: deque[KVTransfer]) -> None:
-        """Start transfers between device and host, in order, for the pass that is launched next.
-
-        Each is taken off the left end once it has been started. On a GPU this returns before they have been made.
-        """
         assert self._mover is not None  # without a host's pool nothing is booked
         with torch.inference_mode(), self._on_device():
             self._mover.run(transfers)
 
     def launch(self, pass_: Pass) -> PassInFlight:
-        """Start a pass. On a GPU this returns before the pass has run."""
         self._timer.begin()
         with torch.inference_mode(), self._on_device():
             try:
@@ -116,24 +111,24 @@ class ModelRunner:
                 self._timer.start()
                 forward = self.executor.forward(pass_, packed)
                 drawn = self.executor.draw(forward)
-                sampled = (drawn.token_ids, drawn.finite) if drawn.words is None else (drawn.words,)
+                sampled = (drawn.token_ids, drawn.finite) if drawn.both is None else (drawn.both,)
                 results = (sampled, drawn.logprobs, self.executor.score(forward))
                 # On a CPU, too, they are copied: the next passes overwrite some of them.
                 copies = [[self.copies.start(tensor) for tensor in tensors] for tensors in results]
-                accepted = pass_.num_samples  # nothing is drafted yet
-                return PassInFlight(accepted, copies, self._timer.end())
+                return PassInFlight(pass_.num_samples, copies, self._timer.end())  # nothing is drafted yet
             except BaseException:
                 if self._mover is not None:
                     self._mover.wait_for_passes()
                 raise
 
     def collect(self, handle: object) -> PassResult:
-        """Wait for a pass and return its result."""
         assert isinstance(handle, PassInFlight)
         seconds, launching = self._timer.wait(handle.timed)
         sampled, *others = ([self.copies.take(copy) for copy in copies] for copies in handle.copies)
-        results, accepted = self.executor.results, handle.accepted
-        token_ids, finite = sampled if len(sampled) == 2 else results.first_of(sampled[0], len(accepted))
+        accepted, count = handle.accepted, len(handle.accepted)
+        if len(sampled) == 1:
+            sampled = [sampled[0][0, :count], sampled[0][1].view(np.bool_)[:count]]
+        token_ids, finite = sampled
         logprobs, prompt_logprobs = (Logprobs(*arrays) if arrays else None for arrays in others)
         return PassResult(token_ids, accepted, finite, logprobs, prompt_logprobs, seconds, launching)
 
@@ -142,11 +137,6 @@ class ModelRunner:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def check_device(self, error: Exception) -> None:
-        """Make ready for other passes after one that raised: what it held on the device is free again.
-
-        Raises:
-            DeviceLostError: the device does not count right any more. A CPU always does.
-        """
         if self.device.type != "cuda":
             return
         try:

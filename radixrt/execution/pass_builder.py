@@ -41,22 +41,15 @@ class PassKey(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedPass:
-    """What the device is sent of a pass. Valid until the next one is built: passes may share their words.
+    """What the device is sent of a pass. Valid until the next one is built: passes may share their words."""
 
-    Attributes:
-        key: of the captured graph; None: the pass is launched kernel by kernel.
-        words: all arrays of the pass, int32.
-        inputs: where those lie that make the logits: the fields of InputMetadata, `input_ids`, `last_tokens` and
-            `logits_indices`, the plans. Of a captured decode also what plain draws read, but none of the last two.
-        plans: of attention, on the host.
-        extras: where all other arrays lie, after the inputs: changes of rows, draws, scored tokens.
-    """
-
-    key: PassKey | None
-    words: Int32Array
+    key: PassKey | None  # of the captured graph; None: the pass is launched kernel by kernel
+    words: Int32Array  # all arrays of the pass
+    # Where those lie that make the logits: the fields of InputMetadata, `input_ids`, the plans; of a captured
+    # decode also what plain draws read, of any other pass `last_tokens` and `logits_indices`.
     inputs: Layout
-    plans: PassPlans[Int32Array]
-    extras: Layout = _NOTHING
+    plans: PassPlans[Int32Array]  # on the host
+    extras: Layout = _NOTHING  # where all others lie, after the inputs: changes of rows, draws, scored tokens
 
     def with_extras(self, extras: Arrays) -> PackedPass:
         """The pass with other arrays after its inputs."""
@@ -73,8 +66,7 @@ class PassBuilder:
     """Decides how each pass is computed, pads it, plans its attention, and packs all that it is told.
 
     `shapes` are of passes that may be captured, of decodes and of others, each ascending. Padding belongs to no
-    request: it reads nothing, writes its KV to slot 0 and its slots to `padding_row`. A plan serves up to
-    `max_plan_passes` decodes.
+    request: it reads nothing, writes its KV to slot 0 and its slots to `padding_row`.
     """
 
     def __init__(
@@ -103,23 +95,21 @@ class PassBuilder:
         extends = [shape for shape in shapes if not shape.is_decode][:max_shapes]
         decodes = [shape for shape in shapes if shape.is_decode][:max_shapes]
         self._extends, self._decodes = extends[::-1], decodes[::-1]
-        for shape in extends:
-            for plans in reversed(self._planner.shapes(shape.num_rows, shape.num_tokens)):
-                idle = self._padded(NO_ROWS, shape, [plans])
+        for shape in extends + decodes:
+            for kind in reversed(self._planner.shapes(shape.num_rows, shape.num_tokens)):
+                idle = self._idle_decode(shape, kind) if shape.is_decode else self._padded(NO_ROWS, shape, [kind])
                 assert idle is not None  # nothing is out of balance
                 yield idle
-        for shape in decodes:
-            for plans in reversed(self._planner.shapes(shape.num_rows)):
-                yield self._idle_decodes(PassKey(shape, plans))
 
-    def _idle_decodes(self, key: PassKey) -> PackedPass:
-        size = key.shape.num_rows
+    def _idle_decode(self, shape: PassShape, plan_shape: PlanShape) -> PackedPass:
+        size = shape.num_rows
         zeros = np.zeros(size, np.int32)
         host = InputMetadata.host_arrays(zeros + np.int32(self._padding_row), zeros + 1, zeros, zeros)
         draws = {name: np.zeros(size, dtype) for name, dtype in DRAW_DTYPES.items()}
-        plans = self._planner.plan_padded_decodes(zeros, zeros, [key.plans])
+        plans = self._planner.plan_padded_decodes(zeros, zeros, [plan_shape])
         # Plans come last: so the addresses of what draws read depend on the size alone.
         words, layout = packed({"input_ids": zeros, **host, **draws, **plans.numbered()})
+        key = PassKey(shape, plan_shape)
         idle = PackedPass(key, words, layout, plans)
         self._decode_words[key] = _DecodeWords(idle)
         return idle
@@ -159,10 +149,7 @@ class PassBuilder:
         return PackedPass(None, words, layout, plans)
 
     def _padded(self, pass_: Pass, shape: PassShape, plan_shapes: Sequence[PlanShape] = ()) -> PackedPass | None:
-        """A pass in the places of a shape with extends. Its padding tokens are those of an extend of their own.
-
-        None: a plan of its own is better, see `plan_padded_extends`.
-        """
+        """A pass in a shape's places, its padding tokens in an extend of their own; None where plans are None."""
         num_live, num_decodes = pass_.num_extends, pass_.num_rows - pass_.num_extends
         num_tokens, num_extends = len(pass_.input_ids) - num_decodes, shape.num_extends
 
@@ -214,25 +201,22 @@ class PassBuilder:
 
 
 class _DecodeWords:
-    """Captured decodes of one key, whose words are updated in place from pass to pass of the same requests.
-
-    `rows` is the very array of their rows, and `passes_left` counts those that their plans still serve.
-    """
+    """Captured decodes of one key, whose words are updated in place from pass to pass of the same requests."""
 
     def __init__(self, idle: PackedPass) -> None:
         words = idle.words.copy()
         self._idle_words, self._arrays = idle.words, idle.inputs.parts(words)
-        self._plan_arrays = [self._arrays[name] for name in idle.plans.numbered()]
-        self._packed = replace(idle, words=words, plans=idle.plans.with_arrays(self._plan_arrays))
-        self.rows: Int32Array | None = None
-        self.passes_left = 0
+        plans = idle.plans.with_arrays(self._arrays[name] for name in idle.plans.numbered())
+        self._packed = replace(idle, words=words, plans=plans)
+        self.rows: Int32Array | None = None  # the very array of the requests'
+        self.passes_left = 0  # that the plans still serve
 
     def begin(self, rows: Int32Array, plans: PassPlans[Int32Array], num_passes: int) -> None:
         """Fill in what does not change while the requests `rows` `[B]` decode by these plans."""
         self.rows, self.passes_left = rows, num_passes
         self._packed.words[:] = self._idle_words
         self._arrays["req_pool_indices"][: len(rows)] = rows
-        for place, array in zip(self._plan_arrays, plans.arrays(), strict=True):
+        for place, array in zip(self._packed.plans.arrays(), plans.arrays(), strict=True):
             place[:] = array
         self._packed = replace(self._packed, plans=replace(self._packed.plans))  # other items grow
 

@@ -11,15 +11,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-Int32Array = NDArray[np.int32]
+from radixrt.arrays import Int32Array
 
 _NO_WORDS = np.zeros(0, np.int32)
 ALIGNMENT = 4  # words: every array starts at a multiple of 16 bytes
-_TORCH_DTYPES = {
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.int64): torch.int64,
-}
+_TORCH_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "float32")}
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Staging:
 
     The host side is a ring of two buffers (pinned, for CUDA), so that words can be sent while the copy before may
     not have been made yet; sending waits for the copy before that. The device side is one buffer: passes run in
-    order, and the words of a pass are valid until the next upload. It moves when it has to grow. Once there is a
+    order, and the words of a pass are valid until the next upload. It moves when it has to grow; once there is a
     fixed one, only words that are too many for that go there.
     """
 
@@ -105,7 +101,7 @@ def packed(
     return words, layout
 
 
-def padded(array: NDArray[np.int32], length: int, filler: ArrayLike = 0) -> NDArray[np.int32]:
+def padded(array: Int32Array, length: int, filler: ArrayLike = 0) -> Int32Array:
     """`array` `[n <= length]` int32 with fillers after it."""
     filled = np.empty(length, np.int32)
     filled[: len(array)] = array

@@ -35,7 +35,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 class Computer:
     """Builds and computes passes, of which those that fit are captured unless `is_eager`."""
 
-    def __init__(self, model: Decoder, *, is_eager: bool, **options: int) -> None:
+    def __init__(self, model: Decoder, *, is_eager: bool, max_scored_at_once: int = 512) -> None:
         config = model.config
         self.rows = ReqToTokenPool(MAX_REQUESTS, CONTEXT)
         self.pool = TokenToKVPool(
@@ -43,7 +43,7 @@ class Computer:
         )
         self.pool.buffer.fill_(float("nan"))
         self.builder = PassBuilder(planner_on_cpu(config, self.rows.req_to_token), SHAPES, MAX_REQUESTS)
-        self.executor = Executor(model, self.rows, self.pool, CPU, **options)
+        self.executor = Executor(model, self.rows, self.pool, max_scored_at_once)
         self.is_eager = is_eager
         if not is_eager:
             with torch.inference_mode():

@@ -24,16 +24,13 @@ MIN_EXTEND_ITEM = 512  # tokens; shorter pieces of a prefix are not worth a part
 
 @dataclass(frozen=True)
 class KernelShape:
-    """What the attention of a model looks like to a GPU, and how much its kernels read in an item.
-
-    A wave is as many items as the multiprocessors run side by side. `dtype` is that of queries.
-    """
+    """What the attention of a model looks like to a GPU, and how much its kernels read in an item."""
 
     gpu: GPU
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of queries
 
     @property
     def group(self) -> int:
@@ -47,14 +44,14 @@ class KernelShape:
 
     @property
     def decode_wave(self) -> int:
-        """Items of decodes."""
+        """Items of decodes that the multiprocessors run side by side."""
         return max(1, DECODE_PROGRAMS_PER_SM * self.gpu.num_sms // self.num_kv_heads)
 
     def decode_item_len(self, lens: Int32Array) -> int:
         """The greatest length of an item for requests that read `lens` int32 `[R]` tokens each.
 
-        Contexts are cut so that the items fill whole waves, unless longer ones in fewer waves cost less: each
-        costs its tokens and something for itself (measured on an H200).
+        Items fill whole waves, unless longer ones in fewer waves cost less: each costs its tokens and something
+        for itself (measured on an H200).
         """
         lens = lens[lens > 0]
         count, total = lens.size, int(lens.sum(dtype=np.int64))

@@ -8,14 +8,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from layers.placement import Placement
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.pass_plans import CUT, WHOLE, Capacity, PassPlans, PlanShape, Window, padded_plan
 from radixrt.execution.attention.shared_segments import SharedSegments
 from radixrt.execution.attention.tuning import H200, PlanTuning
-from radixrt.models.config import ModelConfig
 from triton_ops.attention.plan import EMPTY_ROWS, NOTHING_SHARED, AttentionPlan, ExtendPlan, Int32Array
-from triton_ops.implementation import gpu_of, runs_triton
 
 HostArrays = Mapping[str, Int32Array]  # those of `InputMetadata.host_arrays`
 
@@ -46,11 +43,11 @@ class AttentionPlanner:
 
     def max_partial_bytes(self, num_decodes: int, num_tokens: int) -> int:
         """The most memory that partial results of decodes, and of `num_tokens` of extends, take in a layer."""
-        shape, num_cut = self._shape, min(num_tokens, self._tuning.max_cut_tokens)
-        decodes = self._decode_capacity(num_decodes, self.shapes(0)[-1], None)
-        extends = self._extend_capacity(num_cut, 0, shares=True)
+        plans, num_cut = self.shapes(0)[-1], min(num_tokens, self._tuning.max_cut_tokens)
+        decodes = self._decode_capacity(num_decodes, plans, None)
+        extends = self._extend_capacity(num_cut, 0, plans, None)
         num_partials = sum(capacity.num_partials for capacity in (*decodes, *extends))
-        return num_partials * shape.num_heads * 4 * (shape.head_dim + 1)  # float32, and the log-sum-exps
+        return num_partials * self._shape.num_heads * 4 * (self._shape.head_dim + 1)  # float32, and log-sum-exps
 
     def shapes(self, num_decodes: int, num_tokens: int = 0) -> tuple[PlanShape, ...]:
         """The shapes of padded plans in passes of so many decodes and tokens of extends, the sharing one last."""
@@ -75,10 +72,9 @@ class AttentionPlanner:
     def plan_padded_decodes(
         self, rows: Int32Array, seq_lens: Int32Array, shapes: Sequence[PlanShape] = ()
     ) -> PassPlans[Int32Array]:
-        """The plans of decodes `[R]`, padded: how long their arrays are depends on R and on `shape` alone.
-
-        The shape is one of `shapes`, or of `self.shapes(R)`: the one that shares, if something is shared or there
-        is no other, or else the first that has room. Padded decodes come last and have a `seq_len` of 0.
+        """The plans of decodes `[R]`, padded: how long their arrays are depends on R and on `shape` alone. That is
+        one of `shapes`, or of `self.shapes(R)`: the one that shares, if something is shared or there is no other,
+        or else the first that has room. Padded decodes come last and have a `seq_len` of 0.
         """
         plans, shape = self._decodes(rows, seq_lens, shapes or self.shapes(len(rows)))
         for window, plan in plans.items():
@@ -98,29 +94,26 @@ class AttentionPlanner:
         is the one that does.
 
         Of the extends, `num_live` are real; then come some without tokens, and a last one whose tokens pad the
-        pass and get results of zero. `decode_lens` `[R]` are 0 for padded decodes.
-
-        None: one extend would read so much by itself that a plan of its own, which cuts it, is better.
+        pass and get results of zero. `decode_lens` `[R]` are 0 for padded decodes. Returns None where one extend
+        would read so much by itself that a plan of its own, which cuts it, is better.
         """
         num_new = host["extend_seq_lens"][:num_extends]
         num_tokens, num_padding = int(num_new.sum()), int(num_new[-1])
         extend = {w: self._extends(host, num_live, num_tokens, w, pads=True) for w in self._windows}
-        for plan in extend.values():
+        for plan in extend.values() if num_tokens > self._tuning.max_cut_tokens else ():
             fair = self._shape.fair_extend_len(int(plan.item_lens.sum()))
-            is_cut = num_tokens <= self._tuning.max_cut_tokens
-            if not is_cut and plan.item_lens.max(initial=0) > max(fair, self._tuning.long_item):
+            if plan.item_lens.max(initial=0) > max(fair, self._tuning.long_item):
                 return None
         shapes = shapes or self.shapes(len(decode_lens), num_tokens)
         if any(len(plan.shared_lens) for plan in extend.values()):
             shapes = shapes[-1:]
         plans = self.plan_padded_decodes(host["req_pool_indices"][num_extends:], decode_lens, shapes)
+        plan_shape, last = plans.shape, num_extends - 1
         for window, plan in extend.items():
-            shares = plans.shape.shares and window is None
-            own, shared = self._extend_capacity(num_tokens, num_extends, shares=shares)
+            own, shared = self._extend_capacity(num_tokens, num_extends, plan_shape, window)
             # Tiles of zeros for the padding; after them items of no tokens, whose tiles begin beyond its end.
             begins = np.arange(own.num_items - len(plan.item_lens)) * plan.tile_tokens
             begins[begins >= num_padding] = num_tokens
-            last = num_extends - 1
             extend[window] = padded_plan(
                 plan, num_tokens, own, shared, item_requests=last, item_query_starts=begins, item_partials=-1
             )
@@ -191,27 +184,17 @@ class AttentionPlanner:
         if shape.cuts:  # rows without tokens are items, too
             most = self._shape.max_decode_items(count) + -(-count // EMPTY_ROWS)
             own = Capacity(most, most)
-        if self._segments is None or not shape.shares or window is not None:
-            return own, Capacity()
-        return own, self._segments.capacity(count)
+        segments = self._segments if shape.shares and window is None else None
+        return own, segments.capacity(count) if segments else Capacity()
 
-    def _extend_capacity(self, num_tokens: int, num_extends: int, *, shares: bool) -> tuple[Capacity, Capacity]:
+    def _extend_capacity(
+        self, num_tokens: int, num_extends: int, shape: PlanShape, window: Window
+    ) -> tuple[Capacity, Capacity]:
         """The same for extends."""
         tile_tokens, extra = self._shape.tile_tokens(), self._shape.max_extra_extend_items
         num_items = num_tokens // tile_tokens + num_extends
         if num_tokens > self._tuning.max_cut_tokens:
             return Capacity(num_items), Capacity()
         own = Capacity(num_items + extra, num_tokens + extra * tile_tokens)
-        if self._segments is None or not shares:
-            return own, Capacity()
-        return own, self._segments.capacity(num_tokens, whole_tiles=True)
-
-
-def planner_of(
-    config: ModelConfig, placement: Placement, req_to_token: Int32Array, kv_dtype: torch.dtype, *, tree: bool
-) -> AttentionPlanner:
-    """The planner of a model's passes over a pool of that dtype; `tree` as in AttentionPlanner."""
-    gpu, windows = gpu_of(placement.device), tuple({kind.window for kind in config.attention})
-    shape = KernelShape(gpu, config.num_heads, config.num_kv_heads, config.head_dim, placement.dtype)
-    kernels = runs_triton(placement.impl, placement.device)
-    return AttentionPlanner(shape, windows, req_to_token, kv_dtype, tree=tree, kernels=kernels)
+        segments = self._segments if shape.shares and window is None else None
+        return own, segments.capacity(num_tokens, whole_tiles=True) if segments else Capacity()

@@ -6,17 +6,17 @@ from math import ceil
 
 import numpy as np
 
+from radixrt.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.pass_plans import Capacity
-from radixrt.execution.attention.slot_tree import BoolArray, FloatArray, Int64Array, SlotTree, depth_first
+from radixrt.execution.attention.slot_tree import SlotTree, depth_first
 from radixrt.execution.attention.tuning import PlanTuning
-from triton_ops.attention.plan import NOTHING_SHARED, Int32Array, SharedItems, pairs
+from triton_ops.attention.plan import NOTHING_SHARED, SharedItems, pairs
 
 
 class SharedSegments:
-    """Chooses the segments of KV that are read once for several requests, so that the whole pass is cheapest.
-
-    `kv_bytes` are those of an element of the pool.
+    """Chooses the segments of KV, in elements of `kv_bytes`, that are read once for several requests: so that the
+    whole pass is cheapest.
     """
 
     def __init__(self, shape: KernelShape, kv_bytes: int, tuning: PlanTuning) -> None:
@@ -56,16 +56,14 @@ class SharedSegments:
             req_to_token: int32 `[max_requests, max_context_len]`, contiguous: position to slot. Rows that have
                 the same slot at a position have the same slots before it.
             req_pool_indices: `[R]`, the row of each request.
-            lens: `[R]`, its first tokens that may be shared: of a decode all but the last, of an extend those of
-                its prefix; 0: none.
+            lens: `[R]`, its first tokens that may be shared: all but the last of a decode, or an extend's prefix.
             query_rows: `[R]` each, of extends, which read by themselves in whole tiles: the first query row of
                 each, and how many it has, at least one if it has tokens. None: request r is row r alone.
             capacity: what the items may need at most; partial results of tails are not counted.
 
-        Returns:
-            `tail_starts` int32 `[R]`: the position from which on a request reads by itself; and the items that
-            hold all positions before it once for each of its query rows, those that take longest first, and those
-            of the same tokens side by side. No items where a plan without them is as cheap.
+        Returns `tail_starts` int32 `[R]`, the position from which on a request reads by itself, and the items that
+        hold all positions before it once for each of its query rows, those that take longest first, and those of
+        the same tokens side by side. No items where a plan without them is as cheap.
         """
         tail_starts = np.zeros(len(req_pool_indices), np.int32)
         live = (lens > 0).nonzero()[0]
@@ -150,7 +148,7 @@ class SharedSegments:
         columns = zip(vars(shared).values(), vars(heads).values(), strict=True)
         return tail_starts, SharedItems(*(np.concatenate(both) for both in columns))
 
-    def _query_rows(self, counts: Int32Array | None, num_requests: int) -> tuple[Int64Array, FloatArray]:
+    def _query_rows(self, counts: Int32Array | None, num_requests: int) -> tuple[Int64Array, Float64Array]:
         """The number of query rows before each request and in all `[R + 1]`, and the sum of the seconds that they
         take for a token that each request reads by itself.
         """
@@ -158,17 +156,17 @@ class SharedSegments:
             before: Int64Array = np.arange(num_requests + 1)
             return before, np.multiply(before, self._reread, dtype=np.float64)
         tiles = -(-counts.astype(np.int64) // self.rows_at_once)
-        seconds: FloatArray = np.maximum(self._reread, tiles * self._tile)
+        seconds: Float64Array = np.maximum(self._reread, tiles * self._tile)
         return np.append(0, counts.cumsum(dtype=np.int64)), np.append(0.0, seconds.cumsum())
 
-    def _tiles(self, sizes: Int64Array) -> tuple[Int64Array, FloatArray]:
+    def _tiles(self, sizes: Int64Array) -> tuple[Int64Array, Float64Array]:
         """The items that share segments of so many rows, and the card's seconds that each item takes for a token:
         the L2 cache has what the first has read for the others.
         """
         tiles = -(-sizes // self.rows_at_once)
         return tiles, np.maximum(self._token, tiles * self._tile) / tiles
 
-    def _worthwhile(self, tree: SlotTree, sizes: Int64Array, read_separately: FloatArray) -> BoolArray:
+    def _worthwhile(self, tree: SlotTree, sizes: Int64Array, read_separately: Float64Array) -> BoolArray:
         """Choose the nodes `[N]` whose tokens are read once: the cheapest choice there is, waves aside.
 
         A node has `sizes` query rows, and its requests take `read_separately` seconds for a token that each reads
@@ -217,7 +215,7 @@ class SharedSegments:
         return kept
 
     def _within(
-        self, tree: SlotTree, kept: BoolArray, sizes: Int64Array, read_separately: FloatArray, capacity: Capacity
+        self, tree: SlotTree, kept: BoolArray, sizes: Int64Array, read_separately: Float64Array, capacity: Capacity
     ) -> BoolArray:
         """Those of the `kept` nodes `[N]` that save most within the capacity; arguments as in `_worthwhile`."""
         tiles, share = self._tiles(sizes)
@@ -260,9 +258,9 @@ class SharedSegments:
         work = items * self._item + total
         longest = self._item + (np.minimum(piece_len, lens) * share).max(1)
 
-        def seconds(wave: float) -> FloatArray:
+        def seconds(wave: float) -> Float64Array:
             waves = np.ceil(items / wave) * wave
-            taken: FloatArray = np.maximum(waves * work / items, wave * longest) + self._partial * partials
+            taken: Float64Array = np.maximum(waves * work / items, wave * longest) + self._partial * partials
             return taken
 
         chosen_by = seconds(max(1, (1 - tuning.spare_programs) * wave // 1) if own > total else wave)

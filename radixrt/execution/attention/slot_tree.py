@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from triton_ops.attention.plan import Int32Array, pairs
+from radixrt.arrays import BoolArray, Int32Array, Int64Array
+from triton_ops.attention.plan import pairs
 
 GUESSES = 3  # at how much rows have in common, before bisection finds it
 MAX_LEVELS = 32  # of nodes on a path; deeper trees are looked at more coarsely
-
-BoolArray = NDArray[np.bool_]
-Int64Array = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -68,11 +65,10 @@ class SlotTree:
         keys = (left[inner] << 32) + value[inner]
         sort = keys.argsort(kind="stable")
         inner, keys = inner[sort], keys[sort]
-        is_new = np.ones(len(keys), bool)
-        np.not_equal(keys[1:], keys[:-1], out=is_new[1:])
+        begins, counts = _runs(keys)
         number = np.full(last + 1, -1)
-        number[inner] = is_new.cumsum() - 1
-        own = inner[is_new]
+        number[inner] = np.repeat(np.arange(len(begins)), counts)
+        own = inner[begins]
         left, right = left[own], right[own]
         parents = number[np.where(value[left] >= value[right], left, right)]
         firsts, stops = border[left + 1], value[own]

@@ -14,10 +14,7 @@ _one_at_a_time = threading.Lock()  # Runtimes of several threads capture on the 
 
 
 class GraphRecorder:
-    """Captures CUDA graphs that never run side by side: what they need in between is in one pool of memory.
-
-    The largest one is best captured first: the others fit into what it has taken.
-    """
+    """Captures CUDA graphs that never run side by side: what they need in between is in one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -15,15 +15,11 @@ MAX_WORK = 1.2e13
 
 @dataclass(frozen=True)
 class PassShape:
-    """`num_tokens` of extends, padding included; room for `num_rows` decodes, and for as many rows of logits.
+    """What a pass is padded to."""
 
-    `num_extends` are as many as have two tokens or more each and run at once, and one of the padding; none where
-    there are no tokens of extends.
-    """
-
-    num_tokens: int
-    num_rows: int
-    num_extends: int
+    num_tokens: int  # of extends
+    num_rows: int  # decodes, and rows of logits
+    num_extends: int  # all that may have two tokens or more each, and one of the padding; 0 if `num_tokens` is
 
     @property
     def is_decode(self) -> bool:
@@ -42,9 +38,8 @@ def captured_shapes(
 ) -> list[PassShape]:
     """The shapes of decodes, then those with extends, each ascending, for `max_requests` of a pass; none for 0.
 
-    `max_tokens` of the extends of a pass are among the shapes unless they are more than all `token_sizes`. A model
-    of many weights has no shapes with extends: launching a pass takes the host less time than computing it takes
-    the GPU.
+    `max_tokens` of extends are among them unless they are more than all `token_sizes`. A model of many weights has
+    no shapes with extends: launching a pass takes the host less time than computing it takes the GPU.
     """
     max_rows = min(max_requests, MAX_CAPTURED_BATCH)
     if not max_rows:

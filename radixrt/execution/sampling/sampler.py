@@ -39,13 +39,10 @@ def sample_plain(logits: Tensor, arrays: Arrays, features: Features, out: Tokens
 def sample_processed(
     logits: Tensor, arrays: Arrays, features: Features, last_token: Tensor, out: Tokens, *, impl: Impl = "auto"
 ) -> None:
-    """Draw the tokens of the processed rows again, from what their requests make of their logits.
+    """Draw the tokens of the processed rows again, from what their requests make of the model's `logits`
+    `[S, vocab_size]`, which stay as they are: these rows of `out`, which `sample_plain` left, are replaced.
 
-    Args:
-        logits: `[S, vocab_size]`, the model's; they stay as they are.
-        features: `SamplingInputs.processed`.
-        last_token: int32 `[max_requests]`, the last token sampled for each row of `req_to_token`.
-        out: what `sample_plain` left; the processed rows are replaced.
+    `features` are `SamplingInputs.processed`, `last_token` int32 `[max_requests]` those sampled last for each row.
     """
     rows = arrays["processed_rows"]
     # float32 whatever the changes are, as some need it: a row's numbers do not depend on the rows beside it.
@@ -83,10 +80,8 @@ def sample_processed(
 def draw_logprobs(
     logits: Tensor, token_ids: Tensor, arrays: Arrays, num_top: int, *, impl: Impl = "auto"
 ) -> tuple[Tensor, ...]:
-    """Log-probabilities of the L drawn tokens whose requests asked for them, as `token_logprobs` returns them.
-
-    `logits` `[S, vocab_size]` are the model's, `token_ids` int32 `[S]` the tokens drawn. No more of the `num_top`
-    alternatives are found than the vocabulary holds.
+    """Log-probabilities of the L tokens, of the `token_ids` int32 `[S]` drawn, whose requests asked for them, as
+    `token_logprobs` returns them: of the model's `logits`, with as many of `num_top` alternatives as there are.
     """
     rows = arrays["logprob_rows"]
     if len(rows) < len(token_ids):
