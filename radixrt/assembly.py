@@ -85,7 +85,7 @@ def assemble(config: RuntimeConfig) -> Parts:
     source = MODEL_PATH if config.model is None else config.model
     with ThreadPoolExecutor(max_workers=1) as background:
         # A GPU's context keeps the driver as busy as reading a config, which imports transformers, keeps the host.
-        background.submit(lambda: torch.empty(1, device=device))
+        made = background.submit(lambda: torch.empty(1, device=device))
         decoder, model_config = load_model(
             source,
             dtype=config.dtype,
@@ -95,6 +95,7 @@ def assemble(config: RuntimeConfig) -> Parts:
             seed=config.seed,
             impl=impl,
         )
+        made.result()
     context_length = model_config.context_length
     seconds = {"weights": time.perf_counter() - began}
     tokenizer = tokenizer_of(source)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -22,7 +24,6 @@ from radixrt.engine.calls import OutputCall, StreamCall
 from radixrt.engine.driver import Driver
 from radixrt.engine.parts import Parts
 from radixrt.engine.signals import deferred
-from radixrt.engine.tasks import Workshop
 from radixrt.errors import ParameterError, PassError, RadixrtError
 from radixrt.frontend.request_builder import Continuation, OnError, Params, Prompt, is_token_ids, listed_prompts
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
@@ -97,7 +98,9 @@ class Runtime:
         self._parts: Parts | None = parts  # None once it is closed
         self._driver = Driver(parts.engine, parts.output_of)
         self._loose = OutputCall("return")  # requests that came through `submit`
-        self._builder, self._workshop = parts.builder, Workshop()
+        self._builder = parts.builder
+        # For tasks: one thread makes short requests while the other makes long ones; more would hold the loop up.
+        self._builders = ThreadPoolExecutor(2, "radixrt-builder")
         self.config, self.device = parts.builder.config, parts.model.device
         self.tokenizer, self.context_length = parts.builder.tokenizer, parts.builder.context_length
         self.seed, self.limits, self.start_up = parts.config.seed, parts.limits, parts.start_up
@@ -214,11 +217,11 @@ class Runtime:
         request_ids: str | Sequence[str] | None = None,
         on_error: OnError = "raise",
     ) -> RequestOutput | list[RequestOutput]:
-        """`generate` for asyncio, in threads of the loop's executor. Calls run together; a cancelled one ends."""
+        """`generate` for asyncio: the work is done in other threads. Calls run together; a cancelled one ends."""
         listed, many = listed_prompts(prompts)
         built = partial(self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error)
         with self._driver.opened(OutputCall(on_error), by_task=True) as call:
-            outputs, requests = await self._workshop.run(built)
+            outputs, requests = await asyncio.get_running_loop().run_in_executor(self._builders, built)
             self._driver.submit(requests, call)
             while not call.is_over:
                 outputs += await self._driver.async_news(call)
@@ -233,10 +236,11 @@ class Runtime:
         tenant: str | None = None,
         request_id: str | None = None,
     ) -> AsyncIterator[StreamChunk]:
-        """`stream` for asyncio, in threads as `async_generate`."""
+        """`stream` for asyncio, as `async_generate`."""
         built = partial(self._builder.build_streamed, prompt, sampling_params, tenant, request_id)
         with self._driver.opened(StreamCall(), by_task=True) as call:
-            self._driver.submit([await self._workshop.run(built)], call)
+            request = await asyncio.get_running_loop().run_in_executor(self._builders, built)
+            self._driver.submit([request], call)
             while not call.is_over:
                 for chunk in await self._driver.async_news(call):
                     yield chunk

@@ -1,4 +1,4 @@
-"""What keeps an event loop responsive: few threads at work for its tasks, and tasks woken a few at a time."""
+"""Keeps event loops responsive: tasks are woken a few at a time, and no thread keeps the interpreter for long."""
 
 from __future__ import annotations
 
@@ -6,30 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
 WOKEN_AT_ONCE = 16  # tasks, before others of the loop have their turn
 PAUSE = 1e-5  # seconds
-WORKERS = 2  # threads: one does short work while the other does long work
-
-
-class Workshop:
-    """Runs functions for tasks in threads of their loop's executor, never more than `WORKERS` of them at once.
-
-    All threads share the interpreter with the loop's: each next function waits until the loop has got round to it.
-    """
-
-    def __init__(self) -> None:
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-
-    async def run(self, function: Callable[[], T]) -> T:
-        """What `function` returns or raises in another thread."""
-        async with self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(WORKERS)):
-            return await asyncio.to_thread(function)
 
 
 def with_pauses(items: Iterable[T]) -> Iterator[T]:

@@ -22,6 +22,7 @@ from radixrt import DeviceLostError, FinishReason, ParameterError, RadixrtError,
 from radixrt import SamplingParams as Params
 from radixrt.bench.streams import letters
 from radixrt.engine.parts import Parts
+from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.schedule.passes import PassResult
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
@@ -544,6 +545,37 @@ def streaming(seconds: float = 0.005, *, fault: Exception | None = None, after: 
 
     limits = RunLimits(10_000, 64)
     return Runtime.from_parts(simulated_parts(Runner(ord("x")), limits, 200, vocab_size=256, tokenizer=letters()))
+
+
+def test_requests_of_tasks_are_made_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More would wait for the interpreter together with the loop's; a task that is cancelled costs no other."""
+    build, making, at_once, threads = RequestBuilder.build_all, [], [], set()
+    gate = threading.Event()
+
+    def slow(self: RequestBuilder, *args: Any) -> Any:
+        making.append(None)
+        at_once.append(len(making))
+        threads.add(threading.get_ident())
+        gate.wait()
+        making.pop()
+        return build(self, *args)
+
+    async def everything(runtime: Runtime) -> list[Any]:
+        gate.clear()
+        calls = [asyncio.create_task(runtime.async_generate([n], Params(max_new_tokens=1))) for n in range(9)]
+        await asyncio.sleep(0.05)
+        calls[5].cancel()
+        gate.set()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    monkeypatch.setattr(RequestBuilder, "build_all", slow)
+    with streaming(0.0) as runtime:
+        for _ in range(2):  # each in a loop of its own
+            outputs = asyncio.run(everything(runtime))
+            assert isinstance(outputs.pop(5), asyncio.CancelledError)
+            assert [output.prompt_ids.tolist() for output in outputs] == [[n] for n in range(9) if n != 5]
+    assert max(at_once) == 2
+    assert threading.get_ident() not in threads
 
 
 def test_threads_and_tasks_advance_together() -> None:
