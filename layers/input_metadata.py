@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from triton_ops.attention.extend import Extends
-from triton_ops.attention.plan import AttentionPlan, ExtendPlan
-
-Int32Array = NDArray[np.int32]
+from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array
 
 
 @dataclass(frozen=True)

@@ -63,17 +63,11 @@ class LoadedModel:
         return self.storage.save(path, weights_version, self.identity(), progress=progress)
 
     def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
-        vocab_size = self.decoder.config.vocab_size
-        return self.storage.load(path, weights_version, self.identity(), vocab_size, progress=progress)
+        return self.storage.load(path, weights_version, self.identity(), progress=progress)
 
 
 def assemble(config: RuntimeConfig) -> Parts:
-    """Load the model, make its pools, and capture its graphs.
-
-    Raises:
-        ParameterError: an option does not go with the device, the model or the memory.
-        ModelError, TokenizerError: the model cannot be used.
-    """
+    """Load the model, make its pools, and capture its graphs. Raises as `Runtime` does."""
     began = time.perf_counter()
     device, impl = choose_device(config.device), config.impl
     check_kernels(impl, config.kv_dtype, device)

@@ -24,6 +24,8 @@ Attention = Literal["tree", "flat"]
 class RuntimeConfig:
     """The options of a Runtime. None, where it is allowed, is a choice by the kind of device.
 
+    Raises ParameterError where an option is outside its bounds.
+
     Attributes:
         model: folder or hub id of a model in Hugging Face format; None is the small built-in model.
         dtype: "auto" (the checkpoint's; float32 on a CPU), "float32", "bfloat16" or "float16".
@@ -52,9 +54,6 @@ class RuntimeConfig:
         seed: of dummy weights, and of requests without a seed of their own, together with their index.
         impl: of the model's operations: "triton", kernels; "torch", the references; "auto", kernels on a GPU
             where Triton is installed, else references.
-
-    Raises:
-        ParameterError: an option is outside its bounds.
     """
 
     model: str | Path | None = None
@@ -79,10 +78,10 @@ class RuntimeConfig:
     impl: Impl = "auto"
 
     def __post_init__(self) -> None:
-        if self.attention not in ("tree", "flat"):
-            raise ParameterError(f"attention is {self.attention!r}; it must be 'tree' or 'flat'")
-        if self.kv_dtype not in ("auto", "fp8"):
-            raise ParameterError(f"kv_dtype is {self.kv_dtype!r}; it must be one of: auto, fp8")
+        known = {"attention": ("tree", "flat"), "kv_dtype": ("auto", "fp8"), "schedule_policy": [*SchedulePolicy]}
+        for name, choices in known.items():
+            if (chosen := getattr(self, name)) not in choices:
+                raise ParameterError(f"{name} is {chosen!r}; it must be one of: {', '.join(choices)}")
         if self.memory_fraction is not None:
             check_float("memory_fraction", self.memory_fraction, 0.0, 1.0, above=True)
         if self.max_running_requests is not None:
@@ -90,9 +89,6 @@ class RuntimeConfig:
         if self.chunked_prefill_size is not None:
             check_int("chunked_prefill_size", self.chunked_prefill_size, 1, 2**20)
         object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
-        if self.schedule_policy not in list(SchedulePolicy):
-            known = ", ".join(SchedulePolicy)
-            raise ParameterError(f"schedule_policy is {self.schedule_policy!r}; it must be one of: {known}")
         if self.host_memory_gb and not self.enable_prefix_cache:
             given = f"host_memory_gb is {self.host_memory_gb!r} and enable_prefix_cache is False"
             raise ParameterError(f"{given}: nothing is kept that could go to the host")

@@ -44,7 +44,7 @@ def test_a_runtime_takes_every_option_as_a_keyword() -> None:
         ({"max_running_requests": 2**16 + 1}, "max_running_requests is 65537"),
         ({"chunked_prefill_size": 0}, "chunked_prefill_size is 0"),
         ({"schedule_policy": "random"}, "schedule_policy is 'random'; it must be one of: lpm, fcfs"),
-        ({"attention": "paged"}, "attention is 'paged'; it must be 'tree' or 'flat'"),
+        ({"attention": "paged"}, "attention is 'paged'; it must be one of: tree, flat"),
         ({"kv_dtype": "int4"}, "kv_dtype is 'int4'; it must be one of: auto, fp8"),
         ({"seed": 1.5}, "seed is 1.5"),
         ({"host_memory_gb": 1.0, "enable_prefix_cache": False}, "nothing is kept that could go to the host"),

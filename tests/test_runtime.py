@@ -588,7 +588,7 @@ def test_closed_is_closed(folder: Path) -> None:
         ({"chunked_prefill_size": True}, "chunked_prefill_size is True"),
         ({"schedule_policy": "random"}, "schedule_policy is 'random'; it must be one of: lpm, fcfs"),
         ({"seed": -1}, "seed is -1"),
-        ({"attention": "paged"}, "attention is 'paged'; it must be 'tree' or 'flat'"),
+        ({"attention": "paged"}, "attention is 'paged'; it must be one of: tree, flat"),
         ({"impl": "cuda"}, """impl must be "auto", "torch" or "triton", but is 'cuda'"""),
     ],
 )

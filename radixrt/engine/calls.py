@@ -10,7 +10,6 @@ from radixrt.errors import PassError
 from radixrt.frontend.request_builder import OnError
 from radixrt.output import RequestOutput, StreamChunk
 from radixrt.schedule.answer import Answer
-from radixrt.text.builder import TextBuilder
 
 N = TypeVar("N", RequestOutput, StreamChunk)
 
@@ -88,11 +87,10 @@ class StreamCall(PendingCall[StreamChunk]):
         yield from chunks
 
     def _news_of(self, first: Answer, output: RequestOutput | None) -> StreamChunk | Exception:
-        builder = first.text_stop
-        assert isinstance(builder, TextBuilder)  # it streams
+        assert first.text is not None  # it streams
         ids = tuple(first.output_ids()[self._seen :].tolist())
         self._seen += len(ids)
         try:
-            return StreamChunk(builder.delta(), ids, output, first.request.id)
+            return StreamChunk(first.text.delta(), ids, output, first.request.id)
         except Exception as error:  # for its consumer: one request's text must not cost the others theirs
             return error

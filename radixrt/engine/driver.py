@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -14,7 +15,6 @@ from radixrt.engine.calls import N, PendingCall, StreamCall
 from radixrt.engine.engine import Engine
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import deferred
-from radixrt.engine.tasks import wake_soon, with_pauses
 from radixrt.errors import ParameterError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.schedule.answer import Answer
@@ -23,6 +23,9 @@ from radixrt.schedule.request import Request
 T = TypeVar("T")
 C = TypeVar("C", bound=PendingCall[Any])
 Call = PendingCall[Any]
+
+WOKEN_AT_ONCE = 16  # tasks, before others of the event loop have their turn
+PAUSE = 1e-5  # seconds
 
 _log = logging.getLogger(__name__)
 
@@ -317,3 +320,29 @@ class Driver:
         call.end(first, output)
         self._streams.pop(request.id, None)
         return call
+
+
+def with_pauses(items: Iterable[T]) -> Iterator[T]:
+    """The items; after every few this thread lets go of the interpreter, which the loop's else waits 5 ms for."""
+    for place, item in enumerate(items, 1):
+        yield item
+        if place % WOKEN_AT_ONCE == 0:
+            time.sleep(PAUSE)
+
+
+def wake_soon(futures: Iterable[asyncio.Future[T]], result: T) -> None:
+    """Complete futures in their loops' threads; from any thread."""
+    by_loop: dict[asyncio.AbstractEventLoop, deque[asyncio.Future[T]]] = {}
+    for future in futures:
+        by_loop.setdefault(future.get_loop(), deque()).append(future)
+    for loop, waiting in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # it was closed, and its tasks with it
+            loop.call_soon_threadsafe(_wake, loop, waiting, result)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, futures: deque[asyncio.Future[T]], result: T) -> None:
+    for future in [futures.popleft() for _ in range(min(WOKEN_AT_ONCE, len(futures)))]:
+        if not future.done():  # else it was cancelled
+            future.set_result(result)
+    if futures:
+        loop.call_soon(_wake, loop, futures, result)

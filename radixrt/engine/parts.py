@@ -15,7 +15,6 @@ from radixrt.limits import RunLimits
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.scheduler import Scheduler
-from radixrt.text.builder import TextBuilder
 from radixrt.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -78,19 +77,19 @@ def request_output(first: Answer, tokenizer: Tokenizer | None) -> RequestOutput:
 
 
 def _completion(answer: Answer, tokenizer: Tokenizer | None) -> CompletionOutput:
-    reason, matched, stop = answer.log.finish_reason, answer.log.matched, answer.text_stop
+    reason, matched, built = answer.log.finish_reason, answer.log.matched, answer.text
     params = answer.request.params
     assert reason is not None  # it has ended
     ids = tuple(answer.output_ids().tolist())
-    if isinstance(stop, TextBuilder):
-        text = stop.finish()
+    if built is not None:
+        text = built.finish()
     elif tokenizer is None:
         text = ""
     else:
         at_stop_token = reason is FinishReason.STOP and isinstance(matched, int)
         text = tokenizer.decode(ids[:-1] if at_stop_token else ids, params.skip_special_tokens)
-    if reason is FinishReason.LENGTH and stop is not None and stop.matched:
-        reason, matched = FinishReason.STOP, stop.matched  # completed by the last token's rest
+    if reason is FinishReason.LENGTH and built is not None and built.matched:
+        reason, matched = FinishReason.STOP, built.matched  # completed by the last token's rest
     return CompletionOutput(
         index=answer.sample_index,
         text=text,

@@ -12,8 +12,7 @@ from torch import Tensor
 from layers.input_metadata import InputMetadata
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.execution.graphs.capture import GraphRecorder, Launch
-from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, PassShape
+from radixrt.execution.graphs import CAPTURED_DRAWS, GraphRecorder, Launch, PassShape
 from radixrt.execution.pass_builder import PackedPass
 from radixrt.execution.sampling.sampler import Arrays, draw_logprobs, sample_plain, sample_processed
 from radixrt.execution.staging import Staging
@@ -53,12 +52,6 @@ class Executor:
 
     The device keeps its own copy of `req_to_token` and the last sampled token of each row: the next pass takes its
     input from there, so that tokens go from pass to pass without the host.
-
-    Attributes:
-        req_to_token: int32 `[max_requests + 1, max_context_len]`. The last row is for padding.
-        last_token: int32 `[max_requests + 1]`, the token that was sampled last for each row.
-        graphs: what launches each captured graph: a forward pass by its PassKey, a draw by its shape and features.
-        results: int32 `[2, max_rows]`, token ids of captured decodes, and byte flags: one copy fetches both.
     """
 
     def __init__(
@@ -68,10 +61,10 @@ class Executor:
         self._impl, device = model.placement.impl, model.placement.device
         self._max_scored_at_once = max_scored_at_once
         size = rows.max_requests + 1, rows.max_context_len
-        self.req_to_token = torch.zeros(size, dtype=torch.int32, device=device)
-        self.last_token = torch.zeros(rows.max_requests + 1, dtype=torch.int32, device=device)
+        self.req_to_token = torch.zeros(size, dtype=torch.int32, device=device)  # the last row is for padding
+        self.last_token = torch.zeros(size[0], dtype=torch.int32, device=device)  # sampled for each row
         self._staging = Staging(device)
-        self.graphs: dict[Hashable, Launch] = {}
+        self.graphs: dict[Hashable, Launch] = {}  # forward passes by PassKey, draws by shape and features
 
     def capture(self, idle_passes: Iterable[PackedPass], recorder: GraphRecorder) -> None:
         """Capture the forward passes of idle passes, which have a key each, and the draws of decodes. Words come
@@ -84,6 +77,7 @@ class Executor:
         self._logits = torch.empty(size, dtype=self._model.placement.dtype, device=device)
         max_requests = max(shape.num_extends + shape.num_rows for shape in shapes)
         self._finite = torch.empty(max_requests, dtype=torch.bool, device=device)
+        # Of captured decodes, token ids and byte flags: one copy fetches both.
         self.results = torch.zeros((2, max_rows), dtype=torch.int32, device=device)
         self._token_ids, self._has_token = self.results[0], self.results[1].view(torch.bool)
         self._decode_inputs: dict[PassShape, Arrays] = {}

@@ -18,8 +18,7 @@ from radixrt.errors import DeviceLostError
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.executor import Executor
-from radixrt.execution.graphs.capture import GraphRecorder
-from radixrt.execution.graphs.ladder import TOKEN_SIZES, captured_shapes
+from radixrt.execution.graphs import TOKEN_SIZES, GraphRecorder, captured_shapes
 from radixrt.execution.in_flight import HostCopies, HostCopy, PassTimer, TimedPass
 from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.pass_builder import MAX_PLAN_PASSES, PassBuilder
@@ -54,12 +53,9 @@ class PassInFlight:
 class ModelRunner:
     """The `Runner` that computes a model's passes.
 
-    Args:
-        host_pool: the KV of tokens that have left the device; None: there is no such tier.
-        captured: passes of up to that many requests, or MAX_CAPTURED_BATCH, run as captured graphs, once
-            `capture_graphs` has been called; so do those with up to that many tokens of extends, where a model is
-            small enough to gain by it. 0: none do.
-        tree: decodes read what they share once for all of them, where that is cheaper.
+    Passes of as many requests as `captured` says, or MAX_CAPTURED_BATCH, run as captured graphs, once
+    `capture_graphs` has been called; so do those with as many tokens of extends, where a model is small enough to
+    gain by it. With `tree` requests read what they share once for all of them, where that is cheaper.
     """
 
     def __init__(
@@ -68,7 +64,7 @@ class ModelRunner:
         rows: ReqToTokenPool,
         kv_pool: TokenToKVPool,
         device: torch.device,
-        host_pool: HostKVPool | None = None,
+        host_pool: HostKVPool | None = None,  # of tokens that have left the device
         *,
         captured: PassLimits = NO_PASSES,
         tree: bool = False,
@@ -79,7 +75,7 @@ class ModelRunner:
         self._probe, self._probes = torch.zeros(1024, dtype=torch.int32, device=device), 0
         self._timer, self.copies = PassTimer(device), HostCopies(device)
         config, placement, kv_dtype = model.config, model.placement, kv_pool.buffer.dtype
-        gpu, windows = gpu_of(device), tuple({kind.window for kind in config.attention})
+        gpu, windows = gpu_of(device), tuple(dict.fromkeys(kind.window for kind in config.attention))
         shape = KernelShape(gpu, config.num_heads, config.num_kv_heads, config.head_dim, placement.dtype)
         kernels = runs_triton(placement.impl, device)
         self.planner = tuning.planner or AttentionPlanner(

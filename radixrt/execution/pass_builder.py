@@ -14,7 +14,7 @@ from layers.input_metadata import InputMetadata
 from radixrt.arrays import Int32Array
 from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
 from radixrt.execution.attention.planner import AttentionPlanner
-from radixrt.execution.graphs.ladder import PassShape
+from radixrt.execution.graphs import PassShape
 from radixrt.execution.staging import Layout, packed, padded
 from radixrt.schedule.passes import NO_ROWS, Arrays, Pass
 

@@ -74,11 +74,11 @@ class RequestBuilder:
             raise PromptError(f"has {len(ids)} tokens; with a context of {context} it may have at most {longest}")
         if params.prompt_logprobs is not None and start >= len(ids):
             raise ParameterError(f"prompt_logprobs_start is {start}, but the prompt has {len(ids)} tokens")
-        make_text_stop = None
+        make_text = None
         if params.stop or streams:
             if self.tokenizer is None:
                 raise ParameterError("stop strings and streams need a tokenizer, and the model's folder has none")
-            make_text_stop = partial(TextBuilder, self.tokenizer, params)
+            make_text = partial(TextBuilder, self.tokenizer, params)
         request = Request(
             index=index,
             id=next(self._ids) if request_id is None else request_id,
@@ -89,7 +89,7 @@ class RequestBuilder:
             stop_ids=stop_ids,
             bad_words=bad_words,
             namespace=namespace,
-            make_text_stop=make_text_stop,
+            make_text=make_text,
         )
         if (refusal := self.refusal(request)) is not None:
             raise PromptError(refusal)

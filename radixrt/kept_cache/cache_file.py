@@ -103,8 +103,7 @@ class CacheFileWriter:
     def open(cls, path: Path, tree: TreeSnapshot, kv: KVFormat, identity: Identity) -> Iterator[CacheFileWriter]:
         """Begin a file, which `finish` puts in the place of an older one.
 
-        Raises:
-            CacheFileError: the disk refuses, or another process is writing the same file.
+        Raises CacheFileError where the disk refuses, or another process is writing the same file.
         """
         metadata = {
             "radixrt_cache_version": VERSION,
@@ -144,8 +143,7 @@ class CacheFileWriter:
 class CacheFileReader:
     """Reads a cache file: `read` for each piece of KV, in order. All else is checked on opening.
 
-    Attributes:
-        tree, kv, identity: as given to the writer.
+    `tree`, `kv` and `identity` are what the writer was given.
     """
 
     def __init__(self, path: Path, file: BufferedReader, hashers: ThreadPoolExecutor) -> None:
@@ -202,11 +200,7 @@ class CacheFileReader:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[CacheFileReader]:
-        """Open the file at `path`.
-
-        Raises:
-            CacheFileError: the file cannot be read, is no cache file, or has been altered.
-        """
+        """Open a file. Raises CacheFileError where it cannot be read, is no cache file, or has been altered."""
         unusable = f"the cache file {path} cannot be used"
         if "\0" in str(path):
             raise CacheFileError(f"{unusable}: a path holds no NUL")

@@ -53,8 +53,7 @@ class CacheStorage:
     def save(self, path: Path, weights_version: int, identity: Identity, *, progress: bool) -> int:
         """Write all prefixes of a weights version to a file. Returns how many tokens it holds.
 
-        Raises:
-            CacheFileError: the file cannot be written; an older one is as it was.
+        Raises CacheFileError where it cannot be written; an older one is as it was.
         """
         tree, slots = take_snapshot(self.cache.tree, weights_version)
         with (
@@ -69,16 +68,11 @@ class CacheStorage:
             writer.finish()
         return tree.num_tokens
 
-    def load(
-        self, path: Path, weights_version: int, identity: Identity, vocab_size: int, *, progress: bool
-    ) -> tuple[int, int]:
+    def load(self, path: Path, weights_version: int, identity: Identity, *, progress: bool) -> tuple[int, int]:
         """Put the prefixes of a file into the tree, under `weights_version`, as far as there are free slots.
 
-        Returns:
-            How many tokens were loaded, and how many found no free slot.
-
-        Raises:
-            CacheFileError: the file is damaged, or of another identity. Nothing has changed then.
+        Returns how many tokens were loaded, and how many found none. Raises CacheFileError where the file is
+        damaged, or of another identity; nothing has changed then.
         """
         with self._on_device(), CacheFileReader.open(path) as reader:
             differing = differences(reader.identity, identity)
@@ -86,7 +80,7 @@ class CacheStorage:
                 differing.append(f"KV is {reader.kv} in the file, {self.format} in the model")
             if differing:
                 raise CacheFileError(f"the cache file {path} is of another model: {'; '.join(differing)}")
-            if fault := reader.tree.fault(vocab_size):
+            if fault := reader.tree.fault(identity["vocab size"]):
                 raise CacheFileError(f"the cache file {path} cannot be used: {fault}")
             arriving: Adoption | None = None
             try:

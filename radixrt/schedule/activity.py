@@ -17,24 +17,16 @@ class Activity:
     """Counters of an engine since it was made, or between two moments: `later - earlier`.
 
     A pass is counted when its result has come. One that failed has none: the device's time in it is not known.
-
-    Attributes:
-        passes, extend_passes: of any kind, and those that extend an answer, perhaps with decodes beside it.
-        extended_tokens: tokens that extends compute: prompt tokens not found in the cache, and tokens computed
-            again after a retraction or for one of several answers.
-        decoded_tokens: tokens that were sampled, those of answers that had ended included.
-        prefill_seconds, decode_seconds: the device's time in `extend_passes`, and in the others.
-        scheduling_seconds: the host's time in steps: planning, booking, starting transfers, and launching where
-            the device computes meanwhile; not waiting for results. On a GPU most of it passes while the device
-            computes, so that it must not be added to the others.
     """
 
     passes: int = 0
-    extend_passes: int = 0
-    extended_tokens: int = 0
-    decoded_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
+    extend_passes: int = 0  # those that extend an answer, perhaps with decodes beside it
+    extended_tokens: int = 0  # prompt tokens not found in the cache, and tokens that are computed again
+    decoded_tokens: int = 0  # tokens that were sampled, those of answers that had ended included
+    prefill_seconds: float = 0.0  # the device's time in `extend_passes`
+    decode_seconds: float = 0.0  # and in the others
+    # The host's time in steps: planning, booking, starting transfers, and launching where the device computes
+    # meanwhile; not waiting for results. On a GPU most of it passes while the device computes: do not add them up.
     scheduling_seconds: float = 0.0
 
     @property

@@ -13,7 +13,7 @@ from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Tokens
 from radixrt.output import FinishReason, Timings, TokenLogprob, Usage
-from radixrt.schedule.request import Request, TextStop
+from radixrt.schedule.request import Request
 from radixrt.schedule.request_table import RequestTable
 
 
@@ -61,8 +61,7 @@ class Answer:
 
     def __post_init__(self) -> None:
         self._tokens = self.request.prompt_ids  # the known ones, never changed; while it runs, a row of the table
-        make_text_stop = self.request.make_text_stop
-        self.text_stop: TextStop | None = None if make_text_stop is None else make_text_stop()
+        self.text = None if self.request.make_text is None else self.request.make_text()
 
     @property
     def finished(self) -> bool:

@@ -135,14 +135,14 @@ class Bookkeeper:
 
     def _ends_with(self, answer: Answer, token_id: int, logprobs: Sequence[TokenLogprob]) -> bool:
         """Log an answer's latest token. Whether the answer has ended with it."""
-        request, log, text_stop = answer.request, answer.log, answer.text_stop
+        request, log, text = answer.request, answer.log, answer.text
         log.logprobs += logprobs
         reason = FinishReason.LENGTH if answer.known_len >= request.max_len else None
         try:
             if token_id in request.stop_ids:
                 reason, log.matched = FinishReason.STOP, token_id
-            elif text_stop is not None and text_stop.push(token_id):
-                reason, log.matched = FinishReason.STOP, text_stop.matched
+            elif text is not None and text.push(token_id):
+                reason, log.matched = FinishReason.STOP, text.matched
         except Exception as error:  # of its text: one answer's must not cost the others theirs
             _log.exception("the text of request %d cannot be made", request.index)
             self.finish(answer, FinishReason.ERROR, f"no text can be made of its answer: {error}")

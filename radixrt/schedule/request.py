@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Namespace, Tokens
 from radixrt.sampling_params import SamplingParams
-
-
-class TextStop(Protocol):
-    """Turns the tokens of one answer into text and finds its stop strings."""
-
-    @property
-    def matched(self) -> str | None:
-        """The stop string that is complete, if one is."""
-
-    def push(self, token_id: int) -> bool:
-        """Take the next token of the answer. True if a stop string is complete."""
+from radixrt.text.builder import TextBuilder
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +22,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # tokens that end it
     bad_words: tuple[tuple[int, ...], ...] = ()  # tokens that must not follow one another
     namespace: Namespace = DEFAULT_NAMESPACE  # of its prefix
-    make_text_stop: Callable[[], TextStop] | None = None  # for each answer; None: nothing is told of single tokens
+    make_text: Callable[[], TextBuilder] | None = None  # of an answer, token by token; None: once it has ended
     # Leading tokens of the prompt that later requests share, at most, where all are known: tokens beyond them may
     # leave the cache when it ends. None: all of it may be wanted.
     reusable_len: int | None = None
@@ -56,4 +45,4 @@ class Request:
     @property
     def may_stop(self) -> bool:
         """Whether an answer may end before `max_len`."""
-        return bool(self.stop_ids) or self.make_text_stop is not None
+        return bool(self.stop_ids) or self.make_text is not None

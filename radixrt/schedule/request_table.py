@@ -53,7 +53,7 @@ class RequestTable:
         has_few_stops = len(request.stop_ids) <= MAX_STOPS
         if has_few_stops:
             self.stops[row, : len(request.stop_ids)] = list(request.stop_ids)
-        has_more = request.params.logprobs is not None or request.make_text_stop is not None
+        has_more = request.params.logprobs is not None or request.make_text is not None
         self.is_special[row] = has_more or not has_few_stops
         self.may_stop[row] = request.may_stop
         self.runs[row] = True

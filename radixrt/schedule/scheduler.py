@@ -21,7 +21,7 @@ from radixrt.output import FinishReason
 from radixrt.schedule.admission import Admission, ExtendChunk
 from radixrt.schedule.answer import Answer, RequestLog, rows_of
 from radixrt.schedule.booking import Booking, Bookkeeper
-from radixrt.schedule.passes import Pass, PassResult
+from radixrt.schedule.passes import Pass
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
 
@@ -33,9 +33,10 @@ class Scheduler:
 
     def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
         self.cache, self.config = cache, config
-        self._admission = Admission(cache, config)
-        self._bookkeeper = Bookkeeper(cache, self._admission)
-        self.waiting, self.running = self._admission.waiting, self._admission.running
+        self._admission = admission = Admission(cache, config)
+        self._bookkeeper = Bookkeeper(cache, admission)
+        self.waiting, self.running, self.retract = admission.waiting, admission.running, admission.retract
+        self.process, self.fail = self._bookkeeper.process, self._bookkeeper.fail
         self._arrivals = itertools.count()
         # Which answers decode and which extend: found anew after a change of the running ones, after a chunk, and
         # once a decoding answer has launched its last token.
@@ -101,24 +102,12 @@ class Scheduler:
                 raise SchedulerError(f"{count} requests wait and none can be admitted: {stats}")
         return booking
 
-    def process(self, booking: Booking, result: PassResult) -> list[Answer]:
-        """Book what a pass computed; passes are processed in order. Returns the answers that ended."""
-        return self._bookkeeper.process(booking, result)
-
-    def fail(self, booking: Booking, cause: Exception) -> list[Answer]:
-        """End the answers of a pass that raised. Returns them."""
-        return self._bookkeeper.fail(booking, cause)
-
     def abort(self, answer: Answer) -> bool:
         """End an answer now; what it has computed stays in the cache. False if it had ended before."""
         if answer.finished:
             return False
         self._bookkeeper.finish(answer, FinishReason.ABORT)
         return True
-
-    def retract(self, answer: Answer) -> None:
-        """Take a running answer back to its place in the queue. Its output stays, its KV becomes evictable."""
-        self._admission.retract(answer)
 
     def _plan(self) -> Booking | None:
         admission, retractions, budget = self._admission, self.num_retractions, self.config.chunked_prefill_size

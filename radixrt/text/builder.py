@@ -124,9 +124,7 @@ class TextBuilder:
 
     The text ends before the first stop string to be complete, or after it with `include_stop_str`; one that is
     complete before there are `min_new_tokens` tokens is ordinary text.
-
-    Attributes:
-        matched: the stop string that ended the text, or None. Final after `finish`.
+    `matched` is the stop string that ended the text, or None; it is final after `finish`.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:

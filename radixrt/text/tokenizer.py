@@ -25,18 +25,12 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """The tokenizer of one checkpoint; made by `load_tokenizer`.
+    """The tokenizer of one checkpoint; made by `load_tokenizer`."""
 
-    Attributes:
-        vocab_size: its ids are below this. A model may have more rows, never fewer.
-        bos_token_id, eos_token_id: the tokens that begin and end a text, or None.
-        byte_ids: byte-fallback tokens, of one byte each: only a whole run of them has a text.
-    """
-
-    vocab_size: int
-    bos_token_id: int | None
-    eos_token_id: int | None
-    byte_ids: frozenset[int]
+    vocab_size: int  # its ids are below this; a model may have more rows, never fewer
+    bos_token_id: int | None  # begins a text
+    eos_token_id: int | None  # ends it
+    byte_ids: frozenset[int]  # byte-fallback tokens, of one byte each: only a whole run of them has a text
     _encode: Callable[[list[str], bool], list[list[int]]]
     _decode: Callable[[list[int], bool], str]
     _piece: Callable[[int], str | None]

@@ -22,6 +22,7 @@ from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.booking import Booking
 from radixrt.schedule.request import Request
+from radixrt.text.builder import TextBuilder
 from tests.support.fake_runtime import FakeRuntime
 from tests.support.runtimes import SIZES, SimulatedRuntime, expected_tokens, simulated_runtime
 
@@ -189,17 +190,21 @@ def test_text_that_cannot_be_made(files: tuple[Path, Path]) -> None:
     assert {record["error"]["message"] for record in records} == {"no output can be made: half a character"}
 
 
-class _BadStop:
-    matched = None
+class _BadText(TextBuilder):
+    def __init__(self) -> None:
+        """Nothing is pushed."""
 
     def push(self, token_id: int) -> bool:
         raise ValueError("no such piece")
+
+    def finish(self) -> str:
+        return ""
 
 
 def test_a_stop_string_that_cannot_be_looked_for(files: tuple[Path, Path]) -> None:
     """It is looked for while a pass is booked, which goes on with the others' tokens."""
     runtime = simulated_runtime()
-    runtime.hooks.make_text_stop = lambda index: _BadStop() if index == 9 else None
+    runtime.hooks.make_text = lambda index: _BadText() if index == 9 else None
     assert run_batch(runtime, *files).errors == 1
     (record,) = check_answers(files[1], {9})
     assert record["error"]["message"] == "no text can be made of its answer: no such piece"

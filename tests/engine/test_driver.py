@@ -21,6 +21,7 @@ import torch
 from radixrt import DeviceLostError, FinishReason, ParameterError, RadixrtError, RunLimits, Runtime
 from radixrt import SamplingParams as Params
 from radixrt.bench.streams import letters
+from radixrt.engine.driver import WOKEN_AT_ONCE, wake_soon, with_pauses
 from radixrt.engine.parts import Parts
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
@@ -654,9 +655,41 @@ def test_one_request_s_text_costs_no_other_stream_its_own() -> None:
         good = runtime.stream([5], params)
         bad = runtime.stream([6], replace(params, max_new_tokens=50))
         next(good), next(bad)
-        stop = next(r for r in runtime.parts.scheduler.running if r.request.max_new_tokens == 50).text_stop
+        stop = next(r for r in runtime.parts.scheduler.running if r.request.max_new_tokens == 50).text
         stop.delta = lambda: (_ for _ in ()).throw(ValueError("half a character"))  # type: ignore
         assert "".join(chunk.text for chunk in good) == "xxxx"
         with pytest.raises(ValueError, match="half a character"):
             list(bad)
         assert nothing_is_left(runtime)
+
+
+def test_many_tasks_are_woken_in_turns() -> None:
+    async def everything() -> list[int]:
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in range(3 * WOKEN_AT_ONCE)]
+        wake_soon(futures, None)
+        done = []
+        while not futures[-1].done():
+            await asyncio.sleep(0)
+            done.append(sum(future.done() for future in futures))
+        return done
+
+    counts = asyncio.run(everything())
+    assert {WOKEN_AT_ONCE, 2 * WOKEN_AT_ONCE, 3 * WOKEN_AT_ONCE} <= set(counts)
+
+
+def test_a_closed_loop_is_passed_over() -> None:
+    async def make() -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+    wake_soon([asyncio.run(make())], None)
+
+
+def test_a_pause_after_every_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    pauses: list[int] = []
+    monkeypatch.setattr("radixrt.engine.driver.time.sleep", lambda seconds: pauses.append(len(seen)))
+    for number in with_pauses(range(2 * WOKEN_AT_ONCE + 3)):
+        seen.append(number)
+    assert seen == list(range(2 * WOKEN_AT_ONCE + 3))
+    assert pauses == [WOKEN_AT_ONCE, 2 * WOKEN_AT_ONCE]

@@ -12,7 +12,7 @@ import torch
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.executor import Drawn, Executor, Forward
-from radixrt.execution.graphs.ladder import PassShape
+from radixrt.execution.graphs import PassShape
 from radixrt.execution.pass_builder import PassBuilder
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model

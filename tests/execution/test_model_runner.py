@@ -10,7 +10,7 @@ import torch
 
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, PassShape, captured_shapes, ladder
+from radixrt.execution.graphs import CAPTURED_DRAWS, PassShape, captured_shapes, ladder
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PassKey
 from radixrt.limits import NO_PASSES, PassLimits

@@ -15,7 +15,7 @@ from memory_pool.req_to_token_pool import RowChanges
 from radixrt.execution.attention.pass_plans import PlanShape
 from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.attention.tuning import PlanTuning
-from radixrt.execution.graphs.ladder import PassShape
+from radixrt.execution.graphs import PassShape
 from radixrt.execution.pass_builder import DRAW_DTYPES, MAX_PLAN_PASSES, PackedPass, PassBuilder, PassKey
 from radixrt.execution.staging import packed
 from radixrt.schedule.passes import Features, Pass, SamplingInputs

@@ -30,4 +30,4 @@ def test_the_last_token_wants_no_slot(new: int, max_len: int, max_slots: int) ->
 def test_only_tokens_and_text_stop_an_answer_early() -> None:
     assert not request().may_stop
     assert request(stop_ids=frozenset([1])).may_stop
-    assert request(make_text_stop=lambda: None).may_stop
+    assert request(make_text=lambda: None).may_stop

@@ -12,7 +12,7 @@ import pytest
 from radixrt.cache.radix_tree import Namespace
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.booking import Booking
+from radixrt.schedule.booking import Booking, Bookkeeper
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
@@ -97,9 +97,9 @@ def test_a_steady_step_costs_as_much_python_for_many_requests_as_for_few(
 ) -> None:
     costs = []
     next_pass, planning = instructions(Scheduler.next_pass)
-    process, booking = instructions(Scheduler.process)
+    process, booking = instructions(Bookkeeper.process)
     monkeypatch.setattr(Scheduler, "next_pass", next_pass)
-    monkeypatch.setattr(Scheduler, "process", process)
+    monkeypatch.setattr(Bookkeeper, "process", process)
     for count in (4, 60):
         world = World(
             Sizes(num_slots=2400, num_rows=64, max_running=60, max_samples=60, chunk=256, context_len=40)

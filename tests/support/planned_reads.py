@@ -18,7 +18,7 @@ from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.pass_plans import PassPlans
 from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
-from radixrt.execution.graphs.ladder import PassShape
+from radixrt.execution.graphs import PassShape
 from radixrt.execution.pass_builder import PassBuilder
 from radixrt.schedule.passes import Pass
 from tests.support.world.invariants import require

@@ -6,7 +6,7 @@ import torch
 
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.planner import AttentionPlanner
-from radixrt.execution.graphs.capture import GraphRecorder, Launch
+from radixrt.execution.graphs import GraphRecorder, Launch
 from radixrt.models.config import ModelConfig
 from triton_ops.attention.plan import Int32Array
 from triton_ops.implementation import gpu_of

@@ -18,8 +18,9 @@ from radixrt.schedule.activity import Activity
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import Pass
-from radixrt.schedule.request import Request, TextStop
+from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
+from radixrt.text.builder import TextBuilder
 from tests.support.world.model import VOCAB, continuation
 from tests.support.world.runner import SimulatedRunner
 from tests.support.world.world import CheckedEngine, Sizes, World
@@ -66,7 +67,7 @@ class Hooks:
     Attributes:
         launch_fault, run_fault: what a pass raises when it is launched, or when it is collected, if anything.
         text_fault: what making the text of a request's answer raises, if anything.
-        make_text_stop: of a request, given its index.
+        make_text: what builds the text of a request's answer, given its index.
         on_step: called at the beginning of each step.
         begun: how often each request was in a pass for the first time, by index.
         passes: the indices of the requests of each pass that was launched.
@@ -76,7 +77,7 @@ class Hooks:
         self.launch_fault: PassFault = lambda booking: None
         self.run_fault: PassFault = lambda booking: None
         self.text_fault: Callable[[int], Exception | None] = lambda index: None
-        self.make_text_stop: Callable[[int], TextStop | None] = lambda index: None
+        self.make_text: Callable[[int], TextBuilder | None] = lambda index: None
         self.on_step: Callable[[], None] = lambda: None
         self.begun: dict[int, int] = {}
         self.passes: list[list[int]] = []
@@ -132,8 +133,8 @@ class _Builder(RequestBuilder):
 
     def build(self, *arguments: Any, **options: Any) -> Request:
         request = super().build(*arguments, **options)
-        stop = self.hooks.make_text_stop(request.index)
-        return request if stop is None else replace(request, make_text_stop=lambda: stop)
+        text = self.hooks.make_text(request.index)
+        return request if text is None else replace(request, make_text=lambda: text)
 
 
 class _SubmittingEngine(CheckedEngine):

@@ -28,7 +28,7 @@ from radixrt.execution.attention import planner as attention_planner
 from radixrt.execution.attention.pass_plans import CUT, WHOLE, PlanShape
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.executor import Executor, Forward
-from radixrt.execution.graphs.ladder import CAPTURED_DRAWS, MAX_CAPTURED_BATCH, ladder
+from radixrt.execution.graphs import CAPTURED_DRAWS, MAX_CAPTURED_BATCH, ladder
 from radixrt.execution.in_flight import PassTimer
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PackedPass, PassBuilder, PassKey

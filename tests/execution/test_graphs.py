@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from radixrt.execution.graphs.ladder import MAX_CAPTURED_BATCH, TOKEN_SIZES, PassShape, captured_shapes, ladder
+from radixrt.execution.graphs import MAX_CAPTURED_BATCH, TOKEN_SIZES, PassShape, captured_shapes, ladder
 
 
 def extend_shapes(max_tokens: int, max_requests: int, num_weights: int) -> list[PassShape]:

@@ -1,8 +1,14 @@
-"""The shapes of passes that are captured: a pass is padded to the smallest that it fits."""
+"""Captured passes: their shapes, to the smallest of which a pass is padded, and what captures their graphs."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
 
 from radixrt.schedule.passes import Features
 
@@ -11,6 +17,9 @@ CAPTURED_DRAWS = (Features(), Features(is_random=True), Features(is_random=True,
 TOKEN_SIZES = (256, 512, 1024, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 14336, 16384)
 # Tokens times weights. A pass of more keeps an H200 busy for longer than launching its kernels one by one takes.
 MAX_WORK = 1.2e13
+
+Launch = Callable[[], object]
+_one_at_a_time = threading.Lock()  # Runtimes of several threads capture on the same stream
 
 
 @dataclass(frozen=True)
@@ -51,3 +60,31 @@ def captured_shapes(
         for num_rows in sorted({-(-max_rows // 4), max_rows})
         if num_tokens and (num_tokens + num_rows) * num_weights <= MAX_WORK
     ]
+
+
+class GraphRecorder:
+    """Captures CUDA graphs that never run side by side: what they need in between is in one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def captured(self, compute: Launch, warm_up: Launch) -> Launch:
+        """What launches a graph of `compute`, after `warm_up`, which makes all that is made on first use."""
+        warm_up()
+        graph = torch.cuda.CUDAGraph()
+        stream = _capture_stream(self._device)
+        with (
+            _one_at_a_time,
+            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            compute()
+        return graph.replay
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a device: cuBLAS keeps a workspace for each stream. torch's own capture stream
+    is on the device that was the current one when the first graph of the process was captured.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

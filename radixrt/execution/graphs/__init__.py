@@ -1,3 +1,0 @@
-"""Captured passes."""
-
-# Tests: tests/execution/graphs/test_capture.py
