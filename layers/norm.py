@@ -28,7 +28,6 @@ class RMSNorm(Layer):
 
     def add(self, x: Tensor, residual: Tensor, *, before: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
         """`x + residual` normed, and the sum, the next residual. `x` may be parts: see `Linear.forward`.
-
         With a norm `before`, of the same kind, x is `before(x)`.
         """
         first = None if before is None else before.weight

@@ -14,10 +14,7 @@ from memory_pool.slot_allocator import Slots
 
 @dataclass(frozen=True)
 class KVTransfer:
-    """Copy the KV of tokens in all layers from slots of one tier to slots of the other, `[n]` int32 each.
-
-    A store goes `to_host`, a load back to the device. Targets are distinct.
-    """
+    """Copy the KV of tokens in all layers from slots of one tier to distinct ones of the other, `[n]` int32."""
 
     to_host: bool
     sources: Slots

@@ -7,12 +7,11 @@ import inspect
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 _Built = tuple[list[RequestOutput], list[Request]]  # of prompts that cannot run, and for those that can
 _Init = Callable[["Runtime", RuntimeConfig], None]
 P = ParamSpec("P")
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -99,8 +99,7 @@ class Runtime:
         self._driver = Driver(parts.engine, parts.output_of)
         self._loose = OutputCall("return")  # requests that came through `submit`
         self._builder = parts.builder
-        # For tasks: one thread makes short requests while the other makes long ones; more would hold the loop up.
-        self._builders = ThreadPoolExecutor(2, "radixrt-builder")
+        self._turns: tuple[asyncio.AbstractEventLoop | None, asyncio.Semaphore] = None, asyncio.Semaphore()
         self.config, self.device = parts.builder.config, parts.model.device
         self.tokenizer, self.context_length = parts.builder.tokenizer, parts.builder.context_length
         self.seed, self.limits, self.start_up = parts.config.seed, parts.limits, parts.start_up
@@ -221,7 +220,7 @@ class Runtime:
         listed, many = listed_prompts(prompts)
         built = partial(self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error)
         with self._driver.opened(OutputCall(on_error), by_task=True) as call:
-            outputs, requests = await asyncio.get_running_loop().run_in_executor(self._builders, built)
+            outputs, requests = await self._in_thread(built)
             self._driver.submit(requests, call)
             while not call.is_over:
                 outputs += await self._driver.async_news(call)
@@ -239,8 +238,7 @@ class Runtime:
         """`stream` for asyncio, as `async_generate`."""
         built = partial(self._builder.build_streamed, prompt, sampling_params, tenant, request_id)
         with self._driver.opened(StreamCall(), by_task=True) as call:
-            request = await asyncio.get_running_loop().run_in_executor(self._builders, built)
-            self._driver.submit([request], call)
+            self._driver.submit([await self._in_thread(built)], call)
             while not call.is_over:
                 for chunk in await self._driver.async_news(call):
                     yield chunk
@@ -442,6 +440,14 @@ class Runtime:
     def _check_keeps_a_cache(self, name: str) -> None:
         if not self.parts.cache.enabled:
             raise ParameterError(f"{name} needs a prefix cache, but enable_prefix_cache is False")
+
+    async def _in_thread(self, build: Callable[[], T]) -> T:
+        """Run two of a loop's tasks beside it, a long one and short ones; the next waits until the loop looks."""
+        loop = asyncio.get_running_loop()
+        if self._turns[0] is not loop:
+            self._turns = loop, asyncio.Semaphore(2)
+        async with self._turns[1]:
+            return await asyncio.to_thread(build)
 
     def _iterate(self, build: Callable[[], _Built], on_error: OnError, progress: bool) -> Iterator[RequestOutput]:
         """Build requests and run them as one call; outputs come as they are complete."""

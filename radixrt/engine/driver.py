@@ -120,9 +120,8 @@ class Driver:
 
     @contextlib.contextmanager
     def opened(self, call: C, *, by_task: bool = False) -> Iterator[C]:
-        """Keep a call open: in the end its requests that have not ended are abandoned.
-
-        While any is open the garbage collector leaves old objects alone: its pauses would be those of all calls.
+        """Keep a call open: in the end its requests that have not ended are abandoned. Meanwhile the garbage
+        collector leaves old objects alone, as its pauses would be those of all calls.
         """
         with old_objects_left_alone():
             try:
@@ -298,10 +297,10 @@ class Driver:
         with deferred():  # booking included: an output that is not delivered now never is
             if admit:
                 self._submit_inbox(engine)
+            engine.scheduler.paced = paced = with_pauses if self._tasks else iter
             ended = engine.step(self._aborted())
-            told = [call for answer in ended if (call := self._end(answer.family[0])) is not None]
-            streams = tuple(self._streams.values())
-            told += [call for call in (with_pauses(streams) if self._tasks else streams) if call.catch_up()]
+            told = [call for answer in paced(ended) if (call := self._end(answer.family[0])) is not None]
+            told += [call for call in paced(tuple(self._streams.values())) if call.catch_up()]
             if told:
                 self._wake(told)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -69,7 +70,9 @@ class Admission:
         self.num_retractions = 0
         self._cache, self._config = cache, config
 
-    def admit(self, budget: int, places: int) -> list[ExtendChunk]:
+    def admit(
+        self, budget: int, places: int, paced: Callable[[Iterable[Answer]], Iterable[Answer]] = iter
+    ) -> list[ExtendChunk]:
         """Admit at most `places` answers and return their first chunks, of at most `budget` tokens in all."""
         chunks: list[ExtendChunk] = []
         cache, config, waiting = self._cache, self._config, self.waiting
@@ -77,7 +80,7 @@ class Admission:
             return chunks
         promised = self._promised()
         loads = config.max_loaded_chunks * config.chunked_prefill_size
-        for answer in admission_order(config, waiting, cache):
+        for answer in paced(admission_order(config, waiting, cache)):
             if budget <= 0 or places <= 0 or loads <= 0:
                 break
             oldest = waiting[0]

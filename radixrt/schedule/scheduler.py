@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -37,6 +37,7 @@ class Scheduler:
         self._bookkeeper = Bookkeeper(cache, admission)
         self.waiting, self.running, self.retract = admission.waiting, admission.running, admission.retract
         self.process, self.fail = self._bookkeeper.process, self._bookkeeper.fail
+        self.paced: Callable[[Iterable[Answer]], Iterable[Answer]] = iter  # walks a long queue
         self._arrivals = itertools.count()
         # Which answers decode and which extend: found anew after a change of the running ones, after a chunk, and
         # once a decoding answer has launched its last token.
@@ -131,7 +132,7 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= len(chunk.slots)
         if self.num_retractions == retractions:  # an answer that has just yielded does not come back at once
-            chunks += admission.admit(budget, places)
+            chunks += admission.admit(budget, places, self.paced)
         if not chunks and not decodes:
             return None
         admission.estimate.pass_scheduled()

@@ -25,10 +25,7 @@ class Spelled(NamedTuple):
 
 
 class TokenSpelling:
-    """Spells the tokens of a tokenizer, special tokens included, and remembers them.
-
-    Without a tokenizer, tokens are spelled `token_id:5`.
-    """
+    """Spells a tokenizer's tokens, special ones too, and remembers them; without one it spells `token_id:5`."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.of = cache(partial(_spelled, tokenizer))

@@ -26,6 +26,7 @@ from radixrt.engine.parts import Parts
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.schedule.passes import PassResult
+from radixrt.schedule.scheduler import Scheduler
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -693,3 +694,38 @@ def test_a_pause_after_every_few(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(number)
     assert seen == list(range(2 * WOKEN_AT_ONCE + 3))
     assert pauses == [WOKEN_AT_ONCE, 2 * WOKEN_AT_ONCE]
+
+
+def test_a_long_queue_is_walked_with_pauses_while_tasks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep, next_pass, num_requests = time.sleep, Scheduler.next_pass, 3 * WOKEN_AT_ONCE
+    all_there, planning, pauses = threading.Event(), [False], []
+
+    def watched(self: Scheduler) -> Any:
+        all_there.wait(10.0)  # the next step gets all others at once
+        planning[0] = True
+        try:
+            return next_pass(self)
+        finally:
+            planning[0] = False
+
+    async def everything() -> None:
+        calls = [runtime.async_generate([n], Params(max_new_tokens=3)) for n in range(num_requests)]
+        tasks = [asyncio.create_task(call) for call in calls]
+        while runtime.num_waiting + runtime.num_running < num_requests:
+            await asyncio.sleep(0.001)
+        all_there.set()
+        await asyncio.gather(*tasks)
+
+    def pause(seconds: float) -> None:
+        if planning[0]:
+            pauses.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(Scheduler, "next_pass", watched)
+    monkeypatch.setattr("radixrt.engine.driver.time.sleep", pause)
+    with streaming(0.0) as runtime:
+        asyncio.run(asyncio.wait_for(everything(), 20.0))
+        assert len(pauses) in (2, 3)
+        pauses.clear()
+        runtime.generate([[n] for n in range(60)], Params(max_new_tokens=3))
+        assert not pauses
