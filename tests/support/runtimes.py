@@ -19,7 +19,6 @@ from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request
-from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.builder import TextBuilder
 from tests.support.world.model import VOCAB, continuation
 from tests.support.world.runner import SimulatedRunner
@@ -139,10 +138,6 @@ class _Builder(RequestBuilder):
 
 class _SubmittingEngine(CheckedEngine):
     """All that a driver asks of an engine."""
-
-    @property
-    def scheduler(self) -> Scheduler:
-        return self.world.scheduler
 
     @property
     def engine(self) -> Engine:

@@ -57,7 +57,7 @@ class CheckedEngine:
     """A world as a driver sees it: everything is checked after each step."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        self.world, self.scheduler = world, world.scheduler
 
     @property
     def has_work(self) -> bool:
