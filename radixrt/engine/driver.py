@@ -25,7 +25,6 @@ C = TypeVar("C", bound=PendingCall[Any])
 Call = PendingCall[Any]
 
 WOKEN_AT_ONCE = 16  # tasks, before others of the event loop have their turn
-PAUSE = 1e-5  # seconds
 
 _log = logging.getLogger(__name__)
 
@@ -297,7 +296,7 @@ class Driver:
         with deferred():  # booking included: an output that is not delivered now never is
             if admit:
                 self._submit_inbox(engine)
-            engine.scheduler.paced = paced = with_pauses if self._tasks else iter
+            engine.scheduler.pace(paced := with_pauses if self._tasks else iter)
             ended = engine.step(self._aborted())
             told = [call for answer in paced(ended) if (call := self._end(answer.family[0])) is not None]
             told += [call for call in paced(tuple(self._streams.values())) if call.catch_up()]
@@ -326,7 +325,7 @@ def with_pauses(items: Iterable[T]) -> Iterator[T]:
     for place, item in enumerate(items, 1):
         yield item
         if place % WOKEN_AT_ONCE == 0:
-            time.sleep(PAUSE)
+            time.sleep(1e-5)
 
 
 def wake_soon(futures: Iterable[asyncio.Future[T]], result: T) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,11 +68,10 @@ class Admission:
         self.estimate = OutputEstimate()
         self.changes = 0  # times that an answer has begun or stopped running
         self.num_retractions = 0
+        self.paced: Callable[[Iterable[Any]], Iterable[Any]] = iter  # walks a long list
         self._cache, self._config = cache, config
 
-    def admit(
-        self, budget: int, places: int, paced: Callable[[Iterable[Answer]], Iterable[Answer]] = iter
-    ) -> list[ExtendChunk]:
+    def admit(self, budget: int, places: int) -> list[ExtendChunk]:
         """Admit at most `places` answers and return their first chunks, of at most `budget` tokens in all."""
         chunks: list[ExtendChunk] = []
         cache, config, waiting = self._cache, self._config, self.waiting
@@ -80,7 +79,7 @@ class Admission:
             return chunks
         promised = self._promised()
         loads = config.max_loaded_chunks * config.chunked_prefill_size
-        for answer in paced(admission_order(config, waiting, cache)):
+        for answer in self.paced(admission_order(config, waiting, cache)):
             if budget <= 0 or places <= 0 or loads <= 0:
                 break
             oldest = waiting[0]
@@ -165,6 +164,5 @@ class Admission:
         total_lens, max_lens, prompt_lens = table.total_lens(rows), table.max_lens[rows], table.prompt_lens[rows]
         num_output = table.known_lens[rows] - prompt_lens
         expected = self.estimate.expected_each(max_lens - total_lens, num_output, table.may_stop[rows])
-        max_slots = np.maximum(max_lens - 1, prompt_lens)
-        demands = np.minimum(total_lens + np.maximum(0, expected - 1), max_slots) - table.allocated_lens[rows]
-        return int(demands.sum())
+        demands = np.minimum(total_lens + np.maximum(0, expected - 1), np.maximum(max_lens - 1, prompt_lens))
+        return int((demands - table.allocated_lens[rows]).sum())

@@ -51,7 +51,7 @@ class Bookkeeper:
         if not to_visit.any():
             return ended
         first_logprobs = np.searchsorted(pass_.sampling.arrays.get("logprob_rows", ()), first_samples)
-        for i in np.flatnonzero(to_visit).tolist():
+        for i in self.admission.paced(np.flatnonzero(to_visit).tolist()):
             answer, first = booking.answers[i], first_samples[i]
             params = answer.request.params
             token_ids = result.token_ids[first : first + result.accepted[i]].tolist()

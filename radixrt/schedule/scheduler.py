@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,6 @@ class Scheduler:
         self._bookkeeper = Bookkeeper(cache, admission)
         self.waiting, self.running, self.retract = admission.waiting, admission.running, admission.retract
         self.process, self.fail = self._bookkeeper.process, self._bookkeeper.fail
-        self.paced: Callable[[Iterable[Answer]], Iterable[Answer]] = iter  # walks a long queue
         self._arrivals = itertools.count()
         # Which answers decode and which extend: found anew after a change of the running ones, after a chunk, and
         # once a decoding answer has launched its last token.
@@ -50,6 +50,10 @@ class Scheduler:
     @property
     def num_retractions(self) -> int:
         return self._admission.num_retractions
+
+    def pace(self, paced: Callable[[Iterable[Any]], Iterable[Any]]) -> None:
+        """From now on, walk long lists of answers by way of `paced`."""
+        self._admission.paced = paced
 
     @property
     def has_work(self) -> bool:
@@ -132,7 +136,7 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= len(chunk.slots)
         if self.num_retractions == retractions:  # an answer that has just yielded does not come back at once
-            chunks += admission.admit(budget, places, self.paced)
+            chunks += admission.admit(budget, places)
         if not chunks and not decodes:
             return None
         admission.estimate.pass_scheduled()
