@@ -21,8 +21,7 @@ from torch import Tensor, nn
 def _powers(theta: float, rotary_dim: int) -> Tensor:
     """`theta^(2 i / rotary_dim)`, whose reciprocals are RoFormer's frequencies: float32 `[rotary_dim // 2]`."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
-    powers: Tensor = theta**exponents
-    return powers
+    return torch.pow(theta, exponents)
 
 
 @dataclass(frozen=True)

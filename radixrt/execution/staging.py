@@ -94,10 +94,12 @@ def packed(
             end = begin + array.nbytes // 4
             places[name] = slice(begin, end), array.dtype
         layout = Layout(places, end)
-    words = np.zeros(layout.num_words, np.int32)
-    words[: len(before)] = before
+    words, end = np.empty(layout.num_words, np.int32), len(before)
+    words[:end] = before
     for name, (place, _) in layout.places.items():
+        words[end : place.start] = 0  # nothing else is: changes of rows may be millions of words
         words[place] = np.ascontiguousarray(arrays[name]).view(np.int32)
+        end = place.stop
     return words, layout
 
 

@@ -236,5 +236,4 @@ class Scheduler:
         ones = np.minimum(num_samples, 1)
         left = self.config.max_samples_per_pass - num_decodes - ones.sum()
         others = np.minimum(np.cumsum(num_samples - ones), left).astype(np.int32)  # up to each chunk
-        limited: Int32Array = ones + np.diff(others, prepend=np.int32(0))
-        return limited
+        return np.asarray(ones + np.diff(others, prepend=np.int32(0)), np.int32)

@@ -190,7 +190,7 @@ def test_it_leaves_old_objects_alone_during_every_call(
         return launch(batch)
 
     monkeypatch.setattr(runner, "launch", launched)
-    assert gc.get_freeze_count() == 0
+    gc.unfreeze()  # CPython 3.12 begins with some objects frozen
     if kind == "generate":
         builtin.generate(FACTS, GREEDY)
     elif kind == "score":

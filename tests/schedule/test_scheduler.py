@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -83,11 +84,13 @@ def instructions(function: Callable[..., object]) -> tuple[Callable[..., object]
     def counted(*arguments: object) -> object:
         counts.append(0)
         before = sys.gettrace()
+        gc.disable()  # hypothesis hears of every collection, in Python
         sys.settrace(trace)  # type: ignore[arg-type]
         try:
             return function(*arguments)
         finally:
             sys.settrace(before)
+            gc.enable()
 
     return counted, counts
 

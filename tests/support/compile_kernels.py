@@ -40,6 +40,7 @@ from triton_ops.implementation import GPU, compiling_for
 NUM_SMS = {80: 108, 86: 84, 89: 128, 90: 132}
 MAX_SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 """Bytes of shared memory that one program can have."""
+MAX_SPILLED = 16  # bytes a thread, four registers: nine of 2,768 variants for sm_80 and sm_89 spill so many
 PROCESSES = 2
 
 
@@ -83,7 +84,7 @@ class Compiled:
         if self.error is not None:
             return [self.error]
         faults = []
-        if self.spilled:
+        if self.spilled > MAX_SPILLED:
             faults.append(f"spills {self.spilled} bytes a thread")
         if self.shared > MAX_SHARED[self.arch]:
             faults.append(
