@@ -124,8 +124,8 @@ class Conversation:
     def fork(self, n: int = 1) -> list[Conversation]:
         """`n` conversations that share what was said so far and go their own way from here.
 
-        Each draws with a seed of its own, derived from this one's seed (0 if it has none): what they answer to
-        the same words differs unless the temperature is 0.
+        What they answer to the same words differs unless the temperature is 0: if this one has a seed, each draws
+        with one of its own, which is derived from it.
 
         Raises:
             ParameterError: n is not a whole number from 1 to MAX_FORKS.
@@ -133,8 +133,10 @@ class Conversation:
         check_int("n", n, 1, MAX_FORKS)
         branches = []
         for _ in range(n):
-            params = replace(self._params, seed=_branch_seed(self._params.seed or 0, self._forks))
-            self._forks += 1
+            params = self._params
+            if params.seed is not None:
+                params = replace(params, seed=_branch_seed(params.seed, self._forks))
+                self._forks += 1
             branch = Conversation(self._runtime, self._messages, params)
             branch._ids = self._ids
             branch._unsaid = self._unsaid

@@ -104,7 +104,7 @@ class RequestOutput:
 
     Attributes:
         index: place of the prompt in its call.
-        id: for `Runtime.abort`: the caller's own, or the request's number in its Runtime.
+        id: for `Runtime.abort`: the caller's own, or a number that the Runtime has made.
         outputs: the n answers.
         usage: token counts.
         timings: seconds.

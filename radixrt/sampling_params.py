@@ -45,8 +45,9 @@ class SamplingParams:
         logit_bias: token id -> -100 to 100, added to its logit. At most 1024.
         allowed_token_ids: nothing else is drawn, not even an end token. None: all are allowed.
         bad_words: strings, or lists of token ids, that are not generated. At most 1024.
-        seed: 0 to 2**63 - 1. The same seed, prompt and parameters draw the same tokens in any batch. None:
-            derived from the Runtime's seed and the prompt's place in the call.
+        seed: 0 to 2**63 - 1. The same seed, prompt and parameters draw the same tokens in any batch. None: every
+            call draws anew; the seed is derived from the Runtime's, the call's number in the Runtime and the
+            prompt's place in the call. A batch derives it from the Runtime's and the line's place alone.
         stop: end where one of these strings is complete; the text ends before it. At most 64, 1 to 1024
             characters each.
         include_stop_str: the text ends after the stop string instead.

@@ -22,6 +22,7 @@ from radixrt.builtin.task import EXAMPLES_SEED, make_questions
 from radixrt.execution.sampling import sampler
 from radixrt.models import loader
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
+from tests.support.small_tokenizers import byte_level
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -179,6 +180,21 @@ def test_penalties_see_every_token_though_the_last_is_still_in_flight(runtime: R
     assert outputs[0].token_ids != outputs[1].token_ids
 
 
+def test_a_bad_word_given_as_text_is_banned_behind_a_blank_too(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    folder = write(llama(seed=4, vocab_size=len(tokenizer)), tmp_path)
+    tokenizer.save_pretrained(folder)
+    with Runtime(folder, device=torch.get_default_device(), max_total_tokens=2000) as runtime:
+        pieces = [runtime.tokenizer.encode(text).tolist() for text in ("Oslo", " Oslo", ".")]
+        assert [len(ids) for ids in pieces] == [2, 1, 1]
+        allowed = [*pieces[0], *pieces[1], *pieces[2]]
+        params = Params(max_new_tokens=100, ignore_eos=True, allowed_token_ids=allowed, seed=1)
+        text = runtime.generate(PROMPT, params).text
+        assert " Oslo" in text
+        assert "Oslo" in text.replace(" Oslo", "")
+        assert "Oslo" not in runtime.generate(PROMPT, replace(params, bad_words=["Oslo"])).text
+
+
 def test_bias_allowed_and_bad_words(runtime: Runtime, model: Any) -> None:
     free = list(runtime.generate(PROMPT, GREEDY).token_ids)
     biased = runtime.generate(PROMPT, replace(GREEDY, logit_bias={"42": 100, free[0]: -100.0}))
@@ -274,6 +290,19 @@ def test_logprobs_equal_a_dense_pass_cold_and_warm(runtime: Runtime, model: Any)
     assert runtime.generate(PROMPT, GREEDY).logprobs is None
 
 
+def test_logprobs_of_each_answer_are_its_own(runtime: Runtime, model: Any) -> None:
+    output = runtime.generate(PROMPT, Params(n=3, seed=2, max_new_tokens=6, ignore_eos=True, logprobs=2))
+    assert len({answer.token_ids for answer in output.outputs}) == 3
+    for answer in output.outputs:
+        exact = dense_logprobs(model, PROMPT + list(answer.token_ids))
+        assert answer.logprobs is not None
+        assert [token.token_id for token in answer.logprobs] == list(answer.token_ids)
+        for row, token in enumerate(answer.logprobs, len(PROMPT) - 1):
+            assert token.logprob == pytest.approx(float(exact[row, token.token_id]), abs=1e-4)
+            assert token.rank == 1 + int((exact[row] > exact[row, token.token_id]).sum())
+            assert [i for i, _ in token.top] == exact[row].topk(2).indices.tolist()
+
+
 def test_logprobs_go_to_those_that_asked(runtime: Runtime) -> None:
     prompts = [PROMPT, [3, 4], [20, 21, 22], PROMPT[::-1], [9]]
     base = Params(max_new_tokens=5, ignore_eos=True, seed=2)
@@ -363,6 +392,31 @@ def test_what_cannot_be_scored(runtime: Runtime) -> None:
         PassError, match="prompt 1 cannot be scored: the model computed values that are not finite"
     ):
         runtime.score([[3], [4]], [[5], [50, 6]])
+
+
+def test_a_score_that_is_aborted_is_an_error(folder: Path) -> None:
+    context = [int(i) for i in np.random.default_rng(2).integers(3, VOCAB_SIZE, 200)]
+    errors: list[Exception] = []
+
+    def score() -> None:
+        try:
+            runtime.score([context] * 4, [[[5], [6, 7]]] * 4)
+        except PassError as error:
+            errors.append(error)
+
+    with Runtime(folder, device=torch.get_default_device(), chunked_prefill_size=1) as runtime:
+        thread = threading.Thread(target=score)
+        thread.start()
+        while not runtime.num_running:
+            thread.join(0.001)
+        assert not any(runtime.abort(guessed) for guessed in range(20))
+        assert runtime.abort_all() == 8
+        thread.join(60)
+        assert runtime.abort_all() == 0
+    assert runtime.abort_all() == 0
+    assert [str(error) for error in errors] == [
+        "prompt 0 cannot be scored: the request was ended before its answer was whole"
+    ]
 
 
 # -- calls -------------------------------------------------------------------------------------------------
@@ -502,7 +556,7 @@ def test_abort_and_close_from_another_thread(folder: Path) -> None:
     errors: list[Exception] = []
 
     def run() -> None:
-        outputs.append(runtime.generate(PROMPT, endless))
+        outputs.append(runtime.generate(PROMPT, endless, request_ids="first"))
         try:
             outputs.extend(runtime.generate([PROMPT] * 4, endless))
         except RadixrtError as error:
@@ -510,7 +564,7 @@ def test_abort_and_close_from_another_thread(folder: Path) -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    while not runtime.abort(0):
+    while not runtime.abort("first"):
         pass
     while not outputs:
         thread.join(0.01)

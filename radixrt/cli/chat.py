@@ -77,6 +77,7 @@ def add_chat_command(commands: Any) -> None:
     )
     add_options(parser, "sampling parameters", _SAMPLING)
     add_runtime_options(parser)
+    parser.set_defaults(seed=None)  # drawn anew
 
 
 def _chat(arguments: argparse.Namespace) -> int:

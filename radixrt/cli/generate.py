@@ -62,6 +62,7 @@ def add_generate_command(commands: Any) -> None:
     )
     add_options(parser, "sampling parameters", SAMPLING)
     add_runtime_options(parser)
+    parser.set_defaults(seed=None)  # drawn anew
 
 
 def _generate(arguments: argparse.Namespace) -> int:

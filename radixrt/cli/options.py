@@ -104,7 +104,7 @@ SAMPLING = (
     Option("logit_bias", "added to logits, such as 2=-100,13=1.5", "ID=X,...", _biases),
     Option("allowed_token_ids", "draw no other tokens", "ID,...", _token_ids),
     Option("bad_words", "text never generated; may be repeated", "TEXT", repeats=True, flag="--bad-word"),
-    Option("sampling_seed", "of each answer, instead of one from --seed and the prompt's place", "N", int),
+    Option("sampling_seed", "of each prompt's draws, instead of one from --seed and the prompt's place", "N", int),
     Option("stop", "end before this text; may be repeated", "TEXT", repeats=True),
     Option("include_stop_str", "end after the stop text instead"),
     Option("stop_token_ids", "also end at these tokens", "ID,...", _token_ids),
@@ -123,7 +123,7 @@ MODEL = (
     Option("impl", "kernels or references (kernels on a GPU)", choices=("auto", "torch", "triton")),
     Option("load_format", "dummy: random weights from config.json alone", choices=("auto", "dummy")),
     Option("context_length", "maximum tokens of a prompt with its answer", "N", int),
-    Option("seed", "of the run, for prompts without a seed of their own", "N", int),
+    Option("seed", "of the run, for prompts without a seed (drawn anew; in a batch, 0)", "N", int),
 )
 
 SCHEDULE = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +37,7 @@ _Terms = tuple[SamplingParams, frozenset[int], tuple[tuple[int, ...], ...]]  # w
 
 MAX_NAMED = 8  # bad prompts that one error spells out
 _MAX_REMEMBERED = 64  # parameters
+_ID_BITS = 52  # of a Runtime's first id: hard to guess, and exact in every JSON reader
 
 
 @dataclass(eq=False)
@@ -48,7 +50,7 @@ class RequestBuilder:
     seed: int = 0  # of the run
     refusal: Callable[[Request], str | None] = lambda request: None  # why one can never run, or None
     weights_version: int = 0
-    _ids: itertools.count[int] = field(default_factory=itertools.count)
+    _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(secrets.randbits(_ID_BITS)))
     _known: dict[int, _Terms] = field(default_factory=dict)  # by the identity of their parameters
 
     def build(
@@ -60,8 +62,12 @@ class RequestBuilder:
         tenant: str | None = None,
         request_id: str | None = None,
         streams: bool = False,
+        call: int = 0,
     ) -> Request:
         """A request for one prompt; with `streams` its text is built token by token.
+
+        The seed that it gets if it has none depends on the run's seed, its `index` and the number of its `call`.
+        For the first one, 0, it is that of a batch's line, whose journal must find it again.
 
         Without a `request_id` it gets a number that no other request has. Raises PromptError if the prompt cannot
         be run, ParameterError if parameters are out of bounds or ask for what the model does not have.
@@ -85,7 +91,7 @@ class RequestBuilder:
             prompt_ids=ids,
             params=params,
             max_new_tokens=min(params.max_new_tokens, context - len(ids)),
-            seed=_derived_seed(self.seed, index) if params.seed is None else params.seed,
+            seed=_derived_seed(self.seed, index, call) if params.seed is None else params.seed,
             stop_ids=stop_ids,
             bad_words=bad_words,
             namespace=namespace,
@@ -96,12 +102,12 @@ class RequestBuilder:
         return request
 
     def build_streamed(
-        self, prompt: Prompt, params: Params, tenant: str | None, request_id: str | None
+        self, prompt: Prompt, params: Params, tenant: str | None, request_id: str | None, call: int = 0
     ) -> Request:
         """A request for a stream. Raises as `build` does, and ParameterError where n is not 1."""
         own_id = own_ids(request_id, 1, False).get(0)
         try:
-            request = self.build(prompt, params, tenant=tenant, request_id=own_id, streams=True)
+            request = self.build(prompt, params, tenant=tenant, request_id=own_id, streams=True, call=call)
         except PromptError as error:
             raise PromptError(f"the prompt {error}") from error
         if request.params.n != 1:
@@ -116,6 +122,7 @@ class RequestBuilder:
         tenant: str | None,
         request_ids: str | Sequence[str] | None,
         on_error: OnError,
+        call: int = 0,
     ) -> tuple[list[RequestOutput], list[Request]]:
         """Outputs of the prompts that cannot run, where errors are returned, and requests for the others.
 
@@ -134,7 +141,10 @@ class RequestBuilder:
                 if id(own) not in read:
                     read[id(own)] = read_params(own)
                 own_id = ids.get(index)
-                requests.append(self.build(prompt, read[id(own)], index=index, tenant=tenant, request_id=own_id))
+                request = self.build(
+                    prompt, read[id(own)], index=index, tenant=tenant, request_id=own_id, call=call
+                )
+                requests.append(request)
             except (PromptError, ParameterError) as error:
                 errors[index] = error
         if errors and on_error == "raise":
@@ -346,7 +356,8 @@ def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
     return PromptError(f"{len(errors)} of {count} prompts cannot be run:\n" + "\n".join(shown))
 
 
-def _derived_seed(run_seed: int, index: int) -> int:
-    """63 bits that differ for every run seed and index."""
-    digest = hashlib.blake2b(f"{run_seed}/{index}".encode(), digest_size=8).digest()
+def _derived_seed(run_seed: int, index: int, call: int) -> int:
+    """63 bits that differ for every run seed, index and call."""
+    text = f"{run_seed}/call {call}/{index}" if call else f"{run_seed}/{index}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

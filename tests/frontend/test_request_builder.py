@@ -28,6 +28,8 @@ def test_a_request_has_one_id(builder: RequestBuilder) -> None:
     others = [*numbered, builder.build([1]), builder.build([1])]
     assert len({request.id for request in others}) == 4
     assert all(isinstance(request.id, int) for request in others)
+    again = RequestBuilder(builder.config, None, context_length=builder.context_length).build([1])
+    assert again.id not in {request.id for request in others}  # nor can they be guessed
     assert builder.build([1], request_id="c").id == "c"
 
 
