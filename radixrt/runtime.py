@@ -7,7 +7,7 @@ import inspect
 import itertools
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -25,7 +25,15 @@ from radixrt.engine.driver import Driver
 from radixrt.engine.parts import Parts
 from radixrt.engine.signals import deferred
 from radixrt.errors import ParameterError, PassError, RadixrtError
-from radixrt.frontend.request_builder import Continuation, OnError, Params, Prompt, is_token_ids, listed_prompts
+from radixrt.frontend.request_builder import (
+    Continuation,
+    OnError,
+    Params,
+    Prompt,
+    as_list,
+    is_token_ids,
+    listed_prompts,
+)
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
@@ -119,7 +127,7 @@ class Runtime:
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str
         self,
-        prompts: str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[dict[str, Any]],
+        prompts: str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[dict[str, Any]] | dict[str, Any],
         sampling_params: Params = None,
         *,
         tenant: str | None = None,
@@ -131,22 +139,22 @@ class Runtime:
     @overload
     def generate(
         self,
-        prompts: Sequence[Prompt],
-        sampling_params: Params | Sequence[Params] = None,
+        prompts: Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] = None,
         *,
         tenant: str | None = None,
-        request_ids: Sequence[str] | None = None,
+        request_ids: Iterable[str] | None = None,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> list[RequestOutput]: ...
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params | Sequence[Params] = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] = None,
         *,
         tenant: str | None = None,
-        request_ids: str | Sequence[str] | None = None,
+        request_ids: str | Iterable[str] | None = None,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> RequestOutput | list[RequestOutput]:
@@ -156,7 +164,9 @@ class Runtime:
         KeyboardInterrupt. finish_reason is "error" where the model computed values that are not finite.
 
         Args:
-            prompts: each a string, a list of token ids, or a list of chat messages ({"role", "content"}).
+            prompts: each a string, a list of token ids, a list of chat messages ({"role", "content"}), or a dict
+                as vLLM takes, {"prompt": ...} or {"prompt_token_ids": ...}. Many come as a list, or from anything
+                else that yields them: a generator, an array, a column of a table.
             sampling_params: one for all prompts, or one each: a SamplingParams or a dict in the spelling of SGLang
                 or vLLM; None is SamplingParams().
             tenant: prefixes are shared only between calls of one tenant.
@@ -179,11 +189,11 @@ class Runtime:
 
     def generate_iter(
         self,
-        prompts: Sequence[Prompt],
-        sampling_params: Params | Sequence[Params] = None,
+        prompts: Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] = None,
         *,
         tenant: str | None = None,
-        request_ids: Sequence[str] | None = None,
+        request_ids: Iterable[str] | None = None,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
@@ -212,11 +222,11 @@ class Runtime:
 
     async def async_generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params | Sequence[Params] = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] = None,
         *,
         tenant: str | None = None,
-        request_ids: str | Sequence[str] | None = None,
+        request_ids: str | Iterable[str] | None = None,
         on_error: OnError = "raise",
     ) -> RequestOutput | list[RequestOutput]:
         """`generate` for asyncio: the work is done in other threads. Calls run together; a cancelled one ends."""
@@ -248,8 +258,8 @@ class Runtime:
 
     def score(
         self,
-        prompts: Sequence[Prompt],
-        continuations: Sequence[Continuation | Sequence[Continuation]],
+        prompts: Iterable[Prompt],
+        continuations: Iterable[Continuation | Sequence[Continuation]],
         *,
         tenant: str | None = None,
         progress: bool = False,
@@ -260,6 +270,7 @@ class Runtime:
         of them (multiple choice) a list. Other arguments and errors are those of `generate`; PassError is raised
         also where the model computed values that are not finite, or a request was aborted.
         """
+        prompts, continuations = as_list(prompts), as_list(continuations)
         requests, owners = self._builder.build_scored(prompts, continuations, tenant)
         scores: list[list[ScoreOutput]] = [[] for _ in prompts]
         outputs = sorted(self._iterate(lambda: ([], requests), "return", progress), key=attrgetter("index"))
@@ -451,10 +462,10 @@ class Runtime:
 
     def _built(self, *arguments: Any) -> Callable[[], _Built]:
         """What builds the requests of a call that begins now, for its draws have its number."""
-        return partial(self._builder.build_all, *arguments, next(self._calls))
+        return partial(self._builder.build_all, *arguments, call=next(self._calls))
 
     def _streamed(self, *arguments: Any) -> Callable[[], Request]:
-        return partial(self._builder.build_streamed, *arguments, next(self._calls))
+        return partial(self._builder.build_streamed, *arguments, call=next(self._calls))
 
     async def _in_thread(self, build: Callable[[], T]) -> T:
         """Run two of a loop's tasks beside it, a long one and short ones; the next waits until the loop looks."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import wraps
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_NEW_TOKENS = 2**31 - 1
 MAX_SAMPLES = 4096
 MAX_STOP_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 64
@@ -18,20 +21,54 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024
 MAX_LOGPROBS = 128
 
+# Other names of parameters, those that vLLM and SGLang have for them. They mean the same, values too.
+SPELLINGS = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "sampling_seed": "seed",
+    "include_stop_str_in_output": "include_stop_str",
+    "no_stop_trim": "include_stop_str",
+}
+
+T = TypeVar("T")
 _Check = Callable[[str, object], object]  # name and value -> the value to keep; raises ParameterError
 
 
+def by_field(values: Mapping[str, T]) -> dict[str, T]:
+    """Parameters by the fields that their names mean. Raises ParameterError where two names mean the same one."""
+    names: dict[str, str] = {}  # field -> the name that gave it
+    for name in values:
+        first = names.setdefault(SPELLINGS.get(name, name), name)
+        if first != name:
+            raise ParameterError(f"{first} and {name} are the same parameter; give one of them")
+    return {field: values[name] for field, name in names.items()}
+
+
+def _takes_spellings(cls: type[T]) -> type[T]:
+    """Decorates a class whose `__init__` takes fields as keywords: it takes their other names, too."""
+    init = cls.__init__
+
+    @wraps(init)
+    def __init__(self: T, *args: Any, **values: Any) -> None:
+        init(self, *args, **(values if SPELLINGS.keys().isdisjoint(values) else by_field(values)))
+
+    cls.__init__ = __init__  # type: ignore[assignment, method-assign]
+    return cls
+
+
+@_takes_spellings
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request.
+    """Parameters of one request. Keywords may be in the spelling of vLLM or SGLang, too: see `SPELLINGS`.
 
     Logits are changed by the repetition, presence and frequency penalties, then by `logit_bias`; tokens that are
     not allowed are left out; the rest is divided by `temperature` and filtered by `top_k`, `top_p` and `min_p`, in
     this order, and one token is drawn. A value out of bounds raises `ParameterError`.
 
     Attributes:
-        max_new_tokens: limit of generated tokens, 0 to 2**31 - 1. The context may end a request earlier.
-            0 generates nothing: the prompt enters the cache, and is scored if `prompt_logprobs` is given.
+        max_new_tokens: limit of generated tokens, 0 to 2**31 - 1. The context may end a request earlier; with None
+            it alone does. 0 generates nothing: the prompt enters the cache, and is scored if `prompt_logprobs` is
+            given.
         min_new_tokens: nothing ends the request before it has as many tokens.
         n: answers to draw, 1 to 4096. The prompt is computed once for all of them.
         temperature: 0 to 100; 0 is greedy: the most likely token, and the three filters change nothing.
@@ -118,6 +155,10 @@ def _flag(name: str, value: object) -> bool:
     return value
 
 
+def _max_new_tokens(name: str, value: object) -> int:
+    return MAX_NEW_TOKENS if value is None else check_int(name, value, 0, MAX_NEW_TOKENS)
+
+
 def _top_k(name: str, value: object) -> int:
     return max(0, check_int(name, value, -1, 2**31 - 1))
 
@@ -188,7 +229,7 @@ def _stop_strings(name: str, value: object) -> tuple[str, ...]:
 # In the order of checking. A check may convert a value to the form that the engine wants.
 _CHECKS: Mapping[str, _Check] = MappingProxyType(
     {
-        "max_new_tokens": _int(0, 2**31 - 1),
+        "max_new_tokens": _max_new_tokens,
         "min_new_tokens": _int(0, 2**31 - 1),
         "n": _int(1, MAX_SAMPLES),
         "temperature": _float(0.0, 100.0),

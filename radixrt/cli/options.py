@@ -27,6 +27,7 @@ class Option:
         choices: the possible values.
         value: set by an option without a value; False makes it `--no-...`.
         flag: another spelling of the option.
+        also: one more.
     """
 
     name: str
@@ -37,13 +38,16 @@ class Option:
     choices: tuple[str, ...] | None = None
     value: bool = True
     flag: str | None = None
+    also: str | None = None
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
         """Add the option to a group of a parser."""
-        flag = self.flag or f"--{'' if self.value else 'no-'}{self.name.replace('_', '-')}"
+        flags = [self.flag or f"--{'' if self.value else 'no-'}{self.name.replace('_', '-')}"]
+        if self.also is not None:
+            flags.append(self.also)
         if self.metavar is None and self.choices is None:
             group.add_argument(
-                flag,
+                *flags,
                 dest=self.name,
                 action="store_const",
                 const=self.value,
@@ -52,7 +56,7 @@ class Option:
             )
         else:
             group.add_argument(
-                flag,
+                *flags,
                 dest=self.name,
                 action="append" if self.repeats else "store",
                 type=self.read,
@@ -81,7 +85,9 @@ def _biases(text: str) -> dict[int, float]:
 _DEFAULT = SamplingParams()
 
 SAMPLING = (
-    Option("max_new_tokens", f"maximum tokens to generate ({_DEFAULT.max_new_tokens})", "N", int),
+    Option(
+        "max_new_tokens", f"maximum tokens to generate ({_DEFAULT.max_new_tokens})", "N", int, also="--max-tokens"
+    ),
     Option("min_new_tokens", f"minimum tokens to generate ({_DEFAULT.min_new_tokens})", "N", int),
     Option("n", f"answers to draw; the prompt is computed once for all ({_DEFAULT.n})", "N", int),
     Option("temperature", f"0 is greedy ({_DEFAULT.temperature})", "T", float),
