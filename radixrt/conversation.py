@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from radixrt.checks import check_int
-from radixrt.errors import TokenizerError
+from radixrt.errors import ParameterError, TokenizerError
 from radixrt.frontend.request_builder import Params, read_params
 from radixrt.output import FinishReason, RequestOutput
 from radixrt.sampling_params import SamplingParams
@@ -119,7 +119,10 @@ class Conversation:
             yield chunk
 
     def _of_turn(self, sampling_params: Params) -> SamplingParams:
-        return self._params if sampling_params is None else read_params(sampling_params)
+        params = self._params if sampling_params is None else read_params(sampling_params)
+        if not params.detokenize:
+            raise ParameterError("a conversation needs the text of its answers, but detokenize is False")
+        return params
 
     def fork(self, n: int = 1) -> list[Conversation]:
         """`n` conversations that share what was said so far and go their own way from here.

@@ -209,13 +209,15 @@ class Runtime:
         *,
         tenant: str | None = None,
         request_id: str | None = None,
+        stream_interval: int = 1,
     ) -> Iterator[StreamChunk]:
         """`generate` for one prompt with n = 1: yields a chunk whenever tokens have come.
 
         The last chunk has the whole output, and the chunks' texts join to its text: none holds half a character,
-        or the beginning of a stop string. Leaving the loop early ends the request.
+        or the beginning of a stop string. The first chunk comes with the first token, each other one after
+        `stream_interval` more. Leaving the loop early ends the request.
         """
-        with self._driver.opened(StreamCall()) as call:
+        with self._driver.opened(StreamCall(stream_interval)) as call:
             self._driver.submit([self._streamed(prompt, sampling_params, tenant, request_id)()], call)
             while not call.is_over:
                 yield from self._driver.news(call)
@@ -247,10 +249,11 @@ class Runtime:
         *,
         tenant: str | None = None,
         request_id: str | None = None,
+        stream_interval: int = 1,
     ) -> AsyncIterator[StreamChunk]:
         """`stream` for asyncio, as `async_generate`."""
         built = self._streamed(prompt, sampling_params, tenant, request_id)
-        with self._driver.opened(StreamCall(), by_task=True) as call:
+        with self._driver.opened(StreamCall(stream_interval), by_task=True) as call:
             self._driver.submit([await self._in_thread(built)], call)
             while not call.is_over:
                 for chunk in await self._driver.async_news(call):

@@ -63,7 +63,12 @@ class SamplingParams:
 
     Logits are changed by the repetition, presence and frequency penalties, then by `logit_bias`; tokens that are
     not allowed are left out; the rest is divided by `temperature` and filtered by `top_k`, `top_p` and `min_p`, in
-    this order, and one token is drawn. A value out of bounds raises `ParameterError`.
+    this order, each of what the one before has left, and one token is drawn. A value out of bounds raises
+    `ParameterError`.
+
+    The order of filters is that of transformers. vLLM applies `min_p` before the others, and SGLang takes `top_k`
+    and `top_p` together, of the same probabilities: with several of them set, draws are distributed a little
+    differently there. A bias comes after the repetition penalty here, and before it in transformers and vLLM.
 
     Attributes:
         max_new_tokens: limit of generated tokens, 0 to 2**31 - 1. The context may end a request earlier; with None
@@ -87,10 +92,12 @@ class SamplingParams:
             prompt's place in the call. A batch derives it from the Runtime's and the line's place alone.
         stop: end where one of these strings is complete; the text ends before it. At most 64, 1 to 1024
             characters each.
-        include_stop_str: the text ends after the stop string instead.
+        include_stop_str: the text ends after the stop string instead, or with the text of the token that ended it
+            (an end token has none unless skip_special_tokens is False).
         stop_token_ids: end at any of these tokens, besides the model's own end tokens. At most 128.
         ignore_eos: do not end at the model's end tokens (`stop` and `stop_token_ids` still end).
         skip_special_tokens: leave special tokens out of the text.
+        detokenize: False: make no text, which is then "", and look for no `stop`.
         logprobs: log-probabilities of the tokens of the answer, with as many of the most likely alternatives, 0
             to 128; None: none. They are those of the model, before penalties, bias, temperature and filters.
         prompt_logprobs: the same for the tokens of the prompt.
@@ -120,6 +127,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -130,6 +138,8 @@ class SamplingParams:
             check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         if self.n > 1 and self.max_new_tokens == 0:
             raise ParameterError(f"n is {self.n}, but max_new_tokens is 0: there is nothing to draw")
+        if self.stop and not self.detokenize:
+            raise ParameterError("stop needs a text to look in, but detokenize is False")
 
     @property
     def has_penalties(self) -> bool:
@@ -251,6 +261,7 @@ _CHECKS: Mapping[str, _Check] = MappingProxyType(
         "ignore_eos": _flag,
         "include_stop_str": _flag,
         "skip_special_tokens": _flag,
+        "detokenize": _flag,
     }
 )
 _DEFAULTS: Mapping[str, object] = MappingProxyType({field.name: field.default for field in fields(SamplingParams)})

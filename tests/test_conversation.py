@@ -341,6 +341,8 @@ def test_parameters_of_one_turn(chatml: Tokenizer) -> None:
 
 
 def test_bad_words_and_no_tokenizer(chatml: Tokenizer) -> None:
+    with pytest.raises(ParameterError, match="a conversation needs the text of its answers"):
+        Conversation(FakeRuntime(chatml)).say("hello", {"detokenize": False})
     with pytest.raises(TokenizerError, match="a conversation needs a tokenizer"):
         Conversation(FakeRuntime(None))
     with pytest.raises(TokenizerError, match="chat message 0 has no 'content'"):

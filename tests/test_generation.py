@@ -151,6 +151,42 @@ def test_stop_strings_need_a_tokenizer(runtime: Runtime) -> None:
         runtime.generate(PROMPT, Params(stop=("x",)))
 
 
+def test_the_text_of_the_stop_token_is_kept_like_that_of_a_stop_string(builtin: Runtime) -> None:
+    prompt = make_questions(EXAMPLES_SEED)[0].question.prompt
+    params = Params(temperature=0, max_new_tokens=8, ignore_eos=True)
+    free = builtin.generate(prompt, params)
+    assert builtin.tokenizer is not None
+    pieces = [builtin.tokenizer.decode(free.token_ids[:count]) for count in range(9)]
+    at = next(place for place in range(1, 8) if len(pieces[place]) < len(pieces[place + 1]))
+    for stop in ((), ("never said",)):  # with and without a text of its own on the way
+        own = replace(params, stop_token_ids=(free.token_ids[at],), stop=stop)
+        assert builtin.generate(prompt, own).text == pieces[at]
+        kept = replace(own, include_stop_str=True)
+        output = builtin.generate(prompt, kept)
+        assert (output.text, output.outputs[0].matched) == (pieces[at + 1], free.token_ids[at])
+        assert "".join(chunk.text for chunk in builtin.stream(prompt, kept)) == output.text
+    ended = replace(params, ignore_eos=False, include_stop_str=True)
+    assert (
+        builtin.generate(prompt, ended).text
+        == builtin.generate(prompt, replace(ended, include_stop_str=False)).text
+    )
+    special = replace(ended, skip_special_tokens=False)
+    assert builtin.generate(prompt, special).text.endswith("</s>")
+
+
+def test_no_text_is_made_where_none_is_wanted(runtime: Runtime, builtin: Runtime) -> None:
+    params = replace(GREEDY, max_new_tokens=8)
+    texts = builtin.generate("Mira likes", params)
+    ids = builtin.generate("Mira likes", replace(params, detokenize=False))
+    assert texts.text
+    assert (ids.text, ids.token_ids) == ("", texts.token_ids)
+    with pytest.raises(ParameterError, match="stop needs a text to look in, but detokenize is False"):
+        Params(stop=["a"], detokenize=False)
+    chunks = list(runtime.stream(PROMPT, replace(GREEDY, detokenize=False)))  # without a tokenizer
+    assert [chunk.text for chunk in chunks] == [""] * len(chunks)
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 12
+
+
 # -- changed logits ----------------------------------------------------------------------------------------
 
 
@@ -297,10 +333,13 @@ def test_logprobs_of_each_answer_are_its_own(runtime: Runtime, model: Any) -> No
         exact = dense_logprobs(model, PROMPT + list(answer.token_ids))
         assert answer.logprobs is not None
         assert [token.token_id for token in answer.logprobs] == list(answer.token_ids)
+        assert answer.cumulative_logprob == sum(token.logprob for token in answer.logprobs)
         for row, token in enumerate(answer.logprobs, len(PROMPT) - 1):
             assert token.logprob == pytest.approx(float(exact[row, token.token_id]), abs=1e-4)
             assert token.rank == 1 + int((exact[row] > exact[row, token.token_id]).sum())
             assert [i for i, _ in token.top] == exact[row].topk(2).indices.tolist()
+    assert output.cumulative_logprob == output.outputs[0].cumulative_logprob
+    assert runtime.generate(PROMPT, GREEDY).cumulative_logprob is None
 
 
 def test_logprobs_go_to_those_that_asked(runtime: Runtime) -> None:
@@ -431,6 +470,23 @@ def test_stream_is_the_text_in_pieces(builtin: Runtime) -> None:
     assert "".join(chunk.text for chunk in chunks) == output.text
     assert output.text.strip() == question.answer
     assert tuple(t for chunk in chunks for t in chunk.token_ids) == output.token_ids
+
+
+@pytest.mark.parametrize(("interval", "sizes"), [(1, [1] * 12), (5, [1, 5, 5, 1]), (100, [1, 11])])
+def test_a_stream_tells_of_so_many_tokens_at_a_time(builtin: Runtime, interval: int, sizes: list[int]) -> None:
+    expected = builtin.generate("Mira likes", GREEDY)
+    chunks = list(builtin.stream("Mira likes", GREEDY, stream_interval=interval))
+
+    async def streamed() -> list[int]:
+        chunks = builtin.async_stream("Mira likes", GREEDY, stream_interval=interval)
+        return [len(chunk.token_ids) async for chunk in chunks]
+
+    assert [len(chunk.token_ids) for chunk in chunks] == asyncio.run(streamed()) == sizes
+    assert "".join(chunk.text for chunk in chunks) == expected.text
+    assert chunks[-1].output is not None
+    assert chunks[-1].output.token_ids == expected.token_ids
+    with pytest.raises(ParameterError, match="stream_interval is 0"):
+        next(builtin.stream("Mira likes", GREEDY, stream_interval=0))
 
 
 def test_leaving_a_stream_ends_its_request(builtin: Runtime) -> None:
