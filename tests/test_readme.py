@@ -1,4 +1,4 @@
-"""What the README shows is what happens: every snippet is run, or stands in NOT_RUN with the reason.
+"""What the README and the page on the Python API show is what happens: snippets are run, or stand in NOT_RUN.
 
 A snippet is a fenced block, and its kind the word behind the fence: `python`, `sh` (commands), `console` (commands
 with what they print) or `json` (lines of a batch file). A block without a kind is what the snippet before prints.
@@ -85,15 +85,18 @@ def test_a_snippet_that_nothing_would_run_is_found(shown: str) -> None:
 
 
 @pytest.mark.whole_gpu
-def test_python_prints_what_the_readme_says(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", ["README.md", "docs/python-api.md"])
+def test_python_prints_what_the_page_says(
+    page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    found = [snippet for snippet in snippets((HOME / page).read_text("utf-8")) if snippet.kind == "python"]
+    assert found
     names: dict[str, object] = {"__name__": "__main__"}
-    for snippet in of_kind("python"):
-        assert len(snippet.text.splitlines()) <= 10
-        exec(compile(snippet.text, "README.md", "exec"), names)
-        assert capsys.readouterr().out == (snippet.printed or "")
+    for snippet in found:
+        assert len(snippet.text.splitlines()) <= 12
+        exec(compile(snippet.text, page, "exec"), names)
+        assert capsys.readouterr().out == (snippet.printed or ""), snippet.text
 
 
 @pytest.mark.whole_gpu
