@@ -1,4 +1,4 @@
-"""What the README and the page on the Python API show is what happens: snippets are run, or stand in NOT_RUN.
+"""What the README and the pages on the API show is what happens: snippets are run, or stand in NOT_RUN.
 
 A snippet is a fenced block, and its kind the word behind the fence: `python`, `sh` (commands), `console` (commands
 with what they print) or `json` (lines of a batch file). A block without a kind is what the snippet before prints.
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,10 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from radixrt.cli import main
+from radixrt.config import RuntimeConfig
+from radixrt.frontend.sampling_aliases import known_parameters
+from radixrt.runtime import Runtime
+from radixrt.sampling_params import SamplingParams
 
 HOME = Path(__file__).resolve().parents[1]
 README = (HOME / "README.md").read_text(encoding="utf-8")
@@ -85,7 +89,7 @@ def test_a_snippet_that_nothing_would_run_is_found(shown: str) -> None:
 
 
 @pytest.mark.whole_gpu
-@pytest.mark.parametrize("page", ["README.md", "docs/python-api.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python-api.md", "docs/coming-from-vllm-sglang.md"])
 def test_python_prints_what_the_page_says(
     page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,3 +220,30 @@ def test_every_link_between_the_documents_leads_somewhere() -> None:
     for document in [HOME / "README.md", *sorted((HOME / "docs").rglob("*.md"))]:
         for path in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", document.read_text("utf-8")):
             assert (document.parent / path).exists(), f"{document.name} links to {path}"
+
+
+@pytest.mark.parametrize(
+    ("heading", "known"),
+    [
+        ("Options", {field.name for field in fields(RuntimeConfig)}),
+        ("Sampling parameters", {field.name for field in fields(SamplingParams)}),
+    ],
+)
+def test_names_for_those_who_come_from_other_engines(heading: str, known: set[str]) -> None:
+    page = (HOME / "docs" / "coming-from-vllm-sglang.md").read_text("utf-8")
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)", row[-1])}
+    assert named
+    assert named <= known
+    if heading == "Sampling parameters":
+        for row in rows:  # the others' spellings are taken
+            for theirs in re.findall(r"`(\w+)`", " ".join(row[:-1])):
+                assert theirs in known_parameters() or "of `generate`" in row[1], theirs
+
+
+def test_methods_for_those_who_come_from_other_engines() -> None:
+    page = (HOME / "docs" / "coming-from-vllm-sglang.md").read_text("utf-8")
+    named = re.findall(r"`Runtime\.(\w+)", page)
+    assert len(named) > 8
+    assert [name for name in named if not hasattr(Runtime, name)] == []
