@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -176,14 +177,14 @@ class Panic(BaseException):
     """As the tokenizer's own code raises it: no Exception."""
 
 
-def panicking_parts(runner: ConstantRunner) -> Parts:
-    """Parts whose first output cannot be made."""
+def panicking_parts(runner: ConstantRunner, place: int) -> Parts:
+    """Parts of which one output, by its place among all, cannot be made."""
     parts = simulated_parts(runner, RunLimits(400, 8), 40, vocab_size=50)
-    panics, output_of = iter([Panic()]), parts.output_of
+    places, output_of = itertools.count(), parts.output_of
 
     def raising(first: Any) -> Any:
-        for panic in panics:
-            raise panic
+        if next(places) == place:
+            raise Panic
         return output_of(first)
 
     return replace(parts, output_of=raising)
@@ -191,7 +192,7 @@ def panicking_parts(runner: ConstantRunner) -> Parts:
 
 def test_a_panic_ends_its_call_and_leaves_nothing() -> None:
     prompts, names = [[1, 2], [3, 4], [5, 6]], ["a", "b", "c"]
-    with Runtime.from_parts(panicking_parts(ConstantRunner())) as runtime:
+    with Runtime.from_parts(panicking_parts(ConstantRunner(), 0)) as runtime:
         (raised,) = in_time(lambda: caught(lambda: runtime.generate(prompts, SHORT, request_ids=names), Panic))
         assert isinstance(raised, Panic)
         assert nothing_is_left(runtime)
@@ -199,9 +200,9 @@ def test_a_panic_ends_its_call_and_leaves_nothing() -> None:
 
 
 def test_a_panic_leaves_no_other_call_waiting() -> None:
-    """Their outputs are there after one pass, and whichever thread steps gets the panic."""
+    """The last two come after the same pass, and whichever thread steps gets the panic of one."""
     runner = SlowRunner()
-    with Runtime.from_parts(panicking_parts(runner)) as runtime:
+    with Runtime.from_parts(panicking_parts(runner, 1)) as runtime:
         outcomes: list[Any] = []
 
         def call(prompt: list[int]) -> None:
