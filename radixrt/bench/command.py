@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +62,7 @@ def _add_bound(parser: argparse.ArgumentParser) -> None:
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options given for `Options`, without repeated names. Called before torch is imported."""
-    # Idle OpenMP threads that spin would slow other processes on the same cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    """The options given for `Options`, without repeated names."""
     given = {name: value for name, value in vars(arguments).items() if name not in ("run", "json", "plot")}
     for name in ("configs", "workloads"):
         if name in given:
