@@ -115,7 +115,7 @@ def _add_prefix_reuse(benchmarks: Any) -> None:
 
     option = parser.add_argument_group("files").add_argument
     option("--json", type=Path, default=None, metavar="FILE", help="write every run's figures")
-    option("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture (needs radixrt[bench])")
+    option("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture (needs matplotlib)")
 
 
 _KEPT_PREFIXES_DESCRIPTION = """\
@@ -257,7 +257,7 @@ def _add_throughput(benchmarks: Any) -> None:
 
     option = parser.add_argument_group("files").add_argument
     option("--json", type=Path, default=None, metavar="FILE", help="write every run's figures")
-    option("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture (needs radixrt[bench])")
+    option("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture (needs matplotlib)")
     option("--trace", type=Path, metavar="FOLDER", help="write profiles of a prefill pass and of decode steps")
 
 
@@ -311,7 +311,7 @@ def _add_kernels(benchmarks: Any) -> None:
         type=Path,
         default=None,
         metavar="FILE.png",
-        help="draw a picture (needs radixrt[bench]); for a sweep of tree alone, time against batch size",
+        help="draw a picture (needs matplotlib); for a sweep of tree alone, time against batch size",
     )
     option(
         "--from",
