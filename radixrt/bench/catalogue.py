@@ -225,7 +225,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "flat": {"attention": "flat"},
 }
 """By name: options of the Runtime."""
-BASELINES = ("transformers",)
+BASELINES = ("transformers", "vllm", "sglang")
 
 
 # -- kernels --------------------------------------------------------------------------------------------
