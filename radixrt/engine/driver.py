@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 from radixrt.engine.calls import N, PendingCall, StreamCall
@@ -48,7 +50,7 @@ class Driver:
         self._mutex = threading.RLock()
         self._owner: int | None = None  # the thread that has the turn
         self._guests: dict[object, threading.Condition] = {}  # that want it for something else than waiting: first
-        self._inside: set[int] = set()  # threads that are in here
+        self._inside: dict[int, FrameType] = {}  # threads that are in here, by way of this frame of theirs
         self._asleep: dict[object, threading.Condition] = {}  # by call, threads that wait
         self._tasks: dict[Call, asyncio.Future[Exception | None]] = {}  # by call, tasks that wait
         self._has_proxy = False
@@ -169,7 +171,7 @@ class Driver:
     def abandon(self, call: Call) -> None:
         """End a call's requests, and step until they and, unless others step, the passes in flight have ended."""
         self._aborts += tuple(call.requests)
-        if threading.get_ident() not in self._inside:  # as the garbage collector may end a forgotten stream
+        if not self._is_inside():  # as the garbage collector may end a forgotten stream
             self._wait(lambda: self._is_gone(call), call)
 
     def abandon_soon(self, call: Call) -> None:
@@ -211,21 +213,26 @@ class Driver:
         if self.is_forked:
             self.check_open()  # raises: locks may be held by threads that are not here
         me = threading.get_ident()
-        if me in self._inside:
+        if self._is_inside():
             raise RadixrtError("a runtime is called in the middle of its own work, as by a signal's handler")
         try:
-            self._inside.add(me)
+            self._inside[me] = sys._getframe(2)  # of the caller, after the context manager's own
             yield
         finally:
-            self._inside.discard(me)
+            self._inside.pop(me, None)
             self._pass_on()
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Have the turn once the current pass has ended."""
-        with self._entered():
-            self._gets_turn(lambda: False, object(), as_guest=True)
-            yield
+    def _is_inside(self) -> bool:
+        """Whether this thread is in here. A Ctrl-C just as it leaves may keep a frame of it that has ended."""
+        entered = self._inside.get(threading.get_ident())
+        frame: FrameType | None = None if entered is None else sys._getframe()
+        while frame is not None and frame is not entered:
+            frame = frame.f_back
+        return frame is not None
+
+    def _take_turn(self) -> None:
+        """Have the turn once the current pass has ended; until `_entered` is left."""
+        self._gets_turn(lambda: False, object(), as_guest=True)
 
     def _pass_on(self) -> None:
         """Give back the turn, if this thread has it; if it is free, wake a thread to take it."""
@@ -265,13 +272,15 @@ class Driver:
 
     def between_passes(self, action: Callable[[], T]) -> T:
         """Return what `action` does, while no step runs."""
-        with self._turn():
+        with self._entered():
+            self._take_turn()
             self.check_open()
             return action()
 
     def while_idle(self, action: Callable[[], T]) -> T:
         """Run all requests to their end, start all transfers, and return what `action` does then."""
-        with self._turn():
+        with self._entered():
+            self._take_turn()
             engine = self.check_open()
             self._submit_inbox(engine)
             while engine.has_work:
@@ -283,7 +292,8 @@ class Driver:
 
     def close(self) -> None:
         """End all requests and release the engine; see `Runtime.close`."""
-        with self._turn():
+        with self._entered():
+            self._take_turn()
             while self._open is not None:
                 self._aborts += tuple(self._calls)
                 if self.has_work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import os
@@ -218,6 +219,30 @@ def test_a_panic_leaves_no_other_call_waiting() -> None:
         assert len(outcomes) == 3, "one waits for ever"
         assert sum(isinstance(one, Panic) for one in outcomes) == 1
         assert nothing_is_left(runtime)
+
+
+def test_a_ctrl_c_just_as_a_call_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its traceback lives, the block that it has left is not closed."""
+    parts = simulated_parts(ConstantRunner(), RunLimits(400, 8), 40, vocab_size=256, tokenizer=letters())
+    leave = contextlib._GeneratorContextManager.__exit__
+    interrupts = iter([KeyboardInterrupt()])
+
+    def interrupted(self: Any, *error: Any) -> Any:
+        if self.gen.__name__ == "_entered" and parts.scheduler.has_work:
+            for interrupt in interrupts:
+                raise interrupt
+        return leave(self, *error)
+
+    with Runtime.from_parts(parts) as runtime:
+        stream = runtime.stream([1, 2], SHORT)
+        monkeypatch.setattr(contextlib._GeneratorContextManager, "__exit__", interrupted)
+        error = caught(lambda: next(stream), KeyboardInterrupt)
+        monkeypatch.undo()
+        assert isinstance(error, KeyboardInterrupt)
+        assert nothing_is_left(runtime)
+        assert len(runtime.generate([1, 2], SHORT).token_ids) == 2
+        (output,) = in_time(lambda: runtime.generate([1, 2], SHORT))
+        assert len(output.token_ids) == 2
 
 
 def caught(action: Callable[[], Any], kind: type[BaseException]) -> Any:

@@ -389,6 +389,14 @@ def test_without_the_harness() -> None:
     assert "pip install lm-eval" in found.stderr
 
 
+def test_without_the_harness_the_command_says_so() -> None:
+    program = "import sys, runpy; sys.modules['lm_eval'] = None"
+    found = python("-c", f"{program}; runpy.run_module('radixrt.lm_eval', run_name='__main__')")
+    assert found.returncode == 2
+    assert found.stderr.startswith("radixrt: error: radixrt.lm_eval needs lm-evaluation-harness, which is not")
+    assert "Traceback" not in found.stderr
+
+
 def test_imports_are_no_heavier_than_needed() -> None:
     assert python("-c", "import sys, radixrt.runtime; sys.exit('lm_eval' in sys.modules)").returncode == 0
     assert python("-c", "import sys, radixrt.lm_eval; sys.exit('torch' in sys.modules)").returncode == 0
