@@ -173,8 +173,11 @@ def test_commands_that_are_not_run_exist(command: str, capsys: pytest.CaptureFix
     assert f"usage: radixrt {command}" in capsys.readouterr().out
 
 
-def test_batch_lines_give_the_records_that_the_readme_shows(tmp_path: Path) -> None:
-    for snippet in of_kind("json"):
+@pytest.mark.parametrize("page", ["README.md", "docs/coming-from-vllm-sglang.md"])
+def test_batch_lines_give_the_records_that_the_page_shows(page: str, tmp_path: Path) -> None:
+    found = [snippet for snippet in snippets((HOME / page).read_text("utf-8")) if snippet.kind == "json"]
+    assert found
+    for snippet in found:
         (tmp_path / "in.jsonl").write_text(snippet.text)
         files = ("--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--overwrite")
         options = ("--temperature", "0", "--max-total-tokens", "2000", "--no-progress")
@@ -247,3 +250,11 @@ def test_methods_for_those_who_come_from_other_engines() -> None:
     named = re.findall(r"`Runtime\.(\w+)", page)
     assert len(named) > 8
     assert [name for name in named if not hasattr(Runtime, name)] == []
+
+
+def test_options_that_the_python_api_lists_exist() -> None:
+    page = (HOME / "docs" / "python-api.md").read_text("utf-8")
+    table = page.partition("| option | default | meaning |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", table, flags=re.MULTILINE))))
+    assert len(named) > 10
+    assert named <= {field.name for field in fields(RuntimeConfig)}
