@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -26,7 +27,7 @@ import radixrt
 from radixrt.bench.catalogue import ABLATIONS, CONFIGS, LISTS, SHAPES, write_shape
 from radixrt.bench.kernels.goals import CARD
 from radixrt.bench.run import Run
-from radixrt.bench.throughput import benchmark, passes
+from radixrt.bench.throughput import benchmark, engine_process, passes
 from radixrt.bench.throughput.engine_process import only_visible
 from radixrt.bench.throughput.figures import (
     GOALS,
@@ -311,12 +312,34 @@ def test_another_engine_that_goes_wrong_hides_nothing(
     for workload in ("docqa", "samples"):
         assert re.search(rf"{workload} +│ +[0-9.]+ │ +{cell} │", shown), shown
     assert re.search(reason, shown), shown
-    if child.exists():  # it ends with the engine
-        status = Path(f"/proc/{child.read_text()}/stat")
-        deadline = time.monotonic() + 10
-        while status.exists() and ") Z " not in status.read_text() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not status.exists() or ") Z " in status.read_text()
+    if child.exists():
+        assert has_ended(int(child.read_text()))
+
+
+def has_ended(process: int) -> bool:
+    """Whether a process is gone, or only waits to be reaped, within ten seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.usefixtures("tiny", "other_engines")
+def test_ctrl_c_ends_the_other_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = tmp_path / "child"
+    monkeypatch.setenv("FAKE_CHILD", str(child))
+
+    def interrupted(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_process, "BaselineRun", interrupted)
+    assert main([*BESIDE, "--baseline", "vllm"]) == 130
+    assert has_ended(int(child.read_text()))
 
 
 @pytest.mark.parametrize(("name", "product"), [("vllm", "vLLM"), ("sglang", "SGLang")])

@@ -199,23 +199,21 @@ class ShapeMeasurement:
 
     def measure_baseline(self) -> None:
         """Run the lists of the first repetition through another engine. An exception becomes the reason."""
-        failed: BaselineRun | None = None
-        baseline: TransformersBatching | EngineProcess | None = None
         try:
             baseline = self._open_baseline()
         except Exception as error:  # of any kind: our own figures are still shown
             failed = BaselineRun(reason=reason_of(error))
-        for workload in self.figures.workloads:
-            if baseline is None:
+            for workload in self.figures.workloads:
                 workload.baseline = failed
-            else:
+                self._done(f"{workload.workload}, {self.options.baseline}")
+            return
+        with contextlib.closing(baseline):
+            for workload in self.figures.workloads:
                 prompts = self._prompts(workload.workload, self.options.seed)
                 warm_up = self._warm_up_prompts(workload.workload)
                 workload.baseline = baseline.run(prompts, warm_up, self.options.baseline_limit)
                 self.figures.baseline = BaselineEngine(baseline.name, baseline.settings)
-            self._done(f"{workload.workload}, {self.options.baseline}")
-        if baseline is not None:
-            baseline.close()
+                self._done(f"{workload.workload}, {self.options.baseline}")
 
     def _open_baseline(self) -> TransformersBatching | EngineProcess:
         name, scale = self.options.baseline, SCALES[self.options.scale]
