@@ -52,6 +52,8 @@ class RuntimeConfig:
         attention: how kernels read KV that requests of a pass share: "tree", once for all of them, where that is
             cheaper; or "flat", once for each, for comparison.
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
+        threads: processors that operations on a CPU use, in the whole process; None: as many as torch would, but
+            not more than the process may use by its affinity and its control group's quota.
         seed: of dummy weights, and of requests without a seed of their own, together with their index and the
             number of their call: the same calls of two Runtimes draw the same. None: drawn anew; `seed` has it.
         impl: of the model's operations: "triton", kernels; "torch", the references; "auto", kernels on a GPU
@@ -76,6 +78,7 @@ class RuntimeConfig:
     cuda_graphs: bool | None = None
     attention: Attention = "tree"
     load_format: LoadFormat = "auto"
+    threads: int | None = None
     seed: int | None = 0
     impl: Impl = "auto"
 
@@ -90,6 +93,8 @@ class RuntimeConfig:
             check_int("max_running_requests", self.max_running_requests, 1, 2**16)
         if self.chunked_prefill_size is not None:
             check_int("chunked_prefill_size", self.chunked_prefill_size, 1, 2**20)
+        if self.threads is not None:
+            check_int("threads", self.threads, 1, 2**16)
         seed = secrets.randbits(63) if self.seed is None else check_int("seed", self.seed, 0, 2**63 - 1)
         object.__setattr__(self, "seed", seed)
         if self.host_memory_gb and not self.enable_prefix_cache:

@@ -452,6 +452,8 @@ class Runtime:
 
         Calls that wait in other threads raise RadixrtError, or return outputs that end with "abort".
         """
+        if self._driver.is_forked:
+            return  # what it has is its parent's
         self._driver.close()
         parts, self._parts = self._parts, None
         if parts is not None and not parts.engine.is_lost:

@@ -47,7 +47,7 @@ examples:
   radixrt chat --system 'Mira likes Oslo. Tarek counts 374.' --temperature 0
 
 Each line is a turn. The answer streams, and the line after it shows how much of the prompt was found in the cache:
-usually all earlier turns. /help lists the commands; put a blank before a / that begins no command. Ctrl-C ends the
+usually all earlier turns. /help lists the commands; escape a leading / with a space. Ctrl-C ends the
 answer after the current pass, and its turn is forgotten; Ctrl-D ends the chat.
 
 A base model has no chat template and continues plain text: a turn is appended to the last answer, in the form that

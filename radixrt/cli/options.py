@@ -129,6 +129,7 @@ MODEL = (
     Option("device", "such as cpu, cuda or cuda:1", "DEVICE"),
     Option("impl", "kernels or references (kernels on a GPU)", choices=("auto", "torch", "triton")),
     Option("load_format", "dummy: random weights from config.json alone", choices=("auto", "dummy")),
+    Option("threads", "processors used on a CPU (all that the process may use)", "N", int),
     Option("context_length", "maximum tokens of a prompt with its answer", "N", int),
     Option("seed", "of the run, for prompts without a seed (drawn anew; in a batch, 0)", "N", int),
 )

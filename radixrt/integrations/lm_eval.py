@@ -1,4 +1,4 @@
-"""radixrt as a model of lm-evaluation-harness; `pip install 'radixrt[eval]'` installs the harness.
+"""radixrt as a model of lm-evaluation-harness; `pip install '.[eval]'` in the clone installs the harness.
 
 From a shell, with any option of `lm-eval run`:
 
@@ -35,7 +35,7 @@ except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "lm_eval":
         raise
     raise ImportError(
-        "radixrt.lm_eval needs lm-evaluation-harness, which is not installed: pip install 'radixrt[eval]'"
+        "radixrt.lm_eval needs lm-evaluation-harness, which is not installed: pip install lm-eval"
     ) from error
 
 import numpy as np

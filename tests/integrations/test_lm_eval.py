@@ -20,7 +20,7 @@ import torch
 from tests.support.checkpoints import llama, write
 from tests.support.small_tokenizers import byte_level, chat_tokenizer
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'radixrt[eval]'")
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install lm-eval")
 
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
@@ -405,7 +405,15 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_without_the_harness() -> None:
     found = python("-c", "import sys; sys.modules['lm_eval'] = None; import radixrt.lm_eval")
     assert "ImportError: radixrt.lm_eval needs lm-evaluation-harness, which is not installed" in found.stderr
-    assert "pip install 'radixrt[eval]'" in found.stderr
+    assert "pip install lm-eval" in found.stderr
+
+
+def test_without_the_harness_the_command_says_so() -> None:
+    program = "import sys, runpy; sys.modules['lm_eval'] = None"
+    found = python("-c", f"{program}; runpy.run_module('radixrt.lm_eval', run_name='__main__')")
+    assert found.returncode == 2
+    assert found.stderr.startswith("radixrt: error: radixrt.lm_eval needs lm-evaluation-harness, which is not")
+    assert "Traceback" not in found.stderr
 
 
 def test_imports_are_no_heavier_than_needed() -> None:
