@@ -221,10 +221,9 @@ class Runtime:
         or the beginning of a stop string. The first chunk comes with the first token, each other one after
         `stream_interval` more. Leaving the loop early ends the request.
         """
+        built = self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id)
         with self._driver.opened(StreamCall(stream_interval)) as call:
-            self._driver.submit(
-                [self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id)()], call
-            )
+            self._driver.submit([built()], call)
             while not call.is_over:
                 yield from self._driver.news(call)
 
