@@ -66,9 +66,9 @@ class SamplingParams:
     this order, each of what the one before has left, and one token is drawn. A value out of bounds raises
     `ParameterError`.
 
-    The order of filters is that of transformers. vLLM applies `min_p` before the others, and SGLang without `min_p`
-    takes `top_k` and `top_p` together, of the same probabilities: with several of them set, draws are distributed a
-    little differently there. A bias comes after the repetition penalty here, before it in transformers and vLLM.
+    The order of filters is that of transformers. vLLM applies `min_p` before the others; SGLang without `min_p`
+    takes `top_k` and `top_p` together, of the same probabilities. With several of them set, draws are distributed
+    a little differently there. A bias comes after the repetition penalty here, before it in transformers and vLLM.
 
     Attributes:
         max_new_tokens: limit of generated tokens, 0 to 2**31 - 1. The context may end a request earlier; with None
