@@ -89,7 +89,7 @@ def assemble(config: RuntimeConfig) -> Parts:
             device=device,
             context_length=config.context_length,
             load_format=config.load_format,
-            seed=config.seed,
+            seed=config.run_seed,
             impl=impl,
         )
         made.result()
@@ -137,7 +137,7 @@ def assemble(config: RuntimeConfig) -> Parts:
         config=config,
         limits=RunLimits(slots, running, chunk),
         engine=Engine(scheduler, runner, max_in_flight=int(config.overlap)),
-        builder=RequestBuilder(model_config, tokenizer, context_length, config.seed, scheduler.refusal),
+        builder=RequestBuilder(model_config, tokenizer, context_length, config.run_seed, scheduler.refusal),
         model=LoadedModel(decoder, CacheStorage(cache, kv_pool, host_pool, impl=impl)),
         output_of=partial(request_output, tokenizer=tokenizer),
         start_up=seconds | {"graphs": ended - graphs_began, "total": ended - began},

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from radixrt.sampling_params import SamplingParams
 
 # A conversation has one answer a turn, and shows its text.
-_SAMPLING = tuple(option for option in SAMPLING if option.name != "n" and "logprobs" not in option.name)
+_SAMPLING = tuple(
+    option for option in SAMPLING if option.name not in ("n", "detokenize") and "logprobs" not in option.name
+)
 
 _BUILTIN_TURN = "\nQ: {}\nA:"  # the built-in model was trained on this
 
@@ -77,6 +79,7 @@ def add_chat_command(commands: Any) -> None:
     )
     add_options(parser, "sampling parameters", _SAMPLING)
     add_runtime_options(parser)
+    parser.set_defaults(seed=None)  # drawn anew
 
 
 def _chat(arguments: argparse.Namespace) -> int:

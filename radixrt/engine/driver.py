@@ -123,6 +123,15 @@ class Driver:
         self._aborts.append(request_id)
         return True
 
+    def abort_all(self) -> int:
+        """See `Runtime.abort_all`."""
+        if self._open is None:
+            return 0
+        with self._mutex:
+            ids = tuple(self._calls)
+        self._aborts += ids
+        return len(ids)
+
     def has_begun(self, request_id: int | str) -> bool:
         """See `Runtime.has_begun`."""
         call = self._calls.get(request_id)

@@ -149,6 +149,14 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
     assert (second.temperature, second.top_k) == (1.0, 3)
 
 
+def test_options_without_a_stop() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, "sampling", SAMPLING)
+    assert sampling_params(parser.parse_args(["--no-detokenize", "--max-tokens", "3"])) == radixrt.SamplingParams(
+        detokenize=False, max_new_tokens=3
+    )
+
+
 def test_every_keyword_of_the_api_is_an_option() -> None:
     sampling = [SPELLINGS.get(option.name, option.name) for option in SAMPLING]
     assert sorted(sampling) == sorted(field.name for field in fields(radixrt.SamplingParams))

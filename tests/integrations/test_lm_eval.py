@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -281,6 +282,24 @@ def test_values_that_are_not_finite_are_no_score(folder: Path) -> None:
     with pytest.raises(PassError, match="not finite"):
         lm.generate_until(requests("generate_until", ("Mira", {"max_gen_toks": 2})), disable_tqdm=True)
     lm.runtime.close()
+
+
+def test_an_aborted_answer_is_no_answer(tiny: RadixLM) -> None:
+    asked = requests("generate_until", ("the fox", {"max_gen_toks": 50, "ignore_eos": True}))
+    errors: list[str] = []
+
+    def generate() -> None:
+        try:
+            tiny.generate_until(asked, disable_tqdm=True)
+        except PassError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    while not tiny.runtime.abort_all():
+        thread.join(0.001)
+    thread.join(60)
+    assert errors == ["the request was ended before its answer was whole: 'the fox'"]
 
 
 # -- generation --------------------------------------------------------------------------------------------
