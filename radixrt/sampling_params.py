@@ -93,6 +93,11 @@ class SamplingParams:
         if self.n > 1 and self.max_new_tokens == 0:
             raise ParameterError(f"n is {self.n}, but max_new_tokens is 0: there is nothing to draw")
 
+    def first_scored(self, prompt_len: int) -> int | None:
+        """The first of `prompt_len` tokens whose log-probability is wanted; None if none is."""
+        first = max(1, self.prompt_logprobs_start)
+        return first if self.prompt_logprobs is not None and first < prompt_len else None
+
     @property
     def has_penalties(self) -> bool:
         """Whether a penalty changes logits."""

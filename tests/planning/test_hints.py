@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from radixrt.builtin import MODEL_PATH
-from radixrt.planning.batch_plan import plan_batch
 from radixrt.planning.hints import MIN_SHARE, Hint
-from radixrt.planning.token_store import TokenStore
 from radixrt.text.tokenizer import load_tokenizer
 from radixrt.workloads import token_statistics
 from radixrt.workloads.lists import WorkloadPrompt, docqa, fewshot, samples, system_prompt, unshared
 from scripts.bench_batch_plan import random_tree
+from tests.support.plans import planned
 
 RNG = np.random.default_rng(0)
 
@@ -31,7 +30,7 @@ def stamp(count: int) -> list[int]:
 
 
 def hints_of(prompts: list[list[int]]) -> tuple[Hint, ...]:
-    return plan_batch(TokenStore.of(prompts), 1).hints
+    return planned(prompts, 1).hints
 
 
 def saved_by_moving(prompts: list[list[int]], position: int, differing: list[int]) -> int:
