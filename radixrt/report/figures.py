@@ -7,6 +7,7 @@ from __future__ import annotations
 from radixrt.planning.batch_plan import BatchPlan, Expectation, Prediction
 from radixrt.planning.hints import Hint
 from radixrt.report.outline import counted
+from radixrt.workloads.statistics import TokenStatistics
 
 HINTS_TOLD = 5
 WORTHWHILE = 0.005  # a difference of hit rates that is told
@@ -89,12 +90,20 @@ def plan_advice(plan: BatchPlan, expectation: Expectation) -> str:
     return f"{most}, and do in both orders: in so large a pool the order does not matter."
 
 
-def hint_texts(hints: tuple[Hint, ...]) -> list[str]:
-    """A sentence for each hint, the worst first, then the number of further ones."""
+def hint_texts(hints: tuple[Hint, ...], counts: TokenStatistics) -> list[str]:
+    """A sentence for each hint, the worst first, then the number of further ones. `counts` are the plan's."""
     texts = []
     for hint in hints[:HINTS_TOLD]:
         low, high = int(hint.differing.min()), int(hint.differing.max())
         count = counted(high, "token") if low == high else f"{low} to {high} tokens"
+        if hint.tail:
+            best = (counts.best_cached_tokens + hint.tokens) / counts.prompt_tokens
+            texts.append(
+                f"{len(hint.prompts):,} prompts end with the same {counted(hint.tail, 'token')}, after {count} "
+                f"that differ: if what they have in common came first, the best possible hit rate would be "
+                f"{best:.1%} instead of {counts.best_hit_rate:.1%}"
+            )
+            continue
         where = f"after their first {counted(hint.position, 'token')}" if hint.position else "at their beginning"
         texts.append(
             f"{len(hint.prompts):,} prompts differ in {count} {where} and agree after that: about "

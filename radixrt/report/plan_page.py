@@ -33,6 +33,6 @@ def plan_page(
     """
     figures = figure_table(plan_figures(plan, expectation, kv_bytes, card, mean_is_given))
     advice = "" if expectation is None else f"<p>{escape(plan_advice(plan, expectation))}</p>\n"
-    hints = "".join(f'<p class="hint">{escape(text)}</p>\n' for text in hint_texts(plan.hints))
+    hints = "".join(f'<p class="hint">{escape(text)}</p>\n' for text in hint_texts(plan.hints, plan.statistics))
     branches = prefix_branches(outline(plan, max_prefixes), show, int(plan.tree.saved_tokens.sum()))
     return html_page(f"Plan of {title}", f"{advice}{figures}{hints}<h2>Shared prefixes</h2>\n{branches}")

@@ -41,7 +41,7 @@ def print_plan(
     if top.children:
         console.print()
         console.print(view_outline(top, show))
-    for text in hint_texts(plan.hints):
+    for text in hint_texts(plan.hints, plan.statistics):
         console.print()
         console.print(Text.assemble(("hint: ", "bold yellow"), text), soft_wrap=True)
 

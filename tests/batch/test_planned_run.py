@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import radixrt
 from radixrt.batch.job import Batch, run_batch
@@ -17,6 +19,7 @@ from radixrt.errors import ParameterError
 from radixrt.frontend.request_builder import builder_without_weights
 from radixrt.limits import RunLimits
 from radixrt.planning.batch_plan import BatchPlan
+from radixrt.report.batch_report import print_report
 from radixrt.schedule.request import Request
 from tests.support import plans
 from tests.support.fake_runtime import FakeRuntime
@@ -234,3 +237,18 @@ def test_one_prompt_that_is_too_long_is_left_out_of_the_plan(files: tuple[Path, 
     assert report.best_hit_rate == planned(short).statistics.best_hit_rate
     assert report.predicted_hit_rate is not None
     assert abs(report.hit_rate - report.predicted_hit_rate) <= 0.01
+
+
+def test_what_retractions_cost_is_told(files: tuple[Path, Path]) -> None:
+    """Answers that an end token may cut short are promised less memory than they take here."""
+    prompts = [[5 + i] * 20 for i in range(8)]
+    lines = ({"token_ids": prompt, "max_new_tokens": 40, "temperature": 1, "seed": 1} for prompt in prompts)
+    files[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with radixrt.Runtime(device="cpu", max_total_tokens=110) as runtime:
+        report = runtime.run_batch(*files, report=files[1].with_name("report.json"))
+        recomputed = runtime.cache_stats().recomputed_tokens
+    assert report.run.recomputed_tokens == recomputed > 0
+    assert json.loads(files[1].with_name("report.json").read_text())["run"]["recomputed_tokens"] == recomputed
+    console = Console(file=io.StringIO(), width=200)
+    print_report(report, console)
+    assert f"computed again    {recomputed:,} tokens (" in console.file.getvalue()
