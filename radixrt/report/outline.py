@@ -13,7 +13,7 @@ from radixrt.arrays import Int32Array
 from radixrt.planning.batch_plan import BatchPlan
 from radixrt.text.tokenizer import Tokenizer
 
-MIN_SHARE = 0.001  # of the tokens that the largest prefix saves: those that save less are only counted
+FEW_TOKENS, MIN_SHARE = 4, 0.01  # so short a prefix, with so small a share of the largest's savings, is not shown
 Show = Callable[[Int32Array], str]  # token ids `[n]` -> text
 
 
@@ -41,13 +41,13 @@ class Prefix:
 def outline(plan: BatchPlan, max_prefixes: int) -> Prefix:
     """The `max_prefixes` shared prefixes that save the most tokens, below the empty one of all prompts.
 
-    Those that save less than MIN_SHARE of what the largest saves are only counted.
+    Those of a few tokens that save less than MIN_SHARE of what the largest one saves are only counted.
     """
     tree = plan.tree
     saved, prompts, ways = tree.saved_tokens, tree.num_sequences, tree.fan_out
-    enough = max(1, MIN_SHARE * int(saved.max()))
+    is_shown = (saved > 0) & ((tree.num_tokens > FEW_TOKENS) | (saved >= MIN_SHARE * saved.max()))
     largest = np.argsort(-saved, kind="stable")[:max_prefixes]
-    chosen = {int(node) for node in largest if saved[node] >= enough} | {0}
+    chosen = {int(node) for node in largest if is_shown[node]} | {0}
     listed: dict[int, Prefix] = {}
     above: list[int] = []  # the nearest chosen node at or above each
     for node, parent in enumerate(tree.parent.tolist()):
