@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from radixrt.arrays import Int32Array
 from radixrt.errors import TokenizerError
+from radixrt.files.model_files import unusable_file
 from radixrt.text.chat import Message, check_unicode, checked_messages
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
@@ -138,6 +139,8 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     folder = Path(source)
     if not folder.is_dir() and (isinstance(source, Path) or not _HUB_ID.fullmatch(source)):
         raise TokenizerError(f"cannot load a tokenizer from {source}: there is no such folder")
+    if (problem := unusable_file(folder)) is not None:
+        raise TokenizerError(f"cannot load a tokenizer from {source}: {problem}")
     bare, others = folder / "tokenizer.model", ("tokenizer.json", "tokenizer_config.json")
     try:
         if bare.exists() and not any((folder / name).exists() for name in others):
