@@ -153,7 +153,7 @@ def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 
 def _check_sizes(raw: dict[str, Any]) -> None:
-    """Raise ModelError for a whole number of config.json that is out of bounds; transformers judges other types."""
+    """Raise ModelError for a whole number of config.json that is out of bounds; other types are not judged here."""
     for name, (low, high) in _BOUNDS.items():
         value = raw.get(name)
         if type(value) is int and not low <= value <= high:

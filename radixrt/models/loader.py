@@ -16,7 +16,7 @@ from layers.norm import RMSNorm
 from layers.placement import Placement
 from radixrt.errors import ModelError
 from radixrt.files.model_files import unusable_file
-from radixrt.models.config import ModelConfig, read_architecture, read_json
+from radixrt.models.config import ModelConfig, read_architecture
 from radixrt.models.decoder import Decoder
 from radixrt.models.registry import find_architecture
 from radixrt.models.weight_files import INDEX_FILE, StoredTensor, WeightFiles, abbreviate, num_layers_of
