@@ -26,6 +26,7 @@ from radixrt.engine.signals import deferred
 from radixrt.errors import ParameterError, PassError, RadixrtError
 from radixrt.frontend.request_builder import Continuation, OnError, Params, Prompt, is_token_ids, listed_prompts
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
+from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
 
@@ -106,6 +107,11 @@ class Runtime:
         self.reuses_prefixes = parts.config.enable_prefix_cache and not parts.config.force_miss
 
     @property
+    def default_params(self) -> SamplingParams:
+        """The parameters of calls that give none: SamplingParams(), or the model's own (`generation_config`)."""
+        return self._builder.defaults
+
+    @property
     def parts(self) -> Parts:
         """Its parts, for measurements and tests. Raises RadixrtError if it is closed."""
         if self._parts is None:
@@ -154,7 +160,9 @@ class Runtime:
         KeyboardInterrupt. finish_reason is "error" where the model computed values that are not finite.
 
         Args:
-            prompts: each a string, a list of token ids, or a list of chat messages ({"role", "content"}).
+            prompts: each a string, a list of token ids, or a chat: a list of messages ({"role", "content"}), or a
+                dict of "messages" and, as the model's template takes them, "tools", "chat_template_kwargs" and
+                "continue_final_message".
             sampling_params: one for all prompts, or one each: a SamplingParams or a dict in the spelling of SGLang
                 or vLLM; None is SamplingParams().
             tenant: prefixes are shared only between calls of one tenant.
@@ -280,6 +288,8 @@ class Runtime:
         """
         from radixrt.batch.job import run_batch  # rich, for its report, takes a tenth of a second to import
 
+        if options.get("default_params") is None:
+            options["default_params"] = self.default_params
         return run_batch(self, input_path, output_path, **options)
 
     # -- pass by pass --------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from transformers import AutoConfig
 
 from layers.rotary import RopeParameters
 from radixrt.checks import check_int
-from radixrt.errors import ModelError
+from radixrt.errors import ModelError, ParameterError
 from radixrt.models.rope import longest_context, read_rope
+from radixrt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from typing import Self
@@ -37,6 +38,9 @@ _BOUNDS = {
     "max_position_embeddings": (2, 2**24),
     "original_max_position_embeddings": (2, 2**24),
 }
+
+# What generation_config.json may say of sampling; the names are our own, too.
+GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
@@ -153,7 +157,7 @@ def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 
 def _check_sizes(raw: dict[str, Any]) -> None:
-    """Raise ModelError for a whole number of config.json that is out of bounds; other types are not judged here."""
+    """Raise ModelError for a whole number of config.json that is out of bounds. Other types are not judged."""
     for name, (low, high) in _BOUNDS.items():
         value = raw.get(name)
         if type(value) is int and not low <= value <= high:
@@ -222,6 +226,16 @@ def _read_common(source: Any) -> dict[str, Any]:
         "dtype": source.dtype or torch.float32,
         "bos_token_id": source.bos_token_id,
     }
+
+
+def generation_defaults(folder: Path) -> SamplingParams:
+    """The parameters of `generation_config.json`, and our own defaults of the others. Raises ModelError."""
+    file = folder / "generation_config.json"
+    given = read_json(file) if file.exists() else {}
+    try:
+        return SamplingParams(**{name: given[name] for name in GENERATION_DEFAULTS if given.get(name) is not None})
+    except ParameterError as error:
+        raise ModelError(f"{file} cannot be used: {error}") from error
 
 
 def _end_tokens(folder: Path, config_value: object) -> tuple[int, ...]:

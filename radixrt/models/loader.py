@@ -111,28 +111,34 @@ def reload_weights(
     _fill_from_files(model, config, files)
 
 
-def model_folder(source: str | Path, *, weights: bool = True) -> Path:
-    """Return the folder `source`, or the local copy of the hub's model of that name, fetched if need be.
+def model_folder(source: str | Path, *, weights: bool = True, revision: str | None = None) -> Path:
+    """Return the folder `source`, or the local copy of the hub's model of that name, fetched if need be, at
+    a `revision` (None: its main branch).
 
     Without `weights` only configs and tokenizers are fetched. Raises ModelError, also if a file in it is not one
     that can be opened without harm.
     """
-    folder = _found_folder(source, weights)
+    folder = _found_folder(source, weights, revision)
     if (problem := unusable_file(folder)) is not None:
         raise ModelError(problem)
     return folder
 
 
-def _found_folder(source: str | Path, weights: bool) -> Path:
+def _found_folder(source: str | Path, weights: bool, revision: str | None) -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():
+        if revision is not None:
+            raise ModelError(f"revision is {revision!r}, which is for hub ids, but {source} is a folder")
         return folder
     if isinstance(source, Path) or str(source).count("/") > 1 or str(source)[:1] in ("/", ".", "~"):
         raise ModelError(f"there is no folder {source}")
     patterns = [*TEXT_PATTERNS, "*.safetensors"] if weights else [*TEXT_PATTERNS]
     try:
-        # Subfolders hold other formats of the same weights.
-        return Path(snapshot_download(str(source), allow_patterns=patterns, ignore_patterns=["*/*"]))
+        # Subfolders hold other formats of the same weights; one of them holds templates.
+        others = [f"*/{pattern}" for pattern in patterns if pattern != "*.jinja"]
+        return Path(
+            snapshot_download(str(source), revision=revision, allow_patterns=patterns, ignore_patterns=others)
+        )
     except Exception as error:  # offline, no such model, no access, not a name
         raise ModelError(
             f"{str(source)!r} is neither a folder nor a model that the hub gives: {type(error).__name__}: {error}"

@@ -322,9 +322,7 @@ def test_weights_that_no_memory_holds_are_not_made(folder: Path) -> None:
     edit_json(folder / "config.json", vocab_size=2**24, hidden_size=2**16)
     with pytest.raises(ModelError, match=r"takes 4,096.* GiB in torch.bfloat16, and cpu has"):
         load_model(folder, load_format="dummy", dtype="bfloat16")
-    with pytest.raises(
-        ModelError, match=r"lm_head.weight .* asks for \[16777216, 65536\]"
-    ):
+    with pytest.raises(ModelError, match=r"lm_head.weight .* asks for \[16777216, 65536\]"):
         load_model(folder)
 
 

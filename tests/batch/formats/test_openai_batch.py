@@ -21,6 +21,7 @@ from radixrt.frontend.openai import CHAT, COMPLETIONS
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
 from tests.support.fake_runtime import FakeRuntime
 from tests.support.small_tokenizers import small_tokenizer
@@ -218,7 +219,7 @@ def test_ids_follow_from_the_line() -> None:
 
 def test_a_line_is_read() -> None:
     chat = parse(line())
-    assert (chat.prompt, chat.sampling_params, chat.custom_id) == (MESSAGES, DEFAULTS, "a")
+    assert (chat.prompt, chat.sampling_params, chat.custom_id) == (Chat(MESSAGES), DEFAULTS, "a")
     assert chat.metadata is None
     assert parse(line(COMPLETIONS)).prompt == "Who?"
     assert parse(line(COMPLETIONS, prompt=["Who?"])).prompt == "Who?"
@@ -325,14 +326,15 @@ def test_contents_in_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]
     former = {"role": "assistant", "content": "I", "refusal": None, "tool_calls": None, "annotations": []}
     record = parse(line(messages=[former, {"role": "user", "content": parts}]))
-    assert record.prompt == [{"role": "assistant", "content": "I"}, {"role": "user", "content": "Who are you?"}]
+    joined = [{"role": "assistant", "content": "I"}, {"role": "user", "content": "Who are you?"}]
+    assert record.prompt == Chat(joined)
 
 
 @given(messages=st.lists(st.tuples(st.sampled_from(["system", "user", "x"]), st.text(max_size=8)), min_size=1))
 def test_chats_come_through(messages: list[tuple[str, str]]) -> None:
     chat = [{"role": role, "content": content} for role, content in messages]
     in_parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in messages]
-    assert parse(line(messages=chat)).prompt == parse(line(messages=in_parts)).prompt == chat
+    assert parse(line(messages=chat)).prompt == parse(line(messages=in_parts)).prompt == Chat(chat)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
@@ -340,7 +342,6 @@ def test_chats_come_through(messages: list[tuple[str, str]]) -> None:
 BAD_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"stream": True}, "stream is true, which a batch cannot honour; give false, or leave it out"),
     ({"stream": 0}, "stream is 0, which"),
-    ({"tools": [{"type": "function"}]}, 'tools is [{"type": "function"}], which a batch cannot honour; give []'),
     ({"tool_choice": "required"}, 'tool_choice is "required", which'),
     ({"response_format": {"type": "json_object"}}, 'response_format is {"type": "json_object"}, which'),
     ({"modalities": ["text", "audio"]}, "modalities is"),
@@ -420,7 +421,7 @@ def test_no_parameter_of_the_openai_package_is_passed_over(url: str) -> None:
         (
             CHAT,
             {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
-            "messages[0] has 'tool_calls', which a batch cannot honour",
+            "chat message 0 has a tool call 0 without a function that has a name",
         ),
         (
             CHAT,
