@@ -139,7 +139,7 @@ def assemble(config: RuntimeConfig) -> Parts:
         runner.capture_graphs()
     ended = time.perf_counter()
     pool_bytes, captured_graphs = slots * bytes_per_slot, len(runner.executor.graphs)
-    _log.info("KV pool: %s tokens, %.2f GiB in %s", f"{slots:,}", pool_bytes / 2**30, kv_dtype)
+    _log.info("KV pool: %s tokens, %.2f GiB in %s", f"{slots - 1:,}", pool_bytes / 2**30, kv_dtype)
     if captured_graphs:
         _log.info("graphs: %d captured in %.1f s", captured_graphs, ended - graphs_began)
     _log.info("ready after %.1f s", ended - began)

@@ -17,7 +17,8 @@ from radixrt.sampling_params import SamplingParams
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% if not (briefly | default(false)) %}Q: Mira likes?\nA:{% endif %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if not (briefly | default(false)) %}Q: Mira likes?\nA:{% endif %}"
 )
 CHAT = [{"role": "user", "content": [{"type": "text", "text": "Mira likes Oslo."}]}]
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_total_tokens": 2000}

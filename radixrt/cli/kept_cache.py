@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import radixrt
-from radixrt.cli.options import log_to_stderr, runtime_options
+from radixrt.cli.options import runtime_options
 from radixrt.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ def runtime_with_cache(arguments: argparse.Namespace, *, progress: bool = False)
     """
     load, save = _path(arguments, "load_cache"), _path(arguments, "save_cache")
     options = runtime_options(arguments)
-    log_to_stderr(arguments)
     if (load or save) and not options.get("enable_prefix_cache", True):
         raise ParameterError("--no-prefix-cache keeps nothing: there is no cache to load or to save")
     if load is not None and not load.is_file():

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,22 +216,7 @@ def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "model", MODEL)
     add_options(parser, "memory and schedule", SCHEDULE)
     add_options(parser, "cache kept across runs", KEPT_CACHE)
-    add_verbose(parser)
-
-
-def add_verbose(parser: argparse.ArgumentParser) -> None:
-    """Add --verbose, which `log_to_stderr` reads."""
     parser.add_argument("--verbose", action="store_true", help="tell on stderr what starting up takes")
-
-
-def log_to_stderr(arguments: argparse.Namespace) -> None:
-    """With --verbose, show what the package logs."""
-    if arguments.verbose:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("radixrt: %(message)s"))
-        log = logging.getLogger("radixrt")
-        log.handlers = [handler]
-        log.setLevel(logging.INFO)
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:

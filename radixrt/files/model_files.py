@@ -1,5 +1,7 @@
 """What the files of a model folder must be before a library opens them: regular, and not absurdly large."""
 
+# Tests: tests/models/test_loader.py
+
 from __future__ import annotations
 
 import stat

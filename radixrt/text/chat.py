@@ -1,7 +1,5 @@
 """Chats as prompts, and their checks."""
 
-# Tests: tests/text/test_chat.py
-
 from __future__ import annotations
 
 import json

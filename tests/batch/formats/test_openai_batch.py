@@ -330,6 +330,34 @@ def test_contents_in_parts_are_joined() -> None:
     assert record.prompt == Chat(joined)
 
 
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+def test_tools_and_calls_are_for_the_template() -> None:
+    called = [
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
+        {"role": "tool", "content": "yes", "tool_call_id": "a"},
+    ]
+    record = parse(line(messages=called, tools=TOOLS, chat_template_kwargs={"enable_thinking": False}))
+    as_object = {**CALL, "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [as_object]}, called[1]]
+    assert record.prompt == Chat(messages, TOOLS, {"enable_thinking": False})
+    assert refused(line(COMPLETIONS, tools=TOOLS)).message.startswith("tools is [")
+
+
+def test_a_message_that_goes_on() -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+    for more in ({}, {"add_generation_prompt": False}):
+        record = parse(line(messages=begun, continue_final_message=True, **more))
+        assert record.prompt == Chat(begun, is_continued=True)
+    assert parse(line(continue_final_message=False, add_generation_prompt=True)).prompt == Chat(MESSAGES)
+    for bad in ({"add_generation_prompt": False}, {"add_generation_prompt": True, "continue_final_message": True}):
+        assert "add_generation_prompt is " in refused(line(messages=begun, **bad)).message
+    message = refused(line(continue_final_message=True)).message
+    assert message == "continue_final_message needs a last message of the assistant that has a content"
+
+
 @given(messages=st.lists(st.tuples(st.sampled_from(["system", "user", "x"]), st.text(max_size=8)), min_size=1))
 def test_chats_come_through(messages: list[tuple[str, str]]) -> None:
     chat = [{"role": role, "content": content} for role, content in messages]

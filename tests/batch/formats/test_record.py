@@ -287,6 +287,16 @@ def test_messages_are_not_as_long_as_what_they_show() -> None:
     assert len(error.message) <= 1000
 
 
+def test_what_a_chat_has_besides_messages() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    tools, more = [{"name": "f"}], {"enable_thinking": False}
+    given = {"messages": messages, "tools": tools, "chat_template_kwargs": more, "continue_final_message": None}
+    assert parse_line(json.dumps(given).encode()).prompt == Chat([{"role": "user", "content": "ab"}], tools, more)
+    begun = [{"role": "assistant", "content": "a"}]
+    going_on = json.dumps({"messages": begun, "continue_final_message": True}).encode()
+    assert parse_line(going_on).prompt == Chat(begun, is_continued=True)
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -300,6 +310,9 @@ def test_messages_are_not_as_long_as_what_they_show() -> None:
         ({"messages": [{"role": "user", "content": "a"}, "b"]}, "chat message 1 is str"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat message 0 holds U+D800"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "whose part 0 is no"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": {}}, "tools are of type dict; they must be a"),
+        ({"prompt": "a", "tools": []}, "the line has tools, which only a chat may have: give messages"),
+        ({"prompt": "a", "continue_final_message": True}, "the line has continue_final_message, which only a cha"),
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": []}, "prompt is empty"),
         ({"token_ids": []}, "token_ids is empty"),
