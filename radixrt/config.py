@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -58,7 +59,10 @@ class RuntimeConfig:
         generation_config: "auto": where a call gives no parameters, or a dict without some, the model's own
             generation_config.json has the defaults of temperature, top_k, top_p, min_p, repetition_penalty and
             max_new_tokens. "none": SamplingParams has all. End tokens are read from that file in any case.
-        seed: of dummy weights, and of requests without a seed of their own, together with their index.
+        threads: processors that operations on a CPU use, in the whole process; None: as many as torch would, but
+            not more than the process may use by its affinity and its control group's quota.
+        seed: of dummy weights, and of requests without a seed of their own, together with their index and the
+            number of their call: the same calls of two Runtimes draw the same. None: drawn anew; `seed` has it.
         impl: of the model's operations: "triton", kernels; "torch", the references; "auto", kernels on a GPU
             where Triton is installed, else references.
     """
@@ -84,7 +88,8 @@ class RuntimeConfig:
     revision: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     generation_config: Literal["auto", "none"] = "none"
-    seed: int = 0
+    threads: int | None = None
+    seed: int | None = 0
     impl: Impl = "auto"
 
     def __post_init__(self) -> None:
@@ -103,10 +108,19 @@ class RuntimeConfig:
             check_int("max_running_requests", self.max_running_requests, 1, 2**16)
         if self.chunked_prefill_size is not None:
             check_int("chunked_prefill_size", self.chunked_prefill_size, 1, 2**20)
-        object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
+        if self.threads is not None:
+            check_int("threads", self.threads, 1, 2**16)
+        seed = secrets.randbits(63) if self.seed is None else check_int("seed", self.seed, 0, 2**63 - 1)
+        object.__setattr__(self, "seed", seed)
         if self.host_memory_gb and not self.enable_prefix_cache:
             given = f"host_memory_gb is {self.host_memory_gb!r} and enable_prefix_cache is False"
             raise ParameterError(f"{given}: nothing is kept that could go to the host")
+
+    @property
+    def run_seed(self) -> int:
+        """seed, given or drawn."""
+        assert self.seed is not None  # it has been drawn
+        return self.seed
 
     def share_of_memory(self, *, on_gpu: bool) -> float:
         """memory_fraction, or its default."""

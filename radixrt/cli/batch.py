@@ -32,7 +32,7 @@ example:
   {"token_ids": [5, 8, 13], "metadata": {"source": "page 7"}}
   {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 16}
 
-  $ radixrt batch --input questions.jsonl --output answers.jsonl --temperature 0
+  $ radixrt batch --model FOLDER_OR_ID --input questions.jsonl --output answers.jsonl --temperature 0
   $ zcat more.jsonl.gz | radixrt batch --input - --output answers.jsonl.zst
 
 Each line becomes one record in answers.jsonl, in the same order: custom_id, index (the line's place in the input,
@@ -51,7 +51,7 @@ ends in .gz or .zst. "-" is standard input or output.
 Records on standard output are in input order, too, but none are kept: the same command begins anew.
 
 --report FILE gets the figures printed at the end and a timeline, also if the run was stopped. A page (.html) also
-shows the shared prefixes, and needs matplotlib: pip install 'radixrt[report]'.
+shows the shared prefixes, and needs matplotlib (pip install matplotlib).
 
 exit status: 0 every line has its record; 1 the run failed, or more lines have errors than --max-error-rate
 allows; 2 the options, the model or a file cannot be used; 75 the disk or the GPU failed; 130 stopped by Ctrl-C,

@@ -184,7 +184,7 @@ def _rows(path: Path, name: str, max_line: int) -> Iterator[tuple[int, bytes | B
         from pyarrow import parquet
     except ImportError as error:
         raise BatchFileError(
-            f"{name} is a parquet file, and pyarrow is not installed ({error}): pip install 'radixrt[parquet]'"
+            f"{name} is a parquet file, and pyarrow is not installed ({error}): pip install pyarrow"
         ) from error
     count = 0
     try:
