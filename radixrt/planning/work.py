@@ -32,7 +32,7 @@ class Work:
         generated_tokens: tokens of all answers.
         passes: of the model.
         prefill_seconds, decode_seconds: times at peak speed of this run's passes, if none mixes both.
-        min_seconds: time that no engine can beat at peak speed, in any order, if all answers have these tokens.
+        min_seconds: lower bound at peak speed, in any order, if all answers have these tokens.
     """
 
     computed_tokens: int
