@@ -95,7 +95,7 @@ def assemble(config: RuntimeConfig) -> Parts:
             device=device,
             context_length=config.context_length,
             load_format=config.load_format,
-            seed=config.run_seed,
+            seed=config.seed or 0,
             impl=impl,
         )
         made.result()

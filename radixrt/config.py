@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,7 +63,8 @@ class RuntimeConfig:
         threads: processors that operations on a CPU use, in the whole process; None: as many as torch would, but
             not more than the process may use by its affinity and its control group's quota.
         seed: of dummy weights, and of requests without a seed of their own, together with their index and the
-            number of their call: the same calls of two Runtimes draw the same. None: drawn anew; `seed` has it.
+            number of their call: the same calls of two Runtimes draw the same. None: one of the system's, which
+            `Runtime.seed` has; dummy weights are those of 0 then.
         impl: of the model's operations: "triton", kernels; "torch", the references; "auto", kernels on a GPU
             where Triton is installed, else references.
     """
@@ -110,17 +112,16 @@ class RuntimeConfig:
             check_int("chunked_prefill_size", self.chunked_prefill_size, 1, 2**20)
         if self.threads is not None:
             check_int("threads", self.threads, 1, 2**16)
-        seed = secrets.randbits(63) if self.seed is None else check_int("seed", self.seed, 0, 2**63 - 1)
-        object.__setattr__(self, "seed", seed)
+        if self.seed is not None:
+            object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
         if self.host_memory_gb and not self.enable_prefix_cache:
             given = f"host_memory_gb is {self.host_memory_gb!r} and enable_prefix_cache is False"
             raise ParameterError(f"{given}: nothing is kept that could go to the host")
 
-    @property
+    @cached_property
     def run_seed(self) -> int:
-        """seed, given or drawn."""
-        assert self.seed is not None  # it has been drawn
-        return self.seed
+        """seed, or one of the system's."""
+        return secrets.randbits(63) if self.seed is None else self.seed
 
     def share_of_memory(self, *, on_gpu: bool) -> float:
         """memory_fraction, or its default."""

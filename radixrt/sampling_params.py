@@ -66,9 +66,9 @@ class SamplingParams:
     this order, each of what the one before has left, and one token is drawn. A value out of bounds raises
     `ParameterError`.
 
-    The order of filters is that of transformers. vLLM applies `min_p` before the others, and SGLang takes `top_k`
-    and `top_p` together, of the same probabilities: with several of them set, draws are distributed a little
-    differently there. A bias comes after the repetition penalty here, and before it in transformers and vLLM.
+    The order of filters is that of transformers. vLLM applies `min_p` before the others; SGLang without `min_p`
+    takes `top_k` and `top_p` together, of the same probabilities. With several of them set, draws are distributed
+    a little differently there. A bias comes after the repetition penalty here, before it in transformers and vLLM.
 
     Attributes:
         max_new_tokens: limit of generated tokens, 0 to 2**31 - 1. The context may end a request earlier; with None
@@ -143,6 +143,11 @@ class SamplingParams:
             raise ParameterError(f"n is {self.n}, but max_new_tokens is 0: there is nothing to draw")
         if self.stop and not self.detokenize:
             raise ParameterError("stop needs a text to look in, but detokenize is False")
+
+    def first_scored(self, prompt_len: int) -> int | None:
+        """The first of `prompt_len` tokens whose log-probability is wanted; None if none is."""
+        first = max(1, self.prompt_logprobs_start)
+        return first if self.prompt_logprobs is not None and first < prompt_len else None
 
     @property
     def has_penalties(self) -> bool:
