@@ -25,8 +25,12 @@ def main(paths: list[str], seconds: float, max_bytes: int, max_characters: int) 
     """Answer standard input to its end."""
     sys.path[:] = paths  # those of the process that asks
     render = _renderer(json.loads(sys.stdin.buffer.readline()), max_characters)
+    # What the process that asks ignores or blocks, this one would, too.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     # macOS knows this limit, and takes no notice of it.
-    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes if hard < 0 else min(max_bytes, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _serve(sys.stdin.buffer, sys.stdout.buffer, render, seconds)
 

@@ -207,6 +207,20 @@ def test_a_template_without_end(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("low_limits")
+def test_the_limit_of_time_holds_where_its_signal_is_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPROF,))
+    try:
+        with pytest.raises(
+            TokenizerError, match="the chat template takes more than 10 seconds for these messages"
+        ):
+            chat_tokenizer(tmp_path, SILENT).chat_text(CHAT)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
+        signal.signal(signal.SIGPROF, before)
+
+
+@pytest.mark.usefixtures("low_limits")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits memory")
 @pytest.mark.parametrize("name", LARGE)
 def test_a_template_that_takes_all_memory(tmp_path: Path, name: str) -> None:
