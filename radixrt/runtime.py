@@ -380,6 +380,10 @@ class Runtime:
         """Token counts since the Runtime was made, and the state of the pool."""
         return self.parts.cache.stats()
 
+    def cached_len(self, prompt_ids: NDArray[np.int32]) -> int:
+        """Leading tokens of a prompt `[n]` that are cached now, in either tier, for requests without a tenant."""
+        return self.parts.cache.match(self._builder.namespace(None), prompt_ids, len(prompt_ids)).length
+
     def print_tree(self, *, max_nodes: int = 200, console: Console | None = None) -> None:
         """Print the cached prefixes as a tree, the latest used first."""
         from rich.console import Console  # a tenth of a second to import

@@ -141,6 +141,11 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise ParameterError("stop needs a text to look in, but detokenize is False")
 
+    def first_scored(self, prompt_len: int) -> int | None:
+        """The first of `prompt_len` tokens whose log-probability is wanted; None if none is."""
+        first = max(1, self.prompt_logprobs_start)
+        return first if self.prompt_logprobs is not None and first < prompt_len else None
+
     @property
     def has_penalties(self) -> bool:
         """Whether a penalty changes logits."""

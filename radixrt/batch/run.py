@@ -87,6 +87,9 @@ class BatchRuntime(MeteredRuntime, Protocol[R]):
 
     def abort(self, request: R) -> object: ...
 
+    def cached_len(self, prompt_ids: Int32Array) -> int:
+        """Leading tokens of a prompt that are in the cache now."""
+
     def has_begun(self, request: R) -> bool:
         """Whether a pass has computed some of a submitted request."""
 
@@ -196,7 +199,7 @@ class BatchRun(Generic[R]):
         sound = np.flatnonzero(~self._scan.is_bad)
         if self._plan is not None and len(self._plan) == len(sound):
             return self._plan
-        return self._plan_of(sound)
+        return plan_batch(self._scan.tokens, self._scan.demands, sound)
 
     # -- which lines run, and when -------------------------------------------------------------------------
 
@@ -215,22 +218,29 @@ class BatchRun(Generic[R]):
             return _without_keep(np.concatenate([too_long, positions]))
         all_fit = plan.pool_for_all <= limits.pool_tokens
         drops_prefixes = not (all_fit or self._options.keep_cache)
-        if (all_fit or drops_prefixes) and self._is_predictable(plan):
-            self._predicted_hit_rate = plan.predict(limits).hit_rate
+        if all_fit or drops_prefixes:
+            self._predicted_hit_rate = self._prediction(plan)
         if not drops_prefixes:
             return _without_keep(np.concatenate([too_long, plan.run.order]))
         planned = zip(plan.run.order.tolist(), plan.keep.tolist(), strict=True)
         return itertools.chain(_without_keep(too_long), planned)
 
-    def _is_predictable(self, plan: BatchPlan) -> bool:
-        """Whether the run begins with an empty cache of one tier, in which the longest request fits."""
+    def _prediction(self, plan: BatchPlan) -> float | None:
+        """The hit rate to expect; None if there is no cache, it has two tiers, or what it has may be evicted."""
         stats, limits = self._runtime.cache_stats(), self._runtime.limits
-        is_empty = stats.free == stats.capacity and not stats.host_capacity
-        return is_empty and self._runtime.reuses_prefixes and 0 < plan.longest_request <= limits.pool_tokens
+        if not self._runtime.reuses_prefixes or stats.host_capacity or not len(plan):
+            return None
+        held = stats.capacity - stats.free
+        if not held:
+            return plan.predict(limits).hit_rate
+        fits = held + plan.pool_beyond_held <= limits.pool_tokens
+        return plan.predict_without_eviction().hit_rate if fits else None
 
     def _plan_of(self, positions: Int64Array) -> BatchPlan:
-        scan = self._scan
-        return plan_batch(scan.tokens, scan.new_tokens.astype(np.int64) * scan.num_answers, positions)
+        stats = self._runtime.cache_stats()
+        is_empty = stats.free == stats.capacity and not stats.host_tokens
+        held = None if is_empty or not self._runtime.reuses_prefixes else self._runtime.cached_len
+        return plan_batch(self._scan.tokens, self._scan.demands, positions, held)
 
     def _goes_on(self, waiting: Iterator[_PlannedLine]) -> bool:
         """Submit waiting lines, unless the batch is interrupted. Whether there is a pass to run."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,15 @@ example:
   radixrt plan questions.jsonl --html plan.html
 
 Nothing is run, and no weights are read: the model's tokenizer and config.json are enough. Hits and time are those
-of a run in the planned order with the options given here. The time is for --card, by the engine's measured
-multiples of the physical bound (docs/lab-notebook/2026-11-22-five-lists.md). Answers are expected to have
-max_new_tokens; --mean-new-tokens sets a lower expectation.
+of a run in the planned order with the options given here. The time is for --card: that at its peak speed by the
+engine's measured multiples of it (docs/lab-notebook/2026-11-22-five-lists.md), and 1 to 3 ms a pass. Answers are
+expected to have max_new_tokens; --mean-new-tokens sets a lower expectation.
 """
 
+_CARDS = (
+    "h200 (the default, measured); by their data sheets: b200, h100, h100-pcie, h100-nvl, a100, a100-pcie, "
+    "a100-40gb, l40s, rtx-4090"
+)
 _OPTIONS = (
     Option("model", "Hugging Face folder or hub id (the small built-in model)", "FOLDER_OR_ID"),
     Option("max_total_tokens", "slots of the KV pool (as many as fit on the card)", "N", int),
@@ -53,10 +58,11 @@ def add_plan_command(commands: Any) -> None:
     option = parser.add_argument_group("files").add_argument
     option("input", metavar="FILE", help="JSON lines or parquet, one prompt each; - is standard input")
     option("--html", type=Path, metavar="FILE", help="write the plan as a page that folds and unfolds")
+    option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     option("--prefixes", type=int, default=20, metavar="N", help="number of shared prefixes to show (20)")
     add_options(parser, "the run", _OPTIONS)
     card = parser.add_argument_group("the card").add_argument
-    card("--card", default="h200", metavar="NAME", help="a measured card: h200 (h200)")
+    card("--card", default="h200", metavar="NAME", help=_CARDS)
     card("--bandwidth", type=float, metavar="BYTES/S", help="of another card's memory, such as 2.0e12")
     card("--flops", type=float, metavar="OPS/S", help="its dense products of the dtype, such as 250e12")
     card("--memory-gb", type=float, metavar="GB", help="its memory, in gigabytes (10^9 bytes)")
@@ -64,11 +70,11 @@ def add_plan_command(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    import numpy as np
     from rich.console import Console
 
     from radixrt.batch.formats.line_format import LineParser
     from radixrt.batch.formats.source import read_lines
+    from radixrt.batch.meter import progress_bar
     from radixrt.batch.scan import scan_lines
     from radixrt.builtin import MODEL_PATH
     from radixrt.files.disk import temporary_folder
@@ -92,13 +98,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     builder = builder_without_weights(source)
     shape = _shape(builder.config)
     with temporary_folder() as folder:
-        scan = scan_lines(
-            read_lines(arguments.input),
-            folder,
-            parser=LineParser(defaults),
-            tokenizer=builder.tokenizer,
-            check=lambda prompt, params, line: builder.build(prompt, params, index=line),
-        )
+        with progress_bar("reading", " lines", None, arguments.progress) as bar:
+            scan = scan_lines(
+                read_lines(arguments.input),
+                folder,
+                parser=LineParser(defaults),
+                tokenizer=builder.tokenizer,
+                check=lambda prompt, params, line: builder.build(prompt, params, index=line),
+                seen=bar.update,
+            )
         if scan.problems:
             print(f"radixrt: {scan.summary()}", file=sys.stderr)
         console = Console(highlight=False)
@@ -106,10 +114,10 @@ def _plan(arguments: argparse.Namespace) -> int:
             nothing = "no prompts" if not len(scan) else "no prompt that can run"
             console.print(f"{place_name(arguments.input, 'input')} holds {nothing}", markup=False, soft_wrap=True)
             return DONE
-        new_tokens = scan.new_tokens.astype(np.int64) * scan.num_answers
-        if hasattr(arguments, "mean_new_tokens"):
-            new_tokens = new_tokens.clip(max=max(1, arguments.mean_new_tokens))
-        plan = plan_batch(scan.tokens, new_tokens)
+        demands, mean_is_given = scan.demands, hasattr(arguments, "mean_new_tokens")
+        if mean_is_given:
+            demands = replace(demands, new_tokens=demands.new_tokens.clip(max=max(1, arguments.mean_new_tokens)))
+        plan = plan_batch(scan.tokens, demands)
         limits = _limits(arguments, card, shape)
         if plan.longest_request > limits.pool_tokens:
             raise ParameterError(
@@ -120,6 +128,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         told: dict[str, Any] = {
             "expectation": expectation,
             "kv_bytes": shape.kv_bytes,
+            "card": card.title,
+            "mean_is_given": mean_is_given,
             "show": decoded_by(builder.tokenizer),
         }
         print_plan(plan, console, max_prefixes=arguments.prefixes, **told)

@@ -74,7 +74,7 @@ class RequestBuilder:
         be run, ParameterError if parameters are out of bounds or ask for what the model does not have.
         """
         params, stop_ids, bad_words = self._terms(read_params(params))
-        namespace, ids = self._namespace(tenant), self.token_ids(prompt)
+        namespace, ids = self.namespace(tenant), self.token_ids(prompt)
         context, start = self.context_length, params.prompt_logprobs_start
         longest = context if params.max_new_tokens == 0 else context - 1
         if len(ids) > longest:
@@ -133,7 +133,7 @@ class RequestBuilder:
         each, ids = one_each(params, len(prompts), many), own_ids(request_ids, len(prompts), many)
         if on_error not in ("raise", "return"):
             raise ParameterError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
-        self._namespace(tenant)  # a bad one is an error of the call, not of each prompt
+        self.namespace(tenant)  # a bad one is an error of the call, not of each prompt
         requests: list[Request] = []
         errors: dict[int, Exception] = {}
         read: dict[int, SamplingParams] = {}  # by the identity of what was given: often all are the same
@@ -208,7 +208,8 @@ class RequestBuilder:
             raise PromptError("has no token before its continuation")
         return joined, start
 
-    def _namespace(self, tenant: str | None) -> Namespace:
+    def namespace(self, tenant: str | None) -> Namespace:
+        """Where a tenant's prefixes are cached; None: those of no tenant."""
         if tenant is not None and not isinstance(tenant, str):
             raise ParameterError(f"tenant is {tenant!r}; it must be a string or None")
         return Namespace(self.weights_version, tenant=tenant)

@@ -123,6 +123,9 @@ class FakeRuntime:
     def abort(self, request: Request) -> None:
         self.aborted.append(request)
 
+    def cached_len(self, prompt_ids: npt.NDArray[np.int32]) -> int:
+        return 0
+
     def has_begun(self, request: Request) -> bool:
         return request in self.begun
 
