@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
@@ -53,6 +54,12 @@ class RuntimeConfig:
         attention: how kernels read KV that requests of a pass share: "tree", once for all of them, where that is
             cheaper; or "flat", once for each, for comparison.
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
+        revision: branch, tag or commit of a hub id; None is its main branch.
+        chat_template_kwargs: variables of the chat template, such as {"enable_thinking": False}, for chats that do
+            not give them.
+        generation_config: "auto": where a call gives no parameters, or a dict without some, the model's own
+            generation_config.json has the defaults of temperature, top_k, top_p, min_p, repetition_penalty and
+            max_new_tokens. "none": SamplingParams has all. End tokens are read from that file in any case.
         threads: processors that operations on a CPU use, in the whole process; None: as many as torch would, but
             not more than the process may use by its affinity and its control group's quota.
         seed: of dummy weights, and of requests without a seed of their own, together with their index and the
@@ -80,12 +87,20 @@ class RuntimeConfig:
     cuda_graphs: bool | None = None
     attention: Attention = "tree"
     load_format: LoadFormat = "auto"
+    revision: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    generation_config: Literal["auto", "none"] = "none"
     threads: int | None = None
     seed: int | None = 0
     impl: Impl = "auto"
 
     def __post_init__(self) -> None:
-        known = {"attention": ("tree", "flat"), "kv_dtype": ("auto", "fp8"), "schedule_policy": [*SchedulePolicy]}
+        known = {
+            "attention": ("tree", "flat"),
+            "generation_config": ("auto", "none"),
+            "kv_dtype": ("auto", "fp8"),
+            "schedule_policy": [*SchedulePolicy],
+        }
         for name, choices in known.items():
             if (chosen := getattr(self, name)) not in choices:
                 raise ParameterError(f"{name} is {chosen!r}; it must be one of: {', '.join(choices)}")

@@ -35,6 +35,7 @@ from radixrt.frontend.request_builder import (
     listed_prompts,
 )
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
+from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
 
@@ -116,6 +117,11 @@ class Runtime:
         self.reuses_prefixes = parts.config.enable_prefix_cache and not parts.config.force_miss
 
     @property
+    def default_params(self) -> SamplingParams:
+        """The parameters of calls that give none: SamplingParams(), or the model's own (`generation_config`)."""
+        return self._builder.defaults
+
+    @property
     def parts(self) -> Parts:
         """Its parts, for measurements and tests. Raises RadixrtError if it is closed."""
         if self._parts is None:
@@ -164,9 +170,11 @@ class Runtime:
         KeyboardInterrupt. finish_reason is "error" where the model computed values that are not finite.
 
         Args:
-            prompts: each a string, a list of token ids, a list of chat messages ({"role", "content"}), or a dict
-                as vLLM takes, {"prompt": ...} or {"prompt_token_ids": ...}. Many come as a list, or from anything
-                else that yields them: a generator, an array, a column of a table.
+            prompts: each a string, a list of token ids, a chat, or a dict as vLLM takes, {"prompt": ...} or
+                {"prompt_token_ids": ...}. A chat is a list of messages ({"role", "content"}), or a dict of
+                "messages" and, as the model's template takes them, "tools", "chat_template_kwargs" and
+                "continue_final_message". Many prompts come as a list, or from anything else that yields them: a
+                generator, an array, a column of a table.
             sampling_params: one for all prompts, or one each: a SamplingParams or a dict in the spelling of SGLang
                 or vLLM; None is SamplingParams().
             tenant: prefixes are shared only between calls of one tenant.
@@ -304,6 +312,8 @@ class Runtime:
         """
         from radixrt.batch.job import run_batch  # rich, for its report, takes a tenth of a second to import
 
+        if options.get("default_params") is None:
+            options["default_params"] = self.default_params
         return run_batch(self, input_path, output_path, **options)
 
     # -- pass by pass --------------------------------------------------------------------------------------

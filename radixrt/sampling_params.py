@@ -103,6 +103,8 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt.
         prompt_logprobs_start: the first prompt token that gets one. Scored tokens are computed: only the tokens
             before them can come from the cache.
+        truncate_prompt_tokens: a longer prompt keeps its last so many tokens, and loses what it begins with, a BOS
+            or a system message as well. None: it is as long as it is.
     """
 
     max_new_tokens: int = 128
@@ -127,6 +129,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    truncate_prompt_tokens: int | None = None
     detokenize: bool = True
 
     def __post_init__(self) -> None:
@@ -263,6 +266,7 @@ _CHECKS: Mapping[str, _Check] = MappingProxyType(
         "logprobs": _or_none(_int(0, MAX_LOGPROBS)),
         "prompt_logprobs": _or_none(_int(0, MAX_LOGPROBS)),
         "prompt_logprobs_start": _int(0, 2**31 - 1),
+        "truncate_prompt_tokens": _or_none(_int(1, 2**31 - 1)),
         "ignore_eos": _flag,
         "include_stop_str": _flag,
         "skip_special_tokens": _flag,
