@@ -131,8 +131,8 @@ class ModelConfig:
 
     def with_context_length(self, context_length: int) -> Self:
         """Return the config for sequences up to `context_length`, 2 to `max_context_length`, or ParameterError."""
-        check_int("context_length", context_length, 2, self.max_context_length)
-        return replace(self, context_length=context_length)
+        length = check_int("context_length", context_length, 2, self.max_context_length)
+        return replace(self, context_length=length)
 
 
 def read_architecture(folder: Path) -> str:

@@ -548,7 +548,8 @@ def test_context_lengths(folder: Path, rope: dict[str, Any], longest: int) -> No
         model, config = load_model(folder, context_length=length)
         assert (config.context_length, config.max_context_length) == (length, longest)
         assert model.get_buffer("blocks.0.attention.attention.cos_sin_cache").shape == (length, 8)
-    for length in (1, longest + 1, 16.0):
+    assert type(load_model(folder, context_length=16.0)[1].context_length) is int  # type: ignore[arg-type]
+    for length in (1, longest + 1, 16.5):
         with pytest.raises(ParameterError, match=f"context_length is {length}; .* from 2 to {longest}"):
             load_model(folder, context_length=length)  # type: ignore[arg-type]
 
