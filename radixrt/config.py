@@ -106,12 +106,10 @@ class RuntimeConfig:
                 raise ParameterError(f"{name} is {chosen!r}; it must be one of: {', '.join(choices)}")
         if self.memory_fraction is not None:
             check_float("memory_fraction", self.memory_fraction, 0.0, 1.0, above=True)
-        if self.max_running_requests is not None:
-            check_int("max_running_requests", self.max_running_requests, 1, 2**16)
-        if self.chunked_prefill_size is not None:
-            check_int("chunked_prefill_size", self.chunked_prefill_size, 1, 2**20)
-        if self.threads is not None:
-            check_int("threads", self.threads, 1, 2**16)
+        most = {"max_running_requests": 2**16, "chunked_prefill_size": 2**20, "threads": 2**16}
+        for name, high in most.items():
+            if (number := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_int(name, number, 1, high))
         if self.seed is not None:
             object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
         if self.host_memory_gb and not self.enable_prefix_cache:

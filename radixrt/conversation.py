@@ -142,9 +142,8 @@ class Conversation:
         Raises:
             ParameterError: n is not a whole number from 1 to MAX_FORKS.
         """
-        check_int("n", n, 1, MAX_FORKS)
         branches = []
-        for _ in range(n):
+        for _ in range(check_int("n", n, 1, MAX_FORKS)):
             params = self._params
             if params.seed is not None:
                 params = replace(params, seed=_branch_seed(params.seed, self._forks))

@@ -55,6 +55,12 @@ def test_options_outside_their_bounds_are_refused(options: dict[str, Any], messa
         RuntimeConfig(**options)
 
 
+def test_whole_floats_become_ints() -> None:
+    config = RuntimeConfig(max_running_requests=8.0, chunked_prefill_size=64.0, threads=2.0)  # type: ignore[arg-type]
+    numbers = (config.max_running_requests, config.chunked_prefill_size, config.threads)
+    assert [(type(number), number) for number in numbers] == [(int, 8), (int, 64), (int, 2)]
+
+
 def test_the_facade_imports_neither_torch_nor_rich() -> None:
     code = "import sys, radixrt.runtime; sys.exit(bool({'torch', 'transformers', 'rich'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
