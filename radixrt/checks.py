@@ -16,17 +16,12 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 
 def check_int(name: str, value: object, low: int, high: int) -> int:
-    """`value` as an int, low <= value <= high. Raises ParameterError."""
+    """`value`, an integer or a float such as 3.0, as an int, low <= value <= high. Raises ParameterError."""
+    if isinstance(value, Real) and not isinstance(value, Integral) and (number := float(value)).is_integer():
+        value = int(number)  # tables have floats in a column with gaps
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise ParameterError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
     return int(value)
-
-
-def check_whole(name: str, value: object, low: int, high: int) -> int:
-    """`check_int`, also of a float such as 3.0: columns of a table that have gaps hold floats."""
-    if isinstance(value, Real) and not isinstance(value, Integral) and (number := float(value)).is_integer():
-        value = int(number)
-    return check_int(name, value, low, high)
 
 
 def check_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:

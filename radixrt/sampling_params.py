@@ -8,7 +8,7 @@ from functools import wraps
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from radixrt.checks import check_float, check_whole
+from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -138,7 +138,7 @@ class SamplingParams:
             if value is not _DEFAULTS[name]:
                 object.__setattr__(self, name, check(name, value))
         if self.min_new_tokens:
-            check_whole("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
+            check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         if self.n > 1 and self.max_new_tokens == 0:
             raise ParameterError(f"n is {self.n}, but max_new_tokens is 0: there is nothing to draw")
         if self.stop and not self.detokenize:
@@ -156,7 +156,7 @@ class SamplingParams:
 
 
 def _int(low: int, high: int) -> _Check:
-    return lambda name, value: check_whole(name, value, low, high)
+    return lambda name, value: check_int(name, value, low, high)
 
 
 def _float(low: float, high: float, *, above: bool = False) -> _Check:
@@ -174,11 +174,11 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _max_new_tokens(name: str, value: object) -> int:
-    return MAX_NEW_TOKENS if value is None else check_whole(name, value, 0, MAX_NEW_TOKENS)
+    return MAX_NEW_TOKENS if value is None else check_int(name, value, 0, MAX_NEW_TOKENS)
 
 
 def _top_k(name: str, value: object) -> int:
-    return max(0, check_whole(name, value, -1, 2**31 - 1))
+    return max(0, check_int(name, value, -1, 2**31 - 1))
 
 
 def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
@@ -201,7 +201,7 @@ def _listed(name: str, value: object, max_count: int, what: str) -> Sequence[obj
 
 
 def _token_ids(name: str, value: object, max_count: int) -> tuple[int, ...]:
-    return tuple(check_whole(name, i, 0, MAX_TOKEN_ID) for i in _listed(name, value, max_count, "token ids"))
+    return tuple(check_int(name, i, 0, MAX_TOKEN_ID) for i in _listed(name, value, max_count, "token ids"))
 
 
 def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
@@ -218,7 +218,7 @@ def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
         token, bias = pair
         if isinstance(token, str) and token.isdecimal():  # the keys of JSON objects are strings
             token = int(token)
-        biases[check_whole(name, token, 0, MAX_TOKEN_ID)] = check_float(name, bias, -100.0, 100.0)
+        biases[check_int(name, token, 0, MAX_TOKEN_ID)] = check_float(name, bias, -100.0, 100.0)
     return tuple(sorted(biases.items()))
 
 

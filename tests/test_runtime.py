@@ -638,7 +638,7 @@ def test_closed_is_closed(folder: Path) -> None:
         ({"max_total_tokens": 0}, "max_total_tokens is 0; it must be a whole number from 1 to"),
         ({"max_total_tokens": 10**15}, "max_total_tokens is 1000000000000000"),
         ({"max_running_requests": 0}, "max_running_requests is 0"),
-        ({"max_running_requests": 2.0}, "max_running_requests is 2.0"),
+        ({"max_running_requests": 2.5}, "max_running_requests is 2.5"),
         ({"context_length": 257}, "context_length is 257; it must be a whole number from 2 to 256"),
         ({"context_length": 1}, "context_length is 1"),
         ({"chunked_prefill_size": True}, "chunked_prefill_size is True"),

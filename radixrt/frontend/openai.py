@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from radixrt.checks import check_kind, check_prompt, check_whole, kind, short
+from radixrt.checks import check_int, check_kind, check_prompt, kind, short
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
@@ -100,7 +100,7 @@ def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
     if url == CHAT:
         if not isinstance(logprobs, bool):
             raise ParameterError(f"logprobs is {as_json(logprobs)}; it must be true or false")
-        top = check_whole("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+        top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
         if top and not logprobs:
             raise ParameterError(f'top_logprobs is {top}; that needs "logprobs": true')
         if logprobs:
