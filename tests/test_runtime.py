@@ -424,11 +424,11 @@ def test_bad_prompts_are_named_together_and_nothing_runs(runtime: Runtime) -> No
     message = str(error.value)
     assert message.startswith("8 of 9 prompts cannot be run:")
     for expected in (
-        "prompt 1 is neither a string, nor a list of token ids, nor a list of chat messages",
+        "prompt 1 is empty: it has no tokens",
         "prompt 2 holds token id -1; the model's ids are 0 to 100",
         "prompt 3 holds token id 101",
         "prompt 4 is text, but the model's folder has no tokenizer",
-        "prompt 5 is neither",
+        "prompt 5 is neither a string, nor a list of token ids, nor a list of chat messages",
         "prompt 6 has 300 tokens; with a context of 256 it may have at most 255",
         "prompt 7 is neither",
         "prompt 8 holds token id 1000000000000000000000000000000",
@@ -638,7 +638,7 @@ def test_closed_is_closed(folder: Path) -> None:
         ({"max_total_tokens": 0}, "max_total_tokens is 0; it must be a whole number from 1 to"),
         ({"max_total_tokens": 10**15}, "max_total_tokens is 1000000000000000"),
         ({"max_running_requests": 0}, "max_running_requests is 0"),
-        ({"max_running_requests": 2.0}, "max_running_requests is 2.0"),
+        ({"max_running_requests": 2.5}, "max_running_requests is 2.5"),
         ({"context_length": 257}, "context_length is 257; it must be a whole number from 2 to 256"),
         ({"context_length": 1}, "context_length is 1"),
         ({"chunked_prefill_size": True}, "chunked_prefill_size is True"),
