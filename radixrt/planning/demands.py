@@ -1,7 +1,5 @@
 """What the prompts of a store ask for. Numpy only."""
 
-# Tests: tests/planning/test_batch_plan.py
-
 from __future__ import annotations
 
 from dataclasses import dataclass
