@@ -329,6 +329,11 @@ def test_a_seed_of_the_systems(folder: Path) -> None:
         assert other.generate([5, 6, 7], params).token_ids != drawn
         with small_runtime(folder, seed=runtime.seed) as again:
             assert again.generate([5, 6, 7], params).token_ids == drawn
+    identities = []
+    for seed in (None, 0):  # a kept cache of random weights can be loaded again
+        with small_runtime(folder, seed=seed, load_format="dummy") as dummy:
+            identities.append(dummy.identity())
+    assert identities[0] == identities[1]
 
 
 def passes_in_flight(runtime: Runtime) -> list[object]:

@@ -24,6 +24,7 @@ from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.report.batch_report import BatchReport
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
 # Requests are made while the device computes: some at a time, whenever fewer wait than a scheduler ranks.
@@ -74,7 +75,7 @@ class BatchRuntime(MeteredRuntime, Protocol[R]):
 
     def prepare(
         self,
-        prompt: str | Sequence[int] | Int32Array | Sequence[Mapping[str, str]],
+        prompt: str | Sequence[int] | Int32Array | Sequence[Mapping[str, Any]] | Chat,
         sampling_params: SamplingParams | None = None,
         *,
         index: int = 0,

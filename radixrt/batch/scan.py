@@ -27,6 +27,7 @@ from radixrt.files.disk import file_error
 from radixrt.planning.demands import Demands
 from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
 MAX_NAMED = 20  # problems that a scan keeps with their messages
@@ -46,7 +47,7 @@ class Checked(Protocol):
     def max_new_tokens(self) -> int: ...
 
 
-Check = Callable[[Int32Array | str | Sequence[Any], SamplingParams, int], Checked]
+Check = Callable[[Int32Array | str | Sequence[Any] | Chat, SamplingParams, int], Checked]
 """Checks whether a model can run a prompt with its parameters; the number is its line. For example
 `RequestBuilder.build`. Raises PromptError or ParameterError."""
 
@@ -311,20 +312,30 @@ def _encoded(
     if tokenizer is None:
         return out
     texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # with special tokens added, and without; by place
+    chats: dict[int, Chat] = {}
     for place, record in enumerate(records):
         if isinstance(record, LineError):
             continue
         if isinstance(record.prompt, str):
             texts[True][place] = record.prompt
-        elif isinstance(record.prompt[0], dict):
-            try:
-                texts[False][place] = tokenizer.chat_text(record.prompt)
-            except TokenizerError as error:
-                out[place] = PromptError(f"cannot be encoded: {error}")
+        elif isinstance(record.prompt, Chat):
+            chats[place] = record.prompt
+    for place, text in zip(chats, _rendered(tokenizer, list(chats.values())), strict=True):
+        if isinstance(text, TokenizerError):
+            out[place] = PromptError(f"cannot be encoded: {text}")
+        else:
+            texts[False][place] = text
     for special, by_place in texts.items():
         for place, ids in zip(by_place, _each(tokenizer, list(by_place.values()), special), strict=True):
             out[place] = ids
     return out
+
+
+def _rendered(tokenizer: Tokenizer, chats: list[Chat]) -> Sequence[str | TokenizerError]:
+    try:
+        return tokenizer.chat_texts(chats)
+    except TokenizerError as error:  # there is no template
+        return [error] * len(chats)
 
 
 def _each(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[Int32Array | PromptError]:

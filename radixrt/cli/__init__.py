@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     try:
         arguments = _parser().parse_args(argv)
+        if getattr(arguments, "verbose", False):
+            _log_to_stderr()
         status = int(arguments.run(arguments))
         sys.stdout.flush()  # here a closed pipe is caught below
         return status
@@ -49,6 +52,15 @@ def _main(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:  # such as `| head`: no mistake
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
         return PIPE_CLOSED
+
+
+def _log_to_stderr() -> None:
+    """Show what the package logs: what starting up takes, for instance."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("radixrt: %(message)s"))
+    log = logging.getLogger("radixrt")
+    log.handlers = [handler]
+    log.setLevel(logging.INFO)
 
 
 def _parser() -> argparse.ArgumentParser:

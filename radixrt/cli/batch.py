@@ -23,6 +23,7 @@ from radixrt.engine.signals import DRAIN_SECONDS
 
 if TYPE_CHECKING:
     from radixrt.report.batch_report import BatchReport
+    from radixrt.sampling_params import SamplingParams
 
 _EXAMPLE = """\
 example:
@@ -116,7 +117,7 @@ def _batch(arguments: argparse.Namespace) -> int:
 
     options = runtime_options(arguments)
     batch_options = BatchConfig(
-        default_params=sampling_params(arguments),
+        default_params=sampling_params(arguments, _own_defaults(options)),
         overwrite=arguments.overwrite,
         restart=arguments.restart,
         strict=arguments.strict,
@@ -130,7 +131,8 @@ def _batch(arguments: argparse.Namespace) -> int:
     )
     with Batch(arguments.input, arguments.output, batch_options) as batch:
         # Before the weights are loaded: mistakes show within seconds.
-        builder = builder_without_weights(options.get("model", MODEL_PATH), options.get("context_length"))
+        told = {name: options[name] for name in ("revision", "chat_template_kwargs") if name in options}
+        builder = builder_without_weights(options.get("model", MODEL_PATH), options.get("context_length"), **told)
         scanned = batch.scan(
             builder.tokenizer, lambda prompt, params, line: builder.build(prompt, params, index=line)
         )
@@ -144,6 +146,18 @@ def _batch(arguments: argparse.Namespace) -> int:
                 raise
     _tell(report, arguments, arguments.report)
     return DONE
+
+
+def _own_defaults(options: dict[str, Any]) -> SamplingParams | None:
+    """The parameters that the model itself gives, if they are wanted."""
+    if options.get("generation_config") != "auto":
+        return None
+    from radixrt.builtin import MODEL_PATH
+    from radixrt.models.config import generation_defaults
+    from radixrt.models.loader import model_folder
+
+    source = options.get("model", MODEL_PATH)
+    return generation_defaults(model_folder(source, weights=False, revision=options.get("revision")))
 
 
 def _tell(report: BatchReport, arguments: argparse.Namespace, reports: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixrt.cli.exit_status import DONE
-from radixrt.cli.options import SAMPLING, Option, add_command, add_options, sampling_params
+from radixrt.cli.options import MODEL, SAMPLING, Option, add_command, add_options, sampling_params
 from radixrt.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ _CARDS = (
     "h200 (the default, measured); by their data sheets: b200, h100, h100-pcie, h100-nvl, a100, a100-pcie, "
     "a100-40gb, l40s, rtx-4090"
 )
+_OF_THE_MODEL = ("model", "revision", "chat_template_kwargs", "generation_config")
 _OPTIONS = (
-    Option("model", "Hugging Face folder or hub id (the small built-in model)", "FOLDER_OR_ID"),
+    *(option for option in MODEL if option.name in _OF_THE_MODEL),
     Option("max_total_tokens", "slots of the KV pool (as many as fit on the card)", "N", int),
     Option("max_running_requests", "maximum requests in a pass (512)", "N", int),
     Option("chunked_prefill_size", "maximum prompt tokens in a pass (16384)", "N", int),
@@ -93,9 +94,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         page = TextFile(arguments.html, "page", {"input": arguments.input})
     card = find_card(arguments.card, arguments.bandwidth, arguments.flops, arguments.memory_gb)
-    defaults = sampling_params(arguments)
-    source = getattr(arguments, "model", MODEL_PATH)
-    builder = builder_without_weights(source)
+    given = {name: getattr(arguments, name) for name in _OF_THE_MODEL if hasattr(arguments, name)}
+    sampling_params(arguments)  # before the model is read, so that a mistake shows at once
+    builder = builder_without_weights(given.pop("model", MODEL_PATH), **given)
+    defaults = sampling_params(arguments, builder.defaults)
     shape = _shape(builder.config)
     with temporary_folder() as folder:
         with progress_bar("reading", " lines", None, arguments.progress) as bar:
