@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,7 @@ from radixrt.batch.formats.compression import check_output_name, encoded
 from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.source import BadLine, read_lines
 from radixrt.batch.journal.manifest import Manifest
-from radixrt.batch.journal.run_folder import RunFolder, has_run
+from radixrt.batch.journal.run_folder import RunFolder, aside_path, has_run, run_path
 from radixrt.batch.journal.sinks import JournalSink, Sink, StreamSink
 from radixrt.batch.journal.standard_output import StandardOutput
 from radixrt.batch.meter import progress_bar
@@ -26,6 +27,7 @@ from radixrt.batch.scan import Check, Scan, parameters_as_json, scan_lines
 from radixrt.engine.signals import FirstSignal, Interrupted, first_interrupt
 from radixrt.errors import BatchFileError, DeviceLostError, ErrorRateError, RadixrtError
 from radixrt.files.disk import temporary_folder
+from radixrt.files.place import Place, check_apart, check_target, read_place
 from radixrt.files.standard import STANDARD
 from radixrt.report.batch_report import BatchReport
 from radixrt.report.files import ReportError, ReportFiles
@@ -93,6 +95,7 @@ class Batch:
         output_path: a file in a folder that exists, compressed if its name ends in .gz or .zst; "-" is standard
             output, in input order; then no records are kept.
         options: see `BatchConfig`.
+        beside: other files that the command reads or writes: these must not be among the batch's.
 
     Attributes:
         output: None for standard output.
@@ -109,13 +112,25 @@ class Batch:
         BatchInterrupted: Ctrl-C or SIGTERM stopped the batch.
     """
 
-    def __init__(self, input_path: str | Path, output_path: str | Path, options: BatchConfig) -> None:
-        _check_paths(input_path, output_path, overwrite=options.overwrite)
+    def __init__(
+        self,
+        input_path: str | Path,
+        output_path: str | Path,
+        options: BatchConfig,
+        beside: Sequence[Place] = (),
+    ) -> None:
+        _check_input(input_path)
         self._input = input_path
         self.output = None if output_path == STANDARD else Path(output_path)
         self.options = options
         self.default_params = SamplingParams() if options.default_params is None else options.default_params
-        self.report_files = ReportFiles(options.report, input_path, output_path)
+        self.report_files = ReportFiles(options.report, input_path)
+        _check_output(output_path)
+        own = [] if self.output is None else _output_places(self.output)
+        check_apart([*read_place("the input", input_path), *own, *self.report_files.places, *beside])
+        # After a finished run only its cleaning up may be left.
+        if self.output is not None and self.output.exists() and not options.overwrite and not has_run(self.output):
+            raise BatchFileError(f"the output {self.output} exists; --overwrite replaces it")
         self.folder: RunFolder | None = None
         self._opened = contextlib.ExitStack()
 
@@ -245,28 +260,30 @@ class ScannedBatch:
         return report
 
 
-def _check_paths(input_path: str | Path, output_path: str | Path, *, overwrite: bool) -> None:
-    """Raise BatchFileError unless the input can be read and the output written; "-" is always fine."""
-    if input_path != STANDARD:
-        input_path = Path(input_path)
-        if not input_path.exists():
-            raise BatchFileError(f"the input {input_path} does not exist")
-        if input_path.is_dir():
-            raise BatchFileError(f"the input {input_path} is a folder; it must be a file of JSON lines")
+def _check_input(path: str | Path) -> None:
+    """Raise BatchFileError unless there is a file at a path; "-" is always fine."""
+    if path == STANDARD:
+        return
+    if not os.path.exists(path):
+        raise BatchFileError(f"the input {path} does not exist")
+    if os.path.isdir(path):
+        raise BatchFileError(f"the input {path} is a folder; it must be a file of JSON lines")
+
+
+def _check_output(output_path: str | Path) -> None:
+    """Raise BatchFileError unless an output can be written; "-" is always fine."""
     check_output_name(output_path)
-    if output_path == STANDARD:
-        return
-    output_path = Path(output_path)
-    if not output_path.parent.is_dir():
-        raise BatchFileError(f"the folder {output_path.parent} of the output does not exist; make it first")
-    if not output_path.exists():
-        return
-    if input_path != STANDARD and output_path.samefile(input_path):
-        raise BatchFileError(f"the input {input_path} would be overwritten; give another output")
-    if not output_path.is_file():
-        raise BatchFileError(f"{output_path} is in the way of the output and is not a plain file")
-    if not overwrite and not has_run(output_path):  # after a finished run only its cleaning up may be left
-        raise BatchFileError(f"the output {output_path} exists; --overwrite replaces it")
+    if output_path != STANDARD:
+        check_target("the output", Path(output_path), instead='; "-" is standard output')
+
+
+def _output_places(output: Path) -> list[Place]:
+    """The output and what is beside it while it is made."""
+    return [
+        Place("the output", output, True),
+        Place("the folder of the run", run_path(output), True),
+        Place("the journal of the run", aside_path(output), True),
+    ]
 
 
 def _kept(report: BatchReport, remedy: str = "the same command") -> str:

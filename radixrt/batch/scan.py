@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.record import InputRecord, LineError, LineErrorType, Reply
 from radixrt.batch.formats.source import BadLine
 from radixrt.errors import ParameterError, PromptError, TokenizerError
-from radixrt.files.disk import file_error
+from radixrt.files.disk import file_error, new_file
 from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.tokenizer import Tokenizer
@@ -177,7 +177,7 @@ class _Writer:
         self._problems: list[Problem] = []
         self._counts: Counter[LineErrorType] = Counter()
         with self._refusals():
-            self._file: BinaryIO = open(self._path, "wb")  # noqa: SIM115
+            self._file = new_file(self._path)
 
     def __enter__(self) -> _Writer:
         return self

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from radixrt.cli.exit_status import DONE
-from radixrt.cli.kept_cache import runtime_with_cache
+from radixrt.cli.kept_cache import runtime_places, runtime_with_cache
 from radixrt.cli.options import (
     SAMPLING,
     add_command,
@@ -128,7 +128,7 @@ def _batch(arguments: argparse.Namespace) -> int:
         report=arguments.report,
         price_per_hour=arguments.price_per_hour,
     )
-    with Batch(arguments.input, arguments.output, batch_options) as batch:
+    with Batch(arguments.input, arguments.output, batch_options, runtime_places(arguments)) as batch:
         # Before the weights are loaded: mistakes show within seconds.
         builder = builder_without_weights(options.get("model", MODEL_PATH), options.get("context_length"))
         scanned = batch.scan(

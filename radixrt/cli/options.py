@@ -152,7 +152,7 @@ SCHEDULE = (
 
 KEPT_CACHE = (
     Option("load_cache", "begin with the prefixes that an earlier run has saved", "FILE", Path),
-    Option("save_cache", "save all cached prefixes when the work is done, for --load-cache", "FILE", Path),
+    Option("save_cache", "save all cached prefixes when the work is done, for --load-cache; replaces only such a file", "FILE", Path),
 )
 
 

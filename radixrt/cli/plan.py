@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixrt.cli.exit_status import DONE
+from radixrt.cli.kept_cache import model_place
 from radixrt.cli.options import SAMPLING, Option, add_command, add_options, sampling_params
 from radixrt.errors import ParameterError
 
@@ -72,6 +73,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from radixrt.batch.scan import scan_lines
     from radixrt.builtin import MODEL_PATH
     from radixrt.files.disk import temporary_folder
+    from radixrt.files.place import check_apart, read_place
     from radixrt.files.standard import place_name
     from radixrt.files.text_file import TextFile
     from radixrt.frontend.request_builder import builder_without_weights
@@ -85,7 +87,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ParameterError(f"prefixes is {arguments.prefixes}; it must be at least 0")
     page = None
     if arguments.html is not None:
-        page = TextFile(arguments.html, "page", {"input": arguments.input})
+        page = TextFile(arguments.html, "page")
+        check_apart([*read_place("the input", arguments.input), *model_place(arguments), *page.places])
     card = find_card(arguments.card, arguments.bandwidth, arguments.flops, arguments.memory_gb)
     defaults = sampling_params(arguments)
     source = getattr(arguments, "model", MODEL_PATH)

@@ -448,7 +448,7 @@ class Letters:
 
 def test_prefixes_are_shown_by_the_tokenizer(tmp_path: Path) -> None:
     store = TokenStore.of([[], list(map(ord, HOSTILE + "\ud800a")), list(map(ord, HOSTILE + "\ud800b"))])
-    files = ReportFiles(tmp_path / "r.html", "-", "-")
+    files = ReportFiles(tmp_path / "r.html", "-")
     files.write(REPORT, plan_batch(store, 1), Letters())  # type: ignore[arg-type]
     page = ReportPage((tmp_path / "r.html").read_text())
     assert HOSTILE + "\\ud800" in page.said
@@ -456,7 +456,7 @@ def test_prefixes_are_shown_by_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_no_text_is_no_obstacle(tmp_path: Path) -> None:
-    files = ReportFiles([tmp_path / "r.html", tmp_path / "r.json"], "in-\udcff.jsonl", "-")
+    files = ReportFiles([tmp_path / "r.html", tmp_path / "r.json"], "in-\udcff.jsonl")
     files.write(replace(REPORT, output_path=Path("\udcff")), plan_of("ab"), None)
     assert "Report of in-\\udcff.jsonl" in ReportPage((tmp_path / "r.html").read_text("utf-8")).said
     assert json.loads((tmp_path / "r.json").read_text("utf-8"))["output"] == "\udcff"
@@ -499,10 +499,10 @@ REFUSED = [
     ("-", "is neither a page nor JSON"),
     ("nowhere/report.html", "the folder .*nowhere of the report does not exist"),
     ("folder.json", "is in the way of the report and is not a plain file"),
-    ("in.json", "is the batch's input; give it another name"),
-    ("link.json", "is the batch's input"),
-    ("out.json", "is the batch's output"),
-    ("folder.json/../out.json", "is the batch's output"),
+    ("in.json", "the report in.json is the input; give it another name"),
+    ("link.json", "the report link.json is a symbolic link; give the path that it leads to"),
+    ("out.json", "the report out.json is the output"),
+    ("folder.json/../out.json", "is the output"),
 ]
 
 

@@ -248,8 +248,8 @@ def test_pages_that_are_refused_at_once(
     for page, message in (
         ("folder", "folder is in the way of the page and is not a plain file"),
         ("nowhere/plan.html", "the folder nowhere of the page does not exist; make it first"),
-        ("in.jsonl", "the page in.jsonl is the batch's input; give it another name"),
-        ("link.html", "the page link.html is the batch's input"),
+        ("in.jsonl", "the page in.jsonl is the input; give it another name"),
+        ("link.html", "the page link.html is a symbolic link; give the path that it leads to"),
     ):
         assert main(["plan", "in.jsonl", "--html", page]) == 2
         assert message in capsys.readouterr().err

@@ -110,7 +110,7 @@ class Journal:
         self._offsets = np.zeros(self.num_records, dtype=np.int64)  # of lines, by position
         self._lengths = np.zeros(self.num_records, dtype=np.int64)  # of lines with newline; 0: no record yet
         with self._refusals():
-            self._fd = disk.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+            self._fd = disk.open_own(path, os.O_RDWR | os.O_APPEND)
         try:
             with self._unless_dead():
                 self._check_header(manifest)
