@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from radixrt.batch.error_limit import ErrorLimit
 from radixrt.batch.formats.compression import check_output_name, encoded
 from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.source import BadLine, read_lines
+from radixrt.batch.journal.journal import Kept
 from radixrt.batch.journal.manifest import Manifest
 from radixrt.batch.journal.run_folder import RunFolder, aside_path, has_run, run_path
 from radixrt.batch.journal.sinks import JournalSink, Sink, StreamSink
@@ -22,13 +23,14 @@ from radixrt.batch.journal.standard_output import StandardOutput
 from radixrt.batch.meter import progress_bar
 from radixrt.batch.options import BatchConfig, BatchOptions
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
-from radixrt.batch.run import BatchRun, BatchRuntime, R
+from radixrt.batch.run import BatchRun, BatchRuntime, R, batch_report, plan_of
 from radixrt.batch.scan import Check, Scan, parameters_as_json, scan_lines
-from radixrt.engine.signals import FirstSignal, Interrupted, first_interrupt
+from radixrt.engine.signals import FirstSignal, Interrupted, first_interrupt, signal_of
 from radixrt.errors import BatchFileError, DeviceLostError, ErrorRateError, RadixrtError
 from radixrt.files.disk import temporary_folder
 from radixrt.files.place import Place, check_apart, check_target, read_place
 from radixrt.files.standard import STANDARD
+from radixrt.planning.batch_plan import BatchPlan
 from radixrt.report.batch_report import BatchReport
 from radixrt.report.files import ReportError, ReportFiles
 from radixrt.sampling_params import SamplingParams
@@ -42,15 +44,15 @@ _log = logging.getLogger(__name__)
 
 
 class BatchInterrupted(Interrupted):
-    """A batch was stopped by Ctrl-C or SIGTERM.
+    """A batch was stopped by Ctrl-C, SIGTERM or SIGHUP.
 
     Attributes:
         report: the figures up to then.
         signal_number: the signal.
     """
 
-    def __init__(self, report: BatchReport, signal_number: int) -> None:
-        super().__init__(f"stopped: {_kept(report)}", signal_number)
+    def __init__(self, report: BatchReport, signal_number: int, how: str = "stopped") -> None:
+        super().__init__(f"{how}: {_kept(report)}", signal_number)
         self.report = report
 
 
@@ -198,28 +200,39 @@ class ScannedBatch:
         self._batch = batch
         self._error_limit = error_limit
 
+    def needs_runtime(self) -> bool:
+        """Whether a line without a record can run."""
+        kept = self._kept()
+        missing = ~self.lines.is_bad
+        return bool((missing if kept is None else missing & ~kept.finished).any())
+
     def run(self, runtime: BatchRuntime[R]) -> BatchReport:
         """Run each sound line without a record, and write output and report. For the errors see `Batch`."""
         batch, options = self._batch, self._batch.options
         notice = f"stopping; requests that have begun get {options.drain_seconds:g} seconds to end"
+        kept_in = None if batch.folder is None else batch.folder.path
         with first_interrupt(notice) as interrupted:
             counts = RecordCounts(self._error_limit)
             failure: DeviceLostError | ErrorRateError | None = None
-            with self._sink(runtime, counts) as sink:
-                spelling = TokenSpelling(runtime.tokenizer)
-                records = RecordWriter(self.lines, sink, counts, spelling, options.created)
-                run = BatchRun(runtime, self.lines, records, interrupted, options)
-                try:
-                    run.run()
-                except (DeviceLostError, ErrorRateError) as error:
-                    failure = error
+            run: BatchRun[R] | None = None
+            try:
+                with self._sink(runtime.identity, runtime.seed, counts) as sink:
+                    records = self._records(sink, counts, runtime.tokenizer)
+                    run = BatchRun(runtime, self.lines, records, interrupted, options)
+                    try:
+                        run.run()
+                    except (DeviceLostError, ErrorRateError) as error:
+                        failure = error
+                if failure is None and run.is_complete:
+                    self._make_output(interrupted)
+            except KeyboardInterrupt as error:  # of a second signal
+                if run is None:
+                    raise
+                how = str(error) or "interrupted"
+                raise BatchInterrupted(run.report(kept_in, counts), signal_of(error), how) from error
             if failure is None and run.is_complete:
-                if batch.folder is not None and batch.output is not None:
-                    interrupted.notice = "all records are there, and the output is being made"
-                    batch.folder.finish(partial(encoded, batch.output))
-                return self._report(run, run.report(batch.output, counts), runtime.tokenizer)
-            kept_in = None if batch.folder is None else batch.folder.path
-            report = self._report(run, run.report(kept_in, counts), runtime.tokenizer)
+                return self._report(run.report(batch.output, counts), run.plan, runtime.tokenizer)
+            report = self._report(run.report(kept_in, counts), run.plan, runtime.tokenizer)
             if failure is not None:
                 same = "the same command"
                 remedy = f"with a higher max_error_rate {same}" if isinstance(failure, ErrorRateError) else same
@@ -227,8 +240,44 @@ class ScannedBatch:
             assert interrupted.number is not None  # nothing else leaves lines without records
             raise BatchInterrupted(report, interrupted.number)
 
+    def finish(self, tokenizer: Tokenizer | None, seed: int) -> BatchReport:
+        """Write output and report where `needs_runtime` is False: no line runs. For the errors see `Batch`.
+
+        Args:
+            tokenizer, seed: those of the runtime that is not needed. The weights are not compared with those of
+                an earlier run, as nothing is computed with them.
+        """
+        kept = self._kept()
+        weights = {} if kept is None else kept.manifest.weights
+        with first_interrupt("all records are there, and the output is being made") as interrupted:
+            counts = RecordCounts(self._error_limit)
+            with self._sink(lambda: weights, seed, counts) as sink:
+                records = self._records(sink, counts, tokenizer)
+                records.refuse_bad_lines()
+                records.sync()
+            self._make_output(interrupted)
+            report = batch_report(self.lines, counts, self._batch.output, self._batch.options, is_complete=True)
+            return self._report(report, lambda: plan_of(self.lines, ~self.lines.is_bad), tokenizer)
+
+    def _kept(self) -> Kept | None:
+        """What an earlier run with as many lines has left."""
+        folder = self._batch.folder
+        if folder is None or self._batch.options.restart:
+            return None
+        kept = folder.kept()
+        return kept if kept is not None and kept.manifest.num_records == len(self.lines) else None
+
+    def _records(self, sink: Sink, counts: RecordCounts, tokenizer: Tokenizer | None) -> RecordWriter:
+        return RecordWriter(self.lines, sink, counts, TokenSpelling(tokenizer), self._batch.options.created)
+
+    def _make_output(self, interrupted: FirstSignal) -> None:
+        batch = self._batch
+        if batch.folder is not None and batch.output is not None:
+            interrupted.notice = "all records are there, and the output is being made"
+            batch.folder.finish(partial(encoded, batch.output))
+
     @contextlib.contextmanager
-    def _sink(self, runtime: BatchRuntime[R], counts: RecordCounts) -> Iterator[Sink]:
+    def _sink(self, weights: Callable[[], Mapping[str, Any]], seed: int, counts: RecordCounts) -> Iterator[Sink]:
         """The journal, whose records are counted, or standard output."""
         batch = self._batch
         if batch.folder is None:
@@ -238,23 +287,25 @@ class ScannedBatch:
         manifest = Manifest(
             num_records=len(self.lines),
             input={"lines": self.lines.input_hash},
-            weights=runtime.identity(),
+            weights=weights(),
             tokenizer={"token ids of the input": self.lines.tokens_hash},
             parameters=parameters_as_json(batch.default_params),
-            settings={"seed": runtime.seed},
+            settings={"seed": seed},
         )
         options = batch.options
         yield JournalSink(
             batch.folder.begin(manifest, replace=options.overwrite, restart=options.restart, found=counts.add_kept)
         )
 
-    def _report(self, run: BatchRun[R], report: BatchReport, tokenizer: Tokenizer | None) -> BatchReport:
+    def _report(
+        self, report: BatchReport, plan: Callable[[], BatchPlan | None], tokenizer: Tokenizer | None
+    ) -> BatchReport:
         """Write a report to its files, and return it."""
         files = self._batch.report_files
         try:
-            files.write(report, run.plan() if files.has_page else None, tokenizer)
+            files.write(report, plan() if files.has_page else None, tokenizer)
         except Exception as error:
-            if run.is_complete:
+            if report.is_complete:
                 raise ReportError(f"the output is whole, but {error}", report) from error
             _log.exception("no report can be written")  # the reason for stopping matters more
         return report

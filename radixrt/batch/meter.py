@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -13,6 +12,7 @@ from tqdm import tqdm  # not tqdm.auto: a notebook's bar needs more packages
 
 from radixrt.batch.tally import Tally, output_tally
 from radixrt.cache.prefix_cache import CacheStats
+from radixrt.files.standard import standard_error
 from radixrt.output import RequestOutput
 from radixrt.report.batch_report import RunFigures
 from radixrt.report.timeline import Sample, Timeline
@@ -131,8 +131,10 @@ class Meter:
 
 def progress_bar(what: str, unit: str, total: int | None, shown: bool, *, done: int = 0) -> tqdm:
     """A bar on stderr that begins at `done`. Without a `total` it appears after a second, and goes at its end."""
-    interval = 0.1 if sys.stderr.isatty() else LOG_INTERVAL
+    file = standard_error()
+    interval = 0.1 if file.isatty() else LOG_INTERVAL
     return tqdm(
+        file=file,
         desc=what,
         unit=unit,
         total=total,

@@ -10,25 +10,29 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from radixrt.arrays import Int32Array, Int64Array
+from radixrt.arrays import BoolArray, Int32Array, Int64Array
 from radixrt.batch.formats.record import LineError, LineErrorType, Reply
 from radixrt.batch.meter import Meter, MeteredRuntime, progress_bar
 from radixrt.batch.options import BatchConfig
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
 from radixrt.batch.retry import Retries
 from radixrt.batch.scan import Scan, SoundLine
+from radixrt.batch.tally import Tally
 from radixrt.engine.signals import FirstSignal
 from radixrt.errors import ParameterError, PromptError, SchedulerError
 from radixrt.limits import RunLimits
 from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
-from radixrt.report.batch_report import BatchReport
+from radixrt.report.batch_report import BatchReport, RunFigures
+from radixrt.report.timeline import Sample
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.tokenizer import Tokenizer
 
 # Requests are made while the device computes: some at a time, whenever fewer wait than a scheduler ranks.
 ENOUGH_WAITING = 1024
 SUBMITTED_AT_ONCE = 512
+
+_NOTHING, _NO_RUN = Tally(), RunFigures()
 
 _PlannedLine = tuple[int, int | None]
 """A line's position, and the tokens of its prompt that later lines need (`Request.reusable_len`)."""
@@ -172,20 +176,15 @@ class BatchRun(Generic[R]):
 
     def report(self, output_path: Path | None, counts: RecordCounts) -> BatchReport:
         """Figures of the batch so far. `output_path`: where the records are; None for standard output."""
-        best = self._plan.statistics.best_hit_rate if self._plan else None
-        total = counts.kept + counts.refused + self._meter.tally
-        return BatchReport(
-            output_path=output_path,
-            requests=len(self._scan),
-            written=total.records,
-            errors=total.errors,
-            prompt_tokens=total.prompt_tokens,
-            cached_tokens=total.cached_tokens,
-            completion_tokens=total.completion_tokens,
-            kept=counts.kept.records,
-            run=self._meter.figures(best_hit_rate=best, predicted_hit_rate=self._predicted_hit_rate),
-            price_per_hour=self._options.price_per_hour,
-            timeline=self._meter.timeline,
+        best, meter = self._plan.statistics.best_hit_rate if self._plan else None, self._meter
+        return batch_report(
+            self._scan,
+            counts,
+            output_path,
+            self._options,
+            tally=meter.tally,
+            run=meter.figures(best_hit_rate=best, predicted_hit_rate=self._predicted_hit_rate),
+            timeline=meter.timeline,
             is_complete=self.is_complete,
         )
 
@@ -193,10 +192,10 @@ class BatchRun(Generic[R]):
         """A plan of all sound lines; after an interruption the plan of this run, None if it had none yet."""
         if not self.is_complete:
             return self._plan
-        sound = np.flatnonzero(~self._scan.is_bad)
-        if self._plan is not None and len(self._plan) == len(sound):
+        sound = ~self._scan.is_bad
+        if self._plan is not None and len(self._plan) == int(sound.sum()):
             return self._plan
-        return self._plan_of(sound)
+        return plan_of(self._scan, sound)
 
     # -- which lines run, and when -------------------------------------------------------------------------
 
@@ -210,7 +209,9 @@ class BatchRun(Generic[R]):
         needed = scan.tokens.lengths[positions] + np.maximum(1, scan.new_tokens[positions]) - 1
         too_long = positions[needed > limits.pool_tokens]
         positions = positions[needed <= limits.pool_tokens]
-        self._plan = plan = self._plan_of(positions)
+        fits = np.zeros(len(scan), np.bool_)
+        fits[positions] = True
+        self._plan = plan = plan_of(scan, fits)
         if self._options.order == "file":
             return _without_keep(np.concatenate([too_long, positions]))
         all_fit = plan.pool_for_all <= limits.pool_tokens
@@ -227,10 +228,6 @@ class BatchRun(Generic[R]):
         stats, limits = self._runtime.cache_stats(), self._runtime.limits
         is_empty = stats.free == stats.capacity and not stats.host_capacity
         return is_empty and self._runtime.reuses_prefixes and 0 < plan.longest_request <= limits.pool_tokens
-
-    def _plan_of(self, positions: Int64Array) -> BatchPlan:
-        scan = self._scan
-        return plan_batch(scan.tokens, scan.new_tokens.astype(np.int64) * scan.num_answers, positions)
 
     def _goes_on(self, waiting: Iterator[_PlannedLine]) -> bool:
         """Submit waiting lines, unless the batch is interrupted. Whether there is a pass to run."""
@@ -313,6 +310,49 @@ class BatchRun(Generic[R]):
             output = replace(output, usage=replace(output.usage, cached_tokens=cached, computed_tokens=computed))
         if self._records.answer(line.position, line.reply, output):
             self._meter.count(output)
+
+
+def batch_report(
+    scan: Scan,
+    counts: RecordCounts,
+    output_path: Path | None,
+    options: BatchConfig,
+    *,
+    tally: Tally = _NOTHING,
+    run: RunFigures = _NO_RUN,
+    timeline: tuple[Sample, ...] = (),
+    is_complete: bool,
+) -> BatchReport:
+    """Figures of a batch.
+
+    Args:
+        scan: the lines.
+        counts: of the records that needed no runtime.
+        output_path: where the records are; None for standard output.
+        tally, run, timeline: of the requests that have run; nothing if none had to.
+        is_complete: whether each line has its record.
+    """
+    total = counts.kept + counts.refused + tally
+    return BatchReport(
+        output_path=output_path,
+        requests=len(scan),
+        written=total.records,
+        errors=total.errors,
+        prompt_tokens=total.prompt_tokens,
+        cached_tokens=total.cached_tokens,
+        completion_tokens=total.completion_tokens,
+        kept=counts.kept.records,
+        run=run,
+        price_per_hour=options.price_per_hour,
+        timeline=timeline,
+        is_complete=is_complete,
+    )
+
+
+def plan_of(scan: Scan, lines: BoolArray) -> BatchPlan:
+    """A plan of some lines, `[N]`."""
+    positions = np.flatnonzero(lines)
+    return plan_batch(scan.tokens, scan.new_tokens.astype(np.int64) * scan.num_answers, positions)
 
 
 def _without_keep(positions: Int64Array) -> Iterator[_PlannedLine]:

@@ -19,6 +19,7 @@ from radixrt.errors import ParameterError
 from radixrt.files.place import Place, check_apart, is_same, read_place, written_place
 
 if TYPE_CHECKING:
+    from radixrt.config import RuntimeConfig
     from radixrt.runtime import Runtime
 
 
@@ -42,6 +43,20 @@ def runtime_places(arguments: argparse.Namespace) -> list[Place]:
         check_cache_target(save)
         places += written_place("the file of --save-cache", save)
     return places
+
+
+def checked_config(arguments: argparse.Namespace) -> RuntimeConfig:
+    """The options of the Runtime, checked as far as they can be without a model.
+
+    Raises:
+        ParameterError, ModelError: one of them is outside its bounds, or not for this machine.
+    """
+    from radixrt.assembly import check_config
+    from radixrt.config import RuntimeConfig
+
+    config = RuntimeConfig(**runtime_options(arguments))
+    check_config(config)
+    return config
 
 
 def model_place(arguments: argparse.Namespace) -> list[Place]:

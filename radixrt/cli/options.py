@@ -152,7 +152,12 @@ SCHEDULE = (
 
 KEPT_CACHE = (
     Option("load_cache", "begin with the prefixes that an earlier run has saved", "FILE", Path),
-    Option("save_cache", "save all cached prefixes when the work is done, for --load-cache; replaces only such a file", "FILE", Path),
+    Option(
+        "save_cache",
+        "save all cached prefixes when the work is done, for --load-cache; replaces only such a file",
+        "FILE",
+        Path,
+    ),
 )
 
 
@@ -165,8 +170,12 @@ def add_command(
     description: str,
     epilog: str,
     run: Callable[[argparse.Namespace], int],
+    prints: bool = True,
 ) -> argparse.ArgumentParser:
-    """Add a command to the subparsers of `radixrt`. `run` gets the arguments, and returns the exit status."""
+    """Add a command to the subparsers of `radixrt`. `run` gets the arguments, and returns the exit status.
+
+    Unless it `prints`, it runs without standard output, too.
+    """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         usage=f"radixrt {name} {usage}",
@@ -176,7 +185,7 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, prints=prints)
     return parser
 
 

@@ -66,12 +66,12 @@ def add_plan_command(commands: Any) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     import numpy as np
-    from rich.console import Console
 
     from radixrt.batch.formats.line_format import LineParser
     from radixrt.batch.formats.source import read_lines
     from radixrt.batch.scan import scan_lines
     from radixrt.builtin import MODEL_PATH
+    from radixrt.cli.console import Console
     from radixrt.files.disk import temporary_folder
     from radixrt.files.place import check_apart, read_place
     from radixrt.files.standard import place_name

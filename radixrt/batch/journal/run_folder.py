@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from radixrt.batch.journal.journal import Journal, create_journal, partial_journal
+from radixrt.batch.journal.journal import Journal, Kept, create_journal, partial_journal, read_kept
 from radixrt.batch.journal.manifest import Manifest
 from radixrt.batch.journal.run_lock import RunLock
 from radixrt.errors import BatchFileError, JournalError
@@ -79,6 +79,12 @@ class RunFolder:
         finally:
             with self._refusals(self._lock_path):
                 self._lock.release()
+
+    def kept(self) -> Kept | None:
+        """What an earlier run has left; None if there is nothing to go on with. Raises as `begin` does."""
+        with self._refusals(self.path):
+            exists = self._disk.exists(self._journal_path)
+            return read_kept(self._journal_path, self._disk) if exists else None
 
     def begin(
         self,
