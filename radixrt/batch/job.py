@@ -20,7 +20,7 @@ from radixrt.batch.journal.manifest import Manifest
 from radixrt.batch.journal.run_folder import RunFolder, aside_path, has_run, run_path
 from radixrt.batch.journal.sinks import JournalSink, Sink, StreamSink
 from radixrt.batch.journal.standard_output import StandardOutput
-from radixrt.batch.meter import progress_bar
+from radixrt.batch.meter import reading_bar
 from radixrt.batch.options import BatchConfig, BatchOptions
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
 from radixrt.batch.run import BatchRun, BatchRuntime, R, batch_report, plan_of
@@ -84,7 +84,9 @@ def run_batch(
         raise RadixrtError("the runtime has other requests; a batch needs one without")
     with Batch(input_path, output_path, BatchConfig(**options)) as batch:
         scanned = batch.scan(
-            runtime.tokenizer, lambda prompt, params, line: runtime.prepare(prompt, params, index=line)
+            runtime.tokenizer,
+            lambda prompt, params, line: runtime.prepare(prompt, params, index=line),
+            runtime.context_length,
         )
         return scanned.run(runtime)
 
@@ -151,11 +153,11 @@ class Batch:
     ) -> None:
         self._opened.__exit__(kind, error, trace)
 
-    def scan(self, tokenizer: Tokenizer | None, check: Check) -> ScannedBatch:
+    def scan(self, tokenizer: Tokenizer | None, check: Check, context_length: int | None = None) -> ScannedBatch:
         """Read the whole input, and check each line.
 
         Args:
-            tokenizer, check: see `scan_lines`.
+            tokenizer, check, context_length: see `scan_lines`.
 
         Raises:
             BatchFileError: the input cannot be read, or has a bad line and `strict` is set.
@@ -165,25 +167,29 @@ class Batch:
         options = self.options
         with (
             first_interrupt("stopping; nothing has run in this call") as interrupted,
-            progress_bar("reading", " lines", None, options.progress) as bar,
+            reading_bar(self._input, options.progress) as bar,
         ):
             scan = scan_lines(
-                self._lines(interrupted),
+                self._lines(interrupted, bar.update),
                 self.scratch,
                 parser=LineParser(self.default_params),
                 tokenizer=tokenizer,
                 check=check,
-                seen=bar.update,
+                context_length=context_length,
             )
             _stop_if(interrupted)  # the signal may have come after the last line
         if options.strict and scan.problems:
-            raise BatchFileError(f"{scan.summary()}\nNothing has run. Without strict these get error records.")
+            raise BatchFileError(
+                f"{scan.summary()}\nNothing has run. Without --strict (strict=True) they get error records."
+            )
         error_limit = ErrorLimit(options.max_error_rate, scan)
         error_limit.check_bad_lines()
         return ScannedBatch(self, scan, error_limit)
 
-    def _lines(self, interrupted: FirstSignal) -> Iterator[tuple[int, bytes | BadLine]]:
-        for line in read_lines(self._input):
+    def _lines(
+        self, interrupted: FirstSignal, seen: Callable[[int], object]
+    ) -> Iterator[tuple[int, bytes | BadLine]]:
+        for line in read_lines(self._input, max_line=self.options.max_line_bytes, seen=seen):
             yield line
             _stop_if(interrupted)
 

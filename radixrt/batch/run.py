@@ -62,6 +62,9 @@ class BatchRuntime(MeteredRuntime, Protocol[R]):
     def tokenizer(self) -> Tokenizer | None: ...
 
     @property
+    def context_length(self) -> int: ...
+
+    @property
     def has_work(self) -> bool:
         """Whether there are unfinished requests that `step` can advance."""
 

@@ -14,6 +14,7 @@ from radixrt.cli.kept_cache import checked_config, runtime_places, runtime_with_
 from radixrt.cli.options import (
     SAMPLING,
     add_command,
+    add_line_option,
     add_options,
     add_runtime_options,
     sampling_params,
@@ -29,10 +30,12 @@ example:
   $ cat questions.jsonl
   {"prompt": "Mira likes Oslo.\\nQ: Mira likes?\\nA:", "custom_id": "a", "sampling_params": {"max_new_tokens": 8}}
   {"token_ids": [5, 8, 13], "metadata": {"source": "page 7"}}
-  {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 16}
+  {"prompt": "Tarek counts 374.\\nQ: Tarek counts?\\nA:", "max_tokens": 16}
 
   $ radixrt batch --input questions.jsonl --output answers.jsonl --temperature 0
   $ zcat more.jsonl.gz | radixrt batch --input - --output answers.jsonl.zst
+
+A model with a chat template also takes "messages" in place of "prompt": [{"role": "user", "content": "..."}].
 
 Each line becomes one record in answers.jsonl, in the same order: custom_id, index (the line's place in the input,
 from 0), text, token_ids, finish_reason, usage, timings, metadata and error; with n above 1 outputs, and
@@ -97,6 +100,7 @@ def add_batch_command(commands: Any) -> None:
         metavar="S",
         help=f"time for started requests after the first Ctrl-C or SIGTERM ({DRAIN_SECONDS:g})",
     )
+    add_line_option(option)
     option(
         "--report",
         action="append",
@@ -128,6 +132,7 @@ def _batch(arguments: argparse.Namespace) -> int:
         progress=arguments.progress,
         max_error_rate=arguments.max_error_rate,
         drain_seconds=arguments.drain_seconds,
+        max_line_bytes=arguments.max_line_bytes,
         report=arguments.report,
         price_per_hour=arguments.price_per_hour,
     )
@@ -137,7 +142,9 @@ def _batch(arguments: argparse.Namespace) -> int:
             MODEL_PATH if config.model is None else config.model, config.context_length
         )
         scanned = batch.scan(
-            builder.tokenizer, lambda prompt, params, line: builder.build(prompt, params, index=line)
+            builder.tokenizer,
+            lambda prompt, params, line: builder.build(prompt, params, index=line),
+            builder.context_length,
         )
         if scanned.lines.problems:
             print(f"radixrt: {scanned.lines.summary()}", file=sys.stderr)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from radixrt.batch.formats.source import MAX_LINE
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
 
@@ -201,6 +202,17 @@ def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "model", MODEL)
     add_options(parser, "memory and schedule", SCHEDULE)
     add_options(parser, "cache kept across runs", KEPT_CACHE)
+
+
+def add_line_option(option: Callable[..., object]) -> None:
+    """Add --max-line-bytes by a group's `add_argument`."""
+    option(
+        "--max-line-bytes",
+        type=int,
+        default=MAX_LINE,
+        metavar="N",
+        help=f"a longer line is a bad one ({MAX_LINE})",
+    )
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from radixrt.checks import check_int
 from radixrt.cli.exit_status import DONE
 from radixrt.cli.kept_cache import model_place
-from radixrt.cli.options import SAMPLING, Option, add_command, add_options, sampling_params
+from radixrt.cli.options import SAMPLING, Option, add_command, add_line_option, add_options, sampling_params
 from radixrt.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def add_plan_command(commands: Any) -> None:
     option = parser.add_argument_group("files").add_argument
     option("input", metavar="FILE", help="JSON lines or parquet, one prompt each; - is standard input")
     option("--html", type=Path, metavar="FILE", help="write the plan as a page that folds and unfolds")
+    add_line_option(option)
     option("--prefixes", type=int, default=20, metavar="N", help="number of shared prefixes to show (20)")
     add_options(parser, "the run", _OPTIONS)
     card = parser.add_argument_group("the card").add_argument
@@ -69,6 +71,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     from radixrt.batch.formats.line_format import LineParser
     from radixrt.batch.formats.source import read_lines
+    from radixrt.batch.meter import reading_bar
     from radixrt.batch.scan import scan_lines
     from radixrt.builtin import MODEL_PATH
     from radixrt.cli.console import Console
@@ -83,6 +86,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from radixrt.report.plan_page import plan_page
     from radixrt.report.plan_view import print_plan
 
+    check_int("max_line_bytes", arguments.max_line_bytes, 1, 2**40)
     if arguments.prefixes < 0:
         raise ParameterError(f"prefixes is {arguments.prefixes}; it must be at least 0")
     page = None
@@ -95,13 +99,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     builder = builder_without_weights(source)
     shape = _shape(builder.config)
     with temporary_folder() as folder:
-        scan = scan_lines(
-            read_lines(arguments.input),
-            folder,
-            parser=LineParser(defaults),
-            tokenizer=builder.tokenizer,
-            check=lambda prompt, params, line: builder.build(prompt, params, index=line),
-        )
+        with reading_bar(arguments.input, shown=True) as bar:
+            scan = scan_lines(
+                read_lines(arguments.input, max_line=arguments.max_line_bytes, seen=bar.update),
+                folder,
+                parser=LineParser(defaults),
+                tokenizer=builder.tokenizer,
+                check=lambda prompt, params, line: builder.build(prompt, params, index=line),
+                context_length=builder.context_length,
+            )
         if scan.problems:
             print(f"radixrt: {scan.summary()}", file=sys.stderr)
         console = Console(highlight=False)

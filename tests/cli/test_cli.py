@@ -29,7 +29,7 @@ from radixrt.errors import DeviceLostError, ModelError, SchedulerError
 from radixrt.frontend.sampling_aliases import SPELLINGS
 from radixrt.models.families import FAMILIES
 from radixrt.models.registry import ARCHITECTURES, find_architecture
-from tests.support.fake_runtime import FakeRuntime
+from tests.support.fake_runtime import CONTEXT_LENGTH, FakeRuntime
 from tests.support.file_limit import file_limit
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
@@ -49,7 +49,7 @@ class FakeBuilder:
     """Takes what a FakeRuntime takes, and notes what it is made with."""
 
     made_with: tuple[Any, ...]
-    tokenizer = None
+    tokenizer, context_length = None, CONTEXT_LENGTH
     build = staticmethod(FakeRuntime().prepare)
 
     def __init__(self, *args: Any) -> None:
@@ -341,6 +341,17 @@ def test_a_batch_of_bad_lines_needs_no_weights(
     assert json.loads(Path(report).read_text())["errors"] == 3
     Path(batch[2]).write_bytes(b"")
     assert main([*batch, "--overwrite"]) == 0
+
+
+def test_a_line_of_many_bytes(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path(batch[2]).write_bytes(b"\n".join([SOUND + b" " * 40 + b"{", SOUND]))
+    assert main([*batch, "--max-line-bytes", "20"]) == 0
+    assert "line 1: invalid_line: the line has 58 bytes; at most 20 are read" in capsys.readouterr().err
+    for command in (batch, ["plan", batch[2]]):
+        assert main([*command, "--max-line-bytes", "0"]) == 2
+        assert "max_line_bytes is 0" in capsys.readouterr().err
+    records = [json.loads(line) for line in Path(batch[-1]).read_text().splitlines()]
+    assert [record["error"] is None for record in records] == [False, True]
 
 
 def test_one_sound_line_makes_a_batch_good(batch: list[str]) -> None:
