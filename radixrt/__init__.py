@@ -6,7 +6,8 @@
         output = runtime.generate("Mira likes Oslo.\\nQ: Mira likes?\\nA:", SamplingParams(temperature=0))
         print(output.text)
 
-The names below are imported on first use, so that `import radixrt` does not import torch.
+The names below are imported on first use, so that `import radixrt` does not import torch. It sets
+OMP_WAIT_POLICY to PASSIVE, unless the environment has one: OpenMP reads it when torch is loaded.
 """
 
 # Tests: tests/test_origin.py
@@ -15,10 +16,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from radixrt.version import __version__
+
+# Idle OpenMP threads that spin slow other processes on the same processors down many times over.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _HOMES = {
     "Runtime": "radixrt.runtime",

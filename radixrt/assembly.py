@@ -25,6 +25,7 @@ from radixrt.execution.device import check_kernels, choose_device
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.memory_budget import host_pool_slots, measured_pass_memory, pool_slots, room_for_passes
 from radixrt.execution.model_runner import ModelRunner
+from radixrt.execution.processors import usable_processors
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.kept_cache.identity import cache_identity, weight_fingerprint
 from radixrt.kept_cache.storage import CacheStorage
@@ -83,6 +84,8 @@ def assemble(config: RuntimeConfig) -> Parts:
     began = time.perf_counter()
     device, runs_kernels, captures = check_config(config)
     impl, on_gpu = config.impl, device.type == "cuda"
+    if not on_gpu or config.threads is not None:
+        torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_processors()))
     limits, tree = config.pass_limits(on_gpu=on_gpu), config.attention == "tree"
     captured = limits if captures else NO_PASSES
 
@@ -96,7 +99,7 @@ def assemble(config: RuntimeConfig) -> Parts:
             device=device,
             context_length=config.context_length,
             load_format=config.load_format,
-            seed=config.seed,
+            seed=config.run_seed,
             impl=impl,
         )
         made.result()
@@ -144,7 +147,7 @@ def assemble(config: RuntimeConfig) -> Parts:
         config=config,
         limits=RunLimits(slots, running, chunk),
         engine=Engine(scheduler, runner, max_in_flight=int(config.overlap)),
-        builder=RequestBuilder(model_config, tokenizer, context_length, config.seed, scheduler.refusal),
+        builder=RequestBuilder(model_config, tokenizer, context_length, config.run_seed, scheduler.refusal),
         model=LoadedModel(decoder, CacheStorage(cache, kv_pool, host_pool, impl=impl)),
         output_of=partial(request_output, tokenizer=tokenizer),
         start_up=seconds | {"graphs": ended - graphs_began, "total": ended - began},

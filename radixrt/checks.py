@@ -16,7 +16,9 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 
 def check_int(name: str, value: object, low: int, high: int) -> int:
-    """`value` as an int, low <= value <= high. Raises ParameterError."""
+    """`value`, an integer or a float such as 3.0, as an int, low <= value <= high. Raises ParameterError."""
+    if isinstance(value, Real) and not isinstance(value, Integral) and (number := float(value)).is_integer():
+        value = int(number)  # tables have floats in a column with gaps
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise ParameterError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
     return int(value)
@@ -42,14 +44,14 @@ def check_kind(name: str, value: object, wanted: type[T], told: str) -> T:
 
 
 def check_prompt(name: str, value: object) -> str | list[int]:
-    """`value` as text or as token ids of some model, not empty. Raises PromptError, which names a bad id."""
+    """`value` as text, or as token ids of some model, not none. Raises PromptError, which names a bad id."""
     if not isinstance(value, list):
         value = check_kind(name, value, str, "a string or a list of token ids")
+    if isinstance(value, str):
+        return value  # an empty one may have a token before it
     if not value:
         raise PromptError(f"{name} is empty")
-    if isinstance(value, str) or (
-        set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_TOKEN_ID
-    ):
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_TOKEN_ID:
         return value
     for position, token in enumerate(value):
         if isinstance(token, bool) or not isinstance(token, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -51,7 +52,10 @@ class RuntimeConfig:
         attention: how kernels read KV that requests of a pass share: "tree", once for all of them, where that is
             cheaper; or "flat", once for each, for comparison.
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
-        seed: of dummy weights, and of requests without a seed of their own, together with their index.
+        threads: processors that operations on a CPU use, in the whole process; None: as many as torch would, but
+            not more than the process may use by its affinity and its control group's quota.
+        seed: of dummy weights, and of requests without a seed of their own, together with their index and the
+            number of their call: the same calls of two Runtimes draw the same. None: drawn anew; `seed` has it.
         impl: of the model's operations: "triton", kernels; "torch", the references; "auto", kernels on a GPU
             where Triton is installed, else references.
     """
@@ -74,7 +78,8 @@ class RuntimeConfig:
     cuda_graphs: bool | None = None
     attention: Attention = "tree"
     load_format: LoadFormat = "auto"
-    seed: int = 0
+    threads: int | None = None
+    seed: int | None = 0
     impl: Impl = "auto"
 
     def __post_init__(self) -> None:
@@ -97,10 +102,19 @@ class RuntimeConfig:
             check_int("max_running_requests", self.max_running_requests, 1, 2**16)
         if self.chunked_prefill_size is not None:
             check_int("chunked_prefill_size", self.chunked_prefill_size, 1, 2**20)
-        object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
+        if self.threads is not None:
+            check_int("threads", self.threads, 1, 2**16)
+        seed = secrets.randbits(63) if self.seed is None else check_int("seed", self.seed, 0, 2**63 - 1)
+        object.__setattr__(self, "seed", seed)
         if self.host_memory_gb and not self.enable_prefix_cache:
             given = f"host_memory_gb is {self.host_memory_gb!r} and enable_prefix_cache is False"
             raise ParameterError(f"{given}: nothing is kept that could go to the host")
+
+    @property
+    def run_seed(self) -> int:
+        """seed, given or drawn."""
+        assert self.seed is not None  # it has been drawn
+        return self.seed
 
     def share_of_memory(self, *, on_gpu: bool) -> float:
         """memory_fraction, or its default."""

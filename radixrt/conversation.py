@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from radixrt.checks import check_int
-from radixrt.errors import TokenizerError
+from radixrt.errors import ParameterError, TokenizerError
 from radixrt.frontend.request_builder import Params, read_params
 from radixrt.output import FinishReason, RequestOutput
 from radixrt.sampling_params import SamplingParams
@@ -119,13 +119,16 @@ class Conversation:
             yield chunk
 
     def _of_turn(self, sampling_params: Params) -> SamplingParams:
-        return self._params if sampling_params is None else read_params(sampling_params)
+        params = self._params if sampling_params is None else read_params(sampling_params)
+        if not params.detokenize:
+            raise ParameterError("a conversation needs the text of its answers, but detokenize is False")
+        return params
 
     def fork(self, n: int = 1) -> list[Conversation]:
         """`n` conversations that share what was said so far and go their own way from here.
 
-        Each draws with a seed of its own, derived from this one's seed (0 if it has none): what they answer to
-        the same words differs unless the temperature is 0.
+        What they answer to the same words differs unless the temperature is 0: if this one has a seed, each draws
+        with one of its own, which is derived from it.
 
         Raises:
             ParameterError: n is not a whole number from 1 to MAX_FORKS.
@@ -133,8 +136,10 @@ class Conversation:
         check_int("n", n, 1, MAX_FORKS)
         branches = []
         for _ in range(n):
-            params = replace(self._params, seed=_branch_seed(self._params.seed or 0, self._forks))
-            self._forks += 1
+            params = self._params
+            if params.seed is not None:
+                params = replace(params, seed=_branch_seed(params.seed, self._forks))
+                self._forks += 1
             branch = Conversation(self._runtime, self._messages, params)
             branch._ids = self._ids
             branch._unsaid = self._unsaid

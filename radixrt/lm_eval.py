@@ -2,7 +2,15 @@
 
 # Tests: tests/integrations/test_lm_eval.py
 
-from radixrt.integrations.lm_eval import RadixLM, main
+import sys
+
+try:
+    from radixrt.integrations.lm_eval import RadixLM, main
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"radixrt: error: {error}", file=sys.stderr)
+    sys.exit(2)
 
 __all__ = ["RadixLM", "main"]
 

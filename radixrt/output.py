@@ -81,7 +81,8 @@ class CompletionOutput:
 
     Attributes:
         index: which of the n it is.
-        text: the generated text, without the token that stopped it, and up to the stop string.
+        text: the generated text, up to the stop string or the token that stopped it, and with these if
+            include_stop_str is set.
         token_ids: the generated token ids, the token that stopped it included.
         finish_reason: why it ended.
         matched: the token id or string that stopped it, or None.
@@ -97,14 +98,20 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The natural log-probability of all its tokens together, if theirs were asked for."""
+        return None if self.logprobs is None else sum(token.logprob for token in self.logprobs)
+
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One finished request. `text`, `token_ids`, `finish_reason`, `logprobs` and `error` are its first answer's.
+    """One finished request. Its `text`, `token_ids`, `finish_reason`, `logprobs`, `cumulative_logprob` and `error`
+    are those of its first answer.
 
     Attributes:
         index: place of the prompt in its call.
-        id: for `Runtime.abort`: the caller's own, or the request's number in its Runtime.
+        id: for `Runtime.abort`: the caller's own, or a number that the Runtime has made.
         outputs: the n answers.
         usage: token counts.
         timings: seconds.
@@ -162,6 +169,10 @@ class RequestOutput:
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
         return self.outputs[0].logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return self.outputs[0].cumulative_logprob
 
     @property
     def error(self) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -24,7 +25,15 @@ from radixrt.engine.driver import Driver
 from radixrt.engine.parts import Parts
 from radixrt.engine.signals import deferred
 from radixrt.errors import ParameterError, PassError, RadixrtError
-from radixrt.frontend.request_builder import Continuation, OnError, Params, Prompt, is_token_ids, listed_prompts
+from radixrt.frontend.request_builder import (
+    Continuation,
+    OnError,
+    Params,
+    Prompt,
+    as_list,
+    is_token_ids,
+    listed_prompts,
+)
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
@@ -98,11 +107,12 @@ class Runtime:
         self._parts: Parts | None = parts  # None once it is closed
         self._driver = Driver(parts.engine, parts.output_of)
         self._loose = OutputCall("return")  # requests that came through `submit`
+        self._calls = itertools.count()  # numbers of the calls that answer prompts
         self._builder = parts.builder
         self._turns: tuple[asyncio.AbstractEventLoop | None, asyncio.Semaphore] = None, asyncio.Semaphore()
         self.config, self.device = parts.builder.config, parts.model.device
         self.tokenizer, self.context_length = parts.builder.tokenizer, parts.builder.context_length
-        self.seed, self.limits, self.start_up = parts.config.seed, parts.limits, parts.start_up
+        self.seed, self.limits, self.start_up = parts.config.run_seed, parts.limits, parts.start_up
         self.reuses_prefixes = parts.config.enable_prefix_cache and not parts.config.force_miss
 
     @property
@@ -117,7 +127,7 @@ class Runtime:
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str
         self,
-        prompts: str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[dict[str, Any]],
+        prompts: str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[dict[str, Any]] | dict[str, Any],
         sampling_params: Params = None,
         *,
         tenant: str | None = None,
@@ -129,22 +139,22 @@ class Runtime:
     @overload
     def generate(
         self,
-        prompts: Sequence[Prompt],
-        sampling_params: Params | Sequence[Params] = None,
+        prompts: Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] = None,
         *,
         tenant: str | None = None,
-        request_ids: Sequence[str] | None = None,
+        request_ids: Iterable[str] | None = None,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> list[RequestOutput]: ...
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params | Sequence[Params] = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] = None,
         *,
         tenant: str | None = None,
-        request_ids: str | Sequence[str] | None = None,
+        request_ids: str | Iterable[str] | None = None,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> RequestOutput | list[RequestOutput]:
@@ -154,11 +164,14 @@ class Runtime:
         KeyboardInterrupt. finish_reason is "error" where the model computed values that are not finite.
 
         Args:
-            prompts: each a string, a list of token ids, or a list of chat messages ({"role", "content"}).
+            prompts: each a string, a list of token ids, a list of chat messages ({"role", "content"}), or a dict
+                as vLLM takes, {"prompt": ...} or {"prompt_token_ids": ...}. Many come as a list, or from anything
+                else that yields them: a generator, an array, a column of a table.
             sampling_params: one for all prompts, or one each: a SamplingParams or a dict in the spelling of SGLang
                 or vLLM; None is SamplingParams().
             tenant: prefixes are shared only between calls of one tenant.
-            request_ids: ids of your own for `abort`, each unique among unfinished requests; None: numbers.
+            request_ids: ids of your own for `abort`, each unique among unfinished requests; None: numbers that
+                nobody guesses.
             on_error: "raise": one bad prompt, or one failed pass, raises. "return": it becomes that output's
                 error, and the others run.
             progress: show a bar on stderr.
@@ -170,23 +183,23 @@ class Runtime:
             DeviceLostError: a pass failed, and the device works no more: go on in a new process.
         """
         listed, many = listed_prompts(prompts)
-        built = partial(self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error)
+        built = self._built(listed, sampling_params, many, tenant, request_ids, on_error)
         outputs = sorted(self._iterate(built, on_error, progress), key=attrgetter("index"))
         return outputs if many else outputs[0]
 
     def generate_iter(
         self,
-        prompts: Sequence[Prompt],
-        sampling_params: Params | Sequence[Params] = None,
+        prompts: Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] = None,
         *,
         tenant: str | None = None,
-        request_ids: Sequence[str] | None = None,
+        request_ids: Iterable[str] | None = None,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
         """`generate` for a list: yields each output once it is complete. Leaving the loop early ends the rest."""
         listed, _ = listed_prompts(prompts)
-        built = partial(self._builder.build_all, listed, sampling_params, True, tenant, request_ids, on_error)
+        built = self._built(listed, sampling_params, True, tenant, request_ids, on_error)
         yield from self._iterate(built, on_error, progress)
 
     def stream(
@@ -196,29 +209,31 @@ class Runtime:
         *,
         tenant: str | None = None,
         request_id: str | None = None,
+        stream_interval: int = 1,
     ) -> Iterator[StreamChunk]:
         """`generate` for one prompt with n = 1: yields a chunk whenever tokens have come.
 
         The last chunk has the whole output, and the chunks' texts join to its text: none holds half a character,
-        or the beginning of a stop string. Leaving the loop early ends the request.
+        or the beginning of a stop string. The first chunk comes with the first token, each other one after
+        `stream_interval` more. Leaving the loop early ends the request.
         """
-        with self._driver.opened(StreamCall()) as call:
-            self._driver.submit([self._builder.build_streamed(prompt, sampling_params, tenant, request_id)], call)
+        with self._driver.opened(StreamCall(stream_interval)) as call:
+            self._driver.submit([self._streamed(prompt, sampling_params, tenant, request_id)()], call)
             while not call.is_over:
                 yield from self._driver.news(call)
 
     async def async_generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params | Sequence[Params] = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] = None,
         *,
         tenant: str | None = None,
-        request_ids: str | Sequence[str] | None = None,
+        request_ids: str | Iterable[str] | None = None,
         on_error: OnError = "raise",
     ) -> RequestOutput | list[RequestOutput]:
         """`generate` for asyncio: the work is done in other threads. Calls run together; a cancelled one ends."""
         listed, many = listed_prompts(prompts)
-        built = partial(self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error)
+        built = self._built(listed, sampling_params, many, tenant, request_ids, on_error)
         with self._driver.opened(OutputCall(on_error), by_task=True) as call:
             outputs, requests = await self._in_thread(built)
             self._driver.submit(requests, call)
@@ -234,10 +249,11 @@ class Runtime:
         *,
         tenant: str | None = None,
         request_id: str | None = None,
+        stream_interval: int = 1,
     ) -> AsyncIterator[StreamChunk]:
         """`stream` for asyncio, as `async_generate`."""
-        built = partial(self._builder.build_streamed, prompt, sampling_params, tenant, request_id)
-        with self._driver.opened(StreamCall(), by_task=True) as call:
+        built = self._streamed(prompt, sampling_params, tenant, request_id)
+        with self._driver.opened(StreamCall(stream_interval), by_task=True) as call:
             self._driver.submit([await self._in_thread(built)], call)
             while not call.is_over:
                 for chunk in await self._driver.async_news(call):
@@ -245,8 +261,8 @@ class Runtime:
 
     def score(
         self,
-        prompts: Sequence[Prompt],
-        continuations: Sequence[Continuation | Sequence[Continuation]],
+        prompts: Iterable[Prompt],
+        continuations: Iterable[Continuation | Sequence[Continuation]],
         *,
         tenant: str | None = None,
         progress: bool = False,
@@ -255,14 +271,15 @@ class Runtime:
 
         For each prompt a continuation (text after a text prompt, else token ids) gives a ScoreOutput, and a list
         of them (multiple choice) a list. Other arguments and errors are those of `generate`; PassError is raised
-        also where the model computed values that are not finite.
+        also where the model computed values that are not finite, or a request was aborted.
         """
+        prompts, continuations = as_list(prompts), as_list(continuations)
         requests, owners = self._builder.build_scored(prompts, continuations, tenant)
         scores: list[list[ScoreOutput]] = [[] for _ in prompts]
         outputs = sorted(self._iterate(lambda: ([], requests), "return", progress), key=attrgetter("index"))
         for owner, output in zip(owners, outputs, strict=True):
-            if output.error is not None:
-                raise PassError(f"prompt {owner} cannot be scored: {output.error}") from output.cause
+            if (failure := output.failure) is not None:
+                raise PassError(f"prompt {owner} cannot be scored: {failure}") from output.cause
             scores[owner].append(ScoreOutput.of(output))
         return [
             own[0] if isinstance(given, str) or is_token_ids(given) else own
@@ -295,8 +312,9 @@ class Runtime:
     ) -> Request:
         """Make a request for `submit`, with the arguments and errors of `generate`.
 
-        `index` comes back in its output, and with the Runtime's seed gives the request's own. Later prompts begin
-        with its first `keep` tokens: the rest leaves the cache when it has ended. None: all of it may be reused.
+        `index` comes back in its output, and with the Runtime's seed, but no call's number, gives the request's
+        own: it draws what the line of this number of a batch draws. Later prompts begin with its first `keep`
+        tokens: the rest leaves the cache when it has ended. None: all of it may be reused.
         """
         self._driver.check_open()
         request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant)
@@ -315,6 +333,10 @@ class Runtime:
         """End a submitted request, given or named, at the next step; from any thread. False if it has ended."""
         own_id = request.id if isinstance(request, Request) else request
         return self._driver.abort(own_id if isinstance(own_id, str) else int(own_id))
+
+    def abort_all(self) -> int:
+        """`abort` every request that has not ended, of all calls. Returns how many these are."""
+        return self._driver.abort_all()
 
     def has_begun(self, request: Request) -> bool:
         """Whether a pass has computed some of a submitted request; True if it has ended."""
@@ -423,6 +445,8 @@ class Runtime:
 
         Calls that wait in other threads raise RadixrtError, or return outputs that end with "abort".
         """
+        if self._driver.is_forked:
+            return  # what it has is its parent's
         self._driver.close()
         parts, self._parts = self._parts, None
         if parts is not None and not parts.engine.is_lost:
@@ -441,6 +465,13 @@ class Runtime:
     def _check_keeps_a_cache(self, name: str) -> None:
         if not self.parts.cache.enabled:
             raise ParameterError(f"{name} needs a prefix cache, but enable_prefix_cache is False")
+
+    def _built(self, *arguments: Any) -> Callable[[], _Built]:
+        """What builds the requests of a call that begins now, for its draws have its number."""
+        return partial(self._builder.build_all, *arguments, call=next(self._calls))
+
+    def _streamed(self, *arguments: Any) -> Callable[[], Request]:
+        return partial(self._builder.build_streamed, *arguments, call=next(self._calls))
 
     async def _in_thread(self, build: Callable[[], T]) -> T:
         """Run two of a loop's tasks beside it, a long one and short ones; the next waits until the loop looks."""

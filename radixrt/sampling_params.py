@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import wraps
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_NEW_TOKENS = 2**31 - 1
 MAX_SAMPLES = 4096
 MAX_STOP_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 64
@@ -18,20 +21,59 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024
 MAX_LOGPROBS = 128
 
+# Other names of parameters, those that vLLM and SGLang have for them. They mean the same, values too.
+SPELLINGS = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "sampling_seed": "seed",
+    "include_stop_str_in_output": "include_stop_str",
+    "no_stop_trim": "include_stop_str",
+}
+
+T = TypeVar("T")
 _Check = Callable[[str, object], object]  # name and value -> the value to keep; raises ParameterError
 
 
+def by_field(values: Mapping[str, T]) -> dict[str, T]:
+    """Parameters by the fields that their names mean. Raises ParameterError where two names mean the same one."""
+    names: dict[str, str] = {}  # field -> the name that gave it
+    for name in values:
+        first = names.setdefault(SPELLINGS.get(name, name), name)
+        if first != name:
+            raise ParameterError(f"{first} and {name} are the same parameter; give one of them")
+    return {field: values[name] for field, name in names.items()}
+
+
+def _takes_spellings(cls: type[T]) -> type[T]:
+    """Decorates a class whose `__init__` takes fields as keywords: it takes their other names, too."""
+    init = cls.__init__
+
+    @wraps(init)
+    def __init__(self: T, *args: Any, **values: Any) -> None:
+        init(self, *args, **(values if SPELLINGS.keys().isdisjoint(values) else by_field(values)))
+
+    cls.__init__ = __init__  # type: ignore[assignment, method-assign]
+    return cls
+
+
+@_takes_spellings
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request.
+    """Parameters of one request. Keywords may be in the spelling of vLLM or SGLang, too: see `SPELLINGS`.
 
     Logits are changed by the repetition, presence and frequency penalties, then by `logit_bias`; tokens that are
     not allowed are left out; the rest is divided by `temperature` and filtered by `top_k`, `top_p` and `min_p`, in
-    this order, and one token is drawn. A value out of bounds raises `ParameterError`.
+    this order, each of what the one before has left, and one token is drawn. A value out of bounds raises
+    `ParameterError`.
+
+    The order of filters is that of transformers. vLLM applies `min_p` before the others, and SGLang takes `top_k`
+    and `top_p` together, of the same probabilities: with several of them set, draws are distributed a little
+    differently there. A bias comes after the repetition penalty here, and before it in transformers and vLLM.
 
     Attributes:
-        max_new_tokens: limit of generated tokens, 0 to 2**31 - 1. The context may end a request earlier.
-            0 generates nothing: the prompt enters the cache, and is scored if `prompt_logprobs` is given.
+        max_new_tokens: limit of generated tokens, 0 to 2**31 - 1. The context may end a request earlier; with None
+            it alone does. 0 generates nothing: the prompt enters the cache, and is scored if `prompt_logprobs` is
+            given.
         min_new_tokens: nothing ends the request before it has as many tokens.
         n: answers to draw, 1 to 4096. The prompt is computed once for all of them.
         temperature: 0 to 100; 0 is greedy: the most likely token, and the three filters change nothing.
@@ -45,14 +87,17 @@ class SamplingParams:
         logit_bias: token id -> -100 to 100, added to its logit. At most 1024.
         allowed_token_ids: nothing else is drawn, not even an end token. None: all are allowed.
         bad_words: strings, or lists of token ids, that are not generated. At most 1024.
-        seed: 0 to 2**63 - 1. The same seed, prompt and parameters draw the same tokens in any batch. None:
-            derived from the Runtime's seed and the prompt's place in the call.
+        seed: 0 to 2**63 - 1. The same seed, prompt and parameters draw the same tokens in any batch. None: every
+            call draws anew; the seed is derived from the Runtime's, the call's number in the Runtime and the
+            prompt's place in the call. A batch derives it from the Runtime's and the line's place alone.
         stop: end where one of these strings is complete; the text ends before it. At most 64, 1 to 1024
             characters each.
-        include_stop_str: the text ends after the stop string instead.
+        include_stop_str: the text ends after the stop string instead, or with the text of the token that ended it
+            (an end token has none unless skip_special_tokens is False).
         stop_token_ids: end at any of these tokens, besides the model's own end tokens. At most 128.
         ignore_eos: do not end at the model's end tokens (`stop` and `stop_token_ids` still end).
         skip_special_tokens: leave special tokens out of the text.
+        detokenize: False: make no text, which is then "", and look for no `stop`.
         logprobs: log-probabilities of the tokens of the answer, with as many of the most likely alternatives, 0
             to 128; None: none. They are those of the model, before penalties, bias, temperature and filters.
         prompt_logprobs: the same for the tokens of the prompt.
@@ -82,6 +127,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -92,6 +138,8 @@ class SamplingParams:
             check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         if self.n > 1 and self.max_new_tokens == 0:
             raise ParameterError(f"n is {self.n}, but max_new_tokens is 0: there is nothing to draw")
+        if self.stop and not self.detokenize:
+            raise ParameterError("stop needs a text to look in, but detokenize is False")
 
     @property
     def has_penalties(self) -> bool:
@@ -115,6 +163,10 @@ def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ParameterError(f"{name} is {value!r}; it must be True or False")
     return value
+
+
+def _max_new_tokens(name: str, value: object) -> int:
+    return MAX_NEW_TOKENS if value is None else check_int(name, value, 0, MAX_NEW_TOKENS)
 
 
 def _top_k(name: str, value: object) -> int:
@@ -187,7 +239,7 @@ def _stop_strings(name: str, value: object) -> tuple[str, ...]:
 # In the order of checking. A check may convert a value to the form that the engine wants.
 _CHECKS: Mapping[str, _Check] = MappingProxyType(
     {
-        "max_new_tokens": _int(0, 2**31 - 1),
+        "max_new_tokens": _max_new_tokens,
         "min_new_tokens": _int(0, 2**31 - 1),
         "n": _int(1, MAX_SAMPLES),
         "temperature": _float(0.0, 100.0),
@@ -209,6 +261,7 @@ _CHECKS: Mapping[str, _Check] = MappingProxyType(
         "ignore_eos": _flag,
         "include_stop_str": _flag,
         "skip_special_tokens": _flag,
+        "detokenize": _flag,
     }
 )
 _DEFAULTS: Mapping[str, object] = MappingProxyType({field.name: field.default for field in fields(SamplingParams)})

@@ -301,7 +301,7 @@ def test_streams(chatml: Tokenizer) -> None:
 def test_forks_share_the_history_and_go_their_own_way(chatml: Tokenizer) -> None:
     for tokenizer in (chatml, small_tokenizer("bare")):
         runtime = FakeRuntime(tokenizer)
-        talk = Conversation(runtime, sampling_params=SamplingParams(top_k=3))
+        talk = Conversation(runtime, sampling_params=SamplingParams(top_k=3, seed=0))
         runtime.will_say(*tokenizer.encode("Oslo").tolist())
         talk.say("where?")
         history, messages = talk.token_ids, talk.messages
@@ -314,6 +314,11 @@ def test_forks_share_the_history_and_go_their_own_way(chatml: Tokenizer) -> None
         assert len({tuple(ids) for ids in runtime.prompts[1:]}) == 1
         assert len({params.seed for params in runtime.params[1:]}) == len(branches)
         assert all(replace(params, seed=None) == SamplingParams(top_k=3) for params in runtime.params)
+        assert [branch.token_ids for branch in Conversation(runtime).fork(2)] == [[], []]
+        (unseeded,) = Conversation(runtime).fork()
+        runtime.will_say(*tokenizer.encode("g").tolist())
+        unseeded.say("why?")
+        assert runtime.params[-1].seed is None  # each call draws anew
         again = Conversation(runtime, sampling_params=SamplingParams(seed=7)).fork(2)
         runtime.will_say(*tokenizer.encode("f").tolist())
         again[0].say("why?")
@@ -336,6 +341,8 @@ def test_parameters_of_one_turn(chatml: Tokenizer) -> None:
 
 
 def test_bad_words_and_no_tokenizer(chatml: Tokenizer) -> None:
+    with pytest.raises(ParameterError, match="a conversation needs the text of its answers"):
+        Conversation(FakeRuntime(chatml)).say("hello", {"detokenize": False})
     with pytest.raises(TokenizerError, match="a conversation needs a tokenizer"):
         Conversation(FakeRuntime(None))
     with pytest.raises(TokenizerError, match="chat message 0 has no 'content'"):

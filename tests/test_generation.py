@@ -22,6 +22,7 @@ from radixrt.builtin.task import EXAMPLES_SEED, make_questions
 from radixrt.execution.sampling import sampler
 from radixrt.models import loader
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
+from tests.support.small_tokenizers import byte_level
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -150,6 +151,42 @@ def test_stop_strings_need_a_tokenizer(runtime: Runtime) -> None:
         runtime.generate(PROMPT, Params(stop=("x",)))
 
 
+def test_the_text_of_the_stop_token_is_kept_like_that_of_a_stop_string(builtin: Runtime) -> None:
+    prompt = make_questions(EXAMPLES_SEED)[0].question.prompt
+    params = Params(temperature=0, max_new_tokens=8, ignore_eos=True)
+    free = builtin.generate(prompt, params)
+    assert builtin.tokenizer is not None
+    pieces = [builtin.tokenizer.decode(free.token_ids[:count]) for count in range(9)]
+    at = next(place for place in range(1, 8) if len(pieces[place]) < len(pieces[place + 1]))
+    for stop in ((), ("never said",)):  # with and without a text of its own on the way
+        own = replace(params, stop_token_ids=(free.token_ids[at],), stop=stop)
+        assert builtin.generate(prompt, own).text == pieces[at]
+        kept = replace(own, include_stop_str=True)
+        output = builtin.generate(prompt, kept)
+        assert (output.text, output.outputs[0].matched) == (pieces[at + 1], free.token_ids[at])
+        assert "".join(chunk.text for chunk in builtin.stream(prompt, kept)) == output.text
+    ended = replace(params, ignore_eos=False, include_stop_str=True)
+    assert (
+        builtin.generate(prompt, ended).text
+        == builtin.generate(prompt, replace(ended, include_stop_str=False)).text
+    )
+    special = replace(ended, skip_special_tokens=False)
+    assert builtin.generate(prompt, special).text.endswith("</s>")
+
+
+def test_no_text_is_made_where_none_is_wanted(runtime: Runtime, builtin: Runtime) -> None:
+    params = replace(GREEDY, max_new_tokens=8)
+    texts = builtin.generate("Mira likes", params)
+    ids = builtin.generate("Mira likes", replace(params, detokenize=False))
+    assert texts.text
+    assert (ids.text, ids.token_ids) == ("", texts.token_ids)
+    with pytest.raises(ParameterError, match="stop needs a text to look in, but detokenize is False"):
+        Params(stop=["a"], detokenize=False)
+    chunks = list(runtime.stream(PROMPT, replace(GREEDY, detokenize=False)))  # without a tokenizer
+    assert [chunk.text for chunk in chunks] == [""] * len(chunks)
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 12
+
+
 # -- changed logits ----------------------------------------------------------------------------------------
 
 
@@ -177,6 +214,21 @@ def test_penalties_see_every_token_though_the_last_is_still_in_flight(runtime: R
     assert list(outputs[0].token_ids) == expected
     assert list(outputs[1].token_ids) == reference(model, PROMPT, 12, lambda logits, *_: logits)
     assert outputs[0].token_ids != outputs[1].token_ids
+
+
+def test_a_bad_word_given_as_text_is_banned_behind_a_blank_too(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    folder = write(llama(seed=4, vocab_size=len(tokenizer)), tmp_path)
+    tokenizer.save_pretrained(folder)
+    with Runtime(folder, device=torch.get_default_device(), max_total_tokens=2000) as runtime:
+        pieces = [runtime.tokenizer.encode(text).tolist() for text in ("Oslo", " Oslo", ".")]
+        assert [len(ids) for ids in pieces] == [2, 1, 1]
+        allowed = [*pieces[0], *pieces[1], *pieces[2]]
+        params = Params(max_new_tokens=100, ignore_eos=True, allowed_token_ids=allowed, seed=1)
+        text = runtime.generate(PROMPT, params).text
+        assert " Oslo" in text
+        assert "Oslo" in text.replace(" Oslo", "")
+        assert "Oslo" not in runtime.generate(PROMPT, replace(params, bad_words=["Oslo"])).text
 
 
 def test_bias_allowed_and_bad_words(runtime: Runtime, model: Any) -> None:
@@ -274,6 +326,22 @@ def test_logprobs_equal_a_dense_pass_cold_and_warm(runtime: Runtime, model: Any)
     assert runtime.generate(PROMPT, GREEDY).logprobs is None
 
 
+def test_logprobs_of_each_answer_are_its_own(runtime: Runtime, model: Any) -> None:
+    output = runtime.generate(PROMPT, Params(n=3, seed=2, max_new_tokens=6, ignore_eos=True, logprobs=2))
+    assert len({answer.token_ids for answer in output.outputs}) == 3
+    for answer in output.outputs:
+        exact = dense_logprobs(model, PROMPT + list(answer.token_ids))
+        assert answer.logprobs is not None
+        assert [token.token_id for token in answer.logprobs] == list(answer.token_ids)
+        assert answer.cumulative_logprob == sum(token.logprob for token in answer.logprobs)
+        for row, token in enumerate(answer.logprobs, len(PROMPT) - 1):
+            assert token.logprob == pytest.approx(float(exact[row, token.token_id]), abs=1e-4)
+            assert token.rank == 1 + int((exact[row] > exact[row, token.token_id]).sum())
+            assert [i for i, _ in token.top] == exact[row].topk(2).indices.tolist()
+    assert output.cumulative_logprob == output.outputs[0].cumulative_logprob
+    assert runtime.generate(PROMPT, GREEDY).cumulative_logprob is None
+
+
 def test_logprobs_go_to_those_that_asked(runtime: Runtime) -> None:
     prompts = [PROMPT, [3, 4], [20, 21, 22], PROMPT[::-1], [9]]
     base = Params(max_new_tokens=5, ignore_eos=True, seed=2)
@@ -365,6 +433,31 @@ def test_what_cannot_be_scored(runtime: Runtime) -> None:
         runtime.score([[3], [4]], [[5], [50, 6]])
 
 
+def test_a_score_that_is_aborted_is_an_error(folder: Path) -> None:
+    context = [int(i) for i in np.random.default_rng(2).integers(3, VOCAB_SIZE, 200)]
+    errors: list[Exception] = []
+
+    def score() -> None:
+        try:
+            runtime.score([context] * 4, [[[5], [6, 7]]] * 4)
+        except PassError as error:
+            errors.append(error)
+
+    with Runtime(folder, device=torch.get_default_device(), chunked_prefill_size=1) as runtime:
+        thread = threading.Thread(target=score)
+        thread.start()
+        while not runtime.num_running:
+            thread.join(0.001)
+        assert not any(runtime.abort(guessed) for guessed in range(20))
+        assert runtime.abort_all() == 8
+        thread.join(60)
+        assert runtime.abort_all() == 0
+    assert runtime.abort_all() == 0
+    assert [str(error) for error in errors] == [
+        "prompt 0 cannot be scored: the request was ended before its answer was whole"
+    ]
+
+
 # -- calls -------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +472,23 @@ def test_stream_is_the_text_in_pieces(builtin: Runtime) -> None:
     assert tuple(t for chunk in chunks for t in chunk.token_ids) == output.token_ids
 
 
+@pytest.mark.parametrize(("interval", "sizes"), [(1, [1] * 12), (5, [1, 5, 5, 1]), (100, [1, 11])])
+def test_a_stream_tells_of_so_many_tokens_at_a_time(builtin: Runtime, interval: int, sizes: list[int]) -> None:
+    expected = builtin.generate("Mira likes", GREEDY)
+    chunks = list(builtin.stream("Mira likes", GREEDY, stream_interval=interval))
+
+    async def streamed() -> list[int]:
+        chunks = builtin.async_stream("Mira likes", GREEDY, stream_interval=interval)
+        return [len(chunk.token_ids) async for chunk in chunks]
+
+    assert [len(chunk.token_ids) for chunk in chunks] == asyncio.run(streamed()) == sizes
+    assert "".join(chunk.text for chunk in chunks) == expected.text
+    assert chunks[-1].output is not None
+    assert chunks[-1].output.token_ids == expected.token_ids
+    with pytest.raises(ParameterError, match="stream_interval is 0"):
+        next(builtin.stream("Mira likes", GREEDY, stream_interval=0))
+
+
 def test_leaving_a_stream_ends_its_request(builtin: Runtime) -> None:
     stream = builtin.stream("Mira likes", Params(max_new_tokens=500, ignore_eos=True))
     next(stream)
@@ -386,7 +496,7 @@ def test_leaving_a_stream_ends_its_request(builtin: Runtime) -> None:
     assert not builtin.has_work
     with pytest.raises(ParameterError, match="a stream gives one answer"):
         next(builtin.stream("Mira likes", Params(n=2)))
-    with pytest.raises(PromptError, match="the prompt is neither a string"):
+    with pytest.raises(PromptError, match="the prompt is empty: it has no tokens"):
         next(builtin.stream([]))
 
 
@@ -502,7 +612,7 @@ def test_abort_and_close_from_another_thread(folder: Path) -> None:
     errors: list[Exception] = []
 
     def run() -> None:
-        outputs.append(runtime.generate(PROMPT, endless))
+        outputs.append(runtime.generate(PROMPT, endless, request_ids="first"))
         try:
             outputs.extend(runtime.generate([PROMPT] * 4, endless))
         except RadixrtError as error:
@@ -510,7 +620,7 @@ def test_abort_and_close_from_another_thread(folder: Path) -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    while not runtime.abort(0):
+    while not runtime.abort("first"):
         pass
     while not outputs:
         thread.join(0.01)
@@ -594,7 +704,7 @@ def test_the_tree_can_be_looked_at(builtin: Runtime, capsys: pytest.CaptureFixtu
 
 def test_what_is_of_a_wrong_type_is_refused_and_nothing_breaks(builtin: Runtime) -> None:
     anything: Any = builtin
-    for prompts in (b"bytes", {"role": "user", "content": "hi"}, None, 5, (p for p in ["a"])):
+    for prompts in (b"bytes", {"role": "user", "content": "hi"}, None, 5, (p for p in [b"a"])):
         with pytest.raises(PromptError):
             anything.generate(prompts)
     for prompts, continuations in (

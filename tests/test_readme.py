@@ -1,4 +1,4 @@
-"""What the README shows is what happens: every snippet is run, or stands in NOT_RUN with the reason.
+"""What the README and the pages on the API show is what happens: snippets are run, or stand in NOT_RUN.
 
 A snippet is a fenced block, and its kind the word behind the fence: `python`, `sh` (commands), `console` (commands
 with what they print) or `json` (lines of a batch file). A block without a kind is what the snippet before prints.
@@ -8,27 +8,39 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 from radixrt.cli import main
+from radixrt.config import RuntimeConfig
+from radixrt.frontend.sampling_aliases import known_parameters
+from radixrt.runtime import Runtime
+from radixrt.sampling_params import SamplingParams
 
 HOME = Path(__file__).resolve().parents[1]
 README = (HOME / "README.md").read_text(encoding="utf-8")
 
 NOT_RUN = {
-    "radixrt bench prefix-reuse": "takes minutes; tests/bench/test_prefix_reuse.py runs it with small numbers",
+    "radixrt generate 'The capital of Norway is' --model Qwen/Qwen3-0.6B --temperature 0 --max-new-tokens 16": (
+        "downloads a model; tests/cli/test_generate.py runs it with the built-in one"
+    ),
+    "radixrt bench throughput": "wants a GPU; tests/bench/test_throughput.py runs it with small numbers",
     "python -m radixrt.lm_eval --model_args pretrained=path/to/model --tasks hellaswag,gsm8k --num_fewshot 5": (
         "wants a model and downloads tasks; tests/integrations/test_lm_eval.py runs it with tasks of its own"
     ),
 }
+
+INSTALLATION = ("make ", "pip ", "python3 -m venv ", ". ")
+"""How commands begin that no test runs; `check_installation` looks at them."""
 
 ELSEWHERE = {"make demo": "tests/cli/test_demo.py"}
 """Who compares what a command prints, if it is not done here."""
@@ -77,15 +89,18 @@ def test_a_snippet_that_nothing_would_run_is_found(shown: str) -> None:
 
 
 @pytest.mark.whole_gpu
-def test_python_prints_what_the_readme_says(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", ["README.md", "docs/python-api.md", "docs/coming-from-vllm-sglang.md"])
+def test_python_prints_what_the_page_says(
+    page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    found = [snippet for snippet in snippets((HOME / page).read_text("utf-8")) if snippet.kind == "python"]
+    assert found
     names: dict[str, object] = {"__name__": "__main__"}
-    for snippet in of_kind("python"):
-        assert len(snippet.text.splitlines()) <= 10
-        exec(compile(snippet.text, "README.md", "exec"), names)
-        assert capsys.readouterr().out == (snippet.printed or "")
+    for snippet in found:
+        assert len(snippet.text.splitlines()) <= 12
+        exec(compile(snippet.text, page, "exec"), names)
+        assert capsys.readouterr().out == (snippet.printed or ""), snippet.text
 
 
 @pytest.mark.whole_gpu
@@ -102,7 +117,7 @@ def test_commands_run_and_print_what_the_readme_says(tmp_path: Path) -> None:
         for command in commands(snippet.text):
             if command in NOT_RUN:
                 not_run.add(command)
-            elif command.startswith(("make ", "pip ")):
+            elif command.startswith(INSTALLATION):
                 check_installation(command)
             else:
                 expected.append((command, None))
@@ -128,19 +143,28 @@ def test_commands_run_and_print_what_the_readme_says(tmp_path: Path) -> None:
 
 
 def check_installation(command: str) -> None:
-    """See that what a make or pip command names exists; it installs, which no test does."""
-    tool, *words = command.split()
+    """See that what an installing command names exists; it installs, which no test does."""
+    if command in ("python3 -m venv .venv", ". .venv/bin/activate"):
+        return
+    tool, *words = shlex.split(command)
     if tool == "make":
         dry = subprocess.run(["make", "-n", *words], cwd=HOME, capture_output=True, text=True)
         assert dry.returncode == 0, dry.stderr
         return
-    extra = re.fullmatch(r"pip install 'radixrt\[(\w+)\]'", command)
-    assert extra is not None, f"nothing checks {command!r}"
-    assert re.search(rf"^{extra[1]} = \[", (HOME / "pyproject.toml").read_text("utf-8"), flags=re.MULTILINE)
+    here = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[1])
+    assert words[0] == "install" and here, f"nothing checks {command!r}"  # noqa: PT018
+    project = (HOME / "pyproject.toml").read_text("utf-8")
+    for extra in filter(None, (here[1] or "").split(",")):
+        assert re.search(rf"^{extra} = \[", project, flags=re.MULTILINE), f"there is no extra {extra!r}"
+    for pinned in words[2:]:
+        if pinned.startswith("torch"):
+            least = re.search(r'"torch>=([\d.]+)"', project)
+            assert least
+            assert SpecifierSet(f">={least[1]}").contains(pinned.partition("==")[2].replace("*", "0"))
 
 
 @pytest.mark.parametrize(
-    "command", [command.partition(" ")[2] for command in NOT_RUN if command.startswith("radixrt ")]
+    "command", [command.partition(" ")[2] for command in NOT_RUN if command.startswith("radixrt bench ")]
 )
 def test_commands_that_are_not_run_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -149,8 +173,11 @@ def test_commands_that_are_not_run_exist(command: str, capsys: pytest.CaptureFix
     assert f"usage: radixrt {command}" in capsys.readouterr().out
 
 
-def test_batch_lines_give_the_records_that_the_readme_shows(tmp_path: Path) -> None:
-    for snippet in of_kind("json"):
+@pytest.mark.parametrize("page", ["README.md", "docs/coming-from-vllm-sglang.md"])
+def test_batch_lines_give_the_records_that_the_page_shows(page: str, tmp_path: Path) -> None:
+    found = [snippet for snippet in snippets((HOME / page).read_text("utf-8")) if snippet.kind == "json"]
+    assert found
+    for snippet in found:
         (tmp_path / "in.jsonl").write_text(snippet.text)
         files = ("--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--overwrite")
         options = ("--temperature", "0", "--max-total-tokens", "2000", "--no-progress")
@@ -168,3 +195,66 @@ def test_every_path_that_the_documents_name_exists() -> None:
         ):
             where = HOME / path
             assert where.exists() or where.with_suffix(".py").exists(), f"{document.name} names {path}"
+
+
+def test_the_picture_shows_the_figures_of_the_benchmarks(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from scripts.plot_whole_lists import draw, read
+
+    page = (HOME / "docs" / "benchmarks.md").read_text("utf-8")
+    tables = page.partition("\n## Whole lists\n")[2].partition("\n## ")[0]
+    shape, measured = "", []
+    for line in re.findall(r"^\| *(\w.*?) *\|$", tables, flags=re.MULTILINE):
+        first, *cells = [cell.strip() for cell in line.split("|")]
+        if cells[0].startswith("vLLM"):
+            shape = first
+        else:
+            measured.append([shape, first, *cells[:3]])
+    rows = read(HOME / "docs" / "whole-lists.csv")
+    assert rows == measured
+    assert "1.06 to 7.5 times as fast" in re.sub(r"\s+", " ", README)
+    times = sorted(float(row[4]) for row in rows)
+    assert (times[0], times[-1]) == (1.06, 7.5)
+    draw(rows, tmp_path / "lists.png")
+    assert (tmp_path / "lists.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_every_link_between_the_documents_leads_somewhere() -> None:
+    for document in [HOME / "README.md", *sorted((HOME / "docs").rglob("*.md"))]:
+        for path in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", document.read_text("utf-8")):
+            assert (document.parent / path).exists(), f"{document.name} links to {path}"
+
+
+@pytest.mark.parametrize(
+    ("heading", "known"),
+    [
+        ("Options", {field.name for field in fields(RuntimeConfig)}),
+        ("Sampling parameters", {field.name for field in fields(SamplingParams)}),
+    ],
+)
+def test_names_for_those_who_come_from_other_engines(heading: str, known: set[str]) -> None:
+    page = (HOME / "docs" / "coming-from-vllm-sglang.md").read_text("utf-8")
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)", row[-1])}
+    assert named
+    assert named <= known
+    if heading == "Sampling parameters":
+        for row in rows:  # the others' spellings are taken
+            for theirs in re.findall(r"`(\w+)`", " ".join(row[:-1])):
+                assert theirs in known_parameters() or "of `generate`" in row[1], theirs
+
+
+def test_methods_for_those_who_come_from_other_engines() -> None:
+    page = (HOME / "docs" / "coming-from-vllm-sglang.md").read_text("utf-8")
+    named = re.findall(r"`Runtime\.(\w+)", page)
+    assert len(named) > 8
+    assert [name for name in named if not hasattr(Runtime, name)] == []
+
+
+def test_options_that_the_python_api_lists_exist() -> None:
+    page = (HOME / "docs" / "python-api.md").read_text("utf-8")
+    table = page.partition("| option | default | meaning |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", table, flags=re.MULTILINE))))
+    assert len(named) > 10
+    assert named <= {field.name for field in fields(RuntimeConfig)}

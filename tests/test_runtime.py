@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import threading
@@ -30,6 +31,7 @@ from radixrt.execution.model_runner import ModelRunner
 from radixrt.schedule.passes import Pass, PassResult
 from tests.support import checkpoints
 from tests.support.checkpoints import LLAMA3_ROPE, VOCAB_SIZE, llama, qwen3, write
+from tests.support.small_tokenizers import byte_level
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -273,11 +275,60 @@ def test_draws_depend_on_seed_and_index_alone(folder: Path) -> None:
     seeded = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=11)
     with small_runtime(folder) as runtime, small_runtime(folder, seed=1, max_running_requests=2) as other:
         first = [o.token_ids for o in runtime.generate(prompts, params)]
-        assert [o.token_ids for o in runtime.generate(prompts, params)] == first
         assert len(set(first)) == 6
         assert [o.token_ids for o in other.generate(prompts, params)] != first
         alone = runtime.generate([5, 6, 7], seeded).token_ids
         assert {o.token_ids for o in other.generate(prompts, seeded)} == {alone}
+
+
+def calls_that_draw(runtime: Runtime) -> list[tuple[int, ...]]:
+    """What each of seven calls of every kind draws for the same prompt."""
+    prompt, params = [5, 6, 7], SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=3)
+
+    async def streamed() -> list[int]:
+        return [token async for chunk in runtime.async_stream(prompt, params) for token in chunk.token_ids]
+
+    drawn = [runtime.generate(prompt, params).token_ids for _ in range(2)]
+    drawn += [tuple(i for chunk in runtime.stream(prompt, params) for i in chunk.token_ids) for _ in range(2)]
+    drawn += [output.token_ids for output in runtime.generate_iter([prompt], params)]
+    output = asyncio.run(runtime.async_generate(prompt, params))
+    assert isinstance(output, RequestOutput)
+    return [*drawn, output.token_ids, tuple(asyncio.run(streamed()))]
+
+
+def test_each_call_draws_anew_and_the_same_calls_the_same(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    folder = write(llama(seed=1, vocab_size=len(tokenizer)), tmp_path)
+    tokenizer.save_pretrained(folder)
+    with small_runtime(folder, seed=5) as runtime, small_runtime(folder, seed=5) as other:
+        drawn = calls_that_draw(runtime)
+        assert len(set(drawn)) == len(drawn) == 7
+        assert calls_that_draw(other) == drawn
+        runtime.score([[5, 6]], [[7]])  # draws nothing, and is not counted
+        assert calls_that_draw(runtime) == calls_that_draw(other) != drawn
+
+
+def test_a_batch_draws_the_same_after_any_calls(folder: Path, tmp_path: Path) -> None:
+    source, params = tmp_path / "in.jsonl", SamplingParams(max_new_tokens=12, ignore_eos=True)
+    source.write_text('{"token_ids": [5, 6, 7]}\n' * 3)
+    records = []
+    with small_runtime(folder) as runtime:
+        first = [output.token_ids for output in runtime.generate([[5, 6, 7]] * 3, params)]
+        for name in ("one", "two"):
+            runtime.run_batch(source, tmp_path / name, default_params=params)
+            lines = (tmp_path / name).read_text().splitlines()
+            records.append([tuple(json.loads(line)["token_ids"]) for line in lines])
+    assert records == [first, first]  # its draws are those of the first call of a Runtime
+
+
+def test_a_seed_of_the_systems(folder: Path) -> None:
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    with small_runtime(folder, seed=None) as runtime, small_runtime(folder, seed=None) as other:
+        assert runtime.seed != other.seed
+        drawn = runtime.generate([5, 6, 7], params).token_ids
+        assert other.generate([5, 6, 7], params).token_ids != drawn
+        with small_runtime(folder, seed=runtime.seed) as again:
+            assert again.generate([5, 6, 7], params).token_ids == drawn
 
 
 def passes_in_flight(runtime: Runtime) -> list[object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from radixrt import ParameterError, SamplingParams
-from radixrt.sampling_params import _CHECKS
+from radixrt.sampling_params import _CHECKS, SPELLINGS
 
 BAD: list[tuple[str, Any]] = [
     ("max_new_tokens", -2),
@@ -18,7 +20,6 @@ BAD: list[tuple[str, Any]] = [
     ("max_new_tokens", True),
     ("max_new_tokens", "8"),
     ("max_new_tokens", 2**31),
-    ("max_new_tokens", None),
     ("temperature", -0.1),
     ("temperature", 100.5),
     ("temperature", float("nan")),
@@ -27,7 +28,8 @@ BAD: list[tuple[str, Any]] = [
     ("temperature", "warm"),
     ("temperature", None),
     ("top_k", -2),
-    ("top_k", 1.0),
+    ("top_k", 1.5),
+    ("top_k", float("inf")),
     ("top_p", 0),
     ("top_p", 1.01),
     ("top_p", float("nan")),
@@ -122,6 +124,31 @@ def test_values_are_plain_and_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         params.top_k = 3  # type: ignore[misc]
     assert hash(params) == hash(SamplingParams(3, 1.0, stop_token_ids=(4,)))
+
+
+def test_whole_floats_are_whole_numbers() -> None:
+    params = SamplingParams(max_new_tokens=3.0, n=np.float32(2), stop_token_ids=[4.0], seed=2.0**62)  # type: ignore[arg-type, list-item]
+    assert params == SamplingParams(max_new_tokens=3, n=2, stop_token_ids=(4,), seed=2**62)
+    assert type(params.max_new_tokens) is type(params.n) is int
+
+
+def test_the_spellings_of_other_engines_are_keywords() -> None:
+    values = {"max_new_tokens": 7, "min_new_tokens": 5, "seed": 3, "include_stop_str": True}
+    for spelling, name in SPELLINGS.items():
+        params = SamplingParams(**{**values, name: values[name]})
+        others = {other: value for other, value in values.items() if other != name}
+        assert SamplingParams(**{spelling: values[name]}, **others) == params
+        with pytest.raises(ParameterError, match=f"{name} and {spelling} are the same parameter; give one"):
+            SamplingParams(**{name: values[name], spelling: values[name]})
+        with pytest.raises(ParameterError, match=f"^{name} is -1"):
+            SamplingParams(**{spelling: -1})
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)
+    assert copy.copy(params) == pickle.loads(pickle.dumps(params)) == params
+
+
+def test_no_limit_but_the_context() -> None:
+    assert SamplingParams(max_tokens=None) == SamplingParams(max_new_tokens=2**31 - 1)
 
 
 def test_every_parameter_is_checked() -> None:

@@ -85,7 +85,9 @@ def decode_config(
         return AttentionConfig(DECODE_ROWS, 32, num_warps=8, num_stages=2, max_registers=255)
     few_warps = gpu.has_wgmma and not (alibi and head_dim > 64)
     if few_warps and tails:
-        return AttentionConfig(DECODE_ROWS, 32, num_warps=1, num_stages=2)
+        # One warp has too few registers to merge in tf32x3.
+        num_warps = 2 if dtype == torch.float16 and head_dim > 64 else 1
+        return AttentionConfig(DECODE_ROWS, 32, num_warps, num_stages=2)
     if few_warps:
         return AttentionConfig(DECODE_ROWS, 64, num_warps=2, num_stages=3, max_registers=168)
     needs_more = alibi or head_dim != next_power_of_2(head_dim)

@@ -44,7 +44,7 @@ WORKLOADS = ("unshared", "fewshot", "docqa", "system_prompt", "samples", "chat",
 SCALES = {
     # Every shared prefix is longer than a pass: requests admitted together must still share it.
     "cpu": Scale(
-        description="smaller sizes, a tiny model: at most 3 minutes on two CPU cores",
+        description="smaller sizes, a tiny model: minutes on two idle CPU cores",
         shape="tiny",
         sizes={
             "unshared": {"requests": 48, "prompt_len": (20, 200), "new_tokens": (20, 64)},
@@ -225,7 +225,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "flat": {"attention": "flat"},
 }
 """By name: options of the Runtime."""
-BASELINES = ("transformers",)
+BASELINES = ("transformers", "vllm", "sglang")
 
 
 # -- kernels --------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +62,7 @@ def _add_bound(parser: argparse.ArgumentParser) -> None:
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options given for `Options`, without repeated names. Called before torch is imported."""
-    # Idle OpenMP threads that spin would slow other processes on the same cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    """The options given for `Options`, without repeated names."""
     given = {name: value for name, value in vars(arguments).items() if name not in ("run", "json", "plot")}
     for name in ("configs", "workloads"):
         if name in given:
@@ -118,7 +115,7 @@ def _add_prefix_reuse(benchmarks: Any) -> None:
 
     option = parser.add_argument_group("files").add_argument
     option("--json", type=Path, default=None, metavar="FILE", help="write every run's figures")
-    option("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture (needs radixrt[bench])")
+    option("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture (needs matplotlib)")
 
 
 _KEPT_PREFIXES_DESCRIPTION = """\
@@ -188,9 +185,9 @@ def _streams(arguments: argparse.Namespace) -> int:
 
 _THROUGHPUT_DESCRIPTION = """\
 Time one Runtime.generate call over each of ten lists of prompts, from an empty cache. Printed with each time: the
-time that no engine can beat on the device and, on an NVIDIA H200, the goal. On request also, in the same run: the
-engine with parts switched off, transformers' continuous batching, the device's idle time, the CPU's work in a
-decode step, a fresh process to its first token, and profiles.
+roofline lower bound of the device and, on an NVIDIA H200, the goal. On request also, in the same run: the engine
+with parts switched off; vLLM, SGLang or transformers' continuous batching on the same lists; the device's idle
+time; the CPU's work in a decode step; a fresh process to its first token; and profiles.
 """
 
 _THROUGHPUT_EPILOG = """\
@@ -200,7 +197,9 @@ examples:
   radixrt bench throughput --flat --no-prefix-cache --no-overlap --no-graphs --baseline transformers --idle \\
       --step --start-up --json out.json --plot out.png --trace traces
 
-Answers have fixed lengths and are drawn at temperature 0.6. A baseline that fails is shown as -, with the reason
+Answers have fixed lengths and are drawn at temperature 0.6. vLLM and SGLang run in a process of their own, with
+random weights for the same shape, prefix caching, captured graphs and 512 requests at once; their settings are
+printed. A baseline that fails is shown as -, with the reason
 below the table. Traces are for chrome://tracing or ui.perfetto.dev.
 
 exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C.
@@ -211,7 +210,7 @@ def _add_throughput(benchmarks: Any) -> None:
     parser = _add_benchmark(
         benchmarks,
         "throughput",
-        help="ten lists of prompts, compared with the bound, goals, ablations and transformers",
+        help="ten lists of prompts, compared with the bound, goals, ablations and other engines",
         description=_THROUGHPUT_DESCRIPTION,
         epilog=_THROUGHPUT_EPILOG,
     )
@@ -246,7 +245,7 @@ def _add_throughput(benchmarks: Any) -> None:
     option("--no-overlap", action="store_true", help="again with passes that wait for one another's results")
     option("--no-graphs", action="store_true", help="again without captured graphs")
     option("--flat", action="store_true", help="again with attention that reads shared KV once for each request")
-    option("--baseline", choices=BASELINES, help="again with this engine, each list once")
+    option("--baseline", choices=BASELINES, help="again with this engine, which must be installed; each list once")
     option(
         "--baseline-limit", type=float, metavar="SECONDS", help="time limit of the baseline for each list (120)"
     )
@@ -258,7 +257,7 @@ def _add_throughput(benchmarks: Any) -> None:
 
     option = parser.add_argument_group("files").add_argument
     option("--json", type=Path, default=None, metavar="FILE", help="write every run's figures")
-    option("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture (needs radixrt[bench])")
+    option("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture (needs matplotlib)")
     option("--trace", type=Path, metavar="FOLDER", help="write profiles of a prefill pass and of decode steps")
 
 
@@ -312,7 +311,7 @@ def _add_kernels(benchmarks: Any) -> None:
         type=Path,
         default=None,
         metavar="FILE.png",
-        help="draw a picture (needs radixrt[bench]); for a sweep of tree alone, time against batch size",
+        help="draw a picture (needs matplotlib); for a sweep of tree alone, time against batch size",
     )
     option(
         "--from",

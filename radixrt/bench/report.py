@@ -21,7 +21,7 @@ def check_files(json_file: Path | None, plot_file: Path | None = None) -> None:
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise ParameterError(f"{file} cannot be written: it is a folder, or its folder does not exist")
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
-        raise RadixrtError("a plot needs matplotlib: pip install 'radixrt[bench]'")
+        raise RadixrtError("a plot needs matplotlib: pip install matplotlib")
 
 
 def wide_console(width: int) -> Console:

@@ -32,7 +32,7 @@ class Run:
         generated_tokens: of the answers.
         recomputed_tokens: computed again after a retraction, because the pool was full.
         best_cached_tokens: prompt tokens that an unlimited cache, empty at first, could have served.
-        bound_seconds: time that no engine can beat on this device; None if its speed is unknown.
+        bound_seconds: roofline lower bound on this device; None if its speed is unknown.
     """
 
     seconds: float

@@ -32,7 +32,7 @@ example:
   {"token_ids": [5, 8, 13], "metadata": {"source": "page 7"}}
   {"prompt": "Tarek counts 374.\\nQ: Tarek counts?\\nA:", "max_tokens": 16}
 
-  $ radixrt batch --input questions.jsonl --output answers.jsonl --temperature 0
+  $ radixrt batch --model FOLDER_OR_ID --input questions.jsonl --output answers.jsonl --temperature 0
   $ zcat more.jsonl.gz | radixrt batch --input - --output answers.jsonl.zst
 
 A model with a chat template also takes "messages" in place of "prompt": [{"role": "user", "content": "..."}].
@@ -53,7 +53,7 @@ ends in .gz or .zst. "-" is standard input or output.
 Records on standard output are in input order, too, but none are kept: the same command begins anew.
 
 --report FILE gets the figures printed at the end and a timeline, also if the run was stopped. A page (.html) also
-shows the shared prefixes, and needs matplotlib: pip install 'radixrt[report]'.
+shows the shared prefixes, and needs matplotlib (pip install matplotlib).
 
 exit status: 0 every line has its record; 1 the run failed, or more lines have errors than --max-error-rate
 allows; 2 the options, the model or a file cannot be used; 3 every line has a record, and all are errors; 75 the
@@ -153,7 +153,7 @@ def _batch(arguments: argparse.Namespace) -> int:
                 with runtime_with_cache(arguments, progress=arguments.progress) as runtime:
                     report = scanned.run(runtime)
             else:
-                report = scanned.finish(builder.tokenizer, config.seed)
+                report = scanned.finish(builder.tokenizer, config.run_seed)
         except ReportError as error:
             _tell(error.report, arguments, ())
             raise

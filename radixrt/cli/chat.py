@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from radixrt.sampling_params import SamplingParams
 
 # A conversation has one answer a turn, and shows its text.
-_SAMPLING = tuple(option for option in SAMPLING if option.name != "n" and "logprobs" not in option.name)
+_SAMPLING = tuple(
+    option for option in SAMPLING if option.name not in ("n", "detokenize") and "logprobs" not in option.name
+)
 
 _BUILTIN_TURN = "\nQ: {}\nA:"  # the built-in model was trained on this
 
@@ -45,7 +47,7 @@ examples:
   radixrt chat --system 'Mira likes Oslo. Tarek counts 374.' --temperature 0
 
 Each line is a turn. The answer streams, and the line after it shows how much of the prompt was found in the cache:
-usually all earlier turns. /help lists the commands; put a blank before a / that begins no command. Ctrl-C ends the
+usually all earlier turns. /help lists the commands; escape a leading / with a space. Ctrl-C ends the
 answer after the current pass, and its turn is forgotten; Ctrl-D ends the chat.
 
 A base model has no chat template and continues plain text: a turn is appended to the last answer, in the form that
@@ -77,6 +79,7 @@ def add_chat_command(commands: Any) -> None:
     )
     add_options(parser, "sampling parameters", _SAMPLING)
     add_runtime_options(parser)
+    parser.set_defaults(seed=None)  # drawn anew
 
 
 def _chat(arguments: argparse.Namespace) -> int:

@@ -62,6 +62,7 @@ def add_generate_command(commands: Any) -> None:
     )
     add_options(parser, "sampling parameters", SAMPLING)
     add_runtime_options(parser)
+    parser.set_defaults(seed=None)  # drawn anew
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -69,6 +70,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     params = sampling_params(arguments)
     if not arguments.json and (params.logprobs is not None or params.prompt_logprobs is not None):
         raise ParameterError("log-probabilities are printed with --json only")
+    if not (arguments.json or params.detokenize):
+        raise ParameterError("--no-detokenize leaves nothing to print; give --json, too")
     one = len(arguments.prompts) == params.n == 1
     if arguments.stream and not one:
         raise ParameterError("--stream takes one prompt and prints one answer")

@@ -11,12 +11,15 @@ from radixrt.cli.exit_status import DONE
 from radixrt.cli.options import add_command
 from radixrt.models.families import FAMILIES
 
-_EXAMPLE = """\
+_LIMITS = "One GPU holds the whole model, unquantised: 2 bytes a parameter in bf16, and the KV beside it."
+
+_EXAMPLE = f"""\
 example:
   radixrt models
   radixrt generate 'Once upon a time' --model Qwen/Qwen3-0.6B
 
 A model is a folder or a hub id in Hugging Face format; `architectures` in its config.json decides.
+{_LIMITS}
 """
 
 
@@ -42,5 +45,7 @@ def _models(arguments: argparse.Namespace) -> int:
     table = Table("architecture", "family", "for example", box=box.SIMPLE_HEAD, pad_edge=False)
     for name, family in FAMILIES.items():
         table.add_row(name, family.name, family.checkpoints)
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(_LIMITS)
     return DONE

@@ -28,6 +28,7 @@ class Option:
         choices: the possible values.
         value: set by an option without a value; False makes it `--no-...`.
         flag: another spelling of the option.
+        also: one more.
     """
 
     name: str
@@ -38,13 +39,16 @@ class Option:
     choices: tuple[str, ...] | None = None
     value: bool = True
     flag: str | None = None
+    also: str | None = None
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
         """Add the option to a group of a parser."""
-        flag = self.flag or f"--{'' if self.value else 'no-'}{self.name.replace('_', '-')}"
+        flags = [self.flag or f"--{'' if self.value else 'no-'}{self.name.replace('_', '-')}"]
+        if self.also is not None:
+            flags.append(self.also)
         if self.metavar is None and self.choices is None:
             group.add_argument(
-                flag,
+                *flags,
                 dest=self.name,
                 action="store_const",
                 const=self.value,
@@ -53,7 +57,7 @@ class Option:
             )
         else:
             group.add_argument(
-                flag,
+                *flags,
                 dest=self.name,
                 action="append" if self.repeats else "store",
                 type=self.read,
@@ -82,7 +86,9 @@ def _biases(text: str) -> dict[int, float]:
 _DEFAULT = SamplingParams()
 
 SAMPLING = (
-    Option("max_new_tokens", f"maximum tokens to generate ({_DEFAULT.max_new_tokens})", "N", int),
+    Option(
+        "max_new_tokens", f"maximum tokens to generate ({_DEFAULT.max_new_tokens})", "N", int, also="--max-tokens"
+    ),
     Option("min_new_tokens", f"minimum tokens to generate ({_DEFAULT.min_new_tokens})", "N", int),
     Option("n", f"answers to draw; the prompt is computed once for all ({_DEFAULT.n})", "N", int),
     Option("temperature", f"0 is greedy ({_DEFAULT.temperature})", "T", float),
@@ -105,12 +111,13 @@ SAMPLING = (
     Option("logit_bias", "added to logits, such as 2=-100,13=1.5", "ID=X,...", _biases),
     Option("allowed_token_ids", "draw no other tokens", "ID,...", _token_ids),
     Option("bad_words", "text never generated; may be repeated", "TEXT", repeats=True, flag="--bad-word"),
-    Option("sampling_seed", "of each answer, instead of one from --seed and the prompt's place", "N", int),
+    Option("sampling_seed", "of each prompt's draws, instead of one from --seed and the prompt's place", "N", int),
     Option("stop", "end before this text; may be repeated", "TEXT", repeats=True),
-    Option("include_stop_str", "end after the stop text instead"),
+    Option("include_stop_str", "keep the stop text, or that of the token that ended it"),
     Option("stop_token_ids", "also end at these tokens", "ID,...", _token_ids),
     Option("ignore_eos", "do not end at the model's end tokens"),
     Option("skip_special_tokens", "leave special tokens in the text", value=False),
+    Option("detokenize", "make no text", value=False),
     Option("logprobs", "log-probabilities of the answer, with the N likeliest tokens", "N", int),
     Option("prompt_logprobs", "the same for the prompt", "N", int),
     Option("prompt_logprobs_start", "first prompt token with one; earlier ones may come from the cache", "N", int),
@@ -123,8 +130,9 @@ MODEL = (
     Option("device", "such as cpu, cuda or cuda:1", "DEVICE"),
     Option("impl", "kernels or references (kernels on a GPU)", choices=("auto", "torch", "triton")),
     Option("load_format", "dummy: random weights from config.json alone", choices=("auto", "dummy")),
+    Option("threads", "processors used on a CPU (all that the process may use)", "N", int),
     Option("context_length", "maximum tokens of a prompt with its answer", "N", int),
-    Option("seed", "of the run, for prompts without a seed of their own", "N", int),
+    Option("seed", "of the run, for prompts without a seed (drawn anew; in a batch, 0)", "N", int),
 )
 
 SCHEDULE = (

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from radixrt.checks import check_int
 from radixrt.errors import PassError
 from radixrt.frontend.request_builder import OnError
 from radixrt.output import RequestOutput, StreamChunk
@@ -65,14 +66,19 @@ class OutputCall(PendingCall[RequestOutput]):
 
 
 class StreamCall(PendingCall[StreamChunk]):
-    """A call of one request whose news are tokens as they come; the last chunk has the output."""
+    """A call of one request whose news are tokens as they come: the first, then `interval` of them at a time; the
+    last chunk has the output.
+    """
 
-    _seen = 0  # output tokens that were news
+    def __init__(self, interval: int = 1) -> None:
+        super().__init__()
+        self._interval = check_int("stream_interval", interval, 1, 2**31 - 1)
+        self._seen = 0  # output tokens that were news
 
     def catch_up(self) -> bool:
-        """Add the request's new tokens to the news. Returns whether there are any."""
+        """Add the request's new tokens to the news, if there are enough. Returns whether there are."""
         (answer,) = self.requests.values()
-        if answer is None or answer.num_output == self._seen:
+        if answer is None or answer.num_output - self._seen < (self._interval if self._seen else 1):
             return False
         self._news.append(self._news_of(answer, None))
         return True
@@ -87,10 +93,9 @@ class StreamCall(PendingCall[StreamChunk]):
         yield from chunks
 
     def _news_of(self, first: Answer, output: RequestOutput | None) -> StreamChunk | Exception:
-        assert first.text is not None  # it streams
         ids = tuple(first.output_ids()[self._seen :].tolist())
         self._seen += len(ids)
         try:
-            return StreamChunk(first.text.delta(), ids, output, first.request.id)
+            return StreamChunk("" if first.text is None else first.text.delta(), ids, output, first.request.id)
         except Exception as error:  # for its consumer: one request's text must not cost the others theirs
             return error

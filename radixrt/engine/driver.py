@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 from radixrt.engine.calls import N, PendingCall, StreamCall
@@ -42,11 +45,12 @@ class Driver:
 
     def __init__(self, engine: Engine, output_of: Callable[[Answer], RequestOutput]) -> None:
         self._open: Engine | None = engine  # None once it is closed
+        self._process = os.getpid()  # a forked one has its memory, but neither its threads nor its device
         self._output_of = output_of
         self._mutex = threading.RLock()
         self._owner: int | None = None  # the thread that has the turn
         self._guests: dict[object, threading.Condition] = {}  # that want it for something else than waiting: first
-        self._inside: set[int] = set()  # threads that are in here
+        self._inside: dict[int, FrameType] = {}  # threads that are in here, by way of this frame of theirs
         self._asleep: dict[object, threading.Condition] = {}  # by call, threads that wait
         self._tasks: dict[Call, asyncio.Future[Exception | None]] = {}  # by call, tasks that wait
         self._has_proxy = False
@@ -54,21 +58,32 @@ class Driver:
         self._streams: dict[int | str, StreamCall] = {}  # those of them that get news of every pass
         self._inbox: deque[tuple[list[Request], bool]] = deque()  # for the next step to submit; whether in order
         self._aborts: deque[int | str] = deque()  # ids of requests for the next step to end
+        self._ended: deque[Answer] = deque()  # whose requests may have ended with them, which is yet to be told
 
     @property
     def has_work(self) -> bool:
         """Whether requests have not ended, or passes are in flight, and there can be a next step."""
         engine = self.check_open()
         is_cut = engine.is_cut and self._owner in (None, threading.get_ident())  # else a step is on its way
-        return (bool(self._inbox) or engine.has_work) and not is_cut
+        return (bool(self._inbox or self._ended) or engine.has_work) and not is_cut
 
     @property
     def num_waiting(self) -> int:
         return len(self.check_open().scheduler.waiting) + sum(len(requests) for requests, _ in tuple(self._inbox))
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is not the one that made it, but a fork."""
+        return os.getpid() != self._process
+
     def check_open(self) -> Engine:
-        """The engine. Raises RadixrtError if the driver is closed."""
+        """The engine. Raises RadixrtError if the driver is closed, or another process has made it."""
         engine = self._open
+        if self.is_forked:
+            raise RadixrtError(
+                "this Runtime was made before the process was forked, and works in its parent alone: make one in "
+                "the process that uses it, and start that by multiprocessing's 'spawn' if it uses a GPU"
+            )
         if engine is None:
             raise RadixrtError("the runtime is closed")
         return engine
@@ -108,6 +123,15 @@ class Driver:
         self._aborts.append(request_id)
         return True
 
+    def abort_all(self) -> int:
+        """See `Runtime.abort_all`."""
+        if self._open is None:
+            return 0
+        with self._mutex:
+            ids = tuple(self._calls)
+        self._aborts += ids
+        return len(ids)
+
     def has_begun(self, request_id: int | str) -> bool:
         """See `Runtime.has_begun`."""
         call = self._calls.get(request_id)
@@ -122,6 +146,7 @@ class Driver:
         """Keep a call open: in the end its requests that have not ended are abandoned. Meanwhile the garbage
         collector leaves old objects alone, as its pauses would be those of all calls.
         """
+        self.check_open()
         with old_objects_left_alone():
             try:
                 yield call
@@ -155,7 +180,7 @@ class Driver:
     def abandon(self, call: Call) -> None:
         """End a call's requests, and step until they and, unless others step, the passes in flight have ended."""
         self._aborts += tuple(call.requests)
-        if threading.get_ident() not in self._inside:  # as the garbage collector may end a forgotten stream
+        if not self._is_inside():  # as the garbage collector may end a forgotten stream
             self._wait(lambda: self._is_gone(call), call)
 
     def abandon_soon(self, call: Call) -> None:
@@ -194,22 +219,29 @@ class Driver:
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         """Keep this thread from calling in here once more meanwhile, and pass on the turn in the end."""
+        if self.is_forked:
+            self.check_open()  # raises: locks may be held by threads that are not here
         me = threading.get_ident()
-        if me in self._inside:
+        if self._is_inside():
             raise RadixrtError("a runtime is called in the middle of its own work, as by a signal's handler")
         try:
-            self._inside.add(me)
+            self._inside[me] = sys._getframe(2)  # of the caller, after the context manager's own
             yield
         finally:
-            self._inside.discard(me)
+            self._inside.pop(me, None)
             self._pass_on()
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Have the turn once the current pass has ended."""
-        with self._entered():
-            self._gets_turn(lambda: False, object(), as_guest=True)
-            yield
+    def _is_inside(self) -> bool:
+        """Whether this thread is in here. A Ctrl-C just as it leaves may keep a frame of it that has ended."""
+        entered = self._inside.get(threading.get_ident())
+        frame: FrameType | None = None if entered is None else sys._getframe()
+        while frame is not None and frame is not entered:
+            frame = frame.f_back
+        return frame is not None
+
+    def _take_turn(self) -> None:
+        """Have the turn once the current pass has ended; until `_entered` is left."""
+        self._gets_turn(lambda: False, object(), as_guest=True)
 
     def _pass_on(self) -> None:
         """Give back the turn, if this thread has it; if it is free, wake a thread to take it."""
@@ -249,13 +281,15 @@ class Driver:
 
     def between_passes(self, action: Callable[[], T]) -> T:
         """Return what `action` does, while no step runs."""
-        with self._turn():
+        with self._entered():
+            self._take_turn()
             self.check_open()
             return action()
 
     def while_idle(self, action: Callable[[], T]) -> T:
         """Run all requests to their end, start all transfers, and return what `action` does then."""
-        with self._turn():
+        with self._entered():
+            self._take_turn()
             engine = self.check_open()
             self._submit_inbox(engine)
             while engine.has_work:
@@ -267,7 +301,8 @@ class Driver:
 
     def close(self) -> None:
         """End all requests and release the engine; see `Runtime.close`."""
-        with self._turn():
+        with self._entered():
+            self._take_turn()
             while self._open is not None:
                 self._aborts += tuple(self._calls)
                 if self.has_work:
@@ -279,9 +314,10 @@ class Driver:
 
     def _submit_inbox(self, engine: Engine) -> None:
         while self._inbox:
-            requests, in_order = self._inbox.popleft()
+            requests, in_order = self._inbox[0]
             for answer in engine.submit_all(requests, in_order=in_order):
                 self._calls[answer.request.id].requests[answer.request.id] = answer
+            self._inbox.popleft()
 
     def _aborted(self) -> list[Answer]:
         """Take the answers to end. Aborts of requests that the engine does not have yet stay."""
@@ -297,27 +333,36 @@ class Driver:
             if admit:
                 self._submit_inbox(engine)
             engine.scheduler.pace(paced := with_pauses if self._tasks else iter)
-            ended = engine.step(self._aborted())
-            told = [call for answer in paced(ended) if (call := self._end(answer.family[0])) is not None]
-            told += [call for call in paced(tuple(self._streams.values())) if call.catch_up()]
-            if told:
-                self._wake(told)
+            self._ended += engine.step(self._aborted())
+            told: list[Call] = []
+            try:
+                for _ in paced(range(len(self._ended))):
+                    self._end(self._ended[0].family[0], told)
+                    self._ended.popleft()
+                told += [call for call in paced(tuple(self._streams.values())) if call.catch_up()]
+            finally:
+                if told:
+                    self._wake(told)
 
-    def _end(self, first: Answer) -> Call | None:
-        """Deliver the output of a request if its answers have all ended. Returns its call then."""
+    def _end(self, first: Answer, told: list[Call]) -> None:
+        """Deliver the output of a request if its answers have all ended, and add its call to `told` then."""
         request = first.request
         call = self._calls.get(request.id)
         if call is None or not all(answer.finished for answer in first.family):
-            return None
+            return
+        cut: BaseException | None = None
         try:
             output = self._output_of(first)
-        except Exception as error:  # one request's text must not cost the others theirs
+        except BaseException as error:  # one request's text must not cost the others theirs
             _log.exception("no output can be made of request %s", request.id)
             output = RequestOutput.refused(request.index, f"no output can be made: {error}", request.id)
-        del self._calls[request.id]
+            cut = None if isinstance(error, Exception) else error
         call.end(first, output)
+        self._calls.pop(request.id)
         self._streams.pop(request.id, None)
-        return call
+        told.append(call)
+        if cut is not None:  # such as a panic of the tokenizer's, or a third Ctrl-C
+            raise cut
 
 
 def with_pauses(items: Iterable[T]) -> Iterator[T]:

@@ -83,11 +83,12 @@ def _completion(answer: Answer, tokenizer: Tokenizer | None) -> CompletionOutput
     ids = tuple(answer.output_ids().tolist())
     if built is not None:
         text = built.finish()
-    elif tokenizer is None:
+    elif tokenizer is None or not params.detokenize:
         text = ""
     else:
         at_stop_token = reason is FinishReason.STOP and isinstance(matched, int)
-        text = tokenizer.decode(ids[:-1] if at_stop_token else ids, params.skip_special_tokens)
+        leaves_out = at_stop_token and not params.include_stop_str
+        text = tokenizer.decode(ids[:-1] if leaves_out else ids, params.skip_special_tokens)
     if reason is FinishReason.LENGTH and built is not None and built.matched:
         reason, matched = FinishReason.STOP, built.matched  # completed by the last token's rest
     return CompletionOutput(

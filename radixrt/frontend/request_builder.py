@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 if TYPE_CHECKING:
     from radixrt.models.config import ModelConfig
 
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 Params = SamplingParams | Mapping[str, Any] | None
 Continuation = str | Sequence[int]
 Choices = Continuation | Sequence[Continuation]
@@ -34,8 +35,10 @@ OnError = Literal["raise", "return"]
 
 _Terms = tuple[SamplingParams, frozenset[int], tuple[tuple[int, ...], ...]]  # with stop ids and bad words
 
+_PROMPT_KEYS = ("prompt", "prompt_token_ids")  # of a prompt as a dict, which vLLM takes
 MAX_NAMED = 8  # bad prompts that one error spells out
 _MAX_REMEMBERED = 64  # parameters
+_ID_BITS = 52  # of a Runtime's first id: hard to guess, and exact in every JSON reader
 
 
 @dataclass(eq=False)
@@ -48,7 +51,7 @@ class RequestBuilder:
     seed: int = 0  # of the run
     refusal: Callable[[Request], str | None] = lambda request: None  # why one can never run, or None
     weights_version: int = 0
-    _ids: itertools.count[int] = field(default_factory=itertools.count)
+    _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(secrets.randbits(_ID_BITS)))
     _known: dict[int, _Terms] = field(default_factory=dict)  # by the identity of their parameters
 
     def build(
@@ -60,8 +63,12 @@ class RequestBuilder:
         tenant: str | None = None,
         request_id: str | None = None,
         streams: bool = False,
+        call: int = 0,
     ) -> Request:
         """A request for one prompt; with `streams` its text is built token by token.
+
+        The seed that it gets if it has none depends on the run's seed, its `index` and the number of its `call`.
+        For the first one, 0, it is that of a batch's line, whose journal must find it again.
 
         Without a `request_id` it gets a number that no other request has. Raises PromptError if the prompt cannot
         be run, ParameterError if parameters are out of bounds or ask for what the model does not have.
@@ -75,7 +82,7 @@ class RequestBuilder:
         if params.prompt_logprobs is not None and start >= len(ids):
             raise ParameterError(f"prompt_logprobs_start is {start}, but the prompt has {len(ids)} tokens")
         make_text = None
-        if params.stop or streams:
+        if params.stop or (streams and params.detokenize):
             if self.tokenizer is None:
                 raise ParameterError("stop strings and streams need a tokenizer, and the model's folder has none")
             make_text = partial(TextBuilder, self.tokenizer, params)
@@ -85,7 +92,7 @@ class RequestBuilder:
             prompt_ids=ids,
             params=params,
             max_new_tokens=min(params.max_new_tokens, context - len(ids)),
-            seed=_derived_seed(self.seed, index) if params.seed is None else params.seed,
+            seed=_derived_seed(self.seed, index, call) if params.seed is None else params.seed,
             stop_ids=stop_ids,
             bad_words=bad_words,
             namespace=namespace,
@@ -96,12 +103,12 @@ class RequestBuilder:
         return request
 
     def build_streamed(
-        self, prompt: Prompt, params: Params, tenant: str | None, request_id: str | None
+        self, prompt: Prompt, params: Params, tenant: str | None, request_id: str | None, call: int = 0
     ) -> Request:
         """A request for a stream. Raises as `build` does, and ParameterError where n is not 1."""
         own_id = own_ids(request_id, 1, False).get(0)
         try:
-            request = self.build(prompt, params, tenant=tenant, request_id=own_id, streams=True)
+            request = self.build(prompt, params, tenant=tenant, request_id=own_id, streams=True, call=call)
         except PromptError as error:
             raise PromptError(f"the prompt {error}") from error
         if request.params.n != 1:
@@ -111,11 +118,12 @@ class RequestBuilder:
     def build_all(
         self,
         prompts: Sequence[Prompt],
-        params: Params | Sequence[Params],
+        params: Params | Iterable[Params],
         many: bool,
         tenant: str | None,
-        request_ids: str | Sequence[str] | None,
+        request_ids: str | Iterable[str] | None,
         on_error: OnError,
+        call: int = 0,
     ) -> tuple[list[RequestOutput], list[Request]]:
         """Outputs of the prompts that cannot run, where errors are returned, and requests for the others.
 
@@ -134,7 +142,10 @@ class RequestBuilder:
                 if id(own) not in read:
                     read[id(own)] = read_params(own)
                 own_id = ids.get(index)
-                requests.append(self.build(prompt, read[id(own)], index=index, tenant=tenant, request_id=own_id))
+                request = self.build(
+                    prompt, read[id(own)], index=index, tenant=tenant, request_id=own_id, call=call
+                )
+                requests.append(request)
             except (PromptError, ParameterError) as error:
                 errors[index] = error
         if errors and on_error == "raise":
@@ -179,6 +190,7 @@ class RequestBuilder:
 
     def _joined(self, prompt: Prompt, continuation: Continuation) -> tuple[NDArray[np.int32], int]:
         """Token ids of a prompt with a continuation, and where the continuation begins. Raises PromptError."""
+        prompt = _unwrapped(prompt)
         before = self.token_ids(prompt)
         if isinstance(continuation, str) and isinstance(prompt, str):
             # The border may fall inside a token: what it changes belongs to the continuation.
@@ -245,6 +257,7 @@ class RequestBuilder:
     def token_ids(self, prompt: Prompt) -> NDArray[np.int32]:
         """A prompt as int32 `[n >= 1]`, every id inside the model's vocabulary. Raises PromptError."""
         ids: NDArray[Any]
+        prompt = _unwrapped(prompt)
         if isinstance(prompt, str) or is_chat(prompt):
             if self.tokenizer is None:
                 raise PromptError("is text, but the model's folder has no tokenizer: give token ids")
@@ -258,6 +271,8 @@ class RequestBuilder:
                 ids = prompt if isinstance(prompt, np.ndarray) else np.array(prompt, dtype=np.int64)
             except OverflowError:  # the first that is outside is named below, whatever its size
                 ids = np.array([int(i) for i in prompt], dtype=np.object_)
+        elif isinstance(prompt, (list, tuple)) and not prompt:
+            ids = np.zeros(0, dtype=np.int32)
         else:
             raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
         if len(ids) == 0:
@@ -301,19 +316,50 @@ def is_token_ids(prompt: object) -> TypeGuard[Sequence[int] | NDArray[np.integer
     return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, prompt)))
 
 
-def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+def _is_wrapped(prompt: object) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a prompt is a dict that holds it, as vLLM's are."""
+    return isinstance(prompt, Mapping) and not prompt.keys().isdisjoint(_PROMPT_KEYS)
+
+
+def _unwrapped(prompt: Prompt) -> Prompt:
+    """A prompt, taken out of the dict that holds it. Raises PromptError if that holds something else."""
+    if not _is_wrapped(prompt):
+        return prompt
+    given = {key: value for key, value in prompt.items() if value is not None}
+    if unknown := [key for key in given if key not in _PROMPT_KEYS]:
+        raise PromptError(f"has {', '.join(map(repr, unknown))}; a dict has {' or '.join(_PROMPT_KEYS)}")
+    if not given:
+        raise PromptError(f"has no {' and no '.join(_PROMPT_KEYS)}")
+    held: Any = given.get("prompt_token_ids", given.get("prompt"))  # ids may have their text beside them
+    if "prompt_token_ids" in given and isinstance(held, str):
+        raise PromptError("has text as its prompt_token_ids; it must be a list of token ids")
+    return cast("Prompt", held)
+
+
+def as_list(values: Any) -> Any:
+    """What a generator, a pandas Series, an array of texts and the like yield, as a list; all else as it is."""
+    if isinstance(values, (Sequence, Mapping)) or not isinstance(values, Iterable) or is_token_ids(values):
+        return values
+    return values if isinstance(values, np.ndarray) and not values.ndim else list(values)
+
+
+def listed_prompts(prompts: Prompt | Iterable[Prompt]) -> tuple[list[Prompt], bool]:
     """One prompt or many as a list, and whether they were many. Raises PromptError for what is neither."""
-    if isinstance(prompts, (str, np.ndarray)) or is_token_ids(prompts) or is_chat(prompts):
-        return [cast("Prompt", prompts)], False
+    prompts = as_list(prompts)
+    if isinstance(prompts, str) or is_token_ids(prompts) or _is_wrapped(prompts):
+        return [prompts], False
+    if is_chat(prompts) and not (isinstance(prompts, Sequence) and _is_wrapped(prompts[0])):
+        return [prompts], False
     if isinstance(prompts, (Mapping, bytes, bytearray)) or not isinstance(prompts, Sequence):
         raise PromptError(f"prompts are a {type(prompts).__name__}; they must be one prompt or a list of prompts")
     return list(cast("Sequence[Prompt]", prompts)), True
 
 
-def one_each(params: Params | Sequence[Params], count: int, many: bool) -> Sequence[Params]:
+def one_each(params: Params | Iterable[Params], count: int, many: bool) -> Sequence[Params]:
     """Parameters for each of `count` prompts, from one for all or from a list. Raises ParameterError."""
     if params is None or isinstance(params, (SamplingParams, Mapping)):
         return [params] * count
+    params = as_list(params)
     if not many or isinstance(params, str) or not isinstance(params, Sequence):
         raise ParameterError(
             f"sampling_params is {params!r}; give a SamplingParams or a dict, or a list of one each"
@@ -323,11 +369,11 @@ def one_each(params: Params | Sequence[Params], count: int, many: bool) -> Seque
     return params
 
 
-def own_ids(request_ids: str | Sequence[str] | None, count: int, many: bool) -> dict[int, str]:
+def own_ids(request_ids: str | Iterable[str] | None, count: int, many: bool) -> dict[int, str]:
     """The caller's ids of `count` prompts by their places; {} if there are none. Raises ParameterError."""
     if request_ids is None:
         return {}
-    ids = request_ids if many else [cast("str", request_ids)]
+    ids = as_list(request_ids) if many else [cast("str", request_ids)]
     if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(own, str) for own in ids):
         raise ParameterError(f"request ids are {request_ids!r}; they must be strings, a list of them for a list")
     if len(ids) != count:
@@ -346,7 +392,8 @@ def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
     return PromptError(f"{len(errors)} of {count} prompts cannot be run:\n" + "\n".join(shown))
 
 
-def _derived_seed(run_seed: int, index: int) -> int:
-    """63 bits that differ for every run seed and index."""
-    digest = hashlib.blake2b(f"{run_seed}/{index}".encode(), digest_size=8).digest()
+def _derived_seed(run_seed: int, index: int, call: int) -> int:
+    """63 bits that differ for every run seed, index and call."""
+    text = f"{run_seed}/call {call}/{index}" if call else f"{run_seed}/{index}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

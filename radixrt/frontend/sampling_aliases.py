@@ -8,16 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from radixrt.errors import ParameterError
-from radixrt.sampling_params import SamplingParams
-
-# Other spellings of a field of SamplingParams. All of them mean the same, values too.
-SPELLINGS = {
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "sampling_seed": "seed",
-    "include_stop_str_in_output": "include_stop_str",
-    "no_stop_trim": "include_stop_str",
-}
+from radixrt.sampling_params import SPELLINGS, SamplingParams, by_field
 
 
 def known_parameters() -> dict[str, str]:
@@ -27,8 +18,9 @@ def known_parameters() -> dict[str, str]:
 
 
 def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
-    """SamplingParams from a dict in either spelling; `defaults` for what is not in it.
+    """SamplingParams from a dict in either spelling; `defaults` for what is not in it, or is None.
 
+    But a max_new_tokens of None is a value: to the end of the context.
     Raises ParameterError if keys are unknown (it names all, with the nearest known ones), two spellings of a
     parameter are given, or a value is outside its bounds.
     """
@@ -40,12 +32,8 @@ def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParam
         listed = ", ".join(with_nearest(key, known) for key in unknown)
         names = ", ".join(dict.fromkeys(known.values()))
         raise ParameterError(f"unknown sampling parameter{many} {listed}; known are {names}")
-    given: dict[str, str] = {}  # field -> the spelling that gave it
-    for key in values:
-        first = given.setdefault(known[key], key)
-        if first != key:
-            raise ParameterError(f"{first} and {key} are the same parameter; give one of them")
-    return replace(defaults or SamplingParams(), **{name: values[key] for name, key in given.items()})
+    given = {key: value for key, value in values.items() if value is not None or known[key] == "max_new_tokens"}
+    return replace(defaults or SamplingParams(), **by_field(given))
 
 
 def with_nearest(key: object, known: Iterable[str]) -> str:

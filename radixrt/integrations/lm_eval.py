@@ -1,4 +1,4 @@
-"""radixrt as a model of lm-evaluation-harness; `pip install 'radixrt[eval]'` installs the harness.
+"""radixrt as a model of lm-evaluation-harness; `pip install '.[eval]'` in the clone installs the harness.
 
 From a shell, with any option of `lm-eval run`:
 
@@ -35,7 +35,7 @@ except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "lm_eval":
         raise
     raise ImportError(
-        "radixrt.lm_eval needs lm-evaluation-harness, which is not installed: pip install 'radixrt[eval]'"
+        "radixrt.lm_eval needs lm-evaluation-harness, which is not installed: pip install lm-eval"
     ) from error
 
 import numpy as np
@@ -188,7 +188,7 @@ class RadixLM(TemplateLM):
 
         Raises:
             PromptError: a continuation has no token of its own, or does not fit.
-            PassError: the model computed values that are not finite.
+            PassError: the model computed values that are not finite, or a request was aborted.
         """
         contexts: list[list[int]] = []
         num_cut = 0
@@ -209,10 +209,8 @@ class RadixLM(TemplateLM):
                 progress=not disable_tqdm,
             )
         results = []
-        for (texts, _context, continuation), score in zip(requests, scores, strict=True):
+        for (texts, _context, _continuation), score in zip(requests, scores, strict=True):
             assert not isinstance(score, list)  # one continuation was given
-            if len(score.tokens) != len(continuation):
-                raise PassError(f"the model computed values that are not finite: {_shown(texts)}")
             results.append((float(score.logprob), score.is_greedy))
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, results[-1])
@@ -248,7 +246,7 @@ class RadixLM(TemplateLM):
 
         Raises:
             ParameterError: generation_kwargs have an unknown name or a value outside its bounds.
-            PassError: the model computed values that are not finite.
+            PassError: the model computed values that are not finite, or a request was aborted.
         """
         prompts: list[list[int]] = []
         params: list[SamplingParams] = []
@@ -269,8 +267,8 @@ class RadixLM(TemplateLM):
         texts = [""] * len(requests)
         with self._reported("generate_until", len(requests)):
             for output in self.runtime.generate_iter(prompts, params, progress=not disable_tqdm):
-                if output.error is not None:
-                    raise PassError(f"{output.error}: {_shown(requests[output.index].args[0])}")
+                if (failure := output.failure) is not None:
+                    raise PassError(f"{failure}: {_shown(requests[output.index].args[0])}")
                 texts[output.index] = output.text
                 self.cache_hook.add_partial("generate_until", requests[output.index].args, output.text)
         return texts

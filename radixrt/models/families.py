@@ -32,8 +32,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "SmolLM3ForCausalLM": Family("SmolLM3", "radixrt.models.decoder", "Decoder", "SmolLM3 3B"),
         "Qwen2ForCausalLM": Family("Qwen2", "radixrt.models.qwen", "Qwen2", "Qwen2, Qwen2.5, QwQ"),
         "Qwen3ForCausalLM": Family("Qwen3", "radixrt.models.qwen", "Qwen3", "Qwen3 dense"),
-        "Qwen3MoeForCausalLM": Family("Qwen3 MoE", "radixrt.models.qwen", "Qwen3Moe", "Qwen3 30B-A3B, 235B-A22B"),
-        "MixtralForCausalLM": Family("Mixtral", "radixrt.models.mixtral", "Mixtral", "Mixtral 8x7B, 8x22B"),
+        "Qwen3MoeForCausalLM": Family("Qwen3 MoE", "radixrt.models.qwen", "Qwen3Moe", "Qwen3 30B-A3B"),
+        "MixtralForCausalLM": Family("Mixtral", "radixrt.models.mixtral", "Mixtral", "Mixtral 8x7B"),
         "Phi3ForCausalLM": Family(
             "Phi-3", "radixrt.models.phi", "Phi3", "Phi-3 mini, Phi-3.5 mini, Phi-4, Phi-4 mini"
         ),

@@ -52,7 +52,7 @@ class ReportFiles:
         self._title = place_name(input_path, "input")
         if self.has_page and importlib.util.find_spec("matplotlib") is None:
             raise BatchFileError(
-                "a report as a page needs matplotlib: pip install 'radixrt[report]', or name the report .json"
+                "a report as a page needs matplotlib: pip install matplotlib, or name the report .json"
             )
 
     @property

@@ -141,6 +141,8 @@ class Bookkeeper:
         try:
             if token_id in request.stop_ids:
                 reason, log.matched = FinishReason.STOP, token_id
+                if text is not None and request.params.include_stop_str:
+                    text.end_with(token_id)
             elif text is not None and text.push(token_id):
                 reason, log.matched = FinishReason.STOP, text.matched
         except Exception as error:  # of its text: one answer's must not cost the others theirs

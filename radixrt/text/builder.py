@@ -118,9 +118,9 @@ def unfinished_stop(stops: tuple[str, ...], text: str) -> int:
 class TextBuilder:
     """Makes the text of one request from its generated tokens.
 
-    `push` each token, except one that ends the request by its id; call `finish` when the request has ended. All
-    deltas, one after `finish` included, join to the text that `finish` returns. No delta shows part of a stop
-    string that is later cut off.
+    `push` each token, but one that ends the request by its id: that is left out, or, with `include_stop_str`, goes to
+    `end_with`. Call `finish` when the request has ended. All deltas, one after `finish` included, join to the text
+    that `finish` returns. No delta shows part of a stop string that is later cut off.
 
     The text ends before the first stop string to be complete, or after it with `include_stop_str`; one that is
     complete before there are `min_new_tokens` tokens is ordinary text.
@@ -136,6 +136,7 @@ class TextBuilder:
         self._taken = 0  # parts that delta has returned
         self._held = ""  # certain text after them that may be the beginning of a stop
         self._ordinary = 0  # no stop ends in these first characters of _held
+        self._has_ended = False  # with a token that ended the request by its id
 
     def push(self, token_id: int) -> bool:
         """Take the next token. Returns whether a stop string is complete; later tokens are ignored."""
@@ -152,6 +153,11 @@ class TextBuilder:
             self._ordinary = max(0, self._ordinary - safe)
         return self.matched is not None
 
+    def end_with(self, token_id: int) -> None:
+        """Take the token that ended the request by its id. The whole of its text stays."""
+        self._held += self._detokenizer.push(token_id)
+        self._has_ended = True
+
     def delta(self) -> str:
         """Return the text that has become safe to show since the last call."""
         new = "".join(self._parts[self._taken :])
@@ -162,7 +168,8 @@ class TextBuilder:
         """Return the final text. `matched` may be set only now, by text that was not certain before."""
         if self.matched is None:
             self._held += self._detokenizer.finish()
-            self._search(self._held)
+            if not self._has_ended:
+                self._search(self._held)
         if self.matched is None:
             self._parts.append(self._held)
         self._held = ""

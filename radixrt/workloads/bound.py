@@ -1,4 +1,4 @@
-"""The time that no engine can beat on a list of prompts: bytes over bandwidth, operations over speed."""
+"""Roofline lower bound of the time for a list of prompts: bytes over bandwidth, operations over speed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def list_bound(
     speed: DeviceSpeed,
     computed_before: Sequence[Prompt] = (),
 ) -> float:
-    """Seconds that no engine can beat for `prompts`, submitted together.
+    """Lower bound in seconds for `prompts`, submitted together.
 
     Prefill: every distinct prompt token that is not part of `computed_before` goes once through the layers, with
     its causal attention, and one row a request through the head. Decode: all requests run from the first step on.
@@ -101,5 +101,5 @@ def list_bound(
 
 
 def program_bound(rounds: Iterable[Round], shape: ModelShape, speed: DeviceSpeed) -> float:
-    """Seconds that no engine can beat for a program: its rounds one after the other, none computed twice."""
+    """Lower bound in seconds for a program: its rounds one after the other, none computed twice."""
     return sum(list_bound(played.prompts, shape, speed, history) for played, history in with_history(rounds))

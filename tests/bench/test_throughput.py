@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import itertools
 import json
+import os
 import re
 import runpy
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -23,9 +27,11 @@ import radixrt
 from radixrt.bench.catalogue import ABLATIONS, CONFIGS, LISTS, SHAPES, write_shape
 from radixrt.bench.kernels.goals import CARD
 from radixrt.bench.run import Run
-from radixrt.bench.throughput import benchmark, passes
+from radixrt.bench.throughput import benchmark, engine_process, passes
+from radixrt.bench.throughput.engine_process import only_visible
 from radixrt.bench.throughput.figures import (
     GOALS,
+    BaselineEngine,
     BaselineRun,
     KernelCost,
     Profile,
@@ -238,6 +244,135 @@ def test_answers_of_another_length_are_no_figures(
     assert "[1] RadixrtError: it made 12 of 16 tokens" in capsys.readouterr().out  # in the warm-up
 
 
+@pytest.fixture
+def other_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules `vllm` and `sglang` of the same surface, in this process and in those that it starts."""
+    folder = HOME / "tests" / "support" / "other_engines"
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(HOME), os.environ.get("PYTHONPATH", "")]))
+
+
+BESIDE = (
+    "bench",
+    "throughput",
+    *["--scale", "cpu", "--repeat", "1", "--device", "cpu", "--workload", "docqa", "--workload", "samples"],
+)
+
+
+@pytest.mark.usefixtures("tiny", "other_engines")
+@pytest.mark.parametrize(
+    ("name", "shown_as", "setting"),
+    [
+        ("vllm", "vLLM 0.26.0", ("enable_prefix_caching", True)),
+        ("sglang", "SGLang 0.5.17", ("disable_radix_cache", False)),
+    ],
+)
+def test_another_engine_beside_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, shown_as: str, setting: tuple[str, bool]
+) -> None:
+    pytest.importorskip("matplotlib")
+    report, picture = tmp_path / "out.json", tmp_path / "out.png"
+    assert main([*BESIDE, "--baseline", name, "--json", str(report), "--plot", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"s . +{shown_as}", shown), shown
+    assert f"{shown_as}: load_format='dummy'" in shown
+    assert "- [" not in shown
+    (shape,) = json.loads(report.read_text())["shapes"]
+    assert shape["baseline"]["name"] == shown_as
+    assert shape["baseline"]["settings"][setting[0]] is setting[1]
+    for workload in shape["workloads"]:
+        assert 0 < workload["baseline"]["seconds"] < 5
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.usefixtures("tiny", "other_engines")
+@pytest.mark.parametrize(
+    ("wrong", "cell", "reason"),
+    [
+        ("fails", r"- \[\d\]", "ValueError: the engine core died"),
+        ("crashes", r"- \[\d\]", "its process ended: Segmentation fault"),
+        ("short", r"- \[\d\]", r"it made \d+ of \d+ tokens: nothing can be compared"),
+        ("no start", r"- \[\d\]", "vLLM did not start: its process ended: RuntimeError: CUDA out of memory"),
+        ("hangs", r"> 2", ""),
+    ],
+)
+def test_another_engine_that_goes_wrong_hides_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wrong: str,
+    cell: str,
+    reason: str,
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", wrong)
+    child = tmp_path / "child"
+    monkeypatch.setenv("FAKE_CHILD", str(child))
+    assert main([*BESIDE, "--baseline", "vllm", "--baseline-limit", "2"]) == 0
+    shown = capsys.readouterr().out
+    for workload in ("docqa", "samples"):
+        assert re.search(rf"{workload} +│ +[0-9.]+ │ +{cell} │", shown), shown
+    assert re.search(reason, shown), shown
+    if child.exists():
+        assert has_ended(int(child.read_text()))
+
+
+def has_ended(process: int) -> bool:
+    """Whether a process is gone, or only waits to be reaped, within ten seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.usefixtures("tiny", "other_engines")
+def test_ctrl_c_ends_the_other_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = tmp_path / "child"
+    monkeypatch.setenv("FAKE_CHILD", str(child))
+
+    def interrupted(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_process, "BaselineRun", interrupted)
+    assert main([*BESIDE, "--baseline", "vllm"]) == 130
+    assert has_ended(int(child.read_text()))
+
+
+@pytest.mark.parametrize(("name", "product"), [("vllm", "vLLM"), ("sglang", "SGLang")])
+def test_another_engine_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, product: str
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == name else find(asked))
+    monkeypatch.setattr(benchmark, "ShapeMeasurement", lambda *_: pytest.fail("it ran"))
+    assert main([*BESIDE, "--baseline", name]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert re.fullmatch(rf"radixrt: error: baseline {name} needs {product}, .*`pip install {name}`.*\n", shown.err)
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "expected"),
+    [
+        ("cpu", None, {}),
+        ("cuda", None, {}),
+        ("cuda:1", None, {"CUDA_VISIBLE_DEVICES": "1"}),
+        ("cuda:1", "4,6", {"CUDA_VISIBLE_DEVICES": "6"}),
+    ],
+)
+def test_another_engine_sees_the_same_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, visible: str | None, expected: dict[str, str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert only_visible(torch.device(device)) == expected
+
+
 @pytest.mark.usefixtures("tiny")
 def test_two_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
@@ -278,7 +413,7 @@ def test_command_errors(
     fails(["--repeat", "0"], "repeat is 0")
     fails(["--baseline-limit", "0"], "baseline_limit is 0")
     fails(["--model", "m", "--config", "tiny"], "give one")
-    for arguments in (["--workload", "chat"], ["--config", "gpt"], ["--baseline", "vllm"]):
+    for arguments in (["--workload", "chat"], ["--config", "gpt"], ["--baseline", "tgi"]):
         with pytest.raises(SystemExit) as ended:
             main(["bench", "throughput", *arguments])
         assert ended.value.code == 2
@@ -291,7 +426,7 @@ def test_command_errors(
         ({"workloads": ("chat",)}, "workload is 'chat'; it must be one of: unshared, fewshot"),
         ({"configs": ("gpt",)}, "config is 'gpt'; it must be one of: tiny"),
         ({"ablations": ("no-thing",)}, "ablation is 'no-thing'"),
-        ({"baseline": "vllm"}, "baseline is 'vllm'; it must be one of: transformers"),
+        ({"baseline": "tgi"}, "baseline is 'tgi'; it must be one of: transformers, vllm, sglang"),
         ({"seed": -1}, "seed is -1"),
         ({"bandwidth": 1e12}, "given together"),
     ],
@@ -462,14 +597,17 @@ def test_tables() -> None:
     docqa = WorkloadFigures("docqa", goal_of("qwen3-0.6b", "docqa", CARD), (RUN,), idle_share=0.125)
     docqa.ablated = {"no-overlap": (replace(RUN, seconds=3.0),)}
     docqa.baseline = BaselineRun(seconds=5.0)
+    engine = BaselineEngine("vLLM 0.26.0", {"max_num_seqs": 512, "load_format": "dummy"})
     samples = WorkloadFigures("samples", None, (RUN,), ablated={"no-overlap": (RUN,)})
-    shape = figures(docqa, samples)
+    shape = figures(docqa, samples, baseline=engine)
     shown = printed(lambda console: print_workloads(shape, console))
     row = re.escape("docqa 3 2.00 100 600 60.0% 70.0% 1.00 x2.00 50 12.5% x1.9 missed")
     assert re.search(row.replace(r"\ ", " +│ +") + " +│", shown), shown
     shown = printed(lambda console: print_comparison(shape, console))
     assert re.search(r"docqa +│ 2\.00 │ 3\.00 x1\.50 │ +5\.00 x2\.50 │", shown), shown
     assert re.search(r"samples +│ 2\.00 │ 2\.00 x1\.00 │ +- │", shown), shown
+    assert re.search(r"no overlap │ +vLLM 0\.26\.0 ┃|no overlap ┃ +vLLM 0\.26\.0 ┃", shown), shown
+    assert "vLLM 0.26.0: max_num_seqs=512, load_format='dummy'" in shown
 
 
 @pytest.mark.parametrize(("device", "verdicts"), [(CARD, ["missed", "met", "met", "missed"]), ("CPU (x86)", [])])

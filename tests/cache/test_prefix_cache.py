@@ -38,6 +38,22 @@ def cells(of: PrefixCache) -> list[tuple[int, int, int]]:
     return list(zip(changes.rows.tolist(), changes.positions.tolist(), changes.slots.tolist(), strict=True))
 
 
+def test_incoming_counts_what_nobody_else_holds() -> None:
+    here = cache()
+    run(here, ids(1, 2, 3))
+    first, other = (acquire(here, ids(1, 2, 3, last)) for last in (4, 5))
+    assert here.extend(first, 1) is not None
+    here.pass_launched()
+    here.release(first)
+    assert here.incoming == 1  # the prefix stays with the other
+    before = here.available
+    here.pass_ended()
+    assert (here.available - before, here.incoming) == (1, 0)
+    here.pass_launched()
+    here.release(other)
+    assert here.incoming == 3
+
+
 # -- truncate ----------------------------------------------------------------------------------------------
 
 

@@ -137,6 +137,17 @@ def test_least_recently_used_goes_first() -> None:
     assert not tree.roots
 
 
+def test_a_whole_path_is_used_with_its_end() -> None:
+    tree = RadixTree()
+    put(tree, HERE, array([1, 2]), array([10, 11]))
+    put(tree, HERE, array([5, 7]), array([50, 51]))
+    end, _ = put(tree, HERE, array([1, 2, 3, 4]), array([10, 11, 12, 13]))
+    tree.lock(end)
+    assert tree.unlock(end, 2).tolist() == [12, 13]  # nobody wants these
+    assert tree.evict(2).tolist() == [50, 51]
+    assert tree.evict(2).tolist() == [10, 11]
+
+
 def test_a_locked_node_stays_and_keeps_its_ancestors() -> None:
     tree = RadixTree()
     put(tree, HERE, array([1, 2, 3]), array([1, 2, 3]))

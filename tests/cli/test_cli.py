@@ -153,6 +153,14 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
     assert Recorder.made_with[1] == {"enable_prefix_cache": False}
 
 
+def test_options_without_a_stop() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, "sampling", SAMPLING)
+    assert sampling_params(parser.parse_args(["--no-detokenize", "--max-tokens", "3"])) == radixrt.SamplingParams(
+        detokenize=False, max_new_tokens=3
+    )
+
+
 def test_every_keyword_of_the_api_is_an_option() -> None:
     sampling = [SPELLINGS.get(option.name, option.name) for option in SAMPLING]
     assert sorted(sampling) == sorted(field.name for field in fields(radixrt.SamplingParams))
@@ -223,6 +231,7 @@ def test_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     shown = capsys.readouterr().out
     for name, family in FAMILIES.items():
         assert re.search(rf"{name} +{family.name} +{re.escape(family.checkpoints)}", shown)
+    assert "One GPU holds the whole model, unquantised: 2 bytes a parameter" in shown
     assert list(ARCHITECTURES) == list(FAMILIES)
     assert find_architecture("Qwen3ForCausalLM").__name__ == "Qwen3"
 

@@ -53,6 +53,21 @@ def test_texts(runtime: Runtime, capsys: pytest.CaptureFixture[str]) -> None:
     assert two == "# prompt 0, answer 0\nOslo\n# prompt 0, answer 1\nOslo\n"
 
 
+def test_each_command_draws_anew_unless_it_has_a_seed(
+    builtin: Runtime, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds = []
+
+    def make(**options: Any) -> Any:
+        seeds.append(options["seed"])
+        return nullcontext(builtin)
+
+    monkeypatch.setitem(vars(radixrt), "Runtime", make)
+    printed(capsys, MIRA, *GREEDY)
+    printed(capsys, MIRA, *GREEDY, "--seed", "3")
+    assert seeds == [None, 3]
+
+
 def test_json(runtime: Runtime, capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, MIRA, TAREK, *GREEDY, "--json", "--n", "2", "--logprobs", "1").splitlines()
     answers = [json.loads(line) for line in lines]

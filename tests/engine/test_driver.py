@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import itertools
+import os
 import signal
 import threading
 import time
@@ -20,7 +23,7 @@ import torch
 
 from radixrt import DeviceLostError, FinishReason, ParameterError, RadixrtError, RunLimits, Runtime
 from radixrt import SamplingParams as Params
-from radixrt.bench.streams import letters
+from radixrt.bench.streams import SlowRunner, letters
 from radixrt.engine.driver import WOKEN_AT_ONCE, wake_soon, with_pauses
 from radixrt.engine.parts import Parts
 from radixrt.frontend.request_builder import RequestBuilder
@@ -34,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("device")
 GREEDY = Params(temperature=0, max_new_tokens=24, ignore_eos=True)
 ENDLESS = Params(temperature=0, max_new_tokens=1500, ignore_eos=True)
 ENDLESS_SHORT = Params(max_new_tokens=190, ignore_eos=True)
+SHORT = Params(max_new_tokens=2, ignore_eos=True)
 FACTS = "Mira likes Oslo. Tarek counts 374. Hugo keeps boats.\nQ: "
 PATIENCE = 60  # seconds, for what takes parts of one
 
@@ -165,6 +169,130 @@ def test_a_task_that_is_cancelled_before_its_first_pass(builtin: Runtime) -> Non
 
     assert in_time(lambda: asyncio.run(everything())) == [None]
     assert nothing_is_left(builtin)
+
+
+# -- what must not be lost ---------------------------------------------------------------------------------
+
+
+class Panic(BaseException):
+    """As the tokenizer's own code raises it: no Exception."""
+
+
+def panicking_parts(runner: ConstantRunner, place: int) -> Parts:
+    """Parts of which one output, by its place among all, cannot be made."""
+    parts = simulated_parts(runner, RunLimits(400, 8), 40, vocab_size=50)
+    places, output_of = itertools.count(), parts.output_of
+
+    def raising(first: Any) -> Any:
+        if next(places) == place:
+            raise Panic
+        return output_of(first)
+
+    return replace(parts, output_of=raising)
+
+
+def test_a_panic_ends_its_call_and_leaves_nothing() -> None:
+    prompts, names = [[1, 2], [3, 4], [5, 6]], ["a", "b", "c"]
+    with Runtime.from_parts(panicking_parts(ConstantRunner(), 0)) as runtime:
+        (raised,) = in_time(lambda: caught(lambda: runtime.generate(prompts, SHORT, request_ids=names), Panic))
+        assert isinstance(raised, Panic)
+        assert nothing_is_left(runtime)
+        assert [len(output.token_ids) for output in runtime.generate(prompts, SHORT, request_ids=names)] == [2] * 3
+
+
+def test_a_panic_leaves_no_other_call_waiting() -> None:
+    """The last two come after the same pass, and whichever thread steps gets the panic of one."""
+    runner = SlowRunner()
+    with Runtime.from_parts(panicking_parts(runner, 1)) as runtime:
+        outcomes: list[Any] = []
+
+        def call(prompt: list[int]) -> None:
+            outcomes.append(caught(lambda: runtime.generate(prompt, SHORT), Panic))
+
+        threads = [threading.Thread(target=call, args=([i, 1],), daemon=True) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        until(lambda: unfinished(runtime) == 3)
+        runner.all_there.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert len(outcomes) == 3, "one waits for ever"
+        assert sum(isinstance(one, Panic) for one in outcomes) == 1
+        assert nothing_is_left(runtime)
+
+
+def test_a_ctrl_c_just_as_a_call_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its traceback lives, the block that it has left is not closed."""
+    parts = simulated_parts(ConstantRunner(), RunLimits(400, 8), 40, vocab_size=256, tokenizer=letters())
+    leave = contextlib._GeneratorContextManager.__exit__
+    interrupts = iter([KeyboardInterrupt()])
+
+    def interrupted(self: Any, *error: Any) -> Any:
+        if self.gen.__name__ == "_entered" and parts.scheduler.has_work:
+            for interrupt in interrupts:
+                raise interrupt
+        return leave(self, *error)
+
+    with Runtime.from_parts(parts) as runtime:
+        stream = runtime.stream([1, 2], SHORT)
+        monkeypatch.setattr(contextlib._GeneratorContextManager, "__exit__", interrupted)
+        error = caught(lambda: next(stream), KeyboardInterrupt)
+        monkeypatch.undo()
+        assert isinstance(error, KeyboardInterrupt)
+        assert nothing_is_left(runtime)
+        assert len(runtime.generate([1, 2], SHORT).token_ids) == 2
+        (output,) = in_time(lambda: runtime.generate([1, 2], SHORT))
+        assert len(output.token_ids) == 2
+
+
+def caught(action: Callable[[], Any], kind: type[BaseException]) -> Any:
+    """What an action returns, or raises of that kind."""
+    try:
+        return action()
+    except kind as error:
+        return error
+
+
+def test_what_is_submitted_outlives_a_failure_of_submitting(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = simulated_parts(ConstantRunner(), RunLimits(400, 8), 40, vocab_size=50)
+    submit_all, failures = parts.engine.submit_all, iter([MemoryError()])
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        for failure in failures:
+            raise failure
+        return submit_all(*arguments, **options)
+
+    monkeypatch.setattr(parts.engine, "submit_all", failing)
+    with Runtime.from_parts(parts) as runtime:
+        runtime.submit(runtime.prepare([1, 2], SHORT))
+        with pytest.raises(MemoryError):
+            runtime.step()
+        outputs = [output for _ in range(4) for output in runtime.step()]
+        assert [len(output.token_ids) for output in outputs] == [2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_is_refused_at_once() -> None:
+    with Runtime.from_parts(simulated_parts(ConstantRunner(), RunLimits(400, 8), 40, vocab_size=50)) as runtime:
+        assert len(runtime.generate([1, 2], SHORT).token_ids) == 2
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(PATIENCE)
+            said = []
+            for action in (lambda: runtime.generate([1, 2], SHORT), runtime.step, lambda: runtime.num_waiting):
+                said.append(str(caught(action, RadixrtError)))
+            runtime.close()  # its parent's, who goes on
+            os.write(writing, "\n".join(said).encode())
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            said = pipe.read().splitlines()
+        assert os.waitpid(child, 0)[1] == 0
+        assert len(said) == 3
+        assert all("made before the process was forked" in one for one in said)
+        assert len(runtime.generate([1, 2], SHORT).token_ids) == 2
 
 
 # -- the garbage collector ---------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from radixrt.errors import ParameterError, PromptError
-from radixrt.frontend.request_builder import RequestBuilder
+from radixrt.frontend.request_builder import RequestBuilder, listed_prompts
 from radixrt.planning.simulated import NoWeights
 
 
@@ -28,6 +30,8 @@ def test_a_request_has_one_id(builder: RequestBuilder) -> None:
     others = [*numbered, builder.build([1]), builder.build([1])]
     assert len({request.id for request in others}) == 4
     assert all(isinstance(request.id, int) for request in others)
+    again = RequestBuilder(builder.config, None, context_length=builder.context_length).build([1])
+    assert again.id not in {request.id for request in others}  # nor can they be guessed
     assert builder.build([1], request_id="c").id == "c"
 
 
@@ -58,3 +62,88 @@ def test_parameters_are_read_and_checked_once_for_many_prompts(builder: RequestB
     for number in range(200):  # more than are remembered
         assert builder.build([1], {"max_tokens": 3, "bad_words": [[number % 50]]}).bad_words == ((number % 50,),)
     assert builder.build([1], requests[0].params).bad_words == ((4,),)
+
+
+def rows(count: int) -> Iterator[list[int]]:
+    yield from ([number] for number in range(count))
+
+
+class Column:
+    """A column of a table, as pandas' Series: it yields its values, and is no sequence."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.values
+
+
+@pytest.mark.parametrize(
+    ("given", "listed"),
+    [
+        (rows(2), [[0], [1]]),
+        (Column("a", "b"), ["a", "b"]),
+        (Column(), []),
+        (np.array(["a", "b"], dtype=object), ["a", "b"]),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([{"prompt": "a"}, {"prompt_token_ids": [1]}], [{"prompt": "a"}, {"prompt_token_ids": [1]}]),
+        ([[]], [[]]),
+        ([], []),
+    ],
+)
+def test_many_prompts(given: Any, listed: list[Any]) -> None:
+    found, many = listed_prompts(given)
+    assert [one.tolist() if isinstance(one, np.ndarray) else one for one in found] == listed
+    assert many
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "a",
+        [1, 2],
+        range(3),
+        Column(1, 2),
+        np.array([1, 2]),
+        {"prompt": "a"},
+        [{"role": "user", "content": "a"}],
+    ],
+)
+def test_one_prompt(given: Any) -> None:
+    found, many = listed_prompts(given)
+    assert len(found) == 1
+    assert not many
+
+
+@pytest.mark.parametrize("given", [7, None, {"a": 1}, b"a", np.array(3)])
+def test_what_is_no_prompt(given: Any) -> None:
+    with pytest.raises(PromptError, match="they must be one prompt or a list of prompts"):
+        listed_prompts(given)
+
+
+def test_prompts_as_dicts_and_empty_ones(builder: RequestBuilder) -> None:
+    dicts = [
+        {"prompt_token_ids": [1, 2]},
+        {"prompt": [3], "prompt_token_ids": None},
+        {"prompt_token_ids": (4,), "prompt": "a"},
+    ]
+    _, requests = builder.build_all(dicts, None, True, None, None, "raise")
+    assert [request.prompt_ids.tolist() for request in requests] == [[1, 2], [3], [4]]
+    scored, _ = builder.build_scored([{"prompt_token_ids": [1]}], [[2]], None)
+    assert scored[0].prompt_ids.tolist() == [1, 2]
+    for wrong, message in (
+        ({"prompt": "a", "multi_modal_data": 1}, "has 'multi_modal_data'; a dict has prompt or prompt_token_ids"),
+        ({"prompt": None}, "has no prompt and no prompt_token_ids"),
+        ({"prompt_token_ids": "a"}, "has text as its prompt_token_ids"),
+        ({"prompt_token_ids": []}, "is empty: it has no tokens"),
+        ([], "is empty: it has no tokens"),
+        ((), "is empty: it has no tokens"),
+    ):
+        with pytest.raises(PromptError, match=message):
+            builder.build(wrong)
+
+
+def test_parameters_and_ids_come_from_columns_too(builder: RequestBuilder) -> None:
+    each, ids = Column({"max_tokens": 3}, None), Column("a", "b")
+    _, requests = builder.build_all([[1], [2]], each, True, None, ids, "raise")
+    assert [(request.params.max_new_tokens, request.id) for request in requests] == [(3, "a"), (128, "b")]

@@ -66,6 +66,17 @@ def test_values_keep_their_bounds() -> None:
         sampling_params_from_dict({"max_tokens": -1})
 
 
+def test_none_is_the_default_but_of_a_length_no_limit() -> None:
+    """JSON users send it."""
+    given = dict.fromkeys(field.name for field in fields(SamplingParams) if field.name != "max_new_tokens")
+    defaults = SamplingParams(top_p=0.5, seed=3, logprobs=2, max_new_tokens=9)
+    assert sampling_params_from_dict(given) == SamplingParams()
+    assert sampling_params_from_dict(given, defaults) == defaults
+    endless = SamplingParams(max_new_tokens=None)
+    assert sampling_params_from_dict({"max_tokens": None}) == endless
+    assert sampling_params_from_dict({"max_new_tokens": None, "top_p": None}) == endless
+
+
 @pytest.mark.parametrize("values", [None, "temperature", [("temperature", 1)], 3])
 def test_what_is_no_dict(values: object) -> None:
     with pytest.raises(ParameterError, match="sampling parameters are a dict or a SamplingParams, not "):

@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from tests.support.checkpoints import llama, write
 from tests.support.small_tokenizers import byte_level, chat_tokenizer
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'radixrt[eval]'")
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install lm-eval")
 
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
@@ -283,6 +284,24 @@ def test_values_that_are_not_finite_are_no_score(folder: Path) -> None:
     lm.runtime.close()
 
 
+def test_an_aborted_answer_is_no_answer(tiny: RadixLM) -> None:
+    asked = requests("generate_until", ("the fox", {"max_gen_toks": 50, "ignore_eos": True}))
+    errors: list[str] = []
+
+    def generate() -> None:
+        try:
+            tiny.generate_until(asked, disable_tqdm=True)
+        except PassError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    while not tiny.runtime.abort_all():
+        thread.join(0.001)
+    thread.join(60)
+    assert errors == ["the request was ended before its answer was whole: 'the fox'"]
+
+
 # -- generation --------------------------------------------------------------------------------------------
 
 
@@ -386,7 +405,15 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_without_the_harness() -> None:
     found = python("-c", "import sys; sys.modules['lm_eval'] = None; import radixrt.lm_eval")
     assert "ImportError: radixrt.lm_eval needs lm-evaluation-harness, which is not installed" in found.stderr
-    assert "pip install 'radixrt[eval]'" in found.stderr
+    assert "pip install lm-eval" in found.stderr
+
+
+def test_without_the_harness_the_command_says_so() -> None:
+    program = "import sys, runpy; sys.modules['lm_eval'] = None"
+    found = python("-c", f"{program}; runpy.run_module('radixrt.lm_eval', run_name='__main__')")
+    assert found.returncode == 2
+    assert found.stderr.startswith("radixrt: error: radixrt.lm_eval needs lm-evaluation-harness, which is not")
+    assert "Traceback" not in found.stderr
 
 
 def test_imports_are_no_heavier_than_needed() -> None:

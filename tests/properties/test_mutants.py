@@ -17,7 +17,7 @@ import pytest
 
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
-from radixrt.cache import radix_tree
+from radixrt.cache import prefix_cache, radix_tree
 from radixrt.cache.host_tier import HostTier
 from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
@@ -35,11 +35,13 @@ from radixrt.schedule.admission import Admission
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Bookkeeper
 from radixrt.schedule.passes import Pass, PassResult
-from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
+from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
 from radixrt.schedule.request_table import RequestTable
 from radixrt.schedule.sampling_table import SamplingTable
 from radixrt.schedule.scheduler import Scheduler
+from tests.cache import test_prefix_cache, test_radix_tree
+from tests.schedule import test_admission, test_policy
 from tests.support.planned_reads import PlannedWorld
 from tests.support.world.invariants import Violation
 from tests.support.world.runner import SimulatedPass, SimulatedRunner
@@ -942,3 +944,66 @@ def test_the_fault_is_found(fault: Mutant, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("sizes", [ALL_SIZES, TIERED_SIZES], ids=["device", "device and host"])
 def test_without_a_fault_nothing_is_found(sizes: list[Sizes], world: type[World]) -> None:
     assert walk_until_it_breaks(sizes, range(len(sizes)), actions=120, kind=world) == ""
+
+
+# -- what costs hits or time, and no answer: each is found by a test of its own --------------------------------
+
+COSTLY: list[tuple[Patch, Callable[[], None]]] = []
+
+
+def found_by(test: Callable[[], None]) -> Callable[[Patch], Patch]:
+    def register(apply: Patch) -> Patch:
+        COSTLY.append((apply, test))
+        return apply
+
+    return register
+
+
+@found_by(test_prefix_cache.test_a_leader_is_found_at_the_match_and_before_it)
+def follow_whoever_begins_alike(patch: pytest.MonkeyPatch) -> None:
+    """A leader is any lease with the same next token, whatever follows."""
+    patch.setattr(prefix_cache.np, "array_equal", lambda mine, yours: True)
+
+
+@found_by(test_prefix_cache.test_incoming_counts_what_nobody_else_holds)
+def expect_what_others_hold(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefix_cache, "takewhile", lambda is_held_once, path: path)
+
+
+@found_by(test_radix_tree.test_a_whole_path_is_used_with_its_end)
+def use_a_node_and_not_its_path(patch: pytest.MonkeyPatch) -> None:
+    path = RadixTree.path
+    touch = RadixTree.touch
+
+    def alone(self: RadixTree, end: Node) -> None:
+        patch.setattr(RadixTree, "path", lambda self, end, until=None: [end])
+        touch(self, end)
+        patch.setattr(RadixTree, "path", path)
+
+    patch.setattr(RadixTree, "touch", alone)
+
+
+@found_by(test_admission.test_room_is_kept_for_who_waits_for_a_leader)
+def keep_no_room_for_followers(patch: pytest.MonkeyPatch) -> None:
+    has_leader = PendingMatch.has_leader
+
+    def undemanding(self: PendingMatch) -> bool:
+        found = has_leader(self)
+        self.leader_match_len = 10**6
+        return found
+
+    patch.setattr(PendingMatch, "has_leader", undemanding)
+
+
+@found_by(test_policy.test_more_is_expected_once_memory_has_fallen_short)
+def learn_nothing_from_too_little_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OutputEstimate, "fell_short", lambda self: None)
+
+
+@pytest.mark.parametrize(("fault", "test"), COSTLY, ids=lambda one: one.__name__)
+def test_the_costly_fault_is_found(
+    fault: Patch, test: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        test()

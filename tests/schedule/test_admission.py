@@ -90,3 +90,17 @@ def test_a_hit_keeps_a_prefix_from_eviction() -> None:
     world.drain_requests()
     assert world.cache.match(Namespace(), np.array([*old, 0], dtype=np.int32), 10).length == 10
     assert world.cache.match(Namespace(), np.array([*other, 0], dtype=np.int32), 10).length == 5
+
+
+def test_room_is_kept_for_who_waits_for_a_leader() -> None:
+    world = World(Sizes(num_slots=27, num_rows=6, chunk=4))
+    leader = world.submit([1] * 8, 1)
+    follower = world.submit([1] * 8 + [2] * 8, 1)
+    other = world.submit([3] * 12, 1)  # would fit beside the leader, but then the follower would not
+    world.step()
+    assert world.scheduler.running == [leader]
+    while follower in world.scheduler.waiting:
+        world.step()
+    assert other in world.scheduler.waiting
+    assert follower.usage().cached_tokens == 8
+    world.drain()

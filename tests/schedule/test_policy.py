@@ -35,6 +35,19 @@ def test_the_estimate_is_the_same_for_one_and_for_many() -> None:
         estimate.pass_scheduled()
 
 
+def test_more_is_expected_once_memory_has_fallen_short() -> None:
+    request = Request(0, np.ones(3, np.int32), SamplingParams(), 1000, 0, frozenset([1]))
+    answer, estimate = Answer(request, arrival=0, log=RequestLog(submitted_at=0.0)), OutputEstimate()
+    for _ in range(100):
+        estimate.pass_scheduled()
+    for _ in range(OutputEstimate.ENOUGH):
+        estimate.ended(10)
+    assert estimate.expected(answer) == 10
+    estimate.fell_short()
+    share = OutputEstimate.INITIAL * OutputEstimate.FALL**100 + OutputEstimate.RISE
+    assert estimate.expected(answer) == int(1000 * share)  # and the lengths of before no longer count
+
+
 def test_first_come_order() -> None:
     world = World(Sizes(num_slots=120, max_running=1, policy=SchedulePolicy.FCFS))
     requests = [world.submit([i, 1, 2], 2) for i in range(4)]

@@ -40,7 +40,7 @@ from triton_ops.implementation import GPU, compiling_for
 NUM_SMS = {80: 108, 86: 84, 89: 128, 90: 132}
 MAX_SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 """Bytes of shared memory that one program can have."""
-MAX_SPILLED = 16  # bytes a thread, four registers: nine of 2,768 variants for sm_80 and sm_89 spill so many
+MAX_SPILLED = 32  # bytes a thread, eight registers: 13 of 4,440 variants for sm_80, sm_89 and sm_90 spill some
 PROCESSES = 2
 
 

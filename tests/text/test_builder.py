@@ -119,6 +119,25 @@ def test_text_ends_before_the_stop(
     assert builder.matched is None or builder.matched in stop
 
 
+@pytest.mark.parametrize(
+    ("tokens", "end", "text"),
+    [
+        (["x", "y"], "z", "xyz"),
+        (["x", "EN"], "D.", "xEND."),  # no stop ends in the text of the last token, nor begins before it
+        (["x"], "END", "xEND"),
+        ([b"\xf0\x9f"], b"\x98\x80b", "😀b"),
+        ([], b"\xf0\x9f", "\ufffd"),
+    ],
+)
+def test_the_text_of_the_token_that_ended_it(tokens: list[str | bytes], end: str | bytes, text: str) -> None:
+    builder = builder_of(letters(), stop=("END",), include_stop_str=True)
+    assert not any(builder.push(token) for token in ids_of(*tokens))
+    shown = builder.delta()
+    builder.end_with(*ids_of(end))
+    assert builder.finish() == text == shown + builder.delta()
+    assert builder.matched is None
+
+
 @settings(max_examples=400)
 @example(ids=ids_of("ab", "ca", "b"), stop=("abcab", "bcabc"), include=False, least=0)
 @given(

@@ -113,6 +113,7 @@ def _given(line: dict[str, Any]) -> dict[str, Any]:
     own = {} if own is None else own
     if not isinstance(own, dict):
         raise ParameterError(f"sampling_params is {kind(own)}; it must be an object")
+    own = {key: value for key, value in own.items() if value is not None}
     beside = {key: value for key, value in line.items() if key in _PARAMETERS and value is not None}
     if twice := [key for key in beside if key in own]:
         raise ParameterError(f"{twice[0]} is given in sampling_params and beside it; give it once")

@@ -193,7 +193,7 @@ def _rows(
         from pyarrow import parquet
     except ImportError as error:
         raise BatchFileError(
-            f"{name} is a parquet file, and pyarrow is not installed ({error}): pip install 'radixrt[parquet]'"
+            f"{name} is a parquet file, and pyarrow is not installed ({error}): pip install pyarrow"
         ) from error
     count = 0
     try:

@@ -15,7 +15,15 @@ from radixrt.bench.catalogue import ABLATIONS, SCALES
 from radixrt.bench.report import check_files, reason_of, wide_console, write_json
 from radixrt.bench.run import Run, answer, program_of, run_once
 from radixrt.bench.subject import device_speed, environment_of, model_of, model_shape
-from radixrt.bench.throughput.figures import BaselineRun, ShapeFigures, WorkloadFigures, goal_of
+from radixrt.bench.throughput.engine_process import EngineProcess, check_installed
+from radixrt.bench.throughput.engine_worker import ENGINES
+from radixrt.bench.throughput.figures import (
+    BaselineEngine,
+    BaselineRun,
+    ShapeFigures,
+    WorkloadFigures,
+    goal_of,
+)
 from radixrt.bench.throughput.options import Options
 from radixrt.bench.throughput.passes import (
     busy_seconds,
@@ -39,10 +47,11 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     """Measure, print, and write the requested files. Returns 0, even if the baseline fails.
 
     Raises:
-        RadixrtError: a Runtime cannot be made, or a list does not fit; or a file cannot be written, which is found
-            before anything runs.
+        RadixrtError: a Runtime cannot be made, or a list does not fit; or a file cannot be written or the baseline
+            is not installed, which is found before anything runs.
     """
     check_files(json_file, plot_file)
+    check_installed(options.baseline)
     console = wide_console(_WIDTH)
     named = ", ".join(f"{name} (random weights)" for name in options.subjects if name is not None)
     environment = environment_of(options.device, options.model or named)
@@ -189,27 +198,38 @@ class ShapeMeasurement:
         self._done("start-up")
 
     def measure_baseline(self) -> None:
-        """Run the lists of the first repetition through transformers. An exception becomes the reason."""
-        scale = SCALES[self.options.scale]
-        failed: BaselineRun | None = None
-        batching: TransformersBatching | None = None
+        """Run the lists of the first repetition through another engine. An exception becomes the reason."""
         try:
-            batching = TransformersBatching(
-                self._runtime_options["model"],
-                load_format=self._load_format,
-                device=self.device,
-                max_total_tokens=scale.max_total_tokens,
-                max_batch_tokens=scale.chunked_prefill_size,
-                seed=self.options.seed,
-            )
+            baseline = self._open_baseline()
         except Exception as error:  # of any kind: our own figures are still shown
             failed = BaselineRun(reason=reason_of(error))
-        for workload in self.figures.workloads:
-            prompts = self._prompts(workload.workload, self.options.seed)
-            workload.baseline = failed if batching is None else batching.run(prompts, self.options.baseline_limit)
-            self._done(f"{workload.workload}, transformers")
-        if batching is not None:
-            batching.close()
+            for workload in self.figures.workloads:
+                workload.baseline = failed
+                self._done(f"{workload.workload}, {self.options.baseline}")
+            return
+        with contextlib.closing(baseline):
+            for workload in self.figures.workloads:
+                prompts = self._prompts(workload.workload, self.options.seed)
+                warm_up = self._warm_up_prompts(workload.workload)
+                workload.baseline = baseline.run(prompts, warm_up, self.options.baseline_limit)
+                self.figures.baseline = BaselineEngine(baseline.name, baseline.settings)
+                self._done(f"{workload.workload}, {self.options.baseline}")
+
+    def _open_baseline(self) -> TransformersBatching | EngineProcess:
+        name, scale = self.options.baseline, SCALES[self.options.scale]
+        common: dict[str, Any] = {
+            "load_format": self._load_format,
+            "device": self.device,
+            "seed": self.options.seed,
+        }
+        if name in ENGINES:
+            return EngineProcess(name, self._runtime_options["model"], **common)
+        return TransformersBatching(
+            self._runtime_options["model"],
+            max_total_tokens=scale.max_total_tokens,
+            max_batch_tokens=scale.chunked_prefill_size,
+            **common,
+        )
 
     @property
     def file_name(self) -> str:
@@ -227,11 +247,12 @@ class ShapeMeasurement:
         return run_once(runtime, self._program(name, repetition), model_shape(runtime, "auto"), speed)
 
     def _warm_up(self, runtime: Runtime, name: str) -> None:
-        """Warm up with other prompts of the same kind, and few new tokens."""
+        answer(runtime, self._warm_up_prompts(name))
+
+    def _warm_up_prompts(self, name: str) -> list[WorkloadPrompt]:
+        """Other prompts of the same kind, with few new tokens."""
         prompts = self._prompts(name, self.options.seed + self.options.repeat)
-        answer(
-            runtime, [replace(prompt, max_new_tokens=1 + i % WARM_UP_TOKENS) for i, prompt in enumerate(prompts)]
-        )
+        return [replace(prompt, max_new_tokens=1 + i % WARM_UP_TOKENS) for i, prompt in enumerate(prompts)]
 
     def _idle_share(self, runtime: Runtime, name: str) -> float:
         """The idle share of one more repetition, which takes longer because of the profiler."""

@@ -28,6 +28,14 @@ class BaselineRun:
 
 
 @dataclass(frozen=True)
+class BaselineEngine:
+    """Name and version of another engine, and the settings that it ran with, by name, as JSON values."""
+
+    name: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class StepTime:
     """A decode step of `requests` requests: medians over `steps` of them, in seconds.
 
@@ -84,7 +92,7 @@ class Profile:
     Attributes:
         name: "prefill" or "decode".
         steps: how many.
-        costs: of all kernels, the dearest first.
+        costs: of all kernels, the most expensive first.
         file: the trace's.
     """
 
@@ -204,6 +212,7 @@ class ShapeFigures:
         workloads: in the order in which they were asked for.
         cold, warm: start-ups without and with compiled kernels on the disk.
         vocab_size: the model's, once it has been seen: ids of prompts are below it.
+        baseline: name and version of the other engine, and the settings that it ran with.
     """
 
     config: str | None
@@ -214,6 +223,12 @@ class ShapeFigures:
     warm: StartUp | None = None
     profiles: list[Profile] = field(default_factory=list)
     vocab_size: int = VOCAB_SIZE
+    baseline: BaselineEngine | None = None
+
+    @property
+    def baseline_name(self) -> str:
+        """Of the other engine; "baseline" if it is not known."""
+        return "baseline" if self.baseline is None else self.baseline.name
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as JSON values, without workloads that have not run."""
@@ -228,6 +243,7 @@ class ShapeFigures:
                 if start is not None
             },
             "profiles": [asdict(profile) for profile in self.profiles],
+            "baseline": None if self.baseline is None else asdict(self.baseline),
         }
 
 

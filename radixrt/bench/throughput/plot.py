@@ -22,7 +22,7 @@ def plot_figures(shapes: Sequence[ShapeFigures], file: Path, *, title: str) -> N
     """Write a PNG with a column for each shape and bars for each workload: ours, ablations, the baseline. Bound
     and goal are marked.
     """
-    height = max(len(bars) + 1 for shape in shapes for bars in map(_bars, shape.workloads))
+    height = max(len(_bars(workload, "")) + 1 for shape in shapes for workload in shape.workloads)
     max_workloads = max(len(shape.workloads) for shape in shapes)
     figure = Figure(figsize=(8 * len(shapes), 1.6 + BAR * height * max_workloads), layout="constrained")
     for axes, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
@@ -32,14 +32,14 @@ def plot_figures(shapes: Sequence[ShapeFigures], file: Path, *, title: str) -> N
     figure.savefig(file, format="png", dpi=110)
 
 
-def _bars(workload: WorkloadFigures) -> list[Bar]:
+def _bars(workload: WorkloadFigures, baseline: str) -> list[Bar]:
     bars = [(workload.workload, workload.seconds, OURS)]
     for i, name in enumerate(workload.ablated):
         seconds = workload.seconds_without(name)
         assert seconds is not None  # it has such runs
         bars.append((name.replace("-", " "), seconds, ABLATED[i]))
     if workload.baseline is not None and workload.baseline.seconds is not None:
-        bars.append(("transformers", workload.baseline.seconds, BASELINE))
+        bars.append((baseline, workload.baseline.seconds, BASELINE))
     return bars
 
 
@@ -47,7 +47,7 @@ def _plot_shape(axes: Any, shape: ShapeFigures) -> None:
     line = 0
     ticks: dict[int, str] = {}
     for workload in shape.workloads:
-        block = _bars(workload)
+        block = _bars(workload, shape.baseline_name)
         lines = range(line, line + len(block))
         ticks |= dict(zip(lines, (name for name, _, _ in block), strict=True))
         bars = axes.barh(

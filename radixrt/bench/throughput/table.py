@@ -27,8 +27,8 @@ KERNELS_SHOWN = 16
 _NAME_LEN = 70  # of a kernel
 _CAPTION = (
     "s: medians of the seconds of one Runtime.generate call over the list. out/s: generated tokens a second; "
-    "all/s: prompt tokens too. best: the best possible hit rate. bound: seconds that no engine can beat on this "
-    "device. idle: share of one more run, under the profiler, in which the device did nothing."
+    "all/s: prompt tokens too. best: the best possible hit rate. bound: roofline lower bound of this device, in "
+    "seconds. idle: share of one more run, under the profiler, in which the device did nothing."
 )
 _MET = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}
 
@@ -82,7 +82,7 @@ def print_comparison(figures: ShapeFigures, console: Console) -> None:
     has_baseline = any(workload.baseline is not None for workload in figures.workloads)
     if not ablations and not has_baseline:
         return
-    headers = [name.replace("-", " ") for name in ablations] + ["transformers"] * has_baseline
+    headers = [name.replace("-", " ") for name in ablations] + [figures.baseline_name] * has_baseline
     table = _table(f"{figures.name}: seconds, and how many times ours", ("s", *headers))
     notes: dict[str, int] = {}
     for workload in figures.workloads:
@@ -93,6 +93,9 @@ def print_comparison(figures: ShapeFigures, console: Console) -> None:
     console.print(table)
     for reason, number in notes.items():
         console.print(f"[{number}] {reason}", markup=False)
+    if figures.baseline is not None and figures.baseline.settings:
+        settings = ", ".join(f"{name}={value!r}" for name, value in figures.baseline.settings.items())
+        console.print(f"{figures.baseline.name}: {settings}", style="dim", markup=False)
 
 
 def print_details(figures: ShapeFigures, console: Console, device_name: str) -> None:

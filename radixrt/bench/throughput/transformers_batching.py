@@ -31,6 +31,9 @@ class TransformersBatching:
         max_total_tokens, max_batch_tokens: of the KV cache and of a pass; None: transformers' choice.
         seed: of random weights and draws.
 
+    Attributes:
+        name, settings: of transformers, for the report.
+
     Raises:
         Exception: of any kind, whatever transformers raises; the caller reports it.
     """
@@ -45,7 +48,7 @@ class TransformersBatching:
         max_batch_tokens: int | None,
         seed: int,
     ) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig
+        from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, __version__
 
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
         config = AutoConfig.from_pretrained(model)
@@ -63,20 +66,31 @@ class TransformersBatching:
             max_batch_tokens=max_batch_tokens,
             seed=seed,
         )
+        self.name = f"transformers {__version__}"
+        self.settings: dict[str, Any] = {
+            "attn_implementation": own["attn_implementation"],
+            "block_size": BLOCK_SIZE,
+            "max_batch_tokens": max_batch_tokens,
+        }
         self._stuck: str | None = None  # the reason why nothing can be timed any more
 
-    def run(self, prompts: Sequence[WorkloadPrompt], limit: float) -> BaselineRun:
-        """Answer a list after a warm-up, in at most `limit` seconds. An exception becomes the reason."""
+    def run(
+        self, prompts: Sequence[WorkloadPrompt], warm_up: Sequence[WorkloadPrompt], limit: float
+    ) -> BaselineRun:
+        """Answer a list after a few short prompts of `warm_up`, each in at most `limit` seconds.
+
+        An exception becomes the reason.
+        """
         if self._stuck is not None:
             return BaselineRun(reason=self._stuck)
         manager = None
         try:
             manager = self.start_manager(prompts)
-            warm_up = [
+            short = [
                 WorkloadPrompt(prompt.prompt_ids[:WARM_UP_LEN], WARM_UP_TOKENS)
-                for prompt in prompts[:WARM_UP_REQUESTS]
+                for prompt in warm_up[:WARM_UP_REQUESTS]
             ]
-            if self.answer(manager, warm_up, limit):
+            if self.answer(manager, short, limit):
                 began = time.perf_counter()
                 if self.answer(manager, prompts, limit):
                     return BaselineRun(seconds=time.perf_counter() - began)

@@ -436,7 +436,6 @@ def test_no_parameter_of_the_openai_package_is_passed_over(url: str) -> None:
         ),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "U+D800"),
         (COMPLETIONS, {"prompt": None}, "prompt is null"),
-        (COMPLETIONS, {"prompt": ""}, "prompt is empty"),
         (COMPLETIONS, {"prompt": []}, "prompt is empty"),
         (COMPLETIONS, {"prompt": [[]]}, "prompt is empty"),
         (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt holds 2 prompts; give each a line of its own"),

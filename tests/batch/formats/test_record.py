@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -67,7 +68,7 @@ def refused(line: bytes | str | dict[str, Any]) -> LineError:
 
 
 @given(
-    prompt=ANY_TEXT.filter(bool) | st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4) | CHATS,
+    prompt=ANY_TEXT | st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4) | CHATS,
     custom_id=st.none() | ANY_TEXT,
     metadata=JSON,
     as_ascii=st.booleans(),
@@ -298,7 +299,6 @@ def test_messages_are_not_as_long_as_what_they_show() -> None:
         ({"messages": [{"role": "user", "content": "a"}, "b"]}, "chat message 1 is str"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat message 0 holds U+D800"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "of type list"),
-        ({"prompt": ""}, "prompt is empty"),
         ({"prompt": []}, "prompt is empty"),
         ({"token_ids": []}, "token_ids is empty"),
         ({"token_ids": "1 2"}, "token_ids is a string; it must be a list of token ids"),
@@ -326,7 +326,6 @@ def test_bad_prompts(prompt: dict[str, Any], message: str) -> None:
         ({"max_tokns": 5}, "unknown sampling parameter 'max_tokns' (did you mean 'max_tokens'?); known are"),
         ({"temperature": -1}, "temperature is -1"),
         ({"max_tokens": -1}, "max_new_tokens is -1"),
-        ({"top_p": None}, "top_p is None"),
         ({"stop_token_ids": "ab"}, "stop_token_ids is 'ab'"),
         ({"ignore_eos": 1}, "ignore_eos is 1"),
         ({"max_new_tokens": 10**400}, "max_new_tokens is 1000"),
@@ -336,6 +335,17 @@ def test_bad_parameters(params: Any, message: str) -> None:
     error = refused({"prompt": "a", "sampling_params": params, "custom_id": "x"})
     assert (error.type, error.reply["custom_id"]) == (LineErrorType.INVALID_PARAMETERS, "x")
     assert message in error.message
+
+
+def test_null_is_the_same_as_leaving_it_out() -> None:
+    defaults = SamplingParams(top_p=0.5, seed=3)
+    given = {"top_p": None, "seed": None, "max_tokens": None, "n": 2.0}
+    for line in ({"prompt": "a", "sampling_params": given}, {"prompt": "a", **given}):
+        assert LineParser(defaults).parse(json.dumps(line).encode()).sampling_params == replace(defaults, n=2)
+
+
+def test_an_empty_text_is_left_to_the_tokenizer() -> None:
+    assert parse_line(b'{"prompt": ""}').prompt == ""
 
 
 @pytest.mark.parametrize(

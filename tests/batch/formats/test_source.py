@@ -231,7 +231,7 @@ def test_a_disk_that_fails_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch)
             "compression.zstd" if sys.version_info >= (3, 14) else "backports",
             "backports.zstd",
         ),
-        (b"PAR1", "pyarrow", r"radixrt\[parquet\]"),
+        (b"PAR1", "pyarrow", "pyarrow"),
     ],
 )
 def test_a_package_that_is_missing(

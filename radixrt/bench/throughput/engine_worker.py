@@ -1,0 +1,138 @@
+"""A program that runs lists of prompts through vLLM or SGLang, started and timed by `engine_process`.
+
+Its one argument is JSON, the keyword arguments of `open_engine`. It prints lines of JSON: one when the engine is
+up, with its name, version and settings; then, for each line on standard input (`temperature`, `warm_up` and
+`prompts`, each of [token ids, new tokens]), one when it is warm and one with the list's seconds and tokens, or the
+error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+MAX_REQUESTS, PASS_TOKENS = 512, 16_384  # as in radixrt's defaults on a GPU
+
+Listed = Sequence[tuple[list[int], int]]
+"""Prompts with the number of tokens to generate for each."""
+
+
+class Engine(Protocol):
+    """Another engine with the settings that suit whole lists."""
+
+    name: str
+    settings: dict[str, Any]
+
+    def answer(self, prompts: Listed, temperature: float) -> int:
+        """Answer a list in one call. Returns the number of generated tokens."""
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+
+
+class VLLM:
+    """vLLM's `LLM` with its prefix cache; compiled, with captured graphs, which are its defaults."""
+
+    def __init__(self, model: str, *, load_format: str, seed: int) -> None:
+        vllm = importlib.import_module("vllm")
+        self.settings = {
+            "load_format": load_format,
+            "skip_tokenizer_init": load_format == "dummy",  # such a folder has no tokenizer
+            "enable_prefix_caching": True,
+            "max_num_seqs": MAX_REQUESTS,
+            "max_num_batched_tokens": PASS_TOKENS,
+            "gpu_memory_utilization": 0.9,
+            "enforce_eager": False,
+            "seed": seed,
+        }
+        self._llm = vllm.LLM(model=model, **self.settings)
+        self._params = vllm.SamplingParams
+        self.name = f"vLLM {vllm.__version__}"
+
+    def answer(self, prompts: Listed, temperature: float) -> int:
+        detokenize = not self.settings["skip_tokenizer_init"]
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": ids} for ids, _ in prompts],
+            [
+                self._params(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=detokenize)
+                for _, tokens in prompts
+            ],
+            use_tqdm=False,
+        )
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    def forget(self) -> None:
+        if self._llm.reset_prefix_cache() is False:
+            raise RuntimeError("vLLM's prefix cache could not be emptied")
+
+
+class SGLang:
+    """SGLang's `Engine` with its radix cache, a token a page, the longest prefix first, and captured graphs."""
+
+    def __init__(self, model: str, *, load_format: str, seed: int) -> None:
+        sglang = importlib.import_module("sglang")
+        self.settings = {
+            "load_format": load_format,
+            "skip_tokenizer_init": load_format == "dummy",
+            "disable_radix_cache": False,
+            "schedule_policy": "lpm",
+            "page_size": 1,
+            "max_running_requests": MAX_REQUESTS,
+            "chunked_prefill_size": PASS_TOKENS,
+            "cuda_graph_max_bs": MAX_REQUESTS,
+            "random_seed": seed,
+        }
+        self._engine = sglang.Engine(model_path=model, **self.settings)
+        self.name = f"SGLang {sglang.__version__}"
+
+    def answer(self, prompts: Listed, temperature: float) -> int:
+        outputs = self._engine.generate(
+            input_ids=[ids for ids, _ in prompts],
+            sampling_params=[
+                {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True} for _, tokens in prompts
+            ],
+        )
+        return sum(output["meta_info"]["completion_tokens"] for output in outputs)
+
+    def forget(self) -> None:
+        self._engine.flush_cache()
+
+
+ENGINES: dict[str, type[VLLM] | type[SGLang]] = {"vllm": VLLM, "sglang": SGLang}
+
+
+def open_engine(engine: str, model: str, *, load_format: str, seed: int) -> Engine:
+    """Start an engine of ENGINES. `load_format` is "auto" or "dummy", which both know."""
+    return ENGINES[engine](model, load_format=load_format, seed=seed)
+
+
+def main() -> None:
+    # What the engine and its processes print goes to stderr: standard output has our lines alone.
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(**values: Any) -> None:
+        print(json.dumps(values), file=lines, flush=True)
+
+    engine = open_engine(**json.loads(sys.argv[1]))
+    tell(name=engine.name, settings=engine.settings)
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            engine.answer(job["warm_up"], job["temperature"])
+            engine.forget()
+            tell(is_warm=True)
+            began = time.perf_counter()
+            tokens = engine.answer(job["prompts"], job["temperature"])
+            tell(seconds=time.perf_counter() - began, tokens=tokens)
+        except Exception as error:  # of any kind: the benchmark shows it in the list's place
+            tell(error=f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()
