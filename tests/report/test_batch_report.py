@@ -34,7 +34,7 @@ from radixrt.report.plots import MAX_BARS, rate_bars, timeline_plots
 from radixrt.report.timeline import MAX_SAMPLES, Sample
 from radixrt.schedule.activity import Activity
 from tests.report.test_plan_view import Page, letters, plan_of
-from tests.support.fake_runtime import FakeRuntime
+from tests.support.fake_runtime import CONTEXT_LENGTH, FakeRuntime
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&"
 RUN = RunFigures(
@@ -573,7 +573,7 @@ def test_a_report_that_cannot_be_written(files: tuple[Path, Path], caplog: pytes
 
 
 class FakeBuilder:
-    tokenizer = None
+    tokenizer, context_length = None, CONTEXT_LENGTH
     build = staticmethod(FakeRuntime().prepare)
 
     def __init__(self, *args: Any) -> None:
