@@ -278,7 +278,7 @@ def test_expected_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr()
     assert re.search(r"prompts +2\n", shown.out)
     assert re.search(r"expected answers +32 tokens\n", shown.out)
-    assert "1 of 3 lines are bad (1 invalid_line):\n  line 4: " in shown.err
+    assert "1 of 3 lines is bad (1 invalid_line):\n  line 4: " in shown.err
     assert main(["plan", str(lines), "--max-new-tokens", "20", "--mean-new-tokens", "7"]) == 0
     assert re.search(r"expected answers +14 tokens\n", capsys.readouterr().out)
 
