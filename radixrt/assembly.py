@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -26,17 +27,20 @@ from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.memory_budget import host_pool_slots, measured_pass_memory, pool_slots, room_for_passes
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.processors import usable_processors
-from radixrt.frontend.request_builder import RequestBuilder
+from radixrt.frontend.request_builder import RequestBuilder, chatting_tokenizer
 from radixrt.kept_cache.identity import cache_identity, weight_fingerprint
 from radixrt.kept_cache.storage import CacheStorage
 from radixrt.limits import NO_PASSES, RunLimits
+from radixrt.models.config import GENERATION_DEFAULTS, generation_defaults
 from radixrt.models.decoder import Decoder
-from radixrt.models.loader import check_dtype, load_model, reload_weights
+from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights
+from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.scheduler import Scheduler
-from radixrt.text.tokenizer import tokenizer_of
 from triton_ops.implementation import runs_triton
 from triton_ops.kv.e4m3 import E4M3
+
+_log = logging.getLogger(__name__)
 
 
 class LoadedModel:
@@ -90,22 +94,26 @@ def assemble(config: RuntimeConfig) -> Parts:
     captured = limits if captures else NO_PASSES
 
     source = MODEL_PATH if config.model is None else config.model
+    folder = model_folder(source, weights=config.load_format != "dummy", revision=config.revision)
     with ThreadPoolExecutor(max_workers=1) as background:
         # A GPU's context keeps the driver as busy as reading a config, which imports transformers, keeps the host.
         made = background.submit(lambda: torch.empty(1, device=device))
+        tokenizer = chatting_tokenizer(folder, config.chat_template_kwargs)  # a mistake shows before the weights
         decoder, model_config = load_model(
-            source,
+            folder,
             dtype=config.dtype,
             device=device,
             context_length=config.context_length,
             load_format=config.load_format,
-            seed=config.run_seed,
+            seed=config.seed or 0,
             impl=impl,
         )
         made.result()
     context_length = model_config.context_length
     seconds = {"weights": time.perf_counter() - began}
-    tokenizer = tokenizer_of(source)
+    own_defaults = generation_defaults(folder)
+    defaults = own_defaults if config.generation_config == "auto" else SamplingParams()
+    _log_weights(decoder, config, folder, seconds["weights"], own_defaults)
 
     kv_dtype = E4M3 if config.kv_dtype == "fp8" else decoder.placement.dtype
     if kv_dtype == E4M3 and model_config.head_dim % 2:
@@ -143,16 +151,38 @@ def assemble(config: RuntimeConfig) -> Parts:
     with room_for_passes():
         runner.capture_graphs()
     ended = time.perf_counter()
+    pool_bytes, captured_graphs = slots * bytes_per_slot, len(runner.executor.graphs)
+    _log.info("KV pool: %s tokens, %.2f GiB in %s", f"{slots - 1:,}", pool_bytes / 2**30, kv_dtype)
+    if captured_graphs:
+        _log.info("graphs: %d captured in %.1f s", captured_graphs, ended - graphs_began)
+    _log.info("ready after %.1f s", ended - began)
     return Parts(
         config=config,
         limits=RunLimits(slots, running, chunk),
         engine=Engine(scheduler, runner, max_in_flight=int(config.overlap)),
-        builder=RequestBuilder(model_config, tokenizer, context_length, config.run_seed, scheduler.refusal),
+        builder=RequestBuilder(
+            model_config, tokenizer, context_length, config.run_seed, scheduler.refusal, defaults=defaults
+        ),
         model=LoadedModel(decoder, CacheStorage(cache, kv_pool, host_pool, impl=impl)),
         output_of=partial(request_output, tokenizer=tokenizer),
         start_up=seconds | {"graphs": ended - graphs_began, "total": ended - began},
         free_device=_free_gpu if on_gpu else lambda: None,
     )
+
+
+def _log_weights(
+    decoder: Decoder, config: RuntimeConfig, folder: Path, seconds: float, own_defaults: SamplingParams
+) -> None:
+    """Log what was loaded, and what generation_config.json says of parameters, used or not."""
+    size = sum(weight.numel() * weight.itemsize for weight in decoder.parameters())
+    kind = "random weights" if config.load_format == "dummy" else "weights"
+    where = f"{decoder.placement.dtype} on {decoder.placement.device}"
+    _log.info("%s of %s: %s bytes, %s, in %.1f s", kind, folder, f"{size:,}", where, seconds)
+    named = {name: getattr(own_defaults, name) for name in GENERATION_DEFAULTS}
+    if own := {name: value for name, value in named.items() if value != getattr(SamplingParams(), name)}:
+        used = "used where none are given" if config.generation_config == "auto" else "not used"
+        how = "" if config.generation_config == "auto" else '; generation_config="auto" uses them'
+        _log.info("parameters of its generation_config.json are %s: %s%s", used, own, how)
 
 
 def _free_gpu() -> None:

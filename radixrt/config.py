@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
@@ -52,10 +54,17 @@ class RuntimeConfig:
         attention: how kernels read KV that requests of a pass share: "tree", once for all of them, where that is
             cheaper; or "flat", once for each, for comparison.
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
+        revision: branch, tag or commit of a hub id; None is its main branch.
+        chat_template_kwargs: variables of the chat template, such as {"enable_thinking": False}, for chats that do
+            not give them.
+        generation_config: "auto": where a call gives no parameters, or a dict without some, the model's own
+            generation_config.json has the defaults of temperature, top_k, top_p, min_p, repetition_penalty and
+            max_new_tokens. "none": SamplingParams has all. End tokens are read from that file in any case.
         threads: processors that operations on a CPU use, in the whole process; None: as many as torch would, but
             not more than the process may use by its affinity and its control group's quota.
         seed: of dummy weights, and of requests without a seed of their own, together with their index and the
-            number of their call: the same calls of two Runtimes draw the same. None: drawn anew; `seed` has it.
+            number of their call: the same calls of two Runtimes draw the same. None: one of the system's, which
+            `Runtime.seed` has; dummy weights are those of 0 then.
         impl: of the model's operations: "triton", kernels; "torch", the references; "auto", kernels on a GPU
             where Triton is installed, else references.
     """
@@ -78,12 +87,20 @@ class RuntimeConfig:
     cuda_graphs: bool | None = None
     attention: Attention = "tree"
     load_format: LoadFormat = "auto"
+    revision: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    generation_config: Literal["auto", "none"] = "none"
     threads: int | None = None
     seed: int | None = 0
     impl: Impl = "auto"
 
     def __post_init__(self) -> None:
-        known = {"attention": ("tree", "flat"), "kv_dtype": ("auto", "fp8"), "schedule_policy": [*SchedulePolicy]}
+        known = {
+            "attention": ("tree", "flat"),
+            "generation_config": ("auto", "none"),
+            "kv_dtype": ("auto", "fp8"),
+            "schedule_policy": [*SchedulePolicy],
+        }
         for name, choices in known.items():
             if (chosen := getattr(self, name)) not in choices:
                 raise ParameterError(f"{name} is {chosen!r}; it must be one of: {', '.join(choices)}")
@@ -104,17 +121,16 @@ class RuntimeConfig:
             check_int("chunked_prefill_size", self.chunked_prefill_size, 1, 2**20)
         if self.threads is not None:
             check_int("threads", self.threads, 1, 2**16)
-        seed = secrets.randbits(63) if self.seed is None else check_int("seed", self.seed, 0, 2**63 - 1)
-        object.__setattr__(self, "seed", seed)
+        if self.seed is not None:
+            object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
         if self.host_memory_gb and not self.enable_prefix_cache:
             given = f"host_memory_gb is {self.host_memory_gb!r} and enable_prefix_cache is False"
             raise ParameterError(f"{given}: nothing is kept that could go to the host")
 
-    @property
+    @cached_property
     def run_seed(self) -> int:
-        """seed, given or drawn."""
-        assert self.seed is not None  # it has been drawn
-        return self.seed
+        """seed, or one of the system's."""
+        return secrets.randbits(63) if self.seed is None else self.seed
 
     def share_of_memory(self, *, on_gpu: bool) -> float:
         """memory_fraction, or its default."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from radixrt.checks import check_int
 from radixrt.errors import ParameterError, TokenizerError
@@ -64,27 +64,36 @@ class Conversation:
     Args:
         messages: the conversation so far, dicts of "role" and "content".
         sampling_params: of all answers; None is SamplingParams().
+        chat_template_kwargs: variables of the chat template, such as {"enable_thinking": False}; None: those of
+            the runtime.
 
     Raises:
-        TokenizerError: the runtime has no tokenizer, or a message is bad.
+        TokenizerError: the runtime has no tokenizer, a message is bad, or the template does not use a variable.
     """
 
     def __init__(
-        self, runtime: ChatRuntime, messages: Sequence[Message] | None = None, sampling_params: Params = None
+        self,
+        runtime: ChatRuntime,
+        messages: Sequence[Message] | None = None,
+        sampling_params: Params = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if runtime.tokenizer is None:
             raise TokenizerError("a conversation needs a tokenizer, and the model's folder has none")
         self._runtime = runtime
-        self._tokenizer = runtime.tokenizer
+        self._tokenizer = runtime.tokenizer.with_template_kwargs(chat_template_kwargs)
         self._params = read_params(sampling_params)
         self._messages = checked_messages(messages) if messages else []
         self._ids: list[int] = []  # of the last prompt and its answer; never changed in place
         # plain turns: text after them that no prompt has held yet
-        self._unsaid = "" if self._tokenizer.has_chat_template else "".join(m["content"] for m in self._messages)
+        self._unsaid = (
+            "" if self._tokenizer.has_chat_template else "".join(m.get("content") or "" for m in self._messages)
+        )
         self._forks = 0
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """All messages so far; a copy."""
         return [dict(message) for message in self._messages]
 
@@ -141,6 +150,7 @@ class Conversation:
                 params = replace(params, seed=_branch_seed(params.seed, self._forks))
                 self._forks += 1
             branch = Conversation(self._runtime, self._messages, params)
+            branch._tokenizer = self._tokenizer
             branch._ids = self._ids
             branch._unsaid = self._unsaid
             branches.append(branch)

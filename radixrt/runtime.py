@@ -35,6 +35,7 @@ from radixrt.frontend.request_builder import (
     listed_prompts,
 )
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
+from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
 
@@ -116,6 +117,11 @@ class Runtime:
         self.reuses_prefixes = parts.config.enable_prefix_cache and not parts.config.force_miss
 
     @property
+    def default_params(self) -> SamplingParams:
+        """The parameters of calls that give none: SamplingParams(), or the model's own (`generation_config`)."""
+        return self._builder.defaults
+
+    @property
     def parts(self) -> Parts:
         """Its parts, for measurements and tests. Raises RadixrtError if it is closed."""
         if self._parts is None:
@@ -164,9 +170,11 @@ class Runtime:
         KeyboardInterrupt. finish_reason is "error" where the model computed values that are not finite.
 
         Args:
-            prompts: each a string, a list of token ids, a list of chat messages ({"role", "content"}), or a dict
-                as vLLM takes, {"prompt": ...} or {"prompt_token_ids": ...}. Many come as a list, or from anything
-                else that yields them: a generator, an array, a column of a table.
+            prompts: each a string, a list of token ids, a chat, or a dict as vLLM takes, {"prompt": ...} or
+                {"prompt_token_ids": ...}. A chat is a list of messages ({"role", "content"}), or a dict of
+                "messages" and, as the model's template takes them, "tools", "chat_template_kwargs" and
+                "continue_final_message". Many prompts come as a list, or from anything else that yields them: a
+                generator, an array, a column of a table.
             sampling_params: one for all prompts, or one each: a SamplingParams or a dict in the spelling of SGLang
                 or vLLM; None is SamplingParams().
             tenant: prefixes are shared only between calls of one tenant.
@@ -183,7 +191,9 @@ class Runtime:
             DeviceLostError: a pass failed, and the device works no more: go on in a new process.
         """
         listed, many = listed_prompts(prompts)
-        built = self._built(listed, sampling_params, many, tenant, request_ids, on_error)
+        built = self._numbered(
+            self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error
+        )
         outputs = sorted(self._iterate(built, on_error, progress), key=attrgetter("index"))
         return outputs if many else outputs[0]
 
@@ -199,7 +209,9 @@ class Runtime:
     ) -> Iterator[RequestOutput]:
         """`generate` for a list: yields each output once it is complete. Leaving the loop early ends the rest."""
         listed, _ = listed_prompts(prompts)
-        built = self._built(listed, sampling_params, True, tenant, request_ids, on_error)
+        built = self._numbered(
+            self._builder.build_all, listed, sampling_params, True, tenant, request_ids, on_error
+        )
         yield from self._iterate(built, on_error, progress)
 
     def stream(
@@ -217,8 +229,9 @@ class Runtime:
         or the beginning of a stop string. The first chunk comes with the first token, each other one after
         `stream_interval` more. Leaving the loop early ends the request.
         """
+        built = self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id)
         with self._driver.opened(StreamCall(stream_interval)) as call:
-            self._driver.submit([self._streamed(prompt, sampling_params, tenant, request_id)()], call)
+            self._driver.submit([built()], call)
             while not call.is_over:
                 yield from self._driver.news(call)
 
@@ -233,7 +246,9 @@ class Runtime:
     ) -> RequestOutput | list[RequestOutput]:
         """`generate` for asyncio: the work is done in other threads. Calls run together; a cancelled one ends."""
         listed, many = listed_prompts(prompts)
-        built = self._built(listed, sampling_params, many, tenant, request_ids, on_error)
+        built = self._numbered(
+            self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error
+        )
         with self._driver.opened(OutputCall(on_error), by_task=True) as call:
             outputs, requests = await self._in_thread(built)
             self._driver.submit(requests, call)
@@ -252,7 +267,7 @@ class Runtime:
         stream_interval: int = 1,
     ) -> AsyncIterator[StreamChunk]:
         """`stream` for asyncio, as `async_generate`."""
-        built = self._streamed(prompt, sampling_params, tenant, request_id)
+        built = self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id)
         with self._driver.opened(StreamCall(stream_interval), by_task=True) as call:
             self._driver.submit([await self._in_thread(built)], call)
             while not call.is_over:
@@ -273,9 +288,9 @@ class Runtime:
         of them (multiple choice) a list. Other arguments and errors are those of `generate`; PassError is raised
         also where the model computed values that are not finite, or a request was aborted.
         """
-        prompts, continuations = as_list(prompts), as_list(continuations)
-        requests, owners = self._builder.build_scored(prompts, continuations, tenant)
-        scores: list[list[ScoreOutput]] = [[] for _ in prompts]
+        listed, choices = as_list(prompts), as_list(continuations)
+        requests, owners = self._builder.build_scored(listed, choices, tenant)
+        scores: list[list[ScoreOutput]] = [[] for _ in listed]
         outputs = sorted(self._iterate(lambda: ([], requests), "return", progress), key=attrgetter("index"))
         for owner, output in zip(owners, outputs, strict=True):
             if (failure := output.failure) is not None:
@@ -283,7 +298,7 @@ class Runtime:
             scores[owner].append(ScoreOutput.of(output))
         return [
             own[0] if isinstance(given, str) or is_token_ids(given) else own
-            for own, given in zip(scores, continuations, strict=True)
+            for own, given in zip(scores, choices, strict=True)
         ]
 
     def run_batch(
@@ -297,6 +312,8 @@ class Runtime:
         """
         from radixrt.batch.job import run_batch  # rich, for its report, takes a tenth of a second to import
 
+        if options.get("default_params") is None:
+            options["default_params"] = self.default_params
         return run_batch(self, input_path, output_path, **options)
 
     # -- pass by pass --------------------------------------------------------------------------------------
@@ -372,6 +389,10 @@ class Runtime:
     def cache_stats(self) -> CacheStats:
         """Token counts since the Runtime was made, and the state of the pool."""
         return self.parts.cache.stats()
+
+    def cached_len(self, prompt_ids: NDArray[np.int32]) -> int:
+        """Leading tokens of a prompt `[n]` that are cached now, in either tier, for requests without a tenant."""
+        return self.parts.cache.match(self._builder.namespace(None), prompt_ids, len(prompt_ids)).length
 
     def print_tree(self, *, max_nodes: int = 200, console: Console | None = None) -> None:
         """Print the cached prefixes as a tree, the latest used first."""
@@ -466,12 +487,9 @@ class Runtime:
         if not self.parts.cache.enabled:
             raise ParameterError(f"{name} needs a prefix cache, but enable_prefix_cache is False")
 
-    def _built(self, *arguments: Any) -> Callable[[], _Built]:
-        """What builds the requests of a call that begins now, for its draws have its number."""
-        return partial(self._builder.build_all, *arguments, call=next(self._calls))
-
-    def _streamed(self, *arguments: Any) -> Callable[[], Request]:
-        return partial(self._builder.build_streamed, *arguments, call=next(self._calls))
+    def _numbered(self, build: Callable[..., T], *arguments: Any) -> Callable[[], T]:
+        """`build` for a call that begins now: its requests draw by its number."""
+        return partial(build, *arguments, call=next(self._calls))
 
     async def _in_thread(self, build: Callable[[], T]) -> T:
         """Run two of a loop's tasks beside it, a long one and short ones; the next waits until the loop looks."""

@@ -66,9 +66,9 @@ class SamplingParams:
     this order, each of what the one before has left, and one token is drawn. A value out of bounds raises
     `ParameterError`.
 
-    The order of filters is that of transformers. vLLM applies `min_p` before the others, and SGLang takes `top_k`
-    and `top_p` together, of the same probabilities: with several of them set, draws are distributed a little
-    differently there. A bias comes after the repetition penalty here, and before it in transformers and vLLM.
+    The order of filters is that of transformers. vLLM applies `min_p` before the others; SGLang without `min_p`
+    takes `top_k` and `top_p` together, of the same probabilities. With several of them set, draws are distributed
+    a little differently there. A bias comes after the repetition penalty here, before it in transformers and vLLM.
 
     Attributes:
         max_new_tokens: limit of generated tokens, 0 to 2**31 - 1. The context may end a request earlier; with None
@@ -103,6 +103,8 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt.
         prompt_logprobs_start: the first prompt token that gets one. Scored tokens are computed: only the tokens
             before them can come from the cache.
+        truncate_prompt_tokens: a longer prompt keeps its last so many tokens, and loses what it begins with, a BOS
+            or a system message as well. None: it is as long as it is.
     """
 
     max_new_tokens: int = 128
@@ -127,6 +129,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    truncate_prompt_tokens: int | None = None
     detokenize: bool = True
 
     def __post_init__(self) -> None:
@@ -140,6 +143,11 @@ class SamplingParams:
             raise ParameterError(f"n is {self.n}, but max_new_tokens is 0: there is nothing to draw")
         if self.stop and not self.detokenize:
             raise ParameterError("stop needs a text to look in, but detokenize is False")
+
+    def first_scored(self, prompt_len: int) -> int | None:
+        """The first of `prompt_len` tokens whose log-probability is wanted; None if none is."""
+        first = max(1, self.prompt_logprobs_start)
+        return first if self.prompt_logprobs is not None and first < prompt_len else None
 
     @property
     def has_penalties(self) -> bool:
@@ -258,6 +266,7 @@ _CHECKS: Mapping[str, _Check] = MappingProxyType(
         "logprobs": _or_none(_int(0, MAX_LOGPROBS)),
         "prompt_logprobs": _or_none(_int(0, MAX_LOGPROBS)),
         "prompt_logprobs_start": _int(0, 2**31 - 1),
+        "truncate_prompt_tokens": _or_none(_int(1, 2**31 - 1)),
         "ignore_eos": _flag,
         "include_stop_str": _flag,
         "skip_special_tokens": _flag,

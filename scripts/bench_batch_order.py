@@ -21,6 +21,7 @@ from tqdm import tqdm
 import radixrt
 from radixrt.bench.catalogue import SHAPES, write_shape
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
+from radixrt.planning.demands import Demands
 from radixrt.planning.token_store import TokenStore
 from radixrt.report.batch_report import BatchReport
 from radixrt.workloads.lists import WorkloadPrompt, fewshot
@@ -75,7 +76,8 @@ def measure(
 def planned(prompts: list[WorkloadPrompt]) -> BatchPlan:
     """The plan of the prompts."""
     new_tokens = np.array([prompt.max_new_tokens for prompt in prompts], dtype=np.int64)
-    return plan_batch(TokenStore.of([prompt.prompt_ids for prompt in prompts]), new_tokens)
+    store = TokenStore.of([prompt.prompt_ids for prompt in prompts])
+    return plan_batch(store, Demands.of(store.lengths, new_tokens))
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from radixrt.arrays import Int32Array
 from radixrt.limits import RunLimits
 from radixrt.planning.batch_plan import plan_batch
 from radixrt.planning.cache_model import model_run
+from radixrt.planning.demands import Demands
 from radixrt.planning.rehearsal import rehearse
 from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.workloads.lists import TokenSource, WorkloadPrompt, docqa, fewshot, samples, system_prompt, unshared
@@ -88,14 +89,14 @@ def _random(rng: np.random.Generator, count: int) -> Int32Array:
 
 def _measure(folder: Path, prompts: int, tokens: int) -> Speed:
     store = TokenStore.open(folder)
-    new_tokens = np.full(prompts, NEW_TOKENS, dtype=np.int64)
+    demands = Demands.of(store.lengths, NEW_TOKENS)
     began = time.process_time()
-    plan = plan_batch(store, new_tokens)
+    plan = plan_batch(store, demands)
     planned = time.process_time()
     _ = plan.hints
     hinted = time.process_time()
     limits = RunLimits(max(500_000, 2 * plan.longest_request))
-    model_run(plan.order, plan.tree, store.lengths, new_tokens, plan.run.order, limits, plan.keep)
+    model_run(plan.order, plan.tree, demands, plan.run.order, limits, plan.keep)
     modelled = time.process_time()
     return Speed(prompts, tokens, planned - began, hinted - planned, modelled - hinted, _max_memory())
 
@@ -157,16 +158,16 @@ def compare(name: str) -> Iterator[Comparison]:
     """A list in both orders, with a pool of twice the longest request at all budgets, and with larger pools."""
     prompts = LISTS[name]()
     store = TokenStore.of([prompt.prompt_ids for prompt in prompts])
-    new_tokens = np.array([prompt.max_new_tokens for prompt in prompts], dtype=np.int64)
-    plan = plan_batch(store, new_tokens)
+    demands = Demands.of(store.lengths, np.array([prompt.max_new_tokens for prompt in prompts]))
+    plan = plan_batch(store, demands)
     smallest, distinct = 2 * plan.longest_request, plan.statistics.distinct_tokens
     limits = [RunLimits(smallest, chunked_prefill_size=budget) for budget in BUDGETS]
     limits += [RunLimits(distinct // part) for part in (8, 4, 2) if distinct // part > smallest]
     for limit in limits:
         rates = []
         for order, keep in ((plan.run.order, plan.keep), (np.arange(len(prompts)), None)):
-            rates.append(rehearse(store, order, new_tokens, limit, keep).hit_rate)
-            rates.append(model_run(plan.order, plan.tree, store.lengths, new_tokens, order, limit, keep).hit_rate)
+            rates.append(rehearse(store, order, demands, limit, keep).hit_rate)
+            rates.append(model_run(plan.order, plan.tree, demands, order, limit, keep).hit_rate)
         yield Comparison(limit, plan.statistics.best_hit_rate, *rates)
 
 

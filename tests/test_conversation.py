@@ -121,6 +121,18 @@ def test_every_prompt_begins_with_the_history(chatml: Tokenizer) -> None:
         assert talk.token_ids == history
 
 
+def test_variables_of_the_template(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if brief %}!{% endif %}"
+    runtime = FakeRuntime(chat_tokenizer(tmp_path, template))
+    talk = Conversation(runtime, chat_template_kwargs={"brief": True})
+    for branch in (talk, *talk.fork(2)):
+        runtime.will_say(5)
+        branch.say("hello")
+        assert runtime.text() == "hello!"
+    with pytest.raises(TokenizerError, match="chat_template_kwargs have 'short', which the chat template"):
+        Conversation(runtime, chat_template_kwargs={"short": True})
+
+
 def test_an_answer_without_its_end_goes_on_too(chatml: Tokenizer) -> None:
     """Cut at max_new_tokens: the template writes the end token after it."""
     runtime = FakeRuntime(chatml)

@@ -12,7 +12,6 @@ PACKAGES = ("radixrt", "layers", "memory_pool", "triton_ops")
 TESTED_IN = re.compile(r"^# Tests: (.+)$", re.MULTILINE)
 
 EXCEPTIONS = {
-    "radixrt/assembly.py": "tests/test_runtime.py",  # it makes the parts of a Runtime, and nothing else calls it
     "radixrt/limits.py": "tests/execution/test_memory_budget.py",  # limits without code; the budget computes them
 }
 

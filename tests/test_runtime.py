@@ -225,7 +225,7 @@ def test_a_batch_from_file_to_file(folder: Path, tmp_path: Path) -> None:
         report = runtime.run_batch(source, out)
         assert (report.requests, report.written, report.errors) == (13, 13, 1)
         assert 0 < report.completion_tokens < 60
-        with pytest.raises(BatchFileError, match="1 of 13 lines are bad"):
+        with pytest.raises(BatchFileError, match="1 of 13 lines is bad"):
             runtime.run_batch(source, out, overwrite=True, strict=True)
     records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [tuple(record["token_ids"]) for record in records[:12]] == [output.token_ids for output in expected]
@@ -329,6 +329,11 @@ def test_a_seed_of_the_systems(folder: Path) -> None:
         assert other.generate([5, 6, 7], params).token_ids != drawn
         with small_runtime(folder, seed=runtime.seed) as again:
             assert again.generate([5, 6, 7], params).token_ids == drawn
+    identities = []
+    for seed in (None, 0):  # a kept cache of random weights can be loaded again
+        with small_runtime(folder, seed=seed, load_format="dummy") as dummy:
+            identities.append(dummy.identity())
+    assert identities[0] == identities[1]
 
 
 def passes_in_flight(runtime: Runtime) -> list[object]:

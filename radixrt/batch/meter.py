@@ -56,6 +56,7 @@ class Meter:
         self._activity = Activity()  # of this run, up to the last sample
         self._activity_before = Activity()
         self._prompt_tokens_before = self._cached_tokens_before = 0
+        self._recomputed_tokens_before = self._recomputed_tokens = 0
         self._max_running = 0
         self.tally = Tally()
         self._timeline = Timeline()
@@ -65,6 +66,7 @@ class Meter:
         stats = self._runtime.cache_stats()
         self._activity_before = self._runtime.activity()
         self._prompt_tokens_before, self._cached_tokens_before = stats.prompt_tokens, stats.cached_tokens
+        self._recomputed_tokens_before = stats.recomputed_tokens
         self._started, self._began = time.time(), self._clock()
         self._timeline.add(self._sample(finished))
 
@@ -103,6 +105,7 @@ class Meter:
             prompt_tokens=self.tally.prompt_tokens,
             cached_tokens=self.tally.cached_tokens,
             completion_tokens=self.tally.completion_tokens,
+            recomputed_tokens=self._recomputed_tokens,
             best_hit_rate=best_hit_rate,
             predicted_hit_rate=predicted_hit_rate,
             seconds=self._seconds,
@@ -116,6 +119,7 @@ class Meter:
     def _sample(self, finished: int) -> Sample:
         stats = self._runtime.cache_stats()
         self._activity = self._runtime.activity() - self._activity_before
+        self._recomputed_tokens = stats.recomputed_tokens - self._recomputed_tokens_before
         return Sample(
             seconds=self._seconds,
             finished=finished,

@@ -26,6 +26,7 @@ from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.report.batch_report import BatchReport, RunFigures
 from radixrt.report.timeline import Sample
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
 # Requests are made while the device computes: some at a time, whenever fewer wait than a scheduler ranks.
@@ -81,7 +82,7 @@ class BatchRuntime(MeteredRuntime, Protocol[R]):
 
     def prepare(
         self,
-        prompt: str | Sequence[int] | Int32Array | Sequence[Mapping[str, str]],
+        prompt: str | Sequence[int] | Int32Array | Sequence[Mapping[str, Any]] | Chat,
         sampling_params: SamplingParams | None = None,
         *,
         index: int = 0,
@@ -93,6 +94,9 @@ class BatchRuntime(MeteredRuntime, Protocol[R]):
     def step(self) -> list[RequestOutput]: ...
 
     def abort(self, request: R) -> object: ...
+
+    def cached_len(self, prompt_ids: Int32Array) -> int:
+        """Leading tokens of a prompt that are in the cache now."""
 
     def has_begun(self, request: R) -> bool:
         """Whether a pass has computed some of a submitted request."""
@@ -212,25 +216,34 @@ class BatchRun(Generic[R]):
         needed = scan.tokens.lengths[positions] + np.maximum(1, scan.new_tokens[positions]) - 1
         too_long = positions[needed > limits.pool_tokens]
         positions = positions[needed <= limits.pool_tokens]
-        fits = np.zeros(len(scan), np.bool_)
-        fits[positions] = True
-        self._plan = plan = plan_of(scan, fits)
+        self._plan = plan = self._plan_of(positions)
         if self._options.order == "file":
             return _without_keep(np.concatenate([too_long, positions]))
         all_fit = plan.pool_for_all <= limits.pool_tokens
         drops_prefixes = not (all_fit or self._options.keep_cache)
-        if (all_fit or drops_prefixes) and self._is_predictable(plan):
-            self._predicted_hit_rate = plan.predict(limits).hit_rate
+        if all_fit or drops_prefixes:
+            self._predicted_hit_rate = self._prediction(plan)
         if not drops_prefixes:
             return _without_keep(np.concatenate([too_long, plan.run.order]))
         planned = zip(plan.run.order.tolist(), plan.keep.tolist(), strict=True)
         return itertools.chain(_without_keep(too_long), planned)
 
-    def _is_predictable(self, plan: BatchPlan) -> bool:
-        """Whether the run begins with an empty cache of one tier, in which the longest request fits."""
+    def _prediction(self, plan: BatchPlan) -> float | None:
+        """The hit rate to expect; None if there is no cache, it has two tiers, or what it has may be evicted."""
         stats, limits = self._runtime.cache_stats(), self._runtime.limits
-        is_empty = stats.free == stats.capacity and not stats.host_capacity
-        return is_empty and self._runtime.reuses_prefixes and 0 < plan.longest_request <= limits.pool_tokens
+        if not self._runtime.reuses_prefixes or stats.host_capacity or not len(plan):
+            return None
+        held = stats.capacity - stats.free
+        if not held:
+            return plan.predict(limits).hit_rate
+        fits = held + plan.pool_beyond_held <= limits.pool_tokens
+        return plan.predict_without_eviction().hit_rate if fits else None
+
+    def _plan_of(self, positions: Int64Array) -> BatchPlan:
+        stats = self._runtime.cache_stats()
+        is_empty = stats.free == stats.capacity and not stats.host_tokens
+        held = None if is_empty or not self._runtime.reuses_prefixes else self._runtime.cached_len
+        return plan_batch(self._scan.tokens, self._scan.demands, positions, held)
 
     def _goes_on(self, waiting: Iterator[_PlannedLine]) -> bool:
         """Submit waiting lines, unless the batch is interrupted. Whether there is a pass to run."""
@@ -353,9 +366,8 @@ def batch_report(
 
 
 def plan_of(scan: Scan, lines: BoolArray) -> BatchPlan:
-    """A plan of some lines, `[N]`."""
-    positions = np.flatnonzero(lines)
-    return plan_batch(scan.tokens, scan.new_tokens.astype(np.int64) * scan.num_answers, positions)
+    """A plan of some lines, `[N]`, from an empty cache."""
+    return plan_batch(scan.tokens, scan.demands, np.flatnonzero(lines))
 
 
 def _without_keep(positions: Int64Array) -> Iterator[_PlannedLine]:

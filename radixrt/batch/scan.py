@@ -24,8 +24,10 @@ from radixrt.batch.formats.record import InputRecord, LineError, LineErrorType, 
 from radixrt.batch.formats.source import BadLine
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.files.disk import file_error, new_file
+from radixrt.planning.demands import Demands
 from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.chat import Chat
 from radixrt.text.excess import exceeds
 from radixrt.text.tokenizer import Tokenizer
 
@@ -46,7 +48,7 @@ class Checked(Protocol):
     def max_new_tokens(self) -> int: ...
 
 
-Check = Callable[[Int32Array | str | Sequence[Any], SamplingParams, int], Checked]
+Check = Callable[[Int32Array | str | Sequence[Any] | Chat, SamplingParams, int], Checked]
 """Checks whether a model can run a prompt with its parameters; the number is its line. For example
 `RequestBuilder.build`. Raises PromptError or ParameterError."""
 
@@ -81,6 +83,7 @@ class Scan:
         tokens: their prompts; bad lines have none.
         new_tokens: `[N]`, maximum length of each answer in tokens; 0 for bad lines.
         num_answers: `[N]`, answers to each prompt.
+        match_limits: `[N]`, leading tokens of each prompt that may come from the cache: see `Demands`.
         is_bad: `[N]`, whether a line cannot run.
         input_hash: hash of all these lines.
         tokens_hash: hash of all prompts' tokens, which depend on the tokenizer and its chat template.
@@ -92,6 +95,7 @@ class Scan:
     tokens: TokenStore
     new_tokens: Int32Array
     num_answers: Int32Array
+    match_limits: Int32Array
     is_bad: BoolArray
     input_hash: str
     tokens_hash: str
@@ -102,6 +106,11 @@ class Scan:
 
     def __len__(self) -> int:
         return len(self.lines)
+
+    @property
+    def demands(self) -> Demands:
+        """What each line asks for, if each answer has its maximum of tokens."""
+        return Demands.of(self.tokens.lengths, self.new_tokens, self.num_answers, self.match_limits)
 
     def summary(self) -> str:
         """How many lines are bad, and the first of them with their problems; "" if there are none."""
@@ -174,7 +183,7 @@ class _Writer:
         self._hash, self._tokens_hash = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
         self._block: list[tuple[int, InputRecord | LineError]] = []
         self._ids: set[bytes] = set()  # hashes of the sound lines' custom_ids
-        self._columns: list[tuple[int, int, int, bool]] = []  # of the block: line, new tokens, answers, bad
+        self._columns: list[tuple[int, int, int, int, bool]] = []  # line, new tokens, answers, match limit, bad
         self._blocks: list[Int64Array] = []
         self._ends: list[Int64Array] = [np.zeros(1, np.int64)]
         self._end = 0
@@ -218,19 +227,20 @@ class _Writer:
             self._file.write(b"".join(entries))
         self._ends.append(self._end + np.cumsum([len(entry) for entry in entries], dtype=np.int64))
         self._end = int(self._ends[-1][-1]) if entries else self._end
-        self._blocks.append(np.array(self._columns, dtype=np.int64).reshape(-1, 4))
+        self._blocks.append(np.array(self._columns, dtype=np.int64).reshape(-1, 5))
         self._columns = []
 
     def finish(self) -> Scan:
         with self._refusals():
             self._file.close()
-        columns = np.concatenate([np.zeros((0, 4), np.int64), *self._blocks])
+        columns = np.concatenate([np.zeros((0, 5), np.int64), *self._blocks])
         return Scan(
             lines=columns[:, 0].copy(),
             tokens=self._tokens.finish(),
             new_tokens=columns[:, 1].astype(np.int32),
             num_answers=columns[:, 2].astype(np.int32),
-            is_bad=columns[:, 3].astype(np.bool_),
+            match_limits=columns[:, 3].astype(np.int32),
+            is_bad=columns[:, 4].astype(np.bool_),
             input_hash=self._hash.hexdigest(),
             tokens_hash=self._tokens_hash.hexdigest(),
             problems=tuple(self._problems),
@@ -259,10 +269,13 @@ class _Writer:
             self._counts[error.type] += 1
             if len(self._problems) < MAX_NAMED:
                 self._problems.append(Problem(line + 1, error.type, error.message))
-            self._columns.append((line, 0, 1, True))
+            self._columns.append((line, 0, 1, 0, True))
             entry = {"error": error.type.value, "message": error.message, "reply": error.reply}
             return np.zeros(0, np.int32), entry
-        self._columns.append((line, checked.max_new_tokens, record.sampling_params.n, False))
+        prompt_len, params = len(checked.prompt_ids), record.sampling_params
+        scored = params.first_scored(prompt_len)
+        limit = (prompt_len if scored is None else scored) - 1
+        self._columns.append((line, checked.max_new_tokens, params.n, limit, False))
         return checked.prompt_ids, {"params": parameters_as_json(record.sampling_params), "reply": record.reply}
 
     def _take_custom_id(self, record: InputRecord) -> None:
@@ -303,16 +316,19 @@ def _encoded(
     if tokenizer is None:
         return out
     texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # with special tokens added, and without; by place
+    chats: dict[int, Chat] = {}
     for place, record in enumerate(records):
         if isinstance(record, LineError):
             continue
         if isinstance(record.prompt, str):
             texts[True][place] = record.prompt
-        elif isinstance(record.prompt[0], dict):
-            try:
-                texts[False][place] = tokenizer.chat_text(record.prompt)
-            except TokenizerError as error:
-                out[place] = PromptError(f"cannot be encoded: {error}")
+        elif isinstance(record.prompt, Chat):
+            chats[place] = record.prompt
+    for place, text in zip(chats, _rendered(tokenizer, list(chats.values())), strict=True):
+        if isinstance(text, TokenizerError):
+            out[place] = PromptError(f"cannot be encoded: {text}")
+        else:
+            texts[False][place] = text
     if context_length is not None:
         for by_place in texts.values():
             for place in [place for place, text in by_place.items() if exceeds(tokenizer, text, context_length)]:
@@ -324,6 +340,13 @@ def _encoded(
         for place, ids in zip(by_place, _each(tokenizer, list(by_place.values()), special), strict=True):
             out[place] = ids
     return out
+
+
+def _rendered(tokenizer: Tokenizer, chats: list[Chat]) -> Sequence[str | TokenizerError]:
+    try:
+        return tokenizer.chat_texts(chats)
+    except TokenizerError as error:  # there is no template
+        return [error] * len(chats)
 
 
 def _each(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[Int32Array | PromptError]:

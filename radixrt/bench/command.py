@@ -52,6 +52,7 @@ def _add_benchmark(benchmarks: Any, name: str, **texts: Any) -> argparse.Argumen
         argument_default=argparse.SUPPRESS,
         **texts,
     )
+    parser.add_argument("--verbose", action="store_true", help="tell on stderr what starting up takes")
     return parser
 
 
@@ -63,7 +64,9 @@ def _add_bound(parser: argparse.ArgumentParser) -> None:
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options given for `Options`, without repeated names."""
-    given = {name: value for name, value in vars(arguments).items() if name not in ("run", "json", "plot")}
+    given = {
+        name: value for name, value in vars(arguments).items() if name not in ("run", "json", "plot", "verbose")
+    }
     for name in ("configs", "workloads"):
         if name in given:
             given[name] = tuple(dict.fromkeys(given[name]))

@@ -17,6 +17,7 @@ from radixrt.cli.options import (
     add_line_option,
     add_options,
     add_runtime_options,
+    runtime_options,
     sampling_params,
 )
 from radixrt.engine.signals import DRAIN_SECONDS
@@ -24,6 +25,7 @@ from radixrt.errors import BatchFileError
 
 if TYPE_CHECKING:
     from radixrt.report.batch_report import BatchReport
+    from radixrt.sampling_params import SamplingParams
 
 _EXAMPLE = """\
 example:
@@ -121,9 +123,9 @@ def _batch(arguments: argparse.Namespace) -> int:
     from radixrt.frontend.request_builder import builder_without_weights
     from radixrt.report.files import ReportError
 
-    config = checked_config(arguments)
+    options, config = runtime_options(arguments), checked_config(arguments)
     batch_options = BatchConfig(
-        default_params=sampling_params(arguments),
+        default_params=sampling_params(arguments, _own_defaults(options)),
         overwrite=arguments.overwrite,
         restart=arguments.restart,
         strict=arguments.strict,
@@ -138,9 +140,8 @@ def _batch(arguments: argparse.Namespace) -> int:
     )
     with Batch(arguments.input, arguments.output, batch_options, runtime_places(arguments)) as batch:
         # Before the weights are loaded: mistakes show within seconds.
-        builder = builder_without_weights(
-            MODEL_PATH if config.model is None else config.model, config.context_length
-        )
+        told = {name: options[name] for name in ("revision", "chat_template_kwargs") if name in options}
+        builder = builder_without_weights(options.get("model", MODEL_PATH), options.get("context_length"), **told)
         scanned = batch.scan(
             builder.tokenizer,
             lambda prompt, params, line: builder.build(prompt, params, index=line),
@@ -159,6 +160,18 @@ def _batch(arguments: argparse.Namespace) -> int:
             raise
     _tell(report, arguments, arguments.report)
     return ALL_FAILED if 0 < report.requests == report.errors else DONE
+
+
+def _own_defaults(options: dict[str, Any]) -> SamplingParams | None:
+    """The parameters that the model itself gives, if they are wanted."""
+    if options.get("generation_config") != "auto":
+        return None
+    from radixrt.builtin import MODEL_PATH
+    from radixrt.models.config import generation_defaults
+    from radixrt.models.loader import model_folder
+
+    source = options.get("model", MODEL_PATH)
+    return generation_defaults(model_folder(source, weights=False, revision=options.get("revision")))
 
 
 def _tell(report: BatchReport, arguments: argparse.Namespace, reports: Sequence[str]) -> None:

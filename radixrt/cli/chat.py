@@ -84,12 +84,13 @@ def add_chat_command(commands: Any) -> None:
 
 def _chat(arguments: argparse.Namespace) -> int:
     # before the model is loaded, so that a mistake shows at once
-    params = sampling_params(arguments)
+    sampling_params(arguments)
     turn: str | None = arguments.turn
     if turn is not None and turn.count("{}") != 1:
         raise ParameterError(f"--turn is {turn!r}; it must contain {{}} once, in the place of the line typed")
     options = runtime_options(arguments)
     with runtime_with_cache(arguments) as runtime:
+        params = sampling_params(arguments, runtime.default_params)
         plain = runtime.tokenizer is None or not runtime.tokenizer.has_chat_template
         if turn is not None and not plain:
             raise ParameterError("--turn is for models without a chat template; this model has one")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ def run_command(argv: Sequence[str] | None) -> int:
         if sys.stdout is None and arguments.prints:
             print("radixrt: error: standard output is closed: the answer would be lost", file=sys.stderr)
             return UNUSABLE
+        if getattr(arguments, "verbose", False):
+            _log_to_stderr()
         status = int(arguments.run(arguments))
         if sys.stdout is not None:
             sys.stdout.flush()  # here a closed pipe is caught below
@@ -56,6 +59,15 @@ def run_command(argv: Sequence[str] | None) -> int:
         _drop_output()  # all other files have errors of their own
         print(f"radixrt: error: cannot write standard output: {error.strerror}", file=sys.stderr)
         return RESUMABLE
+
+
+def _log_to_stderr() -> None:
+    """Show what the package logs: what starting up takes, for instance."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("radixrt: %(message)s"))
+    log = logging.getLogger("radixrt")
+    log.handlers = [handler]
+    log.setLevel(logging.INFO)
 
 
 def _drop_output() -> None:

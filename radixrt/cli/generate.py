@@ -77,6 +77,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise ParameterError("--stream takes one prompt and prints one answer")
     prompts = _prompts(arguments.prompts)
     with runtime_with_cache(arguments) as runtime:
+        params = sampling_params(arguments, runtime.default_params)
         if arguments.stream or (one and not arguments.json and sys.stdout.isatty()):
             return _status([_stream(runtime, prompts[0], params)])
         outputs = runtime.generate(prompts, params)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,16 @@ def _biases(text: str) -> dict[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of biases, such as 2=-100,13=1.5") from None
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
 _DEFAULT = SamplingParams()
 
 SAMPLING = (
@@ -121,15 +132,28 @@ SAMPLING = (
     Option("logprobs", "log-probabilities of the answer, with the N likeliest tokens", "N", int),
     Option("prompt_logprobs", "the same for the prompt", "N", int),
     Option("prompt_logprobs_start", "first prompt token with one; earlier ones may come from the cache", "N", int),
+    Option("truncate_prompt_tokens", "keep the last N tokens of a longer prompt", "N", int),
 )
 
 MODEL = (
     Option("model", "Hugging Face folder or hub id (the small built-in model)", "FOLDER_OR_ID"),
+    Option("revision", "branch, tag or commit of a hub id (its main branch)", "NAME"),
     Option("dtype", "of weights and KV, such as bfloat16", "DTYPE"),
     Option("kv_dtype", "of KV; fp8: 8 bits a number (that of the weights)", choices=("auto", "fp8")),
     Option("device", "such as cpu, cuda or cuda:1", "DEVICE"),
     Option("impl", "kernels or references (kernels on a GPU)", choices=("auto", "torch", "triton")),
     Option("load_format", "dummy: random weights from config.json alone", choices=("auto", "dummy")),
+    Option(
+        "generation_config",
+        "auto: begin with the parameters that the model's own generation_config.json gives (none)",
+        choices=("auto", "none"),
+    ),
+    Option(
+        "chat_template_kwargs",
+        "variables of the chat template, such as '{\"enable_thinking\": false}'",
+        "JSON",
+        _json_object,
+    ),
     Option("threads", "processors used on a CPU (all that the process may use)", "N", int),
     Option("context_length", "maximum tokens of a prompt with its answer", "N", int),
     Option("seed", "of the run, for prompts without a seed (drawn anew; in a batch, 0)", "N", int),
@@ -210,6 +234,7 @@ def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "model", MODEL)
     add_options(parser, "memory and schedule", SCHEDULE)
     add_options(parser, "cache kept across runs", KEPT_CACHE)
+    parser.add_argument("--verbose", action="store_true", help="tell on stderr what starting up takes")
 
 
 def add_line_option(option: Callable[..., object]) -> None:
@@ -223,9 +248,9 @@ def add_line_option(option: Callable[..., object]) -> None:
     )
 
 
-def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """The given parameters, and defaults for the others. Raises ParameterError."""
-    return sampling_params_from_dict(_given(arguments, SAMPLING))
+def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
+    """The given parameters, and `defaults`, or SamplingParams(), for the others. Raises ParameterError."""
+    return sampling_params_from_dict(_given(arguments, SAMPLING), defaults)
 
 
 def runtime_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixrt.checks import check_int
 from radixrt.cli.exit_status import DONE
 from radixrt.cli.kept_cache import model_place
-from radixrt.cli.options import SAMPLING, Option, add_command, add_line_option, add_options, sampling_params
+from radixrt.cli.options import MODEL, SAMPLING, Option, add_command, add_line_option, add_options, sampling_params
 from radixrt.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -27,13 +28,18 @@ example:
   radixrt plan questions.jsonl --html plan.html
 
 Nothing is run, and no weights are read: the model's tokenizer and config.json are enough. Hits and time are those
-of a run in the planned order with the options given here. The time is for --card, by the engine's measured
-multiples of the physical bound (docs/lab-notebook/2026-11-22-five-lists.md). Answers are expected to have
-max_new_tokens; --mean-new-tokens sets a lower expectation.
+of a run in the planned order with the options given here. The time is for --card: that at its peak speed by the
+engine's measured multiples of it (docs/lab-notebook/2026-11-22-five-lists.md), and 1 to 3 ms a pass. Answers are
+expected to have max_new_tokens; --mean-new-tokens sets a lower expectation.
 """
 
+_CARDS = (
+    "h200 (the default, measured); by their data sheets: b200, h100, h100-pcie, h100-nvl, a100, a100-pcie, "
+    "a100-40gb, l40s, rtx-4090"
+)
+_OF_THE_MODEL = ("model", "revision", "chat_template_kwargs", "generation_config")
 _OPTIONS = (
-    Option("model", "Hugging Face folder or hub id (the small built-in model)", "FOLDER_OR_ID"),
+    *(option for option in MODEL if option.name in _OF_THE_MODEL),
     Option("max_total_tokens", "slots of the KV pool (as many as fit on the card)", "N", int),
     Option("max_running_requests", "maximum requests in a pass (512)", "N", int),
     Option("chunked_prefill_size", "maximum prompt tokens in a pass (16384)", "N", int),
@@ -56,10 +62,11 @@ def add_plan_command(commands: Any) -> None:
     option("input", metavar="FILE", help="JSON lines or parquet, one prompt each; - is standard input")
     option("--html", type=Path, metavar="FILE", help="write the plan as a page that folds and unfolds")
     add_line_option(option)
+    option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     option("--prefixes", type=int, default=20, metavar="N", help="number of shared prefixes to show (20)")
     add_options(parser, "the run", _OPTIONS)
     card = parser.add_argument_group("the card").add_argument
-    card("--card", default="h200", metavar="NAME", help="a measured card: h200 (h200)")
+    card("--card", default="h200", metavar="NAME", help=_CARDS)
     card("--bandwidth", type=float, metavar="BYTES/S", help="of another card's memory, such as 2.0e12")
     card("--flops", type=float, metavar="OPS/S", help="its dense products of the dtype, such as 250e12")
     card("--memory-gb", type=float, metavar="GB", help="its memory, in gigabytes (10^9 bytes)")
@@ -67,8 +74,6 @@ def add_plan_command(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    import numpy as np
-
     from radixrt.batch.formats.line_format import LineParser
     from radixrt.batch.formats.source import read_lines
     from radixrt.batch.meter import reading_bar
@@ -94,12 +99,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         page = TextFile(arguments.html, "page")
         check_apart([*read_place("the input", arguments.input), *model_place(arguments), *page.places])
     card = find_card(arguments.card, arguments.bandwidth, arguments.flops, arguments.memory_gb)
-    defaults = sampling_params(arguments)
-    source = getattr(arguments, "model", MODEL_PATH)
-    builder = builder_without_weights(source)
+    given = {name: getattr(arguments, name) for name in _OF_THE_MODEL if hasattr(arguments, name)}
+    sampling_params(arguments)  # before the model is read, so that a mistake shows at once
+    builder = builder_without_weights(given.pop("model", MODEL_PATH), **given)
+    defaults = sampling_params(arguments, builder.defaults)
     shape = _shape(builder.config)
     with temporary_folder() as folder:
-        with reading_bar(arguments.input, shown=True) as bar:
+        with reading_bar(arguments.input, arguments.progress) as bar:
             scan = scan_lines(
                 read_lines(arguments.input, max_line=arguments.max_line_bytes, seen=bar.update),
                 folder,
@@ -115,10 +121,10 @@ def _plan(arguments: argparse.Namespace) -> int:
             nothing = "no prompts" if not len(scan) else "no prompt that can run"
             console.print(f"{place_name(arguments.input, 'input')} holds {nothing}", markup=False, soft_wrap=True)
             return DONE
-        new_tokens = scan.new_tokens.astype(np.int64) * scan.num_answers
-        if hasattr(arguments, "mean_new_tokens"):
-            new_tokens = new_tokens.clip(max=max(1, arguments.mean_new_tokens))
-        plan = plan_batch(scan.tokens, new_tokens)
+        demands, mean_is_given = scan.demands, hasattr(arguments, "mean_new_tokens")
+        if mean_is_given:
+            demands = replace(demands, new_tokens=demands.new_tokens.clip(max=max(1, arguments.mean_new_tokens)))
+        plan = plan_batch(scan.tokens, demands)
         limits = _limits(arguments, card, shape)
         if plan.longest_request > limits.pool_tokens:
             raise ParameterError(
@@ -129,6 +135,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         told: dict[str, Any] = {
             "expectation": expectation,
             "kv_bytes": shape.kv_bytes,
+            "card": card.title,
+            "mean_is_given": mean_is_given,
             "show": decoded_by(builder.tokenizer),
         }
         print_plan(plan, console, max_prefixes=arguments.prefixes, **told)

@@ -18,7 +18,7 @@ from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 from radixrt.sampling_params import MAX_LOGPROBS
-from radixrt.text.chat import checked_messages
+from radixrt.text.chat import MORE_OF_ROLE, Chat
 from radixrt.text.token_spelling import TokenSpelling
 
 CHAT = "/v1/chat/completions"
@@ -49,10 +49,28 @@ _ONLY: dict[str, tuple[object, ...]] = dict.fromkeys(_UNSUPPORTED, ()) | {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
+_MESSAGE = ("role", "content")
+_OF_CHATS = (
+    "tools",
+    "chat_template_kwargs",
+    "continue_final_message",
+)  # for the template; the last two are vLLM's
+_PROMPTS = "add_generation_prompt"  # vLLM's, too
 _LENGTHS = ("max_tokens", "max_completion_tokens")
 _SAMPLING = known_parameters().keys() - _ONLY.keys() - {*_LENGTHS, "logprobs"}  # taken as they are
 _KNOWN = {
-    CHAT: {*_SAMPLING, *_ONLY, *_LABELS, *_LENGTHS, "model", "messages", "logprobs", "top_logprobs"},
+    CHAT: {
+        *_SAMPLING,
+        *_ONLY,
+        *_LABELS,
+        *_LENGTHS,
+        "model",
+        "messages",
+        "logprobs",
+        "top_logprobs",
+        *_OF_CHATS,
+        _PROMPTS,
+    },
     COMPLETIONS: {*_SAMPLING, *_ONLY, *_LABELS, "max_tokens", "model", "prompt", "logprobs", "best_of"},
 }
 
@@ -68,7 +86,7 @@ def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
         unknown = [with_nearest(short(name), _KNOWN[url]) for name in given if name not in _KNOWN[url]]
         raise ParameterError(f"unknown parameter {', '.join(unknown[:5])} for {url}")
     for name, value in given.items():
-        harmless = _ONLY.get(name)
+        harmless = None if url == CHAT and name in _OF_CHATS else _ONLY.get(name)
         if harmless is None or any(value == one and kind(value) == kind(one) for one in harmless):
             continue
         instead = f"give {' or '.join(map(json.dumps, harmless))}, or leave it out" if harmless else "leave it out"
@@ -95,11 +113,17 @@ def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def asked_prompt(url: str, given: dict[str, Any]) -> str | list[int] | list[dict[str, str]]:
+def asked_prompt(url: str, given: dict[str, Any]) -> str | list[int] | Chat:
     """The prompt of a body without what is null. Raises PromptError, or TokenizerError of a chat."""
     if url == CHAT:
         messages = check_kind("messages", given.get("messages"), list, "a list of messages")
-        return checked_messages([_message(f"messages[{place}]", one) for place, one in enumerate(messages)])
+        is_continued = given.get("continue_final_message", False)
+        if (prompts := given.get(_PROMPTS, not is_continued)) is not (not is_continued):
+            raise PromptError(
+                f"{_PROMPTS} is {as_json(prompts)}; it must be {as_json(not is_continued)} here, or left out"
+            )
+        checked = [_message(f"messages[{place}]", one) for place, one in enumerate(messages)]
+        return Chat.of({"messages": checked, **{name: given[name] for name in _OF_CHATS if name in given}})
     prompt = given.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         if len(prompt) > 1:
@@ -108,16 +132,20 @@ def asked_prompt(url: str, given: dict[str, Any]) -> str | list[int] | list[dict
     return check_prompt("prompt", prompt)
 
 
-def _message(which: str, given: Any) -> dict[str, str]:
+def _message(which: str, given: Any) -> dict[str, Any]:
     message = check_kind(which, given, dict, "an object")
-    # The message of an earlier answer may have its other fields, as long as they are empty.
-    if more := [name for name in message if name not in ("role", "content") and message[name] not in (None, [])]:
-        raise PromptError(f"{which} has {_listed(more)}, which a batch cannot honour; give a role and a content")
     role, content = check_kind(f"{which}.role", message.get("role"), str, "a string"), message.get("content")
+    # The message of an earlier answer may have fields that are not of its role, as long as they are empty.
+    more = {key: value for key, value in message.items() if key not in _MESSAGE and value not in (None, [])}
+    if unknown := [key for key in more if key not in MORE_OF_ROLE.get(role, ())]:
+        raise PromptError(
+            f"{which} has {_listed(unknown)}, which a batch cannot honour; give a role and a content"
+        )
     if isinstance(content, list):
         content = "".join(_part(f"{which}.content[{place}]", part) for place, part in enumerate(content))
-    content = check_kind(f"{which}.content", content, str, "a string or a list of text parts")
-    return {"role": role, "content": content}
+    if content is not None or "tool_calls" not in more:
+        content = check_kind(f"{which}.content", content, str, "a string or a list of text parts")
+    return {"role": role, "content": content, **more}
 
 
 def _part(which: str, given: Any) -> str:

@@ -21,13 +21,13 @@ from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
 from radixrt.text.builder import TextBuilder
-from radixrt.text.chat import is_chat
+from radixrt.text.chat import Chat, is_chat
 from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
     from radixrt.models.config import ModelConfig
 
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Chat
 Params = SamplingParams | Mapping[str, Any] | None
 Continuation = str | Sequence[int]
 Choices = Continuation | Sequence[Continuation]
@@ -51,6 +51,7 @@ class RequestBuilder:
     seed: int = 0  # of the run
     refusal: Callable[[Request], str | None] = lambda request: None  # why one can never run, or None
     weights_version: int = 0
+    defaults: SamplingParams = field(default_factory=SamplingParams)  # of parameters that are not given
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(secrets.randbits(_ID_BITS)))
     _known: dict[int, _Terms] = field(default_factory=dict)  # by the identity of their parameters
 
@@ -73,8 +74,10 @@ class RequestBuilder:
         Without a `request_id` it gets a number that no other request has. Raises PromptError if the prompt cannot
         be run, ParameterError if parameters are out of bounds or ask for what the model does not have.
         """
-        params, stop_ids, bad_words = self._terms(read_params(params))
-        namespace, ids = self._namespace(tenant), self.token_ids(prompt)
+        params, stop_ids, bad_words = self._terms(read_params(params, self.defaults))
+        namespace, ids = self.namespace(tenant), self.token_ids(prompt)
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
         context, start = self.context_length, params.prompt_logprobs_start
         longest = context if params.max_new_tokens == 0 else context - 1
         if len(ids) > longest:
@@ -133,14 +136,14 @@ class RequestBuilder:
         each, ids = one_each(params, len(prompts), many), own_ids(request_ids, len(prompts), many)
         if on_error not in ("raise", "return"):
             raise ParameterError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
-        self._namespace(tenant)  # a bad one is an error of the call, not of each prompt
+        self.namespace(tenant)  # a bad one is an error of the call, not of each prompt
         requests: list[Request] = []
         errors: dict[int, Exception] = {}
         read: dict[int, SamplingParams] = {}  # by the identity of what was given: often all are the same
         for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             try:
                 if id(own) not in read:
-                    read[id(own)] = read_params(own)
+                    read[id(own)] = read_params(own, self.defaults)
                 own_id = ids.get(index)
                 request = self.build(
                     prompt, read[id(own)], index=index, tenant=tenant, request_id=own_id, call=call
@@ -208,7 +211,8 @@ class RequestBuilder:
             raise PromptError("has no token before its continuation")
         return joined, start
 
-    def _namespace(self, tenant: str | None) -> Namespace:
+    def namespace(self, tenant: str | None) -> Namespace:
+        """Where a tenant's prefixes are cached; None: those of no tenant."""
         if tenant is not None and not isinstance(tenant, str):
             raise ParameterError(f"tenant is {tenant!r}; it must be a string or None")
         return Namespace(self.weights_version, tenant=tenant)
@@ -284,27 +288,53 @@ class RequestBuilder:
         return ids.astype(np.int32)
 
 
-def builder_without_weights(source: str | Path, context_length: int | None = None) -> RequestBuilder:
+def builder_without_weights(
+    source: str | Path,
+    context_length: int | None = None,
+    *,
+    revision: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    generation_config: str = "none",
+) -> RequestBuilder:
     """A builder that checks requests for the model in `source` without its weights, and without a KV pool's limit.
 
-    Raises ModelError or TokenizerError if it cannot be read, ParameterError if it cannot have that context.
+    The other arguments are those of RuntimeConfig. Raises ModelError or TokenizerError if it cannot be read,
+    ParameterError if it cannot have that context, or these variables.
     """
-    from radixrt.models.config import read_architecture  # these take torch and transformers with them
+    from radixrt.models.config import generation_defaults, read_architecture  # these take torch with them
     from radixrt.models.loader import model_folder
     from radixrt.models.registry import find_architecture
 
-    folder = model_folder(source, weights=False)
+    folder = model_folder(source, weights=False, revision=revision)
     config = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
     if context_length is not None:
         config = config.with_context_length(context_length)
-    return RequestBuilder(config, tokenizer_of(source), context_length=config.context_length)
+    defaults = generation_defaults(folder) if generation_config == "auto" else SamplingParams()
+    tokenizer = chatting_tokenizer(folder, chat_template_kwargs)
+    return RequestBuilder(config, tokenizer, context_length=config.context_length, defaults=defaults)
 
 
-def read_params(params: Params) -> SamplingParams:
-    """SamplingParams from themselves, from a mapping in either spelling, or from None."""
+def chatting_tokenizer(folder: Path, chat_template_kwargs: Mapping[str, Any] | None) -> Tokenizer | None:
+    """The tokenizer of a folder, if it has one, whose template gets these variables.
+
+    Raises TokenizerError if it cannot be read, ParameterError if the template does not use them.
+    """
+    tokenizer = tokenizer_of(folder)
+    if not chat_template_kwargs:
+        return tokenizer
+    if tokenizer is None:
+        raise ParameterError("chat_template_kwargs are given, but the model's folder has no tokenizer")
+    try:
+        return tokenizer.with_template_kwargs(chat_template_kwargs)
+    except TokenizerError as error:
+        raise ParameterError(str(error)) from error
+
+
+def read_params(params: Params, defaults: SamplingParams | None = None) -> SamplingParams:
+    """SamplingParams from themselves, or the defaults with those of a mapping in either spelling, or of None."""
     if params is None:
-        return SamplingParams()
-    return params if isinstance(params, SamplingParams) else sampling_params_from_dict(params)
+        return SamplingParams() if defaults is None else defaults
+    return params if isinstance(params, SamplingParams) else sampling_params_from_dict(params, defaults)
 
 
 def is_token_ids(prompt: object) -> TypeGuard[Sequence[int] | NDArray[np.integer[Any]]]:

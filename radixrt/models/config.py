@@ -14,11 +14,33 @@ from transformers import AutoConfig
 
 from layers.rotary import RopeParameters
 from radixrt.checks import check_int
-from radixrt.errors import ModelError
+from radixrt.errors import ModelError, ParameterError
 from radixrt.models.rope import longest_context, read_rope
+from radixrt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from typing import Self
+
+MAX_CONFIG_BYTES = 2**24
+
+# Bounds of numbers in config.json, far beyond any model's: with greater ones, reading alone would take minutes.
+_BOUNDS = {
+    "num_hidden_layers": (1, 2**10),
+    "hidden_size": (1, 2**20),
+    "intermediate_size": (1, 2**22),
+    "moe_intermediate_size": (1, 2**22),
+    "num_attention_heads": (1, 2**12),
+    "num_key_value_heads": (1, 2**12),
+    "num_experts": (1, 2**12),
+    "num_local_experts": (1, 2**12),
+    "head_dim": (1, 2**14),
+    "vocab_size": (1, 2**24),
+    "max_position_embeddings": (2, 2**24),
+    "original_max_position_embeddings": (2, 2**24),
+}
+
+# What generation_config.json may say of sampling; the names are our own, too.
+GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
@@ -71,6 +93,7 @@ class ModelConfig:
         here: see the registry.
         """
         architecture = read_architecture(folder)
+        _check_sizes(read_json(folder / "config.json"))
         try:
             source = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             config = cls(
@@ -93,8 +116,6 @@ class ModelConfig:
 
     def check(self) -> None:
         """Raise ModelError if the fields describe no model that can be built."""
-        if self.num_layers < 1:
-            raise ModelError(f"num_hidden_layers is {self.num_layers}; a decoder has at least one")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"num_attention_heads {self.num_heads} is not a multiple of "
@@ -122,15 +143,25 @@ def read_architecture(folder: Path) -> str:
     return architectures[0]
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Return the object in a JSON file of a model folder. Raises ModelError, which names the file."""
     try:
+        if (size := file.stat().st_size) > max_bytes:
+            raise ModelError(f"{file} has {size:,} bytes; at most {max_bytes:,} are read")
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{file} holds no JSON object")
     return value
+
+
+def _check_sizes(raw: dict[str, Any]) -> None:
+    """Raise ModelError for a whole number of config.json that is out of bounds. Other types are not judged."""
+    for name, (low, high) in _BOUNDS.items():
+        value = raw.get(name)
+        if type(value) is int and not low <= value <= high:
+            raise ModelError(f"{name} is {value:,}; it must be a whole number from {low} to {high:,}")
 
 
 def _read_common(source: Any) -> dict[str, Any]:
@@ -195,6 +226,16 @@ def _read_common(source: Any) -> dict[str, Any]:
         "dtype": source.dtype or torch.float32,
         "bos_token_id": source.bos_token_id,
     }
+
+
+def generation_defaults(folder: Path) -> SamplingParams:
+    """The parameters of `generation_config.json`, and our own defaults of the others. Raises ModelError."""
+    file = folder / "generation_config.json"
+    given = read_json(file) if file.exists() else {}
+    try:
+        return SamplingParams(**{name: given[name] for name in GENERATION_DEFAULTS if given.get(name) is not None})
+    except ParameterError as error:
+        raise ModelError(f"{file} cannot be used: {error}") from error
 
 
 def _end_tokens(folder: Path, config_value: object) -> tuple[int, ...]:

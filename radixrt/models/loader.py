@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+import psutil
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from layers.norm import RMSNorm
 from layers.placement import Placement
 from radixrt.errors import ModelError
-from radixrt.models.config import ModelConfig, read_architecture, read_json
+from radixrt.files.model_files import unusable_file
+from radixrt.models.config import ModelConfig, read_architecture
 from radixrt.models.decoder import Decoder
 from radixrt.models.registry import find_architecture
+from radixrt.models.weight_files import INDEX_FILE, StoredTensor, WeightFiles, abbreviate, num_layers_of
 from triton_ops.implementation import Impl
 
 LoadFormat = Literal["auto", "dummy"]
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Configs and tokenizers, fetched from the hub besides weights.
 TEXT_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _MAY_DIFFER = ("dtype", "initializer_range", "bos_token_id", "eos_token_ids")  # in weights of the same shape
-STORED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+STORED_DTYPES = ("F64", "F32", "BF16", "F16")
 
 # Random numbers in dummy weights before they repeat: a prime, so that rows of a matrix differ.
 DUMMY_PERIOD = 4194301
@@ -65,9 +64,21 @@ def load_model(
     if context_length is not None:
         config = config.with_context_length(context_length)
     device = torch.device(device)
-    files = _weight_files(folder) if load_format == "auto" else []
-    model = decoder(config, Placement(_resolve_dtype(dtype, config, device), device, impl))
-    if load_format == "dummy":
+    files = WeightFiles.of(folder) if load_format == "auto" else None
+    stored = [] if files is None else files.stored()
+    if (stored_layers := num_layers_of(stored)) is not None and stored_layers < config.num_layers:
+        raise ModelError(
+            f"num_hidden_layers is {config.num_layers} in {folder / 'config.json'}, "
+            f"but the weights have {stored_layers} layers"
+        )
+    # Nothing of any size is made before all names, shapes and sizes are known to be right.
+    placement = Placement(_resolve_dtype(dtype, config, device), device, impl)
+    skeleton = decoder(replace(config, context_length=2), replace(placement, device=torch.device("meta")))
+    if files is not None:
+        _check_stored(skeleton, config, files, stored)
+    _check_fits(skeleton, config, device)
+    model = decoder(config, placement)
+    if files is None:
         _fill_randomly(model, config.initializer_range, seed)
     else:
         _fill_from_files(model, config, files)
@@ -94,26 +105,40 @@ def reload_weights(
     ]
     if differing:
         raise ModelError(f"{folder} is not a checkpoint of this model: {'; '.join(differing)}")
-    files = _weight_files(folder)
-    _fill_from_files(model, config, files, check_only=True)
+    files = WeightFiles.of(folder)
+    _check_stored(model, config, files, files.stored())
     before_change()
     _fill_from_files(model, config, files)
 
 
-def model_folder(source: str | Path, *, weights: bool = True) -> Path:
-    """Return the folder `source`, or the local copy of the hub's model of that name, fetched if need be.
+def model_folder(source: str | Path, *, weights: bool = True, revision: str | None = None) -> Path:
+    """Return the folder `source`, or the local copy of the hub's model of that name, fetched if need be, at
+    a `revision` (None: its main branch).
 
-    Without `weights` only configs and tokenizers are fetched. Raises ModelError.
+    Without `weights` only configs and tokenizers are fetched. Raises ModelError, also if a file in it is not one
+    that can be opened without harm.
     """
+    folder = _found_folder(source, weights, revision)
+    if (problem := unusable_file(folder)) is not None:
+        raise ModelError(problem)
+    return folder
+
+
+def _found_folder(source: str | Path, weights: bool, revision: str | None) -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():
+        if revision is not None:
+            raise ModelError(f"revision is {revision!r}, which is for hub ids, but {source} is a folder")
         return folder
     if isinstance(source, Path) or str(source).count("/") > 1 or str(source)[:1] in ("/", ".", "~"):
         raise ModelError(f"there is no folder {source}")
     patterns = [*TEXT_PATTERNS, "*.safetensors"] if weights else [*TEXT_PATTERNS]
     try:
-        # Subfolders hold other formats of the same weights.
-        return Path(snapshot_download(str(source), allow_patterns=patterns, ignore_patterns=["*/*"]))
+        # Subfolders hold other formats of the same weights; one of them holds templates.
+        others = [f"*/{pattern}" for pattern in patterns if pattern != "*.jinja"]
+        return Path(
+            snapshot_download(str(source), revision=revision, allow_patterns=patterns, ignore_patterns=others)
+        )
     except Exception as error:  # offline, no such model, no access, not a name
         raise ModelError(
             f"{str(source)!r} is neither a folder nor a model that the hub gives: {type(error).__name__}: {error}"
@@ -134,73 +159,82 @@ def check_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return resolved
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a folder, each once."""
-    index = folder / INDEX_FILE
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{index} holds no weight_map")
-        names = sorted({str(name) for name in weight_map.values()})
-        if any(Path(name).name != name for name in names):
-            raise ModelError(f"{index} names files outside its folder: {_abbreviate(names)}")
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise ModelError(f"{folder} lacks weight files that its index names: {_abbreviate(missing)}")
-        return [folder / name for name in names]
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
-    if pickles:
+def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, stored: list[StoredTensor]) -> None:
+    """Compare the tensors that files hold with those of `model`, which may be on "meta". Raises ModelError."""
+    places = dict(model.checkpoint_tensors())
+    missing = dict(places)
+    extra, found = [], set()
+    for tensor in stored:
+        found.add(tensor.name)
+        for name, part in model.split_stored(tensor.name, torch.empty(tensor.shape, device="meta")):
+            if _is_ignored(name, config):
+                continue
+            if name not in places:
+                extra.append(name)
+                continue
+            if name not in missing:
+                raise ModelError(f"tensor {name} is stored twice; the second time in {tensor.file}")
+            place = missing.pop(name)
+            if part.shape != place.shape:
+                raise ModelError(
+                    f"tensor {name} in {tensor.file} has shape {list(part.shape)}; "
+                    f"config.json asks for {list(place.shape)}"
+                )
+            if tensor.dtype not in STORED_DTYPES:
+                raise ModelError(
+                    f"tensor {name} in {tensor.file} is stored as {tensor.dtype}; "
+                    "quantised weights are not supported"
+                )
+    wrong = []
+    if missing:
+        wrong.append(f"{len(missing)} tensors are missing: {abbreviate(sorted(missing))}")
+    if extra:
+        wrong.append(f"{len(extra)} tensors belong nowhere: {abbreviate(sorted(extra))}")
+    if wrong:
         raise ModelError(
-            f"{folder} holds its weights as {_abbreviate(pickles)}: pickles can run code and are not read. "
-            "Convert them to safetensors (transformers' save_pretrained writes them)."
+            f"the weights in {files.folder} are not those of the {config.architecture} of config.json: "
+            + "; ".join(wrong)
         )
-    raise ModelError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    if absent := sorted(name for name in files.named - found if not _is_ignored(name, config)):
+        raise ModelError(
+            f"{files.folder / INDEX_FILE} names {len(absent)} tensors that no file holds: {abbreviate(absent)}"
+        )
 
 
-def _stored_tensors(files: Iterable[Path], model: Decoder) -> Iterator[tuple[Path, str, Tensor]]:
-    """Yield every tensor of the files under the name that `model` has for it."""
-    for file in files:
+def _is_ignored(name: str, config: ModelConfig) -> bool:
+    """Whether a stored tensor is one that older checkpoints have, and no model needs."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
+def _fill_from_files(model: Decoder, config: ModelConfig, files: WeightFiles) -> None:
+    """Copy every tensor into place; `_check_stored` has found all of them."""
+    places = dict(model.checkpoint_tensors())
+    for file in files.files:
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    for part, tensor in model.split_stored(name, tensors.get_tensor(name)):
-                        yield file, part, tensor
+                for stored in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    for name, tensor in model.split_stored(stored, tensors.get_tensor(stored)):
+                        if not _is_ignored(name, config):
+                            places[name].copy_(tensor)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read: {error}") from error
 
 
-def _fill_from_files(model: Decoder, config: ModelConfig, files: list[Path], *, check_only: bool = False) -> None:
-    places = dict(model.checkpoint_tensors())
-    missing = dict(places)
-    extra = []
-    for file, name, tensor in _stored_tensors(files, model):
-        if name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight"):
-            continue
-        if name not in places:
-            extra.append(name)
-            continue
-        if name not in missing:
-            raise ModelError(f"tensor {name} is stored twice; the second time in {file}")
-        place = missing.pop(name)
-        if tensor.shape != place.shape:
-            raise ModelError(
-                f"tensor {name} in {file} has shape {list(tensor.shape)}; config.json asks for {list(place.shape)}"
-            )
-        if tensor.dtype not in STORED_DTYPES:
-            raise ModelError(f"tensor {name} in {file} is {tensor.dtype}; quantised weights are not supported")
-        if not check_only:
-            place.copy_(tensor)
-    wrong = []
-    if missing:
-        wrong.append(f"{len(missing)} tensors are missing: {_abbreviate(sorted(missing))}")
-    if extra:
-        wrong.append(f"{len(extra)} tensors belong nowhere: {_abbreviate(sorted(extra))}")
-    if wrong:
+def _check_fits(skeleton: Decoder, config: ModelConfig, device: torch.device) -> None:
+    """Raise ModelError if weights and tables of positions are more than all memory of the device."""
+    ropes = {kind.rope for kind in config.attention if kind.rope is not None}
+    needed = sum(weight.numel() * weight.itemsize for weight in skeleton.parameters())
+    needed += len(ropes) * config.context_length * config.head_dim * torch.float32.itemsize
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    elif device.type == "cpu":
+        total = psutil.virtual_memory().total
+    else:
+        return
+    if needed > total:
         raise ModelError(
-            f"the weights in {files[0].parent} are not those of the {config.architecture} of config.json: "
-            + "; ".join(wrong)
+            f"the model of config.json takes {needed / 2**30:,.1f} GiB in {skeleton.placement.dtype}, "
+            f"and {device} has {total / 2**30:,.1f} GiB"
         )
 
 
@@ -223,8 +257,3 @@ def _fill_randomly(model: Decoder, std: float, seed: int) -> None:
             flat[start : start + piece.numel()].copy_(piece)
             start += piece.numel()
             offset = (offset + piece.numel()) % DUMMY_PERIOD
-
-
-def _abbreviate(names: list[str]) -> str:
-    shown = ", ".join(names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,6 +12,7 @@ from radixrt.arrays import Int32Array, Int64Array
 from radixrt.hit_rate import CountsHits
 from radixrt.limits import RunLimits
 from radixrt.planning.cache_model import ModelledRun, model_run
+from radixrt.planning.demands import Demands
 from radixrt.planning.hints import Hint, find_hints
 from radixrt.planning.prefix_order import PrefixOrder, prefix_order
 from radixrt.planning.prefix_tree import PrefixTree, prefix_tree
@@ -21,8 +23,8 @@ from radixrt.planning.work import Work, expected_work
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 from radixrt.workloads.statistics import TokenStatistics
 
-# A rehearsal with the real scheduler takes about 0.4 ms a request and 0.15 ms a pass; longer runs are modelled.
-REHEARSED_PROMPTS = 2_000
+# A rehearsal with the real scheduler takes about 0.4 ms an answer and 0.15 ms a pass; longer runs are modelled.
+REHEARSED_ANSWERS = 2_000
 REHEARSED_PASSES = 20_000
 
 
@@ -64,18 +66,20 @@ class BatchPlan:
 
     Attributes:
         store: the prompts.
-        new_tokens: `[len(store)]` int64, expected tokens of each answer, at least one.
+        demands: what all prompts of the store ask for.
         order: the N prompts in lexicographic order.
         tree: of that order.
         run: the order in which they run, with what each shares with the one before it.
-        statistics: token counts; its best_hit_rate is the best possible one.
+        held: `[N]` leading tokens of the prompt at each place of the run that the cache has at first.
+        statistics: token counts; its best_hit_rate is the best possible one, with what the cache has at first.
     """
 
     store: TokenStore
-    new_tokens: Int64Array
+    demands: Demands
     order: PrefixOrder
     tree: PrefixTree
     run: RunOrder
+    held: Int64Array
     statistics: TokenStatistics
 
     def __len__(self) -> int:
@@ -92,22 +96,55 @@ class BatchPlan:
         return tuple(find_hints(self.store, self.order, self.tree))
 
     @property
+    def answers(self) -> int:
+        """Answers to all prompts."""
+        return int(self._asked.num_answers.sum())
+
+    @property
+    def expected_tokens(self) -> int:
+        """Expected tokens of all answers."""
+        return int((self._asked.new_tokens * self._asked.num_answers).sum())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each prompt has one answer, and none of them is scored."""
+        asked = self._asked
+        return bool((asked.num_answers == 1).all() and (asked.match_limits == asked.lengths - 1).all())
+
+    @property
     def pool_for_all(self) -> int:
         """Tokens of a pool that holds all prompts and answers at once, without any eviction."""
-        return self.statistics.distinct_tokens + int(self._grown.sum())
+        asked = self._asked
+        return self.statistics.distinct_tokens + int((asked.grown * asked.num_answers).sum())
+
+    @property
+    def pool_beyond_held(self) -> int:
+        """The same without the tokens that the cache has at first."""
+        asked = self._asked
+        return int((self._distinct + asked.grown * asked.num_answers).sum())
 
     @property
     def longest_request(self) -> int:
-        """Tokens of the longest request with its answer: a pool of this size keeps all hits, one at a time."""
-        return int((self._lengths + self._grown).max(initial=0))
+        """Tokens of the longest prompt with an answer: a pool of this size runs all, one at a time. It keeps all
+        hits of a plain plan.
+        """
+        return int((self._asked.lengths + self._asked.grown).max(initial=0))
 
     def pool_for(self, running: int) -> int:
-        """Tokens of a pool in which `running` requests, consecutive in the run, always find room together."""
-        own = self._lengths - self.run.shared + self._grown
+        """Tokens of a pool in which `running` answers, consecutive in the run, always find room together."""
+        asked = self._asked
+        num_answers = asked.num_answers
+        is_first = np.zeros(self.answers, dtype=bool)
+        is_first[np.cumsum(num_answers) - num_answers] = True
+        # Further answers share the whole prompt with the one before them.
+        shared = np.repeat(asked.lengths, num_answers)
+        own = np.repeat(asked.grown, num_answers)
+        own[is_first] += asked.lengths - self.run.shared
+        shared[is_first] = self.run.shared
         upto = np.concatenate([[0], np.cumsum(own)])
         first = np.arange(max(0, len(own) - running) + 1)[: len(own)]
         last = np.minimum(first + running, len(own))
-        return int((upto[last] - upto[first] + self.run.shared[first]).max(initial=0))
+        return int((upto[last] - upto[first] + shared[first]).max(initial=0))
 
     def predict(self, limits: RunLimits) -> Prediction:
         """Hits of the planned order within `limits`, modelled: some 10 us a prompt.
@@ -136,19 +173,28 @@ class BatchPlan:
         file_order, _ = self._predict(smallest, np.sort(self.run.order), None)
         work = None
         if shape is not None and speed is not None:
-            new_tokens = self.new_tokens[self.run.order]
-            work = expected_work(modelled, self._lengths, self.run.shared, new_tokens, shape, speed)
+            asked = self._asked
+            above = np.empty(len(self.store), dtype=np.int64)
+            above[self.order.order] = self.tree.depth[self.tree.leaf_parent]
+            private = asked.lengths - above[self.run.order]
+            work = expected_work(modelled, asked, self._distinct, private, shape, speed)
         return Expectation(limits, planned, file_order, work)
 
-    @property
-    def _lengths(self) -> Int64Array:
-        """Tokens of each prompt in the order of the run, `[N]`."""
-        return self.store.lengths[self.run.order]
+    def predict_without_eviction(self) -> Prediction:
+        """Hits of the planned order if all that the cache has at first, and all that comes, finds room."""
+        asked = self._asked
+        found = np.minimum(asked.match_limits, np.maximum(self.run.shared, self.held))
+        return Prediction(self.statistics.prompt_tokens, int(found.sum()), is_rehearsed=False)
+
+    @cached_property
+    def _asked(self) -> Demands:
+        """What the prompts ask for, in the order of the run."""
+        return self.demands[self.run.order]
 
     @property
-    def _grown(self) -> Int64Array:
-        """Tokens of each answer that need memory, in the order of the run, `[N]`: the last one does not."""
-        return self.new_tokens[self.run.order] - 1
+    def _distinct(self) -> Int64Array:
+        """Last tokens of each prompt that neither the cache has at first nor an earlier one computes, `[N]`."""
+        return (self._asked.lengths - np.maximum(self.run.shared, self.held)).clip(min=0)
 
     def _check_fits(self, limits: RunLimits) -> None:
         if self.longest_request > limits.pool_tokens:
@@ -159,18 +205,19 @@ class BatchPlan:
 
     def _with_smallest_pool(self, limits: RunLimits) -> RunLimits:
         """The limits with the smallest pool that gives the same run: a larger one would stay partly empty."""
-        enough = int((self._lengths + self._grown).sum()) + limits.chunked_prefill_size
+        asked = self._asked
+        enough = int((asked.lengths + asked.new_tokens * asked.num_answers).sum()) + limits.chunked_prefill_size
         return replace(limits, pool_tokens=min(limits.pool_tokens, enough))
 
     def _model(self, limits: RunLimits, order: Int64Array, keep: Int32Array | None) -> ModelledRun:
-        return model_run(self.order, self.tree, self.store.lengths, self.new_tokens, order, limits, keep)
+        return model_run(self.order, self.tree, self.demands, order, limits, keep)
 
     def _predict(
         self, limits: RunLimits, order: Int64Array, keep: Int32Array | None
     ) -> tuple[Prediction, ModelledRun]:
         model = self._model(limits, order, keep)
-        if len(self) <= REHEARSED_PROMPTS and model.timeline.passes.sum() <= REHEARSED_PASSES:
-            real = rehearse(self.store, order, self.new_tokens, limits, keep)
+        if self.answers <= REHEARSED_ANSWERS and model.timeline.passes.sum() <= REHEARSED_PASSES:
+            real = rehearse(self.store, order, self.demands, limits, keep)
             return Prediction(real.prompt_tokens, real.cached_tokens, is_rehearsed=True), model
         return _modelled_hits(model), model
 
@@ -179,26 +226,61 @@ def _modelled_hits(run: ModelledRun) -> Prediction:
     return Prediction(run.prompt_tokens, run.cached_tokens, is_rehearsed=False)
 
 
-def plan_batch(store: TokenStore, new_tokens: Int64Array | int, prompts: Int64Array | None = None) -> BatchPlan:
+def plan_batch(
+    store: TokenStore,
+    demands: Demands,
+    prompts: Int64Array | None = None,
+    held: Callable[[Int32Array], int] | None = None,
+) -> BatchPlan:
     """Plan the prompts of a store, leaving out those without tokens.
 
     Args:
-        new_tokens: expected tokens of each prompt's answer `[len(store)]`, or of every one: max_new_tokens, or
-            a better estimate of their lengths.
+        demands: of all prompts of the store; new_tokens are max_new_tokens, or a better estimate.
         prompts: numbers of the prompts to run, ascending; None: all.
+        held: how many leading tokens of a prompt the cache has at first; None: it is empty.
     """
-    expected = np.maximum(1, np.broadcast_to(np.asarray(new_tokens, dtype=np.int64), len(store)))
     lengths = store.lengths
     prompts = np.arange(len(store)) if prompts is None else prompts
     prompts = prompts[lengths[prompts] > 0]
     order = prefix_order(store.tokens, store.offsets[prompts], store.offsets[prompts + 1], store.forget)
     order = PrefixOrder(prompts[order.order], order.shared)
     tree = prefix_tree(order)
-    run = run_order(order, tree, lengths, expected)
-    in_run = lengths[run.order]
+    run = run_order(order, tree, lengths, demands.new_tokens)
+    by_number = np.zeros(len(store), dtype=np.int64)
+    if held is not None:
+        by_number[order.order] = _held(store, order, held)
     statistics = TokenStatistics(
-        prompt_tokens=int(in_run.sum()),
-        distinct_tokens=int((in_run - run.shared).sum()),
-        best_cached_tokens=int(np.minimum(run.shared, in_run - 1).sum()),
+        prompt_tokens=int(lengths[prompts].sum()),
+        distinct_tokens=int((lengths[run.order] - run.shared).sum()),
+        best_cached_tokens=_best_cached(order, tree, demands[order.order], by_number[order.order]),
     )
-    return BatchPlan(store, expected, order, tree, run, statistics)
+    return BatchPlan(store, demands, order, tree, run, by_number[run.order], statistics)
+
+
+def _held(store: TokenStore, order: PrefixOrder, held: Callable[[Int32Array], int]) -> Int64Array:
+    """Leading tokens of the prompt at each place of the order that the cache has, `[N]`."""
+    found, before = [], 0
+    for prompt, shared in zip(order.order.tolist(), order.shared.tolist(), strict=True):
+        if before >= shared:  # otherwise the cache differs from both prompts at the same token
+            before = held(store[prompt])
+        found.append(before)
+    return np.array(found, dtype=np.int64)
+
+
+def _best_cached(order: PrefixOrder, tree: PrefixTree, asked: Demands, held: Int64Array) -> int:
+    """The most prompt tokens that a cache of any size can serve in any order of the prompts.
+
+    Each prompt computes what is beyond its limit. If one with the lowest limit below a node runs first, each other
+    token is computed once, if it is not held.
+
+    Args:
+        asked, held: by the place of each prompt in the order, `[N]`.
+    """
+    most = int(asked.match_limits.max(initial=0))
+    above = tree.leaf_parent
+    depth = np.concatenate([tree.depth, asked.lengths])
+    start = np.concatenate([tree.depth - tree.num_tokens, tree.depth[above]])
+    lowest_limit = np.concatenate([most - tree.greatest_below(most - asked.match_limits), asked.match_limits])
+    held = np.concatenate([tree.greatest_below(held), held])
+    once = np.minimum(depth, lowest_limit) - np.maximum(start, held)
+    return int(asked.match_limits.sum() - once.clip(min=0).sum())

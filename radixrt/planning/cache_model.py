@@ -5,11 +5,16 @@ order, within budget, number of requests and unreserved memory; followers that w
 locked while requests run on them; eviction of the least recently used leaf, its tail first; answers that grow with
 time, and remain as leaves or leave with all other tokens that no later prompt needs. It leaves out admission of
 others while a follower waits, and publication of a long prompt chunk by chunk.
+
+A request locks the path from the root to the deepest node of its prompt, and touches it. Only that node is noted:
+its ancestors are cached whenever it is, so that a step takes as long as the cached paths differ, however deep they
+are.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +22,7 @@ import numpy as np
 from radixrt.arrays import Float64Array, Int32Array, Int64Array
 from radixrt.hit_rate import CountsHits
 from radixrt.limits import RunLimits
+from radixrt.planning.demands import Demands
 from radixrt.planning.prefix_order import PrefixOrder
 from radixrt.planning.prefix_tree import PrefixTree
 
@@ -30,9 +36,9 @@ class Timeline:
 
     Attributes:
         passes: `[S]` float64, passes of each stretch.
-        running: `[S]` float64, running requests.
+        running: `[S]` float64, running answers.
         distinct_tokens: `[S]` float64, KV tokens read in a pass on average, with shared tokens counted once.
-        context_tokens: `[S]` float64, the same with shared tokens counted for each request.
+        context_tokens: `[S]` float64, the same with shared tokens counted for each answer.
     """
 
     passes: Float64Array
@@ -48,19 +54,20 @@ class ModelledRun(CountsHits):
     Attributes:
         prompt_tokens: tokens of all prompts.
         cached_tokens: prompt tokens found in the cache.
-        timeline: the running requests over time.
+        found: `[N]` of these, those of each prompt, in the order of the run.
+        timeline: the running answers over time.
     """
 
     prompt_tokens: int
     cached_tokens: int
+    found: Int64Array
     timeline: Timeline
 
 
 def model_run(
     order: PrefixOrder,
     tree: PrefixTree,
-    lengths: Int64Array,
-    new_tokens: Int64Array,
+    demands: Demands,
     run: Int64Array,
     limits: RunLimits,
     keep: Int32Array | None = None,
@@ -70,28 +77,34 @@ def model_run(
     Args:
         order: of the prompts, in lexicographic order.
         tree: of that order.
-        lengths: tokens of each prompt by its number, at least one.
-        new_tokens: tokens of each answer, at least one.
+        demands: of all prompts of the store.
         run: `[N]` the numbers of the prompts in the order in which they run.
         limits: of the run.
         keep: `[N]` leading tokens of the prompt at each place of `run` that later ones need; None: unknown.
     """
-    place = np.zeros(len(lengths), dtype=np.int64)
+    place = np.zeros(len(demands.lengths), dtype=np.int64)
     place[order.order] = np.arange(len(order.order))
-    above = tree.leaf_parent[place[run]]
+    # Several answers share the whole prompt.
+    asked = demands[order.order]
+    is_node = (asked.num_answers > 1) & (asked.lengths > tree.depth[tree.leaf_parent])
+    tree = tree.with_leaves(np.flatnonzero(is_node), asked.lengths[is_node])
+    asked = demands[run]
     model = _Model(tree, limits)
-    for prompt in zip(
-        above.tolist(),
-        lengths[run].tolist(),
-        (lengths[run] - tree.depth[above]).tolist(),
-        (new_tokens[run] - 1).tolist(),
-        [None] * len(run) if keep is None else keep.tolist(),
-        strict=True,
-    ):
-        model.run(*prompt)
+    found = [
+        model.run_all(*prompt)
+        for prompt in zip(
+            tree.leaf_parent[place[run]].tolist(),
+            asked.lengths.tolist(),
+            asked.match_limits.tolist(),
+            asked.grown.tolist(),
+            asked.num_answers.tolist(),
+            [None] * len(run) if keep is None else keep.tolist(),
+            strict=True,
+        )
+    ]
     model.finish()
     timeline = np.array(model.stretches, dtype=np.float64).reshape(-1, 4).T
-    return ModelledRun(int(lengths[run].sum()), model.cached_tokens, Timeline(*timeline))
+    return ModelledRun(int(asked.lengths.sum()), sum(found), np.array(found, dtype=np.int64), Timeline(*timeline))
 
 
 class _Model:
@@ -101,17 +114,17 @@ class _Model:
         self.parent: list[int] = tree.parent.tolist()
         self.size: list[int] = tree.num_tokens.tolist()
         self.depth: list[int] = tree.depth.tolist()
-        self.have = [0] * len(tree)  # cached tokens of each node, its first ones
-        self.locks = [0] * len(tree)
+        # The last node below each; nodes are numbered in the order of their first sequences.
+        self.last: list[int] = (np.searchsorted(tree.begin, tree.end) - 1).tolist()
+        self.have = [0] * len(tree)  # cached tokens of each node, its first ones; with any, its parent has all
         self.children = [0] * len(tree)  # cached children
-        self.last_access = [0] * len(tree)
-        self.ready = [0] * len(tree)  # the first pass in which others find a node
-        self.locks[0] = 1  # the root is never evicted
+        self.last_access = [0] * len(tree)  # its own; a child that goes hands its own on
+        self.ready = [0] * len(tree)  # the first pass in which others find a node, never before its parent
+        self.in_use: list[int] = []  # the deepest node of each running request, ascending
         self.evictable: list[tuple[int, int]] = []  # a heap of (last access, node), some of them outdated
         self.clock = 0
         self.capacity, self.budget = limits.pool_tokens, limits.chunked_prefill_size
         self.max_running = limits.max_running_requests
-        self.cached_tokens = 0  # found by requests
         self.cached = 0  # tokens that nodes have
         self.locked = 0  # of nodes
         self.own = 0  # tokens of running prompts outside nodes that have slots
@@ -121,21 +134,34 @@ class _Model:
         self.now = 0  # pass
         self.spent = 0  # of its budget
         self.sum_of_starts = 0  # passes in which the running requests began to decode
-        self.running: list[tuple[int, int, int, int, int, int, int | None]] = []  # a heap by end
+        # A heap by end: end, number, deepest node, length, own, growth, start, keep.
+        self.running: list[tuple[int, int, int, int, int, int, int, int | None]] = []
         self.active: list[int] = []  # a heap: when each running request will have launched its last pass
         self.last_launch = 0  # the maximum of these
         self.stretches: list[tuple[float, int, float, float]] = []
 
-    def run(self, above: int, length: int, own: int, growth: int, keep: int | None) -> None:
-        """Admit a request as soon as it fits.
+    def run_all(self, above: int, length: int, limit: int, growth: int, num_answers: int, keep: int | None) -> int:
+        """Admit all answers to a prompt; see `run`. Returns the tokens of it found in the cache."""
+        while_others_wait = None if keep is None else length
+        many = num_answers > 1 and growth > 0  # an answer of one token ends with the first one's
+        found = self.run(above, length, limit, growth, while_others_wait if many else keep)
+        if many:
+            # The others begin with the token that was drawn after the prompt.
+            for left in range(num_answers - 2, -1, -1):
+                self.run(above, length + 1, length, growth - 1, while_others_wait if left else keep)
+        return found
+
+    def run(self, above: int, length: int, limit: int, growth: int, keep: int | None) -> int:
+        """Admit a request as soon as it fits. Returns its tokens found in the cache.
 
         Args:
             above: the deepest node of its prompt.
             length: tokens of its prompt.
-            own: of these, tokens outside nodes.
+            limit: leading tokens of its prompt that may come from the cache.
             growth: cached tokens of its answer.
             keep: leading tokens of its prompt that later requests need; None: unknown.
         """
+        own = length - self.depth[above]
         if self.spent >= self.budget:
             self._pass_time(self.now + self.spent // self.budget, self.spent % self.budget)
         self._end_until(self.now)
@@ -143,38 +169,42 @@ class _Model:
             self._wait_for_memory()
         while len(self.active) >= self.max_running:
             self._end_until(self.active[0])
-        path = self._path(above)
-        found = 0
-        for node in path:
-            found += self.have[node]
-            if self.have[node] < self.size[node]:
-                break
-        found = min(found, length - 1)
-        self.cached_tokens += found
+        missing = []
+        node = above
+        while node and not self.have[node]:
+            missing.append(node)
+            node = self.parent[node]
+        found = min(limit, self.depth[node] - self.size[node] + self.have[node])
+        leader = node
+        if self.have[node] < self.size[node]:
+            missing.append(node)
+            leader = self.parent[node]
+        while leader and self.depth[self.parent[leader]] >= limit:
+            leader = self.parent[leader]
         self.spent += length - found
-        start = self.now + (self.spent - 1) // self.budget
-        self.clock += 1
-        for node in path:
-            if not self.locks[node]:
-                self.locked += self.size[node]
-            self.locks[node] += 1
-            self.last_access[node] = self.clock
+        start = max(self.now + (self.spent - 1) // self.budget, self.ready[leader])
+        for node in missing:
             if not self.have[node]:
                 self.children[self.parent[node]] += 1
             self.cached += self.size[node] - self.have[node]
-            if self.have[node] == self.size[node]:
-                start = max(start, self.ready[node])  # it waits for its leader
-            else:
-                self.have[node] = self.size[node]
-                self.ready[node] = start + UNTIL_PUBLISHED
+            self.have[node] = self.size[node]
+            self.ready[node] = start + UNTIL_PUBLISHED
+        self.clock += 1
+        self.last_access[above] = self.clock
+        at = bisect_left(self.in_use, above)
+        self.locked += self.depth[above] - self._locked_depth(above, at)
+        self.in_use.insert(at, above)
         heapq.heappush(self.starting, (start, own))
         self.promised += own + growth
         self.context += length
         self.sum_of_starts += start
         heapq.heappush(self.active, start + growth + 1)
         self.last_launch = max(self.last_launch, start + growth + 1)
-        heapq.heappush(self.running, (start + growth + UNTIL_FREE, above, length, own, growth, start, keep))
+        heapq.heappush(
+            self.running, (start + growth + UNTIL_FREE, self.clock, above, length, own, growth, start, keep)
+        )
         self._evict()
+        return found
 
     def finish(self) -> None:
         """Let all that runs come to its end."""
@@ -189,23 +219,28 @@ class _Model:
             return
         self._end_until(max(self.now, self.last_launch))
         while self.running:
-            self._end(*heapq.heappop(self.running)[1:])
+            self._end(*heapq.heappop(self.running)[2:])
 
-    def _path(self, node: int) -> list[int]:
-        """The nodes from below the root down to `node`."""
-        path = []
-        while node > 0:
-            path.append(node)
-            node = self.parent[node]
-        return path[::-1]
+    def _locked_depth(self, node: int, at: int) -> int:
+        """Tokens from the root to `node` that requests in use hold; `at` is its place among them."""
+        depth = 0
+        for other in self.in_use[max(0, at - 1) : at + 1]:
+            above = node
+            while above != other:  # up to their common ancestor: parents have smaller numbers
+                if above > other:
+                    above = self.parent[above]
+                else:
+                    other = self.parent[other]
+            depth = max(depth, self.depth[above])
+        return depth
+
+    def _is_locked(self, node: int) -> bool:
+        at = bisect_left(self.in_use, node)
+        return at < len(self.in_use) and self.in_use[at] <= self.last[node]
 
     def _fits(self, above: int, rest: int) -> bool:
-        needed = self.locked + self.promised + rest
-        node = above
-        while not self.locks[node]:
-            needed += self.size[node]
-            node = self.parent[node]
-        return needed <= self.capacity
+        more = self.depth[above] - self._locked_depth(above, bisect_left(self.in_use, above))
+        return self.locked + self.promised + rest + more <= self.capacity
 
     def _pass_time(self, now: int, spent: int = 0) -> None:
         passes = now - self.now
@@ -222,7 +257,7 @@ class _Model:
         while self.active and self.active[0] <= now:
             heapq.heappop(self.active)
         while self.running and self.running[0][0] <= now:
-            self._end(*heapq.heappop(self.running)[1:])
+            self._end(*heapq.heappop(self.running)[2:])
 
     def _end(self, above: int, length: int, own: int, growth: int, start: int, keep: int | None) -> None:
         self.own -= own
@@ -232,24 +267,24 @@ class _Model:
         self.clock += 1
         if keep is None and own + growth:
             self._leave_leaf(above, own + growth)
+        self.last_access[above] = self.clock
+        at = bisect_left(self.in_use, above)
+        self.in_use.pop(at)
+        locked_depth = self._locked_depth(above, at)
+        self.locked -= self.depth[above] - locked_depth
         node = above
-        while node > 0:
-            self.last_access[node] = self.clock
-            self.locks[node] -= 1
-            if not self.locks[node]:
-                self.locked -= self.size[node]
-                if not self.children[node]:
-                    if keep is not None and self.depth[node] > keep:
-                        self._shrink(node, min(self.size[node], self.depth[node] - keep))
-                    if self.have[node]:
-                        heapq.heappush(self.evictable, (self.clock, node))
+        while self.depth[node] > locked_depth and not self.children[node]:
+            if keep is not None and self.depth[node] > keep:
+                self._shrink(node, min(self.size[node], self.depth[node] - keep))
+            if self.have[node]:
+                heapq.heappush(self.evictable, (self.last_access[node], node))
+                break
             node = self.parent[node]
 
     def _leave_leaf(self, above: int, size: int) -> None:
         heapq.heappush(self.evictable, (self.clock, len(self.have)))
         self.parent.append(above)
         self.have.append(size)
-        self.locks.append(0)
         self.children.append(0)
         self.last_access.append(self.clock)
         self.children[above] += 1
@@ -259,7 +294,9 @@ class _Model:
         self.have[node] -= by
         self.cached -= by
         if not self.have[node]:
-            self.children[self.parent[node]] -= 1
+            above = self.parent[node]
+            self.children[above] -= 1
+            self.last_access[above] = max(self.last_access[above], self.last_access[node])
 
     def _evict(self) -> None:
         """Evict tokens beyond the capacity: the tails of the least recently used leaves."""
@@ -269,7 +306,7 @@ class _Model:
         over = self.cached + self.own + growth - self.capacity
         while over > 0 and self.evictable:
             last_access, node = self.evictable[0]
-            if self.locks[node] or self.children[node] or not self.have[node]:
+            if self.children[node] or not self.have[node] or self._is_locked(node):
                 heapq.heappop(self.evictable)
             elif last_access != self.last_access[node]:
                 heapq.heapreplace(self.evictable, (self.last_access[node], node))
@@ -280,5 +317,5 @@ class _Model:
                 if not self.have[node]:
                     heapq.heappop(self.evictable)
                     above = self.parent[node]
-                    if not self.locks[above] and not self.children[above]:
+                    if not self.children[above] and not self._is_locked(above):
                         heapq.heappush(self.evictable, (self.last_access[above], above))

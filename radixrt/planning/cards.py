@@ -12,12 +12,23 @@ from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape
 
 MEMORY_FRACTION = 0.95  # as a Runtime's: of the memory left by weights and passes
 PASS_BYTES = 4e9  # about the need of the largest pass and its graphs
+# Seconds of a pass beside its work, where passes are small, on an H200: of the decodes of Qwen3-0.6B in a graph
+# (docs/lab-notebook/2026-11-22-where-a-step-goes.md); and of passes with new prompts: 2.5 s = 1.3 x 0.39 s + 620
+# passes x 3.2 ms, for the few-shot file in a small pool (docs/benchmarks.md, batches in the planned order).
+PASS_SECONDS = 0.9e-3, 3.2e-3
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU: its memory in bytes, and its peak speed."""
+    """A GPU.
 
+    Attributes:
+        title: its name, and where its numbers come from.
+        memory: in bytes.
+        speed: its peak.
+    """
+
+    title: str
     memory: float
     speed: DeviceSpeed
 
@@ -27,7 +38,23 @@ class Card:
         return max(0, int((self.memory - weights - PASS_BYTES) * MEMORY_FRACTION / shape.kv_bytes))
 
 
-CARDS = {"h200": Card(memory=149e9, speed=KNOWN_DEVICES["NVIDIA H200"])}
+def _of_data_sheet(name: str, gigabytes: float, bandwidth: float, flops: float) -> Card:
+    return Card(f"{name}, by its data sheet, not measured", gigabytes * 1e9, DeviceSpeed(bandwidth, flops))
+
+
+# The vendor's data sheets: memory, its bandwidth, and dense products of bf16 (without sparsity, sums in fp32).
+CARDS = {
+    "h200": Card("H200, measured", memory=149e9, speed=KNOWN_DEVICES["NVIDIA H200"]),
+    "b200": _of_data_sheet("B200", 180, 8.0e12, 2250e12),
+    "h100": _of_data_sheet("H100 SXM", 80, 3.35e12, 989e12),
+    "h100-pcie": _of_data_sheet("H100 PCIe", 80, 2.0e12, 756e12),
+    "h100-nvl": _of_data_sheet("H100 NVL", 94, 3.9e12, 835e12),
+    "a100": _of_data_sheet("A100 80 GB SXM", 80, 2.039e12, 312e12),
+    "a100-pcie": _of_data_sheet("A100 80 GB PCIe", 80, 1.935e12, 312e12),
+    "a100-40gb": _of_data_sheet("A100 40 GB", 40, 1.555e12, 312e12),
+    "l40s": _of_data_sheet("L40S", 48, 0.864e12, 362e12),
+    "rtx-4090": _of_data_sheet("RTX 4090", 24, 1.008e12, 165.2e12),
+}
 
 
 def find_card(name: str, bandwidth: float | None, flops: float | None, memory_gb: float | None) -> Card:
@@ -41,12 +68,12 @@ def find_card(name: str, bandwidth: float | None, flops: float | None, memory_gb
         key: check_float(key, value, 0.0, 1e18, above=True) for key, value in numbers.items() if value is not None
     }
     if not given:
-        if name not in CARDS:
+        if name.lower() not in CARDS:
             raise ParameterError(
                 f"card is {name!r}; it must be one of: {', '.join(CARDS)}. For another one give bandwidth, flops "
                 "and memory_gb"
             )
-        return CARDS[name]
+        return CARDS[name.lower()]
     if len(given) < len(numbers):
         raise ParameterError("bandwidth, flops and memory_gb describe a card together: give all three, or none")
-    return Card(given["memory_gb"] * 1e9, DeviceSpeed(given["bandwidth"], given["flops"]))
+    return Card("of the given numbers", given["memory_gb"] * 1e9, DeviceSpeed(given["bandwidth"], given["flops"]))

@@ -1,8 +1,9 @@
 """Finds prompts whose sharing is ruined by something small near their start: a timestamp, a counter, a name.
 
 Below a node of the tree, prompts branch. If many of them continue with the same run of tokens soon after that, in
-different branches, the few tokens in between keep them apart. The sharing without these tokens is counted, not
-guessed: the rests of the prompts are sorted like prompts. Numpy only.
+different branches, the few tokens in between keep them apart. Or many end alike, as with instructions after a
+document of any length: that shows when prompts are sorted by their reversed tokens. The sharing without the tokens
+in between is counted, not guessed: the rests of the prompts are sorted like prompts. Numpy only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from radixrt.arrays import BoolArray, Int64Array
 from radixrt.planning.prefix_order import PrefixOrder, prefix_order
-from radixrt.planning.prefix_tree import PrefixTree
+from radixrt.planning.prefix_tree import PrefixTree, prefix_tree
 from radixrt.planning.token_store import TokenStore
 
 RUN = 16  # length of the run of tokens that prompts have in common
@@ -24,12 +25,13 @@ MIN_WAYS = 4  # branches that lead to the run
 SEARCHES = 512  # nodes searched: those with the most tokens below them
 MIN_REST = 64  # tokens that a branch must share with others after the differing ones
 MIN_SHARE = 0.01  # of all prompt tokens: smaller hints are not worth telling
+SAME_GAIN = 0.9  # of a common tail's: if that is known to be possible, the tail is not told
 ROWS = 1 << 12  # prompts searched at once
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Hint:
     """Prompts that differ in a few tokens and agree after them.
 
@@ -38,19 +40,51 @@ class Hint:
         position: length of their common beginning; the differing tokens come next.
         differing: `[n]` int64, differing tokens of each.
         tokens: further tokens that would be shared if the differing ones came last.
+        tail: last tokens in which all of them agree, if that is what would come first; 0: they agree for a while.
     """
 
     prompts: Int64Array
     position: int
     differing: Int64Array
     tokens: int
+    tail: int = 0
 
 
 def find_hints(store: TokenStore, order: PrefixOrder, tree: PrefixTree) -> list[Hint]:
     """Hints, the worst first; none unless all together would save MIN_SHARE of the tokens."""
-    hints = sorted(_Search(store, order, tree).hints(), key=lambda hint: -hint.tokens)
+    hints = _Search(store, order, tree).hints()
+    for tail in _tail_hints(store, order):
+        overlap = [hint for hint in hints if np.isin(hint.prompts, tail.prompts).any()]
+        if sum(hint.tokens for hint in overlap) < SAME_GAIN * tail.tokens:
+            hints = [hint for hint in hints if hint not in overlap] + [tail]
+    hints.sort(key=lambda hint: -hint.tokens)
     enough = MIN_SHARE * int((store.offsets[order.order + 1] - store.offsets[order.order]).sum())
     return hints if sum(hint.tokens for hint in hints) >= max(1, enough) else []
+
+
+def _tail_hints(store: TokenStore, order: PrefixOrder) -> list[Hint]:
+    """Groups of prompts with a common tail of MIN_REST tokens or more, as far as they do not overlap."""
+    prompts = order.order
+    starts, ends, count = store.offsets[prompts], store.offsets[prompts + 1], len(store.tokens)
+    backwards = prefix_order(store.tokens[::-1], count - ends, count - starts, store.forget)
+    tails = prefix_tree(backwards)
+    gains = (tails.num_sequences - 1) * np.where(tails.depth >= MIN_REST, tails.depth, 0)
+    is_taken = np.zeros(len(prompts), dtype=bool)
+    hints = []
+    for node in np.argsort(-gains, kind="stable")[:SEARCHES].tolist():
+        group = slice(int(tails.begin[node]), int(tails.end[node]))
+        if gains[node] <= 0 or group.stop - group.start < MIN_WAYS or is_taken[group].any():
+            continue
+        is_taken[group] = True
+        places, tail = np.sort(backwards.order[group]), int(tails.depth[node])
+        common = _min_between(order.shared, places)
+        rests = prefix_order(store.tokens, starts[places], ends[places] - tail, store.forget)
+        more = int(rests.shared.sum()) + tail * len(common) - int(common.sum())
+        if more >= MIN_REST * len(common):
+            position = min(int(common.min()), int((ends[places] - starts[places]).min()) - tail)
+            differing = ends[places] - starts[places] - tail - position
+            hints.append(Hint(prompts[places], position, differing, more, tail))
+    return hints
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,25 @@ class PrefixTree:
         """Tokens saved because each node's sequences share its edge, `[K]`."""
         return self.num_tokens * (self.num_sequences - 1)
 
+    def greatest_below(self, numbers: Int64Array) -> Int64Array:
+        """The greatest of the sequences' `numbers` `[N]`, at least 0, below each node, `[K]`; by their places."""
+        own = np.zeros(len(self), dtype=np.int64)
+        np.maximum.at(own, self.leaf_parent, numbers)
+        greatest, parent = own.tolist(), self.parent.tolist()
+        for node in range(len(greatest) - 1, 0, -1):
+            above = parent[node]
+            if greatest[node] > greatest[above]:
+                greatest[above] = greatest[node]
+        return np.array(greatest, dtype=np.int64)
+
+    def with_leaves(self, places: Int64Array, depths: Int64Array) -> PrefixTree:
+        """The same tree with a node for the whole of the sequence at each of some `places`, of so many tokens."""
+        parents = np.concatenate([self.parent, self.leaf_parent[places]])
+        begin, end = np.concatenate([self.begin, places]), np.concatenate([self.end, places + 1])
+        leaves = self.leaf_parent.copy()
+        leaves[places] = len(self) + np.arange(len(places))
+        return _in_preorder(begin, end, np.concatenate([self.depth, depths]), parents, leaves)
+
 
 def prefix_tree(order: PrefixOrder) -> PrefixTree:
     """The radix tree of sequences in lexicographic order, in linear time: a stack of the nodes that are open."""
@@ -85,12 +104,19 @@ def prefix_tree(order: PrefixOrder) -> PrefixTree:
     begins, ends, depths, parents, nodes = (
         np.array(numbers, dtype=np.int64) for numbers in (begin, end, depth, parent, deepest)
     )
-    preorder = np.lexsort((depths, begins))
-    number = np.empty_like(preorder)
-    number[preorder] = np.arange(len(preorder))
-    parents = parents[preorder]
-    parents[1:] = number[parents[1:]]
     # The deeper of the nodes shared with its two neighbours; after the last sequence that is the root.
     before = np.concatenate([[0], nodes[:-1]])[:count]
     above = np.where(depths[before] >= depths[nodes], before, nodes)
-    return PrefixTree(begins[preorder], ends[preorder], depths[preorder], parents, number[above])
+    return _in_preorder(begins, ends, depths, parents, above)
+
+
+def _in_preorder(
+    begin: Int64Array, end: Int64Array, depth: Int64Array, parent: Int64Array, leaf_parent: Int64Array
+) -> PrefixTree:
+    """The tree of these columns, whose nodes are in any order but for the root, which is the first."""
+    preorder = np.lexsort((depth, begin))
+    number = np.empty_like(preorder)
+    number[preorder] = np.arange(len(preorder))
+    parent = parent[preorder]
+    parent[1:] = number[parent[1:]]
+    return PrefixTree(begin[preorder], end[preorder], depth[preorder], parent, number[leaf_parent])

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from radixrt.arrays import Int32Array, Int64Array
+from radixrt.hit_rate import CountsHits
 from radixrt.limits import RunLimits
-from radixrt.planning.simulated import ConstantRunner, simulated_engine
+from radixrt.planning.demands import Demands
+from radixrt.planning.simulated import DistinctRunner, simulated_engine
 from radixrt.planning.token_store import TokenStore
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy
@@ -21,7 +23,7 @@ SUBMITTED_AT_ONCE = 2048  # requests, whenever fewer wait than the scheduler loo
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class Rehearsal(CountsHits):
     """What a run would do.
 
     Attributes:
@@ -37,16 +39,11 @@ class Rehearsal:
     passes: int
     most_running: int
 
-    @property
-    def hit_rate(self) -> float:
-        """cached_tokens over prompt_tokens, 0 to 1; 0 if there are no tokens."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
 
 def rehearse(
     store: TokenStore,
     order: Int64Array,
-    new_tokens: Int64Array,
+    demands: Demands,
     limits: RunLimits,
     keep: Int32Array | None = None,
 ) -> Rehearsal:
@@ -54,17 +51,17 @@ def rehearse(
 
     Args:
         order: `[N]` numbers of prompts, none of them empty.
-        new_tokens: `[len(store)]` tokens of each prompt's answer, by its number.
+        demands: of all prompts of the store.
         keep: `[N]` leading tokens of the prompt at each place that prompts after it need; None: nobody knows.
 
     Raises:
         ValueError: a request does not fit in the pool.
     """
-    lengths = store.lengths
-    longest = int((lengths[order] + new_tokens[order]).max(initial=1))
-    engine = simulated_engine(ConstantRunner(), limits, longest, SchedulePolicy.FCFS)
+    asked = demands[order]
+    longest = int((asked.lengths + asked.new_tokens).max(initial=1))
+    engine = simulated_engine(DistinctRunner(), limits, longest, SchedulePolicy.FCFS)
     scheduler, cache = engine.scheduler, engine.scheduler.cache
-    batches = _requests(store, order, new_tokens, keep)
+    batches = _requests(store, order, asked, keep)
     passes = most_running = 0
     while True:
         if len(scheduler.waiting) < scheduler.config.max_ranked:
@@ -78,19 +75,23 @@ def rehearse(
 
 
 def _requests(
-    store: TokenStore, order: Int64Array, new_tokens: Int64Array, keep: Int32Array | None
+    store: TokenStore, order: Int64Array, asked: Demands, keep: Int32Array | None
 ) -> Iterator[list[Request]]:
-    params = SamplingParams()
     for first in range(0, len(order), SUBMITTED_AT_ONCE):
         places = range(first, min(first + SUBMITTED_AT_ONCE, len(order)))
         yield [
             Request(
                 index=place,
                 prompt_ids=store[order[place]],
-                params=params,
-                max_new_tokens=int(new_tokens[order[place]]),
+                params=_params(int(asked.num_answers[place]), int(asked.match_limits[place])),
+                max_new_tokens=int(asked.new_tokens[place]),
                 seed=0,
                 reusable_len=None if keep is None else int(keep[place]),
             )
             for place in places
         ]
+
+
+def _params(num_answers: int, match_limit: int) -> SamplingParams:
+    """Parameters with which the prompt's tokens after the limit are scored; the last one needs none."""
+    return SamplingParams(n=num_answers, prompt_logprobs=0, prompt_logprobs_start=match_limit + 1)

@@ -56,9 +56,7 @@ def run_order(order: PrefixOrder, tree: PrefixTree, lengths: Int64Array, new_tok
     """
     count, nodes = len(order.order), len(tree)
     expected, ends_there = new_tokens[order.order], lengths[order.order] == tree.depth[tree.leaf_parent]
-    longest = np.zeros(nodes, dtype=np.int64)
-    np.maximum.at(longest, tree.leaf_parent, expected)
-    longest = _greatest_below(tree, longest)
+    longest = tree.greatest_below(expected)
 
     # The children of all nodes: first the nodes among them, then the prompts.
     parent = np.concatenate([tree.parent[1:], tree.leaf_parent])
@@ -84,16 +82,6 @@ def run_order(order: PrefixOrder, tree: PrefixTree, lengths: Int64Array, new_tok
     later = prompts_before > 0
     shared[places[later]] = tree.depth[np.concatenate([tree.parent[1:], tree.leaf_parent])[later]]
     return RunOrder(out, shared)
-
-
-def _greatest_below(tree: PrefixTree, own: Int64Array) -> Int64Array:
-    """The greatest number of each node and of all below it, `[K]`."""
-    greatest, parent = own.tolist(), tree.parent.tolist()
-    for node in range(len(greatest) - 1, 0, -1):
-        above = parent[node]
-        if greatest[node] > greatest[above]:
-            greatest[above] = greatest[node]
-    return np.array(greatest, dtype=np.int64)
 
 
 def _places(tree: PrefixTree, prompts_before: Int64Array) -> Int64Array:

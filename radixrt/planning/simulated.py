@@ -16,6 +16,7 @@ import numpy as np
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
+from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
@@ -42,11 +43,27 @@ class ConstantRunner:
 
     def collect(self, handle: object) -> PassResult:
         assert isinstance(handle, Pass)  # what `launch` returned
-        tokens = np.full(int(handle.num_samples.sum()), self.token, dtype=np.int32)
+        tokens = self.draw(int(handle.num_samples.sum()))
         return PassResult(tokens, handle.num_samples, np.ones(handle.num_rows, dtype=bool))
 
     def check_device(self, error: Exception) -> None:
         """There is none."""
+
+    def draw(self, count: int) -> Int32Array:
+        """The sampled tokens `[count]`."""
+        return np.full(count, self.token, dtype=np.int32)
+
+
+@dataclass
+class DistinctRunner(ConstantRunner):
+    """Samples each token once, from `token` on: no two answers are alike, and none is like a prompt."""
+
+    token: int = 2**30
+
+    def draw(self, count: int) -> Int32Array:
+        """The sampled tokens `[count]`."""
+        self.token += count
+        return np.arange(self.token - count, self.token, dtype=np.int32)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Expected cost of a run on a card: operations, bytes, and a range of seconds. Numpy only.
 
-The minimum time is the bound of `radixrt.workloads.bound`, for no more requests at once than the run's limits
-allow: every computed token once through the layers with its causal attention, and every decode step the larger of
-its bytes over bandwidth and its operations over speed, distinct KV read once. No engine is as fast as that; the
-range comes from measured multiples of it: docs/lab-notebook/2026-11-22-five-lists.md.
+Two times are computed. One is the time of this run's passes at peak speed: every computed token once through the
+layers with its causal attention, then every decode step the larger of its bytes over bandwidth and its operations
+over speed, distinct KV read once. The range of seconds comes from measured multiples of it, and of the host's time
+a pass. The other is a bound for all engines and orders: the larger of all operations and all bytes that cannot be
+avoided, since passes may mix prefill and decode, and copies may run beside products.
 """
 
 from __future__ import annotations
@@ -12,47 +13,47 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixrt.arrays import Int32Array, Int64Array
+from radixrt.arrays import Int64Array
 from radixrt.planning.cache_model import ModelledRun
+from radixrt.planning.cards import PASS_SECONDS
+from radixrt.planning.demands import Demands
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 
-# Measured times over the bound, for five lists at two shapes: docs/lab-notebook/2026-11-22-five-lists.md.
+# Measured times over those at peak speed, of five lists, two shapes: docs/lab-notebook/2026-11-22-five-lists.md.
 QUICKEST, SLOWEST = 1.2, 2.7
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a run, and the minimum seconds that it takes.
+    """The work of a run, and the seconds that it takes.
 
     Attributes:
         computed_tokens: prompt tokens that go through the layers.
         generated_tokens: tokens of all answers.
-        decode_steps: passes in which requests decode.
-        prefill_seconds, decode_seconds: minimum times that no engine can beat.
+        passes: of the model.
+        prefill_seconds, decode_seconds: times at peak speed of this run's passes, if none mixes both.
+        min_seconds: time that no engine can beat at peak speed, in any order, if all answers have these tokens.
     """
 
     computed_tokens: int
     generated_tokens: int
-    decode_steps: int
+    passes: int
     prefill_seconds: float
     decode_seconds: float
-
-    @property
-    def min_seconds(self) -> float:
-        """The time that no engine can beat."""
-        return self.prefill_seconds + self.decode_seconds
+    min_seconds: float
 
     @property
     def expected_seconds(self) -> tuple[float, float]:
-        """The range in which this engine should be, by its measured multiples of the bound."""
-        return QUICKEST * self.min_seconds, SLOWEST * self.min_seconds
+        """The range in which this engine should be: multiples of the time at peak speed, and the host's a pass."""
+        at_peak, (least, most) = self.prefill_seconds + self.decode_seconds, PASS_SECONDS
+        return max(QUICKEST * at_peak, least * self.passes), SLOWEST * at_peak + most * self.passes
 
 
 def expected_work(
     run: ModelledRun,
-    lengths: Int64Array,
-    shared: Int32Array,
-    new_tokens: Int64Array,
+    asked: Demands,
+    distinct: Int64Array,
+    private: Int64Array,
     shape: ModelShape,
     speed: DeviceSpeed,
 ) -> Work:
@@ -60,29 +61,51 @@ def expected_work(
 
     Args:
         run: the modelled run.
-        lengths: `[N]` tokens of each prompt.
-        shared: `[N]` leading tokens that it shares with the one before it.
-        new_tokens: `[N]` tokens of its answer.
+        asked: of the N prompts.
+        distinct: `[N]` last tokens of each prompt that no earlier one has computed.
+        private: `[N]` last tokens of each prompt that it shares with no other.
         shape: of the model.
         speed: of the card.
     """
-    own = (lengths - shared).astype(np.float64)
-    attended = float((own * shared + own * (own + 1) / 2).sum())
-    computed = run.prompt_tokens - run.cached_tokens
-    prefill_ops = (
-        2.0 * shape.layer_weights * computed
-        + 2.0 * shape.head_weights * len(lengths)
-        + shape.attention_ops * attended
-    )
+    computed = asked.lengths - run.found
     line = run.timeline
     weights = shape.layer_weights + shape.head_weights
     step_bytes = weights * shape.bytes_per_value + line.distinct_tokens * shape.kv_bytes
     step_ops = 2 * weights * line.running + shape.attention_ops * line.context_tokens
-    seconds = line.passes * np.maximum(step_bytes / speed.bandwidth, step_ops / speed.flops)
+    steps = line.passes * np.maximum(step_bytes / speed.bandwidth, step_ops / speed.flops)
     return Work(
-        computed_tokens=computed,
-        generated_tokens=int(new_tokens.sum()),
-        decode_steps=int(line.passes.sum()),
-        prefill_seconds=prefill_ops / speed.flops,
-        decode_seconds=float(seconds.sum()),
+        computed_tokens=int(computed.sum()),
+        generated_tokens=int((asked.new_tokens * asked.num_answers).sum()),
+        passes=int(line.passes.sum()),
+        prefill_seconds=_prefill_ops(asked, computed, shape) / speed.flops,
+        decode_seconds=float(steps.sum()),
+        min_seconds=_min_seconds(asked, distinct, private, shape, speed),
     )
+
+
+def _prefill_ops(asked: Demands, computed: Int64Array, shape: ModelShape) -> float:
+    """Operations for the last `computed` `[N]` tokens of each prompt, and for the logits after it."""
+    own, context = computed.astype(np.float64), (asked.lengths - computed).astype(np.float64)
+    attended = own * context + own * (own + 1) / 2
+    layers, head = 2.0 * shape.layer_weights, 2.0 * shape.head_weights
+    return float(layers * own.sum() + head * len(own) + shape.attention_ops * attended.sum())
+
+
+def _min_seconds(
+    asked: Demands, distinct: Int64Array, private: Int64Array, shape: ModelShape, speed: DeviceSpeed
+) -> float:
+    """The larger time of all operations and of all bytes, whatever the passes.
+
+    Bytes are the weights in as many passes as the longest answer has tokens, and at each token of an answer the KV
+    of its earlier ones, with that of the prompt as far as no other answer shares it.
+    """
+    count, steps = asked.num_answers.astype(np.float64), asked.grown.astype(np.float64)
+    weights = shape.layer_weights + shape.head_weights
+    own = count * steps * (steps + 1) / 2  # tokens of answers attended to
+    attended = (own + count * steps * asked.lengths).sum()
+    decode_ops = 2.0 * weights * (count * steps).sum() + shape.attention_ops * attended
+    read = (own + np.where(count == 1, private, 0) * steps).sum()
+    passes = int(asked.new_tokens.max(initial=0))
+    bytes_read = float(weights * shape.bytes_per_value) * passes + shape.kv_bytes * read
+    ops = _prefill_ops(asked, distinct, shape) + decode_ops
+    return float(max(ops / speed.flops, bytes_read / speed.bandwidth))

@@ -27,10 +27,12 @@ class RunFigures(CountsHits):
         prompt_tokens: tokens of the prompts.
         cached_tokens: prompt tokens found in the cache.
         completion_tokens: generated tokens.
-        best_hit_rate: the highest hit rate possible on the prompts of this run, from an empty cache; None if there
-            were none.
-        predicted_hit_rate: the hit rate that the plan expected; None if the plan was not followed, the cache was
-            not empty at first, or it had a second tier.
+        recomputed_tokens: tokens computed once more, after a retraction or for one of several answers; no hit rate
+            counts them.
+        best_hit_rate: the highest hit rate possible on the prompts of this run, with what the cache had at first;
+            None if there were none.
+        predicted_hit_rate: the hit rate that the plan expected; None if the plan was not followed, the cache had a
+            second tier, or so much at first that some of it could be evicted.
         seconds: from the first submission to the last output, without loading weights and reading the input.
         prefill_seconds: of these, the device's in passes that compute prompt tokens.
         decode_seconds: of these, the device's in passes that only decode.
@@ -44,6 +46,7 @@ class RunFigures(CountsHits):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    recomputed_tokens: int = 0
     best_hit_rate: float | None = None
     predicted_hit_rate: float | None = None
     seconds: float = 0.0
@@ -195,6 +198,7 @@ def file_figures(report: BatchReport) -> dict[str, str]:
         "prompt tokens": f"{report.prompt_tokens:,}",
         "cached tokens": f"{report.cached_tokens:,}",
         "hit rate": f"{report.hit_rate:.2%}" + ("" if report.kept else _bounds(report.run)),
+        **({} if report.kept else _recomputed(report.run)),
         "generated tokens": f"{report.completion_tokens:,}",
     }
 
@@ -206,6 +210,7 @@ def run_figures(run: RunFigures) -> dict[str, str]:
         "prompt tokens": f"{run.prompt_tokens:,}",
         "cached tokens": f"{run.cached_tokens:,}",
         "hit rate": f"{run.hit_rate:.2%}{_bounds(run)}",
+        **_recomputed(run),
         "generated tokens": f"{run.completion_tokens:,}",
     }
 
@@ -247,6 +252,7 @@ def print_report(report: BatchReport, console: Console, **more: str) -> None:
             f"{own['answered']}, {own['prompt tokens']} prompt tokens, {own['generated tokens']} generated tokens"
         )
         rows["its hit rate"] = own["hit rate"]
+        rows |= _recomputed(report.run)
     rows |= time_figures(report) | {name.replace("_", " "): text for name, text in more.items()}
     for name, text in rows.items():
         console.print(Text.assemble((f"{name:<18}", "dim"), text), soft_wrap=True)
@@ -263,6 +269,15 @@ def bounds(run: RunFigures) -> str:
 def _bounds(run: RunFigures) -> str:
     text = bounds(run)
     return f" ({text})" if text else ""
+
+
+def _recomputed(run: RunFigures) -> dict[str, str]:
+    """What retractions cost, beside the hit rate; nothing if there were none."""
+    if not run.recomputed_tokens:
+        return {}
+    share = _ratio(run.recomputed_tokens, run.prompt_tokens)
+    told = f"{run.recomputed_tokens:,} tokens ({share:.2%} of the prompts'), for lack of memory"
+    return {"computed again": told}
 
 
 def _ratio(part: float, whole: float) -> float:

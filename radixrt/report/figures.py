@@ -7,26 +7,37 @@ from __future__ import annotations
 from radixrt.planning.batch_plan import BatchPlan, Expectation, Prediction
 from radixrt.planning.hints import Hint
 from radixrt.report.outline import counted
+from radixrt.workloads.statistics import TokenStatistics
 
 HINTS_TOLD = 5
+WORTHWHILE = 0.005  # a difference of hit rates that is told
 
 
-def plan_figures(plan: BatchPlan, expectation: Expectation | None, kv_bytes: int | None) -> dict[str, str]:
+def plan_figures(
+    plan: BatchPlan,
+    expectation: Expectation | None,
+    kv_bytes: int | None,
+    card: str = "",
+    mean_is_given: bool = False,
+) -> dict[str, str]:
     """Names and values of a plan's figures, in reading order.
 
     Args:
         expectation: of a run; None omits its figures.
         kv_bytes: of one token's keys and values; None omits bytes.
+        card: what the time is for.
+        mean_is_given: whether answers are expected to have a mean of tokens, rather than their maximum.
     """
     counts = plan.statistics
 
     def memory(tokens: int) -> str:
-        return f"{tokens:,} tokens" + ("" if kv_bytes is None else f" ({_bytes(tokens * kv_bytes)})")
+        return counted(tokens, "token") + ("" if kv_bytes is None else f" ({_bytes(tokens * kv_bytes)})")
 
+    assumed = "" if mean_is_given else ", if each has its maximum"
     figures = {
-        "prompts": f"{len(plan):,}",
+        "prompts": f"{len(plan):,}" + ("" if plan.answers == len(plan) else f", {plan.answers:,} answers"),
         "prompt tokens": f"{counts.prompt_tokens:,} ({counts.distinct_tokens:,} distinct)",
-        "expected answers": f"{int(plan.new_tokens[plan.run.order].sum()):,} tokens",
+        "expected answers": f"{counted(plan.expected_tokens, 'token')}{assumed}",
         "best possible hit rate": f"{counts.best_hit_rate:.2%}",
     }
     if expectation is not None:
@@ -36,28 +47,63 @@ def plan_figures(plan: BatchPlan, expectation: Expectation | None, kv_bytes: int
             "hit rate, planned order": _prediction(expectation.planned),
             "hit rate, file order": _prediction(expectation.file_order),
         }
-    figures["memory, one at a time"] = memory(plan.longest_request)
+    figures["smallest pool that keeps all hits" if plan.is_plain else "smallest pool, one at a time"] = memory(
+        plan.longest_request
+    )
     if expectation is not None:
-        running = min(expectation.limits.max_running_requests, len(plan))
+        running = min(expectation.limits.max_running_requests, plan.answers)
         figures[f"memory, {running:,} at once"] = memory(plan.pool_for(running))
         work = expectation.work
         if work is not None:
             low, high = work.expected_seconds
+            prefill, decode = counted(work.computed_tokens, "token"), counted(work.generated_tokens, "token")
             figures |= {
-                "prefill": f"{work.computed_tokens:,} tokens, at least {seconds(work.prefill_seconds)}",
-                "decode": f"{work.generated_tokens:,} tokens in about {work.decode_steps:,} passes, "
-                f"at least {seconds(work.decode_seconds)}",
-                "time": f"{seconds(low)} to {seconds(high)} (no engine below {seconds(work.min_seconds)})",
+                "prefill": f"{prefill}, {seconds(work.prefill_seconds)} at peak speed",
+                "decode": f"{decode}, {seconds(work.decode_seconds)} at peak speed",
+                "passes": f"about {work.passes:,}",
+                "time": f"{seconds(low)} to {seconds(high)}",
             }
+            if work.min_seconds >= 0.001:
+                assumed = assumed.replace("each", "each answer")
+                figures["time"] += f" (no engine below {seconds(work.min_seconds)}{assumed})"
+            if card:
+                figures["card"] = card
     return figures
 
 
-def hint_texts(hints: tuple[Hint, ...]) -> list[str]:
-    """A sentence for each hint, the worst first, then the number of further ones."""
+def plan_advice(plan: BatchPlan, expectation: Expectation) -> str:
+    """What the hit rates of a plan mean, and what to do, in one or two sentences."""
+    best, found = plan.statistics.best_hit_rate, expectation.planned.hit_rate
+    file_order = expectation.file_order.hit_rate
+    if best < WORTHWHILE:
+        return "The prompts share next to nothing from their beginning on: no order of them brings hits."
+    most = f"With memory for all, at most {best:.1%} of the prompt tokens can come from the cache"
+    if found < plan.predict_without_eviction().hit_rate - WORTHWHILE:
+        return f"{most}. This run finds {found:.1%}: a larger pool (--max-total-tokens) may bring the rest."
+    if file_order < found - WORTHWHILE:
+        return (
+            f"{most}. In this pool the planned order, which `radixrt batch` uses, finds {found:.1%}, the order of "
+            f"the file {file_order:.1%}: nothing is left to do."
+        )
+    if found < best - WORTHWHILE:
+        return f"{most}. This run finds {found:.1%}: prompts whose tokens are scored compute them once more."
+    return f"{most}, and do in both orders: in so large a pool the order does not matter."
+
+
+def hint_texts(hints: tuple[Hint, ...], counts: TokenStatistics) -> list[str]:
+    """A sentence for each hint, the worst first, then the number of further ones. `counts` are the plan's."""
     texts = []
     for hint in hints[:HINTS_TOLD]:
         low, high = int(hint.differing.min()), int(hint.differing.max())
         count = counted(high, "token") if low == high else f"{low} to {high} tokens"
+        if hint.tail:
+            best = (counts.best_cached_tokens + hint.tokens) / counts.prompt_tokens
+            texts.append(
+                f"{len(hint.prompts):,} prompts end with the same {counted(hint.tail, 'token')}, after {count} "
+                f"that differ: if what they have in common came first, the best possible hit rate would be "
+                f"{best:.1%} instead of {counts.best_hit_rate:.1%}"
+            )
+            continue
         where = f"after their first {counted(hint.position, 'token')}" if hint.position else "at their beginning"
         texts.append(
             f"{len(hint.prompts):,} prompts differ in {count} {where} and agree after that: about "
@@ -73,8 +119,10 @@ def hint_texts(hints: tuple[Hint, ...]) -> list[str]:
 
 def seconds(value: float) -> str:
     """A duration, rounded to a readable unit."""
+    if value < 0.001:
+        return "under 1 ms" if value else "0 s"
     if value < 10:
-        return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.1f} s"
+        return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"
     if value < 120:
         return f"{value:.0f} s"
     return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"

@@ -13,6 +13,7 @@ from radixrt.arrays import Int32Array
 from radixrt.planning.batch_plan import BatchPlan
 from radixrt.text.tokenizer import Tokenizer
 
+FEW_TOKENS, MIN_SHARE = 4, 0.01  # so short a prefix, with so small a share of the largest's savings, is not shown
 Show = Callable[[Int32Array], str]  # token ids `[n]` -> text
 
 
@@ -38,11 +39,15 @@ class Prefix:
 
 
 def outline(plan: BatchPlan, max_prefixes: int) -> Prefix:
-    """The `max_prefixes` shared prefixes that save the most tokens, below the empty one of all prompts."""
+    """The `max_prefixes` shared prefixes that save the most tokens, below the empty one of all prompts.
+
+    Those of a few tokens that save less than MIN_SHARE of what the largest one saves are only counted.
+    """
     tree = plan.tree
     saved, prompts, ways = tree.saved_tokens, tree.num_sequences, tree.fan_out
+    is_shown = (saved > 0) & ((tree.num_tokens > FEW_TOKENS) | (saved >= MIN_SHARE * saved.max()))
     largest = np.argsort(-saved, kind="stable")[:max_prefixes]
-    chosen = {int(node) for node in largest if saved[node] > 0} | {0}
+    chosen = {int(node) for node in largest if is_shown[node]} | {0}
     listed: dict[int, Prefix] = {}
     above: list[int] = []  # the nearest chosen node at or above each
     for node, parent in enumerate(tree.parent.tolist()):

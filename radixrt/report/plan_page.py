@@ -7,7 +7,7 @@ from __future__ import annotations
 from html import escape
 
 from radixrt.planning.batch_plan import BatchPlan, Expectation
-from radixrt.report.figures import hint_texts, plan_figures
+from radixrt.report.figures import hint_texts, plan_advice, plan_figures
 from radixrt.report.html import figure_table, html_page, prefix_branches
 from radixrt.report.outline import Show, as_ids, outline
 
@@ -18,6 +18,8 @@ def plan_page(
     title: str,
     expectation: Expectation | None = None,
     kv_bytes: int | None = None,
+    card: str = "",
+    mean_is_given: bool = False,
     show: Show = as_ids,
     max_prefixes: int = 1000,
 ) -> str:
@@ -25,11 +27,12 @@ def plan_page(
 
     Args:
         title: of the page, such as the input's name.
-        expectation, kv_bytes: see `plan_figures`.
+        expectation, kv_bytes, card, mean_is_given: see `plan_figures`.
         show: token ids to text.
         max_prefixes: limit on shown prefixes.
     """
-    figures = figure_table(plan_figures(plan, expectation, kv_bytes))
-    hints = "".join(f'<p class="hint">{escape(text)}</p>\n' for text in hint_texts(plan.hints))
+    figures = figure_table(plan_figures(plan, expectation, kv_bytes, card, mean_is_given))
+    advice = "" if expectation is None else f"<p>{escape(plan_advice(plan, expectation))}</p>\n"
+    hints = "".join(f'<p class="hint">{escape(text)}</p>\n' for text in hint_texts(plan.hints, plan.statistics))
     branches = prefix_branches(outline(plan, max_prefixes), show, int(plan.tree.saved_tokens.sum()))
-    return html_page(f"Plan of {title}", f"{figures}{hints}<h2>Shared prefixes</h2>\n{branches}")
+    return html_page(f"Plan of {title}", f"{advice}{figures}{hints}<h2>Shared prefixes</h2>\n{branches}")

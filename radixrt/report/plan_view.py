@@ -8,7 +8,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from radixrt.planning.batch_plan import BatchPlan, Expectation
-from radixrt.report.figures import hint_texts, plan_figures
+from radixrt.report.figures import hint_texts, plan_advice, plan_figures
 from radixrt.report.outline import Prefix, Show, as_ids, counted, outline, shortened
 
 
@@ -18,25 +18,30 @@ def print_plan(
     *,
     expectation: Expectation | None = None,
     kv_bytes: int | None = None,
+    card: str = "",
+    mean_is_given: bool = False,
     show: Show = as_ids,
     max_prefixes: int = 20,
 ) -> None:
     """Print figures, the largest shared prefixes as a tree, and hints.
 
     Args:
-        expectation, kv_bytes: see `plan_figures`.
+        expectation, kv_bytes, card, mean_is_given: see `plan_figures`.
         show: token ids to text.
         max_prefixes: limit on shown prefixes.
     """
-    figures = plan_figures(plan, expectation, kv_bytes)
+    figures = plan_figures(plan, expectation, kv_bytes, card, mean_is_given)
     width = max(map(len, figures)) + 2
     for name, text in figures.items():
         console.print(Text.assemble((f"{name:<{width}}", "dim"), text), soft_wrap=True)
+    if expectation is not None:
+        console.print()
+        console.print(plan_advice(plan, expectation), markup=False, soft_wrap=True)
     top = outline(plan, max_prefixes)
     if top.children:
         console.print()
         console.print(view_outline(top, show))
-    for text in hint_texts(plan.hints):
+    for text in hint_texts(plan.hints, plan.statistics):
         console.print()
         console.print(Text.assemble(("hint: ", "bold yellow"), text), soft_wrap=True)
 

@@ -104,11 +104,12 @@ class Answer:
     @property
     def next_scored(self) -> int | None:
         """The next prompt token whose log-probability is wanted; None if none is (any more)."""
-        params = self.request.params
-        if params.prompt_logprobs is None or self.parent is not None:
+        prompt_len = self.request.prompt_len
+        first = self.request.params.first_scored(prompt_len)
+        if first is None or self.parent is not None:
             return None
-        scored = max(1, params.prompt_logprobs_start) + len(self.log.prompt_logprobs)
-        return scored if scored < self.request.prompt_len else None
+        scored = first + len(self.log.prompt_logprobs)
+        return scored if scored < prompt_len else None
 
     @property
     def match_limit(self) -> int:

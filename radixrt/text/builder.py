@@ -118,9 +118,9 @@ def unfinished_stop(stops: tuple[str, ...], text: str) -> int:
 class TextBuilder:
     """Makes the text of one request from its generated tokens.
 
-    `push` each token, but one that ends the request by its id: that is left out, or, with `include_stop_str`, goes to
-    `end_with`. Call `finish` when the request has ended. All deltas, one after `finish` included, join to the text
-    that `finish` returns. No delta shows part of a stop string that is later cut off.
+    `push` each token, but one that ends the request by its id: that is left out, or goes to `end_with` where there
+    is `include_stop_str`. Call `finish` when the request has ended. All deltas, one after `finish` included, join
+    to the text that `finish` returns. No delta shows part of a stop string that is later cut off.
 
     The text ends before the first stop string to be complete, or after it with `include_stop_str`; one that is
     complete before there are `min_new_tokens` tokens is ordinary text.

@@ -1,44 +1,185 @@
-"""Chat messages and their checks."""
+"""Chats as prompts, and their checks."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 from radixrt.errors import TokenizerError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
-_KEYS = ("role", "content")
+# Keys of a message besides role and content.
+MORE_OF_ROLE: Mapping[str, tuple[str, ...]] = {
+    "assistant": ("tool_calls", "reasoning_content"),
+    "tool": ("tool_call_id", "name"),
+}
+_GIVEN = ("messages", "tools", "chat_template_kwargs", "continue_final_message")
+_RESERVED = ("messages", "tools", "add_generation_prompt")  # what a template gets anyway
 
 
-def is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
-    """Whether a prompt is a list that begins with a mapping. Its messages are not checked."""
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+@dataclass(frozen=True)
+class Chat:
+    """A conversation as a prompt; `of` makes and checks it.
+
+    Attributes:
+        messages: at least one.
+        tools: descriptions of functions, as the template wants: mostly {"type": "function", "function": {...}}.
+        template_kwargs: further variables of the template.
+        is_continued: the last message is the beginning of the answer, which goes on where it ends.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    is_continued: bool = False
+
+    @classmethod
+    def of(cls, given: Chat | Mapping[str, Any] | Sequence[Message]) -> Chat:
+        """Copy messages, or a dict with `messages` and, if need be, `tools`, `chat_template_kwargs` and
+        `continue_final_message`; None is the same as none. Raises TokenizerError, which names what is bad.
+        """
+        if isinstance(given, Chat):
+            return given
+        if not isinstance(given, Mapping) or "messages" not in given:
+            return cls(checked_messages(given))  # type: ignore[arg-type]  # it says what is wrong
+        if unknown := [key for key in given if key not in _GIVEN]:
+            raise TokenizerError(f"a chat has {', '.join(map(repr, unknown))}; it may have {', '.join(_GIVEN)}")
+        messages = checked_messages(given["messages"])
+        continued = given.get("continue_final_message")
+        if not isinstance(continued, (bool, type(None))):
+            raise TokenizerError(f"continue_final_message is {continued!r}; it must be True or False")
+        if continued and (messages[-1]["role"] != "assistant" or not messages[-1].get("content")):
+            raise TokenizerError("continue_final_message needs a last message of the assistant that has a content")
+        return cls(
+            messages,
+            checked_tools(given.get("tools")),
+            checked_kwargs(given.get("chat_template_kwargs")),
+            bool(continued),
+        )
 
 
-def checked_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Copy messages, dicts of a role and a content, both strings. Raises TokenizerError, which names a bad one."""
+def is_chat(prompt: object) -> TypeGuard[Chat | Mapping[str, Any] | Sequence[Message]]:
+    """Whether a prompt is a Chat, a dict with messages, or a list that begins with a message, good or bad."""
+    if isinstance(prompt, Sequence):
+        return len(prompt) > 0 and isinstance(prompt[0], Mapping) and not is_chat(prompt[0])
+    return isinstance(prompt, Chat) or (isinstance(prompt, Mapping) and "messages" in prompt)
+
+
+def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Copy messages. Raises TokenizerError, which names a bad one.
+
+    Each is a dict of a role and a content: a string, or a list of {"type": "text", "text"}, which are joined. The
+    assistant's may have `tool_calls`, whose arguments become objects where they are JSON as a string, then without
+    a content if there is none, and `reasoning_content`; a tool's may have `tool_call_id` and `name`.
+    """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise TokenizerError(f"a chat is a list of messages, not {type(messages).__name__}")
     if not messages:
         raise TokenizerError("the chat is empty; give at least one message")
-    for place, message in enumerate(messages):
-        which = f"chat message {place}"
-        if not isinstance(message, Mapping):
-            raise TokenizerError(f"{which} is {type(message).__name__}; it must be a dict of role and content")
-        if missing := [key for key in _KEYS if key not in message]:
-            raise TokenizerError(f"{which} has no {' and no '.join(map(repr, missing))}")
-        if unknown := [key for key in message if key not in _KEYS]:
-            raise TokenizerError(f"{which} has {', '.join(map(repr, unknown))}; it may have 'role' and 'content'")
-        for key in _KEYS:
-            value: object = message[key]
-            if not isinstance(value, str):
-                raise TokenizerError(f"{which} has a {key} of type {type(value).__name__}; it must be a string")
-            check_unicode(which, value, f" of its {key}")
-        if not message["role"]:
-            raise TokenizerError(f"{which} has an empty role")
-    return [{key: message[key] for key in _KEYS} for message in messages]
+    return [_checked_message(f"chat message {place}", message) for place, message in enumerate(messages)]
+
+
+def _checked_message(which: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise TokenizerError(f"{which} is {type(message).__name__}; it must be a dict of role and content")
+    calls = message.get("tool_calls")
+    wanted = ("role",) if calls else ("role", "content")
+    if missing := [key for key in wanted if key not in message]:
+        raise TokenizerError(f"{which} has no {' and no '.join(map(repr, missing))}")
+    role = _checked_text(f"{which} has a role", which, message["role"], " of its role")
+    if not role:
+        raise TokenizerError(f"{which} has an empty role")
+    known = ("role", "content", *MORE_OF_ROLE.get(role, ()))
+    if unknown := [key for key in message if key not in known]:
+        may = f"{', '.join(map(repr, known[:-1]))} and {known[-1]!r}"
+        raise TokenizerError(
+            f"{which} has {', '.join(map(repr, unknown))}; with the role {role!r} it may have {may}"
+        )
+    checked: dict[str, Any] = {"role": role}
+    for key in known[1:]:
+        value = message.get(key)
+        if value is None and (key != "content" or calls):
+            if key in message and key == "content":
+                checked[key] = None  # templates tell it from an empty one
+            continue
+        if key == "tool_calls":
+            value = _checked_calls(which, value)
+        else:
+            if key == "content" and isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+                value = "".join(_part(which, place, part) for place, part in enumerate(value))
+            _checked_text(f"{which} has a {key}", which, value, f" of its {key}")
+        checked[key] = value
+    return checked
+
+
+def _checked_text(has: str, which: str, value: object, part: str) -> str:
+    if not isinstance(value, str):
+        raise TokenizerError(f"{has} of type {type(value).__name__}; it must be a string")
+    check_unicode(which, value, part)
+    return value
+
+
+def _part(which: str, place: int, part: object) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise TokenizerError(
+            f'{which} has a content whose part {place} is no {{"type": "text", "text": "..."}}; only text is taken'
+        )
+    return str(part["text"])
+
+
+def _checked_calls(which: str, calls: object) -> list[dict[str, Any]]:
+    if isinstance(calls, (str, bytes)) or not isinstance(calls, Sequence):
+        raise TokenizerError(f"{which} has tool_calls of type {type(calls).__name__}; they must be a list")
+    checked = []
+    for place, call in enumerate(_as_json(f"{which} has tool_calls", calls)):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise TokenizerError(f"{which} has a tool call {place} without a function that has a name")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):  # as OpenAI has them; templates want the object
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise TokenizerError(f"{which} has a tool call {place} whose arguments are no JSON object")
+        checked.append({**call, "function": {**function, "arguments": arguments}})
+    return checked
+
+
+def checked_tools(tools: object) -> list[dict[str, Any]]:
+    """Copy descriptions of tools, [] for None. Raises TokenizerError."""
+    if tools is None:
+        return []
+    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
+        raise TokenizerError(f"tools are of type {type(tools).__name__}; they must be a list")
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise TokenizerError("tools hold what is no object; each must be a dict that describes a function")
+    checked: list[dict[str, Any]] = _as_json("tools", tools)
+    return checked
+
+
+def checked_kwargs(given: object) -> dict[str, Any]:
+    """Copy variables for a chat template, {} for None. Raises TokenizerError."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise TokenizerError(f"chat_template_kwargs are {given!r}; they must map names to values")
+    if reserved := [name for name in _RESERVED if name in given]:
+        raise TokenizerError(f"chat_template_kwargs have {reserved[0]!r}, which the template gets anyway")
+    checked: dict[str, Any] = _as_json("chat_template_kwargs", given)
+    return checked
+
+
+def _as_json(which: str, value: Any) -> Any:
+    """A copy, as templates in another process get it."""
+    try:
+        return json.loads(json.dumps(dict(value) if isinstance(value, Mapping) else list(value)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"{which} that cannot be written as JSON: {error}") from None
 
 
 def check_unicode(which: str, text: str, part: str = "") -> None:

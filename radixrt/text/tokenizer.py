@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from radixrt.arrays import Int32Array
 from radixrt.errors import TokenizerError
-from radixrt.text.chat import Message, check_unicode, checked_messages
+from radixrt.files.model_files import unusable_file
+from radixrt.text.chat import Chat, Message, check_unicode, checked_kwargs
+from radixrt.text.chat_template import ChatTemplate
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
@@ -34,7 +36,8 @@ class Tokenizer:
     _encode: Callable[[list[str], bool], list[list[int]]]
     _decode: Callable[[list[int], bool], str]
     _piece: Callable[[int], str | None]
-    _template: Callable[..., str] | None = None  # `apply_chat_template` of transformers
+    _template: ChatTemplate | None = None
+    _template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of chats that do not give them
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
         """Encode `text` to int32 `[num_tokens]`, with BOS if the checkpoint's tokenizer adds special tokens.
@@ -57,37 +60,50 @@ class Tokenizer:
         """Whether `encode_chat` and `chat_text` can be called."""
         return self._template is not None
 
-    def encode_chat(self, messages: Sequence[Message]) -> Int32Array:
+    def with_template_kwargs(self, template_kwargs: Mapping[str, Any] | None) -> Tokenizer:
+        """This tokenizer, with variables that the chat template gets from now on; those of a chat go before them.
+
+        Raises TokenizerError if they are no JSON, or the template does not use one.
+        """
+        if not (checked := checked_kwargs(template_kwargs)):
+            return self
+        self._known_template().check_uses(checked, "chat_template_kwargs have")
+        return replace(self, _template_kwargs=checked)
+
+    def encode_chat(self, chat: Chat | Mapping[str, Any] | Sequence[Message]) -> Int32Array:
         """Encode `chat_text` to int32 `[num_tokens]`, with the same errors.
 
         The template alone decides about BOS, as in transformers' `apply_chat_template`. Special tokens written out
         in a content become those tokens.
         """
-        return self.encode(self.chat_text(messages), add_special_tokens=False)
+        return self.encode(self.chat_text(chat), add_special_tokens=False)
 
-    def chat_text(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Render a conversation with the checkpoint's chat template, in a sandbox.
+    def chat_text(
+        self, chat: Chat | Mapping[str, Any] | Sequence[Message], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Render a conversation, as `Chat.of` takes it, with the checkpoint's chat template, in a sandbox.
 
-        `add_generation_prompt` ends it with the beginning of the assistant's answer. Raises TokenizerError if a
-        message is bad, or the template is missing, refuses the messages, fails, or tries to leave its sandbox.
+        `add_generation_prompt` ends it with the beginning of the assistant's answer, unless the last message is
+        continued. Raises TokenizerError if a message is bad, or the template is missing, refuses the messages,
+        fails, has no use for something in the chat, tries to leave its sandbox, or passes a limit.
         """
+        template, checked = self._known_template(), Chat.of(chat)
+        (text,) = template.render([checked], self._template_kwargs, add_generation_prompt=add_generation_prompt)
+        if isinstance(text, TokenizerError):
+            raise text
+        return text
+
+    def chat_texts(self, chats: Sequence[Chat]) -> list[str | TokenizerError]:
+        """`chat_text` of many chats at once, which is faster; an error takes the place of its text."""
+        return self._known_template().render(chats, self._template_kwargs, add_generation_prompt=True)
+
+    def _known_template(self) -> ChatTemplate:
         if self._template is None:
             raise TokenizerError(
                 "this checkpoint's tokenizer has no chat template: give the prompt as text, or add a "
                 "chat_template.jinja to the model's folder"
             )
-        from jinja2.exceptions import SecurityError, TemplateError
-
-        checked = checked_messages(messages)
-        try:
-            return self._template(checked, tokenize=False, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # a template is a program: it may raise anything
-            what = "fails on these messages"
-            if isinstance(error, SecurityError):
-                what = "of this checkpoint tries to do what its sandbox forbids"
-            elif type(error) is TemplateError:  # of transformers, where a template calls raise_exception
-                what = "refuses these messages"
-            raise TokenizerError(f"the chat template {what}: {_cause(error)}") from error
+        return self._template
 
     def piece(self, token_id: int) -> str:
         """A token as the vocabulary spells it, such as `▁the`, `Ġthe` or `<0xE3>`; "" for an unknown id."""
@@ -138,6 +154,8 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     folder = Path(source)
     if not folder.is_dir() and (isinstance(source, Path) or not _HUB_ID.fullmatch(source)):
         raise TokenizerError(f"cannot load a tokenizer from {source}: there is no such folder")
+    if (problem := unusable_file(folder)) is not None:
+        raise TokenizerError(f"cannot load a tokenizer from {source}: {problem}")
     bare, others = folder / "tokenizer.model", ("tokenizer.json", "tokenizer_config.json")
     try:
         if bare.exists() and not any((folder / name).exists() for name in others):
@@ -156,9 +174,14 @@ def _load_transformers(source: str, local: bool) -> Tokenizer:
 
     own: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
     vocabulary: dict[str, int] = own.get_vocab()
-    has_template = False
+    template = None
     with suppress(ValueError):  # there is none, or there are several and no default
-        has_template = bool(own.get_chat_template())
+        # A checkpoint may have one of its own for tools.
+        plain, with_tools = own.get_chat_template(), own.get_chat_template(tools=[{}])
+        special = {
+            name: str(token) for name, token in own.special_tokens_map.items() if not isinstance(token, list)
+        }
+        template = ChatTemplate(plain, with_tools, special) if plain else None
     return Tokenizer(
         vocab_size=max(vocabulary.values()) + 1,  # added tokens may leave gaps: not len()
         bos_token_id=own.bos_token_id,
@@ -170,7 +193,7 @@ def _load_transformers(source: str, local: bool) -> Tokenizer:
         )["input_ids"],
         _decode=lambda ids, skip: own.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False),
         _piece=own.convert_ids_to_tokens,
-        _template=own.apply_chat_template if has_template else None,  # in Jinja's ImmutableSandboxedEnvironment
+        _template=template,
     )
 
 

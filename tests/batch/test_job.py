@@ -294,9 +294,9 @@ def test_a_run_that_goes_on_and_is_stopped_plans_once(
     done: list[int] = []
     plan_batch, progress_bar = radixrt.batch.run.plan_batch, radixrt.batch.run.progress_bar
 
-    def watched_plan(store: TokenStore, new_tokens: Any, prompts: Any) -> Any:
+    def watched_plan(store: TokenStore, demands: Any, prompts: Any, held: Any = None) -> Any:
         planned.append(len(prompts))
-        return plan_batch(store, new_tokens, prompts)
+        return plan_batch(store, demands, prompts, held)
 
     def watched_bar(*arguments: Any, **options: Any) -> Any:
         bar = progress_bar(*arguments, **options)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import radixrt
 from radixrt.batch.job import Batch, run_batch
@@ -16,9 +18,10 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ParameterError
 from radixrt.frontend.request_builder import builder_without_weights
 from radixrt.limits import RunLimits
-from radixrt.planning.batch_plan import BatchPlan, plan_batch
-from radixrt.planning.token_store import TokenStore
+from radixrt.planning.batch_plan import BatchPlan
+from radixrt.report.batch_report import print_report
 from radixrt.schedule.request import Request
+from tests.support import plans
 from tests.support.fake_runtime import FakeRuntime
 
 Prompts = list[tuple[list[int], int]]  # with the tokens of each answer
@@ -58,9 +61,7 @@ def write(path: Path, prompts: Prompts) -> None:
 
 
 def planned(prompts: Prompts) -> BatchPlan:
-    return plan_batch(
-        TokenStore.of([prompt for prompt, _ in prompts]), np.array([new for _, new in prompts], dtype=np.int64)
-    )
+    return plans.planned([prompt for prompt, _ in prompts], np.array([new for _, new in prompts], dtype=np.int64))
 
 
 class Watched(FakeRuntime):
@@ -182,14 +183,44 @@ def test_requests_in_order_are_not_sorted(in_order: bool) -> None:
     assert (ended == list(range(len(prompts)))) == in_order
 
 
-def test_a_warm_cache_is_not_predicted(files: tuple[Path, Path]) -> None:
-    """Nor one with a second tier: the plan knows of an empty one alone."""
+def test_a_warm_cache_is_part_of_the_plan(files: tuple[Path, Path]) -> None:
+    """The best possible and the predicted rate count what it has; a full one or a second tier is not predicted."""
     write(files[0], a_tree(1)[:4])
     with radixrt.Runtime(device="cpu", max_total_tokens=2000) as runtime:
-        assert runtime.run_batch(*files, keep_cache=True).predicted_hit_rate is not None
-        assert runtime.run_batch(*files, overwrite=True).predicted_hit_rate is None
+        cold = runtime.run_batch(*files, keep_cache=True)
+        warm = runtime.run_batch(*files, overwrite=True)
+    assert cold.best_hit_rate < warm.best_hit_rate == warm.predicted_hit_rate == warm.hit_rate
+    with radixrt.Runtime(device="cpu", max_total_tokens=60) as runtime:
+        runtime.run_batch(*files, overwrite=True, keep_cache=True)
+        report = runtime.run_batch(*files, overwrite=True)
+    assert report.predicted_hit_rate is None
+    assert report.hit_rate <= report.best_hit_rate
     with radixrt.Runtime(device="cpu", max_total_tokens=2000, host_memory_gb=0.01) as runtime:
         assert runtime.run_batch(*files, overwrite=True).predicted_hit_rate is None
+
+
+@pytest.mark.parametrize("order", ["planned", "file"])
+def test_scored_prompts_are_part_of_the_plan(files: tuple[Path, Path], order: Any) -> None:
+    line = {"token_ids": list(range(5, 25)), "max_new_tokens": 2, "ignore_eos": True, "temperature": 0}
+    lines = [{**line, "prompt_logprobs": 0} if i % 2 else line for i in range(10)]
+    files[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with radixrt.Runtime(device="cpu", max_total_tokens=2000) as runtime:
+        report = runtime.run_batch(*files, order=order)
+    assert report.best_hit_rate == 5 * 19 / 200
+    assert report.hit_rate <= report.best_hit_rate
+    assert report.predicted_hit_rate == (report.hit_rate if order == "planned" else None)
+
+
+def test_many_answers_are_predicted(files: tuple[Path, Path]) -> None:
+    """One answer after the other fits, all of them together do not."""
+    lines = [
+        {"token_ids": [*range(5, 45), 50 + i], "max_new_tokens": 5, "n": 6, "ignore_eos": True} for i in range(4)
+    ]
+    files[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with radixrt.Runtime(device="cpu", max_total_tokens=60) as runtime:
+        report = runtime.run_batch(*files)
+    assert report.errors == 0
+    assert report.predicted_hit_rate == report.hit_rate == report.best_hit_rate == 3 * 40 / 164
 
 
 def test_one_prompt_that_is_too_long_is_left_out_of_the_plan(files: tuple[Path, Path]) -> None:
@@ -206,3 +237,18 @@ def test_one_prompt_that_is_too_long_is_left_out_of_the_plan(files: tuple[Path, 
     assert report.best_hit_rate == planned(short).statistics.best_hit_rate
     assert report.predicted_hit_rate is not None
     assert abs(report.hit_rate - report.predicted_hit_rate) <= 0.01
+
+
+def test_what_retractions_cost_is_told(files: tuple[Path, Path]) -> None:
+    """Answers that an end token may cut short are promised less memory than they take here."""
+    prompts = [[5 + i] * 20 for i in range(8)]
+    lines = ({"token_ids": prompt, "max_new_tokens": 40, "temperature": 1, "seed": 1} for prompt in prompts)
+    files[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with radixrt.Runtime(device="cpu", max_total_tokens=110) as runtime:
+        report = runtime.run_batch(*files, report=files[1].with_name("report.json"))
+        recomputed = runtime.cache_stats().recomputed_tokens
+    assert report.run.recomputed_tokens == recomputed > 0
+    assert json.loads(files[1].with_name("report.json").read_text())["run"]["recomputed_tokens"] == recomputed
+    console = Console(file=io.StringIO(), width=200)
+    print_report(report, console)
+    assert f"computed again    {recomputed:,} tokens (" in console.file.getvalue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import logging
 import os
 import re
 import runpy
@@ -49,11 +50,12 @@ class FakeBuilder:
     """Takes what a FakeRuntime takes, and notes what it is made with."""
 
     made_with: tuple[Any, ...]
+    told_of_chats: dict[str, Any]
     tokenizer, context_length = None, CONTEXT_LENGTH
     build = staticmethod(FakeRuntime().prepare)
 
-    def __init__(self, *args: Any) -> None:
-        FakeBuilder.made_with = args
+    def __init__(self, *args: Any, **told: Any) -> None:
+        FakeBuilder.made_with, FakeBuilder.told_of_chats = args, told
 
 
 @pytest.fixture
@@ -151,6 +153,25 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
     assert (second.temperature, second.top_k) == (1.0, 3)
     assert main([*batch, "--restart", "--no-prefix-cache"]) == 1
     assert Recorder.made_with[1] == {"enable_prefix_cache": False}
+
+
+def test_the_chat_template_and_a_revision(batch: list[str]) -> None:
+    thinking = '{"enable_thinking": false}'
+    assert main([*batch, "--model", "m/n", "--revision", "v2", "--chat-template-kwargs", thinking]) == 0
+    told = {"revision": "v2", "chat_template_kwargs": {"enable_thinking": False}}
+    assert FakeBuilder.told_of_chats == told
+    assert Recorder.made_with[1] == {"model": "m/n", **told}
+
+
+def test_verbose_tells_what_is_logged(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("radixrt")
+    handlers, level = log.handlers, log.level
+    try:
+        assert main([*batch, "--verbose"]) == 0
+        log.getChild("assembly").info("KV pool: %d", 5)
+    finally:
+        log.handlers, log.level = handlers, level
+    assert capsys.readouterr().err.endswith("radixrt: KV pool: 5\n")
 
 
 def test_options_without_a_stop() -> None:

@@ -682,13 +682,13 @@ def test_requests_of_tasks_are_made_in_two_threads(monkeypatch: pytest.MonkeyPat
     build, making, at_once, threads = RequestBuilder.build_all, [], [], set()
     gate = threading.Event()
 
-    def slow(self: RequestBuilder, *args: Any) -> Any:
+    def slow(self: RequestBuilder, *args: Any, **options: Any) -> Any:
         making.append(None)
         at_once.append(len(making))
         threads.add(threading.get_ident())
         gate.wait()
         making.pop()
-        return build(self, *args)
+        return build(self, *args, **options)
 
     async def everything(runtime: Runtime) -> list[Any]:
         gate.clear()

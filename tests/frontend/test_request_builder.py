@@ -35,6 +35,15 @@ def test_a_request_has_one_id(builder: RequestBuilder) -> None:
     assert builder.build([1], request_id="c").id == "c"
 
 
+def test_seeds_that_journals_rely_on(builder: RequestBuilder) -> None:
+    """A batch that goes on with this version draws what it would have drawn with the one before."""
+    seeds = [builder.build([1], index=index).seed for index in (0, 1, 10**6)]
+    assert seeds == [2928822574489494037, 7359998640416684799, 3375980895025787012]
+    calls = [builder.build([1], index=index, call=call).seed for index in range(4) for call in range(4)]
+    assert len(set(calls)) == 16
+    assert {builder.build([1], {"seed": 7}, call=call).seed for call in range(4)} == {7}
+
+
 def test_a_stream_needs_a_tokenizer(builder: RequestBuilder) -> None:
     with pytest.raises(ParameterError, match="streams need a tokenizer"):
         builder.build_streamed([1], None, None, "a")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from layers.rotary import LinearScaling, Llama3Scaling, LongRopeScaling, RopeParameters
-from radixrt.errors import ModelError, ParameterError
+from radixrt.errors import ModelError, ParameterError, TokenizerError
 from radixrt.models import loader
 from radixrt.models.config import AttentionKind, ModelConfig
 from radixrt.models.decoder import Decoder
 from radixrt.models.gemma import GemmaConfig
 from radixrt.models.loader import load_model
+from radixrt.models.weight_files import INDEX_FILE
+from radixrt.text.tokenizer import load_tokenizer
 from tests.support import checkpoints
 
 
@@ -193,7 +197,7 @@ BAD_WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "broadcastable": (put("model.norm.weight", torch.zeros(1)), r"model.norm.weight in .* has shape \[1\]"),
     "quantised": (
         put("model.norm.weight", torch.zeros(32, dtype=torch.int8)),
-        "model.norm.weight in .* is torch.int8; quantised weights are not supported",
+        "model.norm.weight in .* is stored as I8; quantised weights are not supported",
     ),
 }
 
@@ -227,6 +231,104 @@ def test_a_tensor_stored_twice_is_named(tmp_path: Path) -> None:
 def test_a_wrong_index_is_refused(folder: Path, weight_map: object, message: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ModelError, match=message):
+        load_model(folder)
+
+
+def test_an_index_may_name_no_more_than_the_files_hold(tmp_path: Path) -> None:
+    checkpoints.write(checkpoints.llama(), tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    shard = next(iter(weight_map.values()))
+    edit_json(index, weight_map={**weight_map, "model.layers.0.self_attn.rotary_emb.inv_freq": shard})
+    load_model(tmp_path)
+    edit_json(index, weight_map={**weight_map, "model.layers.7.x": shard})
+    with pytest.raises(ModelError, match=r"index.json names 1 tensors that no file holds: model.layers.7.x"):
+        load_model(tmp_path)
+
+
+def test_a_header_longer_than_its_file_is_not_read(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read: its header has 4,611,.* only 10"):
+        load_model(folder)
+
+
+def test_more_layers_than_weights(folder: Path) -> None:
+    edit_json(folder / "config.json", num_hidden_layers=900)
+    with pytest.raises(ModelError, match=r"num_hidden_layers is 900 in .*config.json, but the weights have 2 l"):
+        load_model(folder)
+
+
+# --- what must not be opened, or built ---
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors", INDEX_FILE]
+)
+def test_a_fifo_is_not_opened(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for read in (load_model, load_tokenizer):
+        with pytest.raises((ModelError, TokenizerError), match=f"{name} is a FIFO, not a regular file"):
+            read(folder)
+
+
+def test_links_are_followed(folder: Path, tmp_path: Path) -> None:
+    """The hub's cache is made of them."""
+    (folder / "config.json").rename(tmp_path / "blob")
+    (folder / "config.json").symlink_to(tmp_path / "blob")
+    load_model(folder)
+    (tmp_path / "blob").unlink()
+    with pytest.raises(ModelError, match=r"config.json cannot be read: No such file"):
+        load_model(folder)
+
+
+def test_a_folder_in_place_of_a_file(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    with pytest.raises(ModelError, match=r"model.safetensors is a folder, not a regular file"):
+        load_model(folder)
+
+
+def test_files_too_large_to_be_what_they_are_called(folder: Path) -> None:
+    sizes = {INDEX_FILE: 2**25 + 1, "config.json": 2**24 + 1, "tokenizer.json": 2**28 + 1}
+    for name, size in sizes.items():
+        with (folder / name).open("ab") as file:
+            file.truncate(size)  # a hole
+        with pytest.raises(ModelError, match=rf"{name} has {size:,} bytes; at most {size - 1:,} are read"):
+            load_model(folder)
+
+
+ABSURD: dict[str, int] = {
+    "num_hidden_layers": 10_000_000,
+    "max_position_embeddings": -5,
+    "hidden_size": 10**12,
+    "vocab_size": -(10**400),
+    "num_attention_heads": 0,
+    "head_dim": 10**9,
+}
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("name", ABSURD)
+def test_absurd_numbers_are_refused_at_once(folder: Path, name: str, load_format: Any) -> None:
+    edit_json(folder / "config.json", **{name: ABSURD[name]})
+    began = time.monotonic()
+    with pytest.raises(ModelError, match=rf"{name} is {ABSURD[name]:,}; it must be a whole number from"):
+        load_model(folder, load_format=load_format)
+    assert time.monotonic() - began < 5, "a second, on a machine with other work"
+
+
+def test_weights_that_no_memory_holds_are_not_made(folder: Path) -> None:
+    edit_json(folder / "config.json", vocab_size=2**24, hidden_size=2**16)
+    with pytest.raises(ModelError, match=r"takes 4,096.* GiB in torch.bfloat16, and cpu has"):
+        load_model(folder, load_format="dummy", dtype="bfloat16")
+    with pytest.raises(ModelError, match=r"lm_head.weight .* asks for \[16777216, 65536\]"):
+        load_model(folder)
+
+
+def test_a_config_that_nests_without_end(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ModelError, match=r"config.json cannot be read: maximum recursion depth"):
         load_model(folder)
 
 

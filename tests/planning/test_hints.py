@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from radixrt.builtin import MODEL_PATH
-from radixrt.planning.batch_plan import plan_batch
 from radixrt.planning.hints import MIN_SHARE, Hint
-from radixrt.planning.token_store import TokenStore
+from radixrt.report.figures import hint_texts
 from radixrt.text.tokenizer import load_tokenizer
 from radixrt.workloads import token_statistics
 from radixrt.workloads.lists import WorkloadPrompt, docqa, fewshot, samples, system_prompt, unshared
 from scripts.bench_batch_plan import random_tree
+from tests.support.plans import planned
 
 RNG = np.random.default_rng(0)
 
@@ -31,7 +31,7 @@ def stamp(count: int) -> list[int]:
 
 
 def hints_of(prompts: list[list[int]]) -> tuple[Hint, ...]:
-    return plan_batch(TokenStore.of(prompts), 1).hints
+    return planned(prompts, 1).hints
 
 
 def saved_by_moving(prompts: list[list[int]], position: int, differing: list[int]) -> int:
@@ -104,10 +104,36 @@ def test_what_would_save_little_is_not_told() -> None:
 
 
 def test_what_is_alike_only_for_a_while_is_not_told() -> None:
-    """A phrase after the differing tokens is too short to matter, and a text that comes late is no beginning."""
+    """A phrase after the differing tokens is too short to matter, at their end too."""
     phrase, body = words(40), words(500)
     assert not hints_of([words(6) + phrase + words(200) for _ in range(100)])
-    assert not hints_of([words(80) + body for _ in range(100)])
+    assert not hints_of([words(80) + body[:50] for _ in range(100)])
+    assert not hints_of([words(80) + body + words(20) for _ in range(100)])
+
+
+@pytest.mark.parametrize("documents", [(50, 50), (60, 140), (300, 300), (1000, 3000)])
+def test_instructions_after_a_document_are_found(documents: tuple[int, int]) -> None:
+    head, instructions = words(3), words(400)
+    lengths = RNG.integers(documents[0], documents[1] + 1, 200)
+    texts = [head + words(length) + instructions for length in lengths]
+    (hint,) = hints_of(texts)
+    assert (len(hint.prompts), hint.position, hint.tail) == (200, 3, 400)
+    assert hint.differing.tolist() == [lengths[i] for i in hint.prompts]
+    before = token_statistics(texts)
+    after = token_statistics([head + instructions + text[3:-400] for text in texts])
+    assert hint.tokens == before.distinct_tokens - after.distinct_tokens
+    (told,) = hint_texts((hint,), before)
+    assert "200 prompts end with the same 400 tokens, after " in told
+    assert f"would be {after.best_hit_rate:.1%} instead of {before.best_hit_rate:.1%}" in told
+
+
+def test_instructions_after_documents_that_come_twice() -> None:
+    """Two sorts of instructions; the sharing of equal documents is not counted again."""
+    instructions, documents = [words(300), words(200)], [words(150) for _ in range(40)]
+    texts = [documents[i % 40] + instructions[i % 2] for i in range(80)]
+    hints = hints_of(texts)
+    assert [(len(hint.prompts), hint.tail) for hint in hints] == [(40, 300), (40, 200)]
+    assert [hint.tokens for hint in hints] == [19 * 300, 19 * 200]
 
 
 LISTS: dict[str, Callable[[], list[WorkloadPrompt]]] = {

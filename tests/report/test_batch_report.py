@@ -25,8 +25,6 @@ from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.meter import Meter
 from radixrt.cli import main
 from radixrt.errors import BatchFileError, ParameterError
-from radixrt.planning.batch_plan import plan_batch
-from radixrt.planning.token_store import TokenStore
 from radixrt.report.batch_report import BatchReport, Cost, RunFigures, print_report
 from radixrt.report.files import ReportFiles
 from radixrt.report.page import report_page
@@ -35,6 +33,7 @@ from radixrt.report.timeline import MAX_SAMPLES, Sample
 from radixrt.schedule.activity import Activity
 from tests.report.test_plan_view import Page, letters, plan_of
 from tests.support.fake_runtime import CONTEXT_LENGTH, FakeRuntime
+from tests.support.plans import planned
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&"
 RUN = RunFigures(
@@ -447,9 +446,9 @@ class Letters:
 
 
 def test_prefixes_are_shown_by_the_tokenizer(tmp_path: Path) -> None:
-    store = TokenStore.of([[], list(map(ord, HOSTILE + "\ud800a")), list(map(ord, HOSTILE + "\ud800b"))])
+    plan = planned([[], list(map(ord, HOSTILE + "\ud800a")), list(map(ord, HOSTILE + "\ud800b"))])
     files = ReportFiles(tmp_path / "r.html", "-")
-    files.write(REPORT, plan_batch(store, 1), Letters())  # type: ignore[arg-type]
+    files.write(REPORT, plan, Letters())  # type: ignore[arg-type]
     page = ReportPage((tmp_path / "r.html").read_text())
     assert HOSTILE + "\\ud800" in page.said
     assert "Report of standard input" in page.said

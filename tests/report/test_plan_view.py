@@ -17,16 +17,16 @@ import radixrt.batch.formats.source
 from radixrt.cli import main
 from radixrt.errors import ParameterError
 from radixrt.limits import RunLimits
-from radixrt.planning.batch_plan import BatchPlan, plan_batch
-from radixrt.planning.cards import find_card
-from radixrt.planning.token_store import TokenStore
-from radixrt.report.figures import hint_texts, plan_figures, seconds
+from radixrt.planning.batch_plan import BatchPlan
+from radixrt.planning.cards import CARDS, find_card
+from radixrt.report.figures import hint_texts, plan_advice, plan_figures, seconds
 from radixrt.report.outline import Prefix, outline
 from radixrt.report.plan_page import plan_page
 from radixrt.report.plan_view import print_plan
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 from tests.planning.test_prefix_order import prompt_lists
 from tests.support.file_limit import file_limit
+from tests.support.plans import planned
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "questions.jsonl"
 SHAPE = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
@@ -38,7 +38,7 @@ def letters(tokens: np.ndarray) -> str:
 
 
 def plan_of(*texts: str) -> BatchPlan:
-    return plan_batch(TokenStore.of([list(map(ord, text)) for text in texts]), 5)
+    return planned([list(map(ord, text)) for text in texts], 5)
 
 
 def printed(plan: BatchPlan, **options: object) -> str:
@@ -77,7 +77,7 @@ class Page(HTMLParser):
 
 @given(prompts=prompt_lists(), most=st.integers(0, 20))
 def test_an_outline_has_the_prefixes_that_save_most(prompts: list[list[int]], most: int) -> None:
-    plan = plan_batch(TokenStore.of(prompts), 1)
+    plan = planned(prompts, 1)
     top = outline(plan, most)
     listed: list[tuple[Prefix, list[int]]] = []
     stack = [(top, top.tokens.tolist())]
@@ -113,22 +113,24 @@ def test_the_terminal_shows_figures_and_a_tree() -> None:
     for row in (
         r"prompts +4\n",
         rf"prompt tokens +52 \({statistics.distinct_tokens} distinct\)\n",
-        r"expected answers +20 tokens\n",
+        r"expected answers +20 tokens, if each has its maximum\n",
         rf"best possible hit rate +{statistics.best_hit_rate:.2%}\n",
         r"pool +1,000 tokens \(131\.1 MB\)\n",
         rf"hit rate, planned order +{statistics.best_hit_rate:.2%}\n",
-        rf"memory, one at a time +{plan.longest_request} tokens",
+        rf"smallest pool that keeps all hits +{plan.longest_request} tokens",
         rf"memory, 4 at once +{plan.pool_for(4)} tokens",
-        r"prefill +\d+ tokens, at least .* ms\n",
-        r"decode +20 tokens in about \d+ passes, at least .* ms\n",
-        r"time +.* ms to .* ms \(no engine below .* ms\)\n",
+        r"prefill +\d+ tokens, .* ms at peak speed\n",
+        r"decode +20 tokens, .* ms at peak speed\n",
+        r"passes +about \d+\n",
+        r"time +\d+ ms to \d+ ms \(no engine below \d+ ms, if each answer has its maximum\)\n",
+        r"\nWith memory for all, at most 48.1% of the prompt tokens can .* in so large a pool the order does",
         r"4 prompts\n.*3 x 11 tokens, saves 22: same head, \n.*2 x 3 tokens, saves 3: two\n",
     ):
         assert re.search(row, shown), (row, shown)
 
 
 def test_what_is_modelled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixrt.planning.batch_plan.REHEARSED_PROMPTS", 1)
+    monkeypatch.setattr("radixrt.planning.batch_plan.REHEARSED_ANSWERS", 1)
     plan = plan_of("ab", "ac")
     figures = plan_figures(plan, plan.expect(RunLimits(100)), None)
     assert figures["hit rate, planned order"] == "25.00% (modelled)"
@@ -141,9 +143,32 @@ def test_what_is_not_printable_is_escaped() -> None:
     assert "\x1b" not in shown
 
 
+def test_small_prefixes_are_counted() -> None:
+    """Those of a token or two beside one of thousands."""
+    head = list(range(2000))
+    shown = printed(planned([[*head, i % 5, i] for i in range(10)]))
+    assert "10 x 2,000 tokens, saves 18,000" in shown
+    assert shown.count("saves") == 1
+    assert "and 5 smaller ones" in shown
+
+
+def test_what_is_said_of_hits() -> None:
+    head = list(range(100))
+    shared = [[*head, 100 + i] for i in range(20)]
+    alternating = [[*(head if i % 2 else head[::-1]), 100 + i] for i in range(20)]
+    for prompts, limits, pool, said in (
+        (shared, None, 100_000, "in so large a pool the order does not matter"),
+        (alternating, None, 110, "finds 89.1%, the order of the file 7.1%: nothing is left to do"),
+        ([[i] * 9 for i in range(9)], None, 100, "share next to nothing"),
+        ([head] * 10, [100, 0] * 5, 10_000, "prompts whose tokens are scored compute them once more"),
+    ):
+        plan = planned(prompts, 2, 1, limits)
+        assert said in plan_advice(plan, plan.expect(RunLimits(pool)))
+
+
 def test_hints_are_told() -> None:
-    plan = plan_batch(TokenStore.of([[i, *range(50, 250), 300 + i] for i in range(30)]), 1)
-    (text,) = hint_texts(plan.hints)
+    plan = planned([[i, *range(50, 250), 300 + i] for i in range(30)], 1)
+    (text,) = hint_texts(plan.hints, plan.statistics)
     assert text == (
         "30 prompts differ in 1 token at their beginning and agree after that: about 5,800 more tokens could be "
         "shared if what differs came last"
@@ -154,8 +179,8 @@ def test_hints_are_told() -> None:
 
 def test_hints_that_are_many_are_summed_up() -> None:
     texts = [[d, *range(50, 90), i, *range(d * 1000, d * 1000 + 200)] for d in range(9) for i in range(1000, 1012)]
-    plan = plan_batch(TokenStore.of(texts), 1)
-    told = hint_texts(plan.hints)
+    plan = planned(texts, 1)
+    told = hint_texts(plan.hints, plan.statistics)
     assert len(told) == 6
     assert told[0].startswith("12 prompts differ in 1 token after their first 41 tokens")
     assert told[-1] == f"4 more groups, 48 prompts, are like that: about {4 * 11 * 200:,} tokens"
@@ -164,7 +189,8 @@ def test_hints_that_are_many_are_summed_up() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0.00012, "0.12 ms"),
+        (0.00012, "under 1 ms"),
+        (0, "0 s"),
         (0.4567, "457 ms"),
         (7.06, "7.1 s"),
         (119.2, "119 s"),
@@ -192,7 +218,7 @@ def test_the_page_stands_alone_and_folds() -> None:
 
 @given(prompts=prompt_lists(), most=st.integers(0, 9))
 def test_every_page_is_whole(prompts: list[list[int]], most: int) -> None:
-    plan = plan_batch(TokenStore.of(prompts), 1)
+    plan = planned(prompts, 1)
     page = Page(plan_page(plan, title="x", max_prefixes=most))
     assert ("The prompts share nothing." in page.said) == (
         plan.tree.saved_tokens.sum() == 0 or (most == 0 and len(plan.tree) == 1)
@@ -201,7 +227,7 @@ def test_every_page_is_whole(prompts: list[list[int]], most: int) -> None:
 
 def test_a_deep_tree_is_no_recursion() -> None:
     tokens = list(range(3000))
-    plan = plan_batch(TokenStore.of([tokens[:length] for length in range(1, 3001)]), 1)
+    plan = planned([tokens[:length] for length in range(1, 3001)], 1)
     assert Page(plan_page(plan, title="x", max_prefixes=3000)).tags.count("details") > 2500
     assert printed(plan, max_prefixes=30).count("saves") == 30
 
@@ -276,11 +302,11 @@ def test_expected_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     )
     assert main(["plan", str(lines), "--max-new-tokens", "20"]) == 0
     shown = capsys.readouterr()
-    assert re.search(r"prompts +2\n", shown.out)
-    assert re.search(r"expected answers +32 tokens\n", shown.out)
+    assert re.search(r"prompts +2, 5 answers\n", shown.out)
+    assert re.search(r"expected answers +32 tokens, if each has its maximum\n", shown.out)
     assert "1 of 3 lines is bad (1 invalid_line):\n  line 4: " in shown.err
     assert main(["plan", str(lines), "--max-new-tokens", "20", "--mean-new-tokens", "7"]) == 0
-    assert re.search(r"expected answers +14 tokens\n", capsys.readouterr().out)
+    assert re.search(r"expected answers +19 tokens\n", capsys.readouterr().out)
 
 
 def test_cards() -> None:
@@ -293,6 +319,19 @@ def test_cards() -> None:
     assert find_card("h200", 1.0, 1.0, 1.0).pool_tokens(SHAPE) == 0
     with pytest.raises(ParameterError, match="flops is -1"):
         find_card("h200", 1.0, -1.0, 1.0)
+
+
+def test_every_card_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    shown = capsys.readouterr().out
+    for name, card in CARDS.items():
+        assert re.search(rf"\b{name}\b", shown)
+        assert card.speed.flops / card.speed.bandwidth > 100
+        assert ("data sheet" in card.title) == (name != "h200")
+    assert find_card("L40S", None, None, None).pool_tokens(SHAPE) < find_card(
+        "h100", None, None, None
+    ).pool_tokens(SHAPE)
 
 
 @pytest.mark.parametrize(("lines", "said"), [("", "holds no prompts"), ("{\n", "holds no prompt that can run")])

@@ -17,7 +17,7 @@ from radixrt.planning.simulated import NoWeights
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
-from radixrt.text.chat import is_chat
+from radixrt.text.chat import Chat, is_chat
 from radixrt.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 1000
@@ -30,7 +30,7 @@ class BytesBuilder(RequestBuilder):
 
     def token_ids(self, prompt: Prompt) -> npt.NDArray[np.int32]:
         if is_chat(prompt):
-            prompt = "".join(message["content"] for message in prompt)
+            prompt = "".join(message["content"] for message in Chat.of(prompt).messages)
         if isinstance(prompt, str):
             try:
                 prompt = list(prompt.encode())
@@ -46,6 +46,8 @@ class FakeRuntime:
         on_step: called at the beginning of each step.
         on_output: called with each output.
     """
+
+    default_params = SamplingParams()
 
     def __init__(self, choose: Callable[[int], int] = lambda count: 0) -> None:
         self.choose = choose
@@ -123,6 +125,9 @@ class FakeRuntime:
 
     def abort(self, request: Request) -> None:
         self.aborted.append(request)
+
+    def cached_len(self, prompt_ids: npt.NDArray[np.int32]) -> int:
+        return 0
 
     def has_begun(self, request: Request) -> bool:
         return request in self.begun

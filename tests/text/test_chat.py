@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from radixrt.errors import TokenizerError
-from radixrt.text.chat import checked_messages, is_chat
+from radixrt.text.chat import Chat, checked_messages, is_chat
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.small_tokenizers import (
     CHATML,
@@ -125,9 +126,12 @@ BAD = [
     ([USER, None], "chat message 1 is NoneType"),
     ([{"role": "user"}], "chat message 0 has no 'content'"),
     ([USER, USER, {"text": "x"}], "chat message 2 has no 'role' and no 'content'"),
-    ([{**USER, "name": "Mira", "tool": 1}], "chat message 0 has 'name', 'tool'; it may have 'role' and 'content'"),
+    (
+        [{**USER, "name": "Mira", "tool": 1}],
+        "chat message 0 has 'name', 'tool'; with the role 'user' it may have 'role' and 'content'",
+    ),
     ([{**USER, "content": None}], "chat message 0 has a content of type NoneType; it must be a string"),
-    ([{**USER, "content": [{"type": "text"}]}], "chat message 0 has a content of type list"),
+    ([{**USER, "content": [{"type": "text"}]}], "chat message 0 has a content whose part 0 is no"),
     ([USER, {**USER, "role": 3}], "chat message 1 has a role of type int"),
     ([{**USER, "role": ""}], "chat message 0 has an empty role"),
     ([USER, {**USER, "content": "ab\ud83d"}], "chat message 1 holds U[+]D83D, .* at character 2 of its content"),
@@ -138,6 +142,54 @@ BAD = [
 def test_bad_messages_are_named(chatml: Tokenizer, messages: object, message: str) -> None:
     with pytest.raises(TokenizerError, match=message):
         chatml.encode_chat(messages)  # type: ignore[arg-type]
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, "å"]}'}}
+
+
+def test_a_message_of_calls() -> None:
+    """Templates want arguments as objects; clients of OpenAI have them as strings."""
+    written = {**CALL, "function": {"name": "f", "arguments": {"x": [1, "å"]}}}
+    for given in (CALL, written):
+        (checked,) = checked_messages([{"role": "assistant", "content": None, "tool_calls": [given]}])
+        assert checked == {"role": "assistant", "content": None, "tool_calls": [written]}
+    assert checked_messages([{"role": "assistant", "tool_calls": [CALL]}])[0].keys() == {"role", "tool_calls"}
+    answer = {"role": "tool", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    (checked,) = checked_messages([{**answer, "tool_call_id": "a", "name": None}])
+    assert checked == {"role": "tool", "content": "ab", "tool_call_id": "a"}
+
+
+BAD_CHATS = [
+    (
+        {"messages": [USER], "tool": []},
+        "a chat has 'tool'; it may have messages, tools, chat_template_kwargs, con",
+    ),
+    ({"messages": [], "tools": []}, "the chat is empty"),
+    ({"messages": [USER], "tools": {}}, "tools are of type dict; they must be a list"),
+    ({"messages": [USER], "tools": ["f"]}, "tools hold what is no object"),
+    ({"messages": [USER], "tools": [{"f": {1}}]}, "tools that cannot be written as JSON: .*set"),
+    ({"messages": [USER], "chat_template_kwargs": ["x"]}, "chat_template_kwargs are .*; they must map names to v"),
+    (
+        {"messages": [USER], "chat_template_kwargs": {"tools": []}},
+        "chat_template_kwargs have 'tools', which the t",
+    ),
+    ({"messages": [USER], "continue_final_message": 1}, "continue_final_message is 1; it must be True or False"),
+    ({"messages": [USER], "continue_final_message": True}, "needs a last message of the assistant that has a con"),
+    ([{"role": "assistant", "tool_calls": "f"}], "tool_calls of type str; they must be a list"),
+    ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], "tool call 0 without a function that has a name"),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+        "tool call 0 whose arguments are no JSON object",
+    ),
+    ([{**USER, "tool_calls": [CALL]}], "chat message 0 has 'tool_calls'; with the role 'user' it may have 'role'"),
+    ([{**USER, "content": [{"type": "image_url"}]}], "whose part 0 is no .*; only text is taken"),
+]
+
+
+@pytest.mark.parametrize(("chat", "message"), BAD_CHATS)
+def test_bad_chats_are_named(chat: Any, message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        Chat.of(chat)
 
 
 def test_messages_are_copied() -> None:
@@ -151,7 +203,11 @@ def test_what_is_a_chat() -> None:
     assert is_chat(CHAT)
     assert is_chat(({"role": 1},))  # a bad one
     assert is_chat([USER, "hello"])
+    assert is_chat({"messages": CHAT})
+    assert is_chat(Chat.of(CHAT))
     for other in ("hello", "", b"x", [], ["hello"], [1, 2], [CHAT], ["hello", USER], USER, None, np.arange(3)):
+        assert not is_chat(other)
+    for other in ([{"messages": CHAT}], [Chat.of(CHAT)]):  # lists of one
         assert not is_chat(other)
 
 

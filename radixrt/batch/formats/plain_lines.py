@@ -3,7 +3,8 @@
 An input line is a JSON object with
 
     prompt            a string, or a list of token ids;
-    messages          a chat, in place of `prompt`: a list of {"role", "content"};
+    messages          a chat, in place of `prompt`: a list of {"role", "content"} (see `radixrt.text.chat`);
+                      beside it may be `tools`, `chat_template_kwargs` and `continue_final_message`;
     token_ids         a list of token ids, in place of `prompt`;
     sampling_params   fields of `SamplingParams`, in the spelling of SGLang or vLLM if you like; those not given
                       keep the run's defaults (optional). The line itself may have them as well, as in
@@ -46,11 +47,12 @@ from radixrt.checks import check_kind, check_prompt, kind, short
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
 from radixrt.output import FinishReason, RequestOutput, TokenLogprob
-from radixrt.text.chat import checked_messages
+from radixrt.text.chat import Chat
 
 PROMPTS = ("prompt", "messages", "token_ids")
 MAX_DEPTH = 100  # of metadata, which is written again in processes with other recursion limits
-_KEYS = (*PROMPTS, "sampling_params", "custom_id", "metadata")
+_OF_CHATS = ("tools", "chat_template_kwargs", "continue_final_message")
+_KEYS = (*PROMPTS, *_OF_CHATS, "sampling_params", "custom_id", "metadata")
 _PARAMETERS = known_parameters().keys()
 _ALLOWED = dict.fromkeys((*_KEYS, *_PARAMETERS)).keys()
 
@@ -88,7 +90,7 @@ def read_plain(line: dict[str, Any], parameters: ParameterReader) -> InputRecord
             f"the line has no prompt; give {', '.join(PROMPTS[:-1])} or {PROMPTS[-1]}",
         )
     try:
-        prompt = _prompt(given[0], line[given[0]])
+        prompt = _prompt(given[0], line)
     except (PromptError, TokenizerError) as error:
         bad(LineErrorType.INVALID_PROMPT, str(error))
     try:
@@ -98,10 +100,13 @@ def read_plain(line: dict[str, Any], parameters: ParameterReader) -> InputRecord
     return InputRecord(prompt, params, reply)
 
 
-def _prompt(name: str, value: Any) -> str | list[int] | list[dict[str, str]]:
+def _prompt(name: str, line: dict[str, Any]) -> str | list[int] | Chat:
     """The prompt under a key. Raises PromptError or TokenizerError."""
+    value, more = line[name], {key: line[key] for key in _OF_CHATS if line.get(key) is not None}
     if name == "messages":
-        return checked_messages(check_kind(name, value, list, "a list of messages"))
+        return Chat.of({name: check_kind(name, value, list, "a list of messages"), **more})
+    if more:
+        raise PromptError(f"the line has {next(iter(more))}, which only a chat may have: give messages")
     if name == "token_ids":
         check_kind(name, value, list, "a list of token ids")
     return check_prompt(name, value)

@@ -9,6 +9,7 @@ from typing import Any
 from radixrt.checks import short
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.chat import Chat
 
 _MAX_REMEMBERED = 1024
 _MAX_MESSAGE = 1000  # characters: a message may show a value of any length
@@ -57,12 +58,12 @@ class InputRecord:
     """A sound line.
 
     Attributes:
-        prompt: text, token ids, or chat messages, not empty. Its length and vocabulary are not checked yet.
+        prompt: text, token ids, or a chat, not empty. Its length and vocabulary are not checked yet.
         sampling_params: the run's defaults with the line's own on top.
         reply: see `Reply`.
     """
 
-    prompt: str | list[int] | list[dict[str, str]]
+    prompt: str | list[int] | Chat
     sampling_params: SamplingParams
     reply: Reply
 

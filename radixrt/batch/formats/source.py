@@ -243,7 +243,9 @@ def _cell(column: str, value: Any) -> Any:
     """A cell of a column. Raises ValueError."""
     if column == "metadata":
         return value
-    if column in ("messages", "sampling_params", "body") and isinstance(value, str):
+    if column in ("messages", "tools", "chat_template_kwargs", "sampling_params", "body") and isinstance(
+        value, str
+    ):
         try:
             return loads(value.encode())
         except ValueError as error:

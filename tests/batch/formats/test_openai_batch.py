@@ -21,6 +21,7 @@ from radixrt.frontend.openai import CHAT, COMPLETIONS
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
 from tests.support.fake_runtime import FakeRuntime
 from tests.support.small_tokenizers import small_tokenizer
@@ -218,7 +219,7 @@ def test_ids_follow_from_the_line() -> None:
 
 def test_a_line_is_read() -> None:
     chat = parse(line())
-    assert (chat.prompt, chat.sampling_params, chat.custom_id) == (MESSAGES, DEFAULTS, "a")
+    assert (chat.prompt, chat.sampling_params, chat.custom_id) == (Chat(MESSAGES), DEFAULTS, "a")
     assert chat.metadata is None
     assert parse(line(COMPLETIONS)).prompt == "Who?"
     assert parse(line(COMPLETIONS, prompt=["Who?"])).prompt == "Who?"
@@ -325,14 +326,43 @@ def test_contents_in_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]
     former = {"role": "assistant", "content": "I", "refusal": None, "tool_calls": None, "annotations": []}
     record = parse(line(messages=[former, {"role": "user", "content": parts}]))
-    assert record.prompt == [{"role": "assistant", "content": "I"}, {"role": "user", "content": "Who are you?"}]
+    joined = [{"role": "assistant", "content": "I"}, {"role": "user", "content": "Who are you?"}]
+    assert record.prompt == Chat(joined)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+def test_tools_and_calls_are_for_the_template() -> None:
+    called = [
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
+        {"role": "tool", "content": "yes", "tool_call_id": "a"},
+    ]
+    record = parse(line(messages=called, tools=TOOLS, chat_template_kwargs={"enable_thinking": False}))
+    as_object = {**CALL, "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [as_object]}, called[1]]
+    assert record.prompt == Chat(messages, TOOLS, {"enable_thinking": False})
+    assert refused(line(COMPLETIONS, tools=TOOLS)).message.startswith("tools is [")
+
+
+def test_a_message_that_goes_on() -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+    for more in ({}, {"add_generation_prompt": False}):
+        record = parse(line(messages=begun, continue_final_message=True, **more))
+        assert record.prompt == Chat(begun, is_continued=True)
+    assert parse(line(continue_final_message=False, add_generation_prompt=True)).prompt == Chat(MESSAGES)
+    for bad in ({"add_generation_prompt": False}, {"add_generation_prompt": True, "continue_final_message": True}):
+        assert "add_generation_prompt is " in refused(line(messages=begun, **bad)).message
+    message = refused(line(continue_final_message=True)).message
+    assert message == "continue_final_message needs a last message of the assistant that has a content"
 
 
 @given(messages=st.lists(st.tuples(st.sampled_from(["system", "user", "x"]), st.text(max_size=8)), min_size=1))
 def test_chats_come_through(messages: list[tuple[str, str]]) -> None:
     chat = [{"role": role, "content": content} for role, content in messages]
     in_parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in messages]
-    assert parse(line(messages=chat)).prompt == parse(line(messages=in_parts)).prompt == chat
+    assert parse(line(messages=chat)).prompt == parse(line(messages=in_parts)).prompt == Chat(chat)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
@@ -340,7 +370,6 @@ def test_chats_come_through(messages: list[tuple[str, str]]) -> None:
 BAD_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"stream": True}, "stream is true, which a batch cannot honour; give false, or leave it out"),
     ({"stream": 0}, "stream is 0, which"),
-    ({"tools": [{"type": "function"}]}, 'tools is [{"type": "function"}], which a batch cannot honour; give []'),
     ({"tool_choice": "required"}, 'tool_choice is "required", which'),
     ({"response_format": {"type": "json_object"}}, 'response_format is {"type": "json_object"}, which'),
     ({"modalities": ["text", "audio"]}, "modalities is"),
@@ -420,7 +449,7 @@ def test_no_parameter_of_the_openai_package_is_passed_over(url: str) -> None:
         (
             CHAT,
             {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
-            "messages[0] has 'tool_calls', which a batch cannot honour",
+            "chat message 0 has a tool call 0 without a function that has a name",
         ),
         (
             CHAT,

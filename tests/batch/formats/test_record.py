@@ -20,6 +20,7 @@ from radixrt.batch.tally import Tally
 from radixrt.errors import ParameterError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
 
 DEFAULTS = SamplingParams(temperature=0.5, max_new_tokens=7)
@@ -80,7 +81,8 @@ def test_round_trip(prompt: Any, custom_id: str | None, metadata: Any, as_ascii:
     text = json.dumps({key: prompt, "custom_id": custom_id, "metadata": metadata}, ensure_ascii=as_ascii)
     line = text.encode("utf-8", "backslashreplace")
     record = parse_line(line + b"\r\n")
-    assert (record.prompt, record.sampling_params) == (prompt, DEFAULTS)
+    read = Chat(prompt) if key == "messages" else prompt
+    assert (record.prompt, record.sampling_params) == (read, DEFAULTS)
     assert (record.custom_id, record.metadata) == (custom_id, metadata)
 
     output = RequestOutput(
@@ -286,6 +288,16 @@ def test_messages_are_not_as_long_as_what_they_show() -> None:
     assert len(error.message) <= 1000
 
 
+def test_what_a_chat_has_besides_messages() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    tools, more = [{"name": "f"}], {"enable_thinking": False}
+    given = {"messages": messages, "tools": tools, "chat_template_kwargs": more, "continue_final_message": None}
+    assert parse_line(json.dumps(given).encode()).prompt == Chat([{"role": "user", "content": "ab"}], tools, more)
+    begun = [{"role": "assistant", "content": "a"}]
+    going_on = json.dumps({"messages": begun, "continue_final_message": True}).encode()
+    assert parse_line(going_on).prompt == Chat(begun, is_continued=True)
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -298,7 +310,10 @@ def test_messages_are_not_as_long_as_what_they_show() -> None:
         ({"messages": [{"role": "user"}]}, "chat message 0 has no 'content'"),
         ({"messages": [{"role": "user", "content": "a"}, "b"]}, "chat message 1 is str"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat message 0 holds U+D800"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "of type list"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "whose part 0 is no"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": {}}, "tools are of type dict; they must be a"),
+        ({"prompt": "a", "tools": []}, "the line has tools, which only a chat may have: give messages"),
+        ({"prompt": "a", "continue_final_message": True}, "the line has continue_final_message, which only a cha"),
         ({"prompt": []}, "prompt is empty"),
         ({"token_ids": []}, "token_ids is empty"),
         ({"token_ids": "1 2"}, "token_ids is a string; it must be a list of token ids"),

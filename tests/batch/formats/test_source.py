@@ -24,6 +24,7 @@ from radixrt.batch.formats.source import BadLine, read_lines, zstd_module
 from radixrt.errors import BatchFileError
 from radixrt.files.standard import STANDARD
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.chat import Chat
 
 try:
     ZSTD = zstd_module("the tests")
@@ -327,7 +328,11 @@ def test_rows_of_parquet_are_lines(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "in") == rows
     parser = LineParser(SamplingParams())
     records = [parser.parse(line) for _, line in read_lines(tmp_path / "in")]
-    assert [record.prompt for record in records] == ["a\n\u2028\ud7ff", [1, 2], rows[2]["messages"]]
+    assert [record.prompt for record in records] == [
+        "a\n\u2028\ud7ff",
+        [1, 2],
+        Chat([{"role": "user", "content": "Who?"}]),
+    ]
     assert [record.custom_id for record in records] == ["a", None, "c"]
     assert records[0].metadata == {"n": 1, "m": None}
     assert records[0].sampling_params.max_new_tokens == 5
