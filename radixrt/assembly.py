@@ -33,7 +33,7 @@ from radixrt.kept_cache.storage import CacheStorage
 from radixrt.limits import NO_PASSES, RunLimits
 from radixrt.models.config import GENERATION_DEFAULTS, generation_defaults
 from radixrt.models.decoder import Decoder
-from radixrt.models.loader import load_model, model_folder, reload_weights
+from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.scheduler import Scheduler
@@ -71,17 +71,27 @@ class LoadedModel:
         return self.storage.load(path, weights_version, self.identity(), progress=progress)
 
 
+def check_config(config: RuntimeConfig) -> tuple[torch.device, bool, bool]:
+    """Check what of the options does not depend on the model. Raises as `Runtime` does.
+
+    Returns the device, whether kernels run on it as a GPU, and whether passes are captured.
+    """
+    device = choose_device(config.device)
+    check_kernels(config.impl, config.kv_dtype, device)
+    check_dtype(config.dtype)
+    runs_kernels = device.type == "cuda" and runs_triton(config.impl, device)
+    return device, runs_kernels, _captures(config, runs_kernels)
+
+
 def assemble(config: RuntimeConfig) -> Parts:
     """Load the model, make its pools, and capture its graphs. Raises as `Runtime` does."""
     began = time.perf_counter()
-    device, impl = choose_device(config.device), config.impl
-    check_kernels(impl, config.kv_dtype, device)
-    on_gpu = device.type == "cuda"
+    device, runs_kernels, captures = check_config(config)
+    impl, on_gpu = config.impl, device.type == "cuda"
     if not on_gpu or config.threads is not None:
         torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_processors()))
-    runs_kernels = on_gpu and runs_triton(impl, device)
     limits, tree = config.pass_limits(on_gpu=on_gpu), config.attention == "tree"
-    captured = limits if _captures(config, runs_kernels) else NO_PASSES
+    captured = limits if captures else NO_PASSES
 
     source = MODEL_PATH if config.model is None else config.model
     folder = model_folder(source, weights=config.load_format != "dummy", revision=config.revision)

@@ -104,6 +104,15 @@ class RuntimeConfig:
         for name, choices in known.items():
             if (chosen := getattr(self, name)) not in choices:
                 raise ParameterError(f"{name} is {chosen!r}; it must be one of: {', '.join(choices)}")
+        for name in ("enable_prefix_cache", "force_miss", "overlap"):
+            if not isinstance(chosen := getattr(self, name), bool):
+                raise ParameterError(f"{name} is {chosen!r}; it must be True or False")
+        if self.force_miss and not self.enable_prefix_cache:
+            raise ParameterError("force_miss is True and enable_prefix_cache is False: there is no cache to miss")
+        if self.model == "":
+            raise ParameterError("model is ''; it must be a folder or a hub id")
+        if self.max_total_tokens is not None:
+            check_int("max_total_tokens", self.max_total_tokens, 1, 2**40)
         if self.memory_fraction is not None:
             check_float("memory_fraction", self.memory_fraction, 0.0, 1.0, above=True)
         most = {"max_running_requests": 2**16, "chunked_prefill_size": 2**20, "threads": 2**16}

@@ -30,6 +30,10 @@ class BatchFileError(RadixrtError):
     """An input or output file of a batch cannot be used."""
 
 
+class ReaderGoneError(BatchFileError):
+    """The reader of the records on standard output has gone, such as `head`."""
+
+
 class JournalError(BatchFileError):
     """The disk failed a batch while it ran. What was counted as durable is kept, and the same batch can go on."""
 

@@ -435,7 +435,8 @@ class Runtime:
         Running requests end first, and new ones wait. The file is safetensors, in a folder that exists. It is
         written beside `path` and renamed when it is whole and durable: `path` always holds the old or the new one.
 
-        Returns how many tokens were saved. Raises CacheFileError if the file cannot be written.
+        Returns how many tokens were saved. Raises CacheFileError if the file cannot be written, or `path` is a
+        link or has content that is no kept cache.
         """
         self._check_keeps_a_cache("save_cache")
         return self._driver.while_idle(

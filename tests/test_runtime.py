@@ -225,7 +225,7 @@ def test_a_batch_from_file_to_file(folder: Path, tmp_path: Path) -> None:
         report = runtime.run_batch(source, out)
         assert (report.requests, report.written, report.errors) == (13, 13, 1)
         assert 0 < report.completion_tokens < 60
-        with pytest.raises(BatchFileError, match="1 of 13 lines are bad"):
+        with pytest.raises(BatchFileError, match="1 of 13 lines is bad"):
             runtime.run_batch(source, out, overwrite=True, strict=True)
     records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [tuple(record["token_ids"]) for record in records[:12]] == [output.token_ids for output in expected]

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from radixrt.batch.error_limit import ErrorLimit
 from radixrt.batch.formats.compression import check_output_name, encoded
 from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.source import BadLine, read_lines
+from radixrt.batch.journal.journal import Kept
 from radixrt.batch.journal.manifest import Manifest
-from radixrt.batch.journal.run_folder import RunFolder, has_run
+from radixrt.batch.journal.run_folder import RunFolder, aside_path, has_run, run_path
 from radixrt.batch.journal.sinks import JournalSink, Sink, StreamSink
 from radixrt.batch.journal.standard_output import StandardOutput
-from radixrt.batch.meter import progress_bar
+from radixrt.batch.meter import reading_bar
 from radixrt.batch.options import BatchConfig, BatchOptions
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
-from radixrt.batch.run import BatchRun, BatchRuntime, R
+from radixrt.batch.run import BatchRun, BatchRuntime, R, batch_report, plan_of
 from radixrt.batch.scan import Check, Scan, parameters_as_json, scan_lines
-from radixrt.engine.signals import FirstSignal, Interrupted, first_interrupt
+from radixrt.engine.signals import FirstSignal, Interrupted, first_interrupt, signal_of
 from radixrt.errors import BatchFileError, DeviceLostError, ErrorRateError, RadixrtError
 from radixrt.files.disk import temporary_folder
+from radixrt.files.place import Place, check_apart, check_target, read_place
 from radixrt.files.standard import STANDARD
+from radixrt.planning.batch_plan import BatchPlan
 from radixrt.report.batch_report import BatchReport
 from radixrt.report.files import ReportError, ReportFiles
 from radixrt.sampling_params import SamplingParams
@@ -40,15 +44,15 @@ _log = logging.getLogger(__name__)
 
 
 class BatchInterrupted(Interrupted):
-    """A batch was stopped by Ctrl-C or SIGTERM.
+    """A batch was stopped by Ctrl-C, SIGTERM or SIGHUP.
 
     Attributes:
         report: the figures up to then.
         signal_number: the signal.
     """
 
-    def __init__(self, report: BatchReport, signal_number: int) -> None:
-        super().__init__(f"stopped: {_kept(report)}", signal_number)
+    def __init__(self, report: BatchReport, signal_number: int, how: str = "stopped") -> None:
+        super().__init__(f"{how}: {_kept(report)}", signal_number)
         self.report = report
 
 
@@ -80,7 +84,9 @@ def run_batch(
         raise RadixrtError("the runtime has other requests; a batch needs one without")
     with Batch(input_path, output_path, BatchConfig(**options)) as batch:
         scanned = batch.scan(
-            runtime.tokenizer, lambda prompt, params, line: runtime.prepare(prompt, params, index=line)
+            runtime.tokenizer,
+            lambda prompt, params, line: runtime.prepare(prompt, params, index=line),
+            runtime.context_length,
         )
         return scanned.run(runtime)
 
@@ -93,6 +99,7 @@ class Batch:
         output_path: a file in a folder that exists, compressed if its name ends in .gz or .zst; "-" is standard
             output, in input order; then no records are kept.
         options: see `BatchConfig`.
+        beside: other files that the command reads or writes: these must not be among the batch's.
 
     Attributes:
         output: None for standard output.
@@ -109,13 +116,25 @@ class Batch:
         BatchInterrupted: Ctrl-C or SIGTERM stopped the batch.
     """
 
-    def __init__(self, input_path: str | Path, output_path: str | Path, options: BatchConfig) -> None:
-        _check_paths(input_path, output_path, overwrite=options.overwrite)
+    def __init__(
+        self,
+        input_path: str | Path,
+        output_path: str | Path,
+        options: BatchConfig,
+        beside: Sequence[Place] = (),
+    ) -> None:
+        _check_input(input_path)
         self._input = input_path
         self.output = None if output_path == STANDARD else Path(output_path)
         self.options = options
         self.default_params = SamplingParams() if options.default_params is None else options.default_params
-        self.report_files = ReportFiles(options.report, input_path, output_path)
+        self.report_files = ReportFiles(options.report, input_path)
+        _check_output(output_path)
+        own = [] if self.output is None else _output_places(self.output)
+        check_apart([*read_place("the input", input_path), *own, *self.report_files.places, *beside])
+        # After a finished run only its cleaning up may be left.
+        if self.output is not None and self.output.exists() and not options.overwrite and not has_run(self.output):
+            raise BatchFileError(f"the output {self.output} exists; --overwrite replaces it")
         self.folder: RunFolder | None = None
         self._opened = contextlib.ExitStack()
 
@@ -134,11 +153,11 @@ class Batch:
     ) -> None:
         self._opened.__exit__(kind, error, trace)
 
-    def scan(self, tokenizer: Tokenizer | None, check: Check) -> ScannedBatch:
+    def scan(self, tokenizer: Tokenizer | None, check: Check, context_length: int | None = None) -> ScannedBatch:
         """Read the whole input, and check each line.
 
         Args:
-            tokenizer, check: see `scan_lines`.
+            tokenizer, check, context_length: see `scan_lines`.
 
         Raises:
             BatchFileError: the input cannot be read, or has a bad line and `strict` is set.
@@ -148,25 +167,29 @@ class Batch:
         options = self.options
         with (
             first_interrupt("stopping; nothing has run in this call") as interrupted,
-            progress_bar("reading", " lines", None, options.progress) as bar,
+            reading_bar(self._input, options.progress) as bar,
         ):
             scan = scan_lines(
-                self._lines(interrupted),
+                self._lines(interrupted, bar.update),
                 self.scratch,
                 parser=LineParser(self.default_params),
                 tokenizer=tokenizer,
                 check=check,
-                seen=bar.update,
+                context_length=context_length,
             )
             _stop_if(interrupted)  # the signal may have come after the last line
         if options.strict and scan.problems:
-            raise BatchFileError(f"{scan.summary()}\nNothing has run. Without strict these get error records.")
+            raise BatchFileError(
+                f"{scan.summary()}\nNothing has run. Without --strict (strict=True) they get error records."
+            )
         error_limit = ErrorLimit(options.max_error_rate, scan)
         error_limit.check_bad_lines()
         return ScannedBatch(self, scan, error_limit)
 
-    def _lines(self, interrupted: FirstSignal) -> Iterator[tuple[int, bytes | BadLine]]:
-        for line in read_lines(self._input):
+    def _lines(
+        self, interrupted: FirstSignal, seen: Callable[[int], object]
+    ) -> Iterator[tuple[int, bytes | BadLine]]:
+        for line in read_lines(self._input, max_line=self.options.max_line_bytes, seen=seen):
             yield line
             _stop_if(interrupted)
 
@@ -183,28 +206,39 @@ class ScannedBatch:
         self._batch = batch
         self._error_limit = error_limit
 
+    def needs_runtime(self) -> bool:
+        """Whether a line without a record can run."""
+        kept = self._kept()
+        missing = ~self.lines.is_bad
+        return bool((missing if kept is None else missing & ~kept.finished).any())
+
     def run(self, runtime: BatchRuntime[R]) -> BatchReport:
         """Run each sound line without a record, and write output and report. For the errors see `Batch`."""
         batch, options = self._batch, self._batch.options
         notice = f"stopping; requests that have begun get {options.drain_seconds:g} seconds to end"
+        kept_in = None if batch.folder is None else batch.folder.path
         with first_interrupt(notice) as interrupted:
             counts = RecordCounts(self._error_limit)
             failure: DeviceLostError | ErrorRateError | None = None
-            with self._sink(runtime, counts) as sink:
-                spelling = TokenSpelling(runtime.tokenizer)
-                records = RecordWriter(self.lines, sink, counts, spelling, options.created)
-                run = BatchRun(runtime, self.lines, records, interrupted, options)
-                try:
-                    run.run()
-                except (DeviceLostError, ErrorRateError) as error:
-                    failure = error
+            run: BatchRun[R] | None = None
+            try:
+                with self._sink(runtime.identity, runtime.seed, counts) as sink:
+                    records = self._records(sink, counts, runtime.tokenizer)
+                    run = BatchRun(runtime, self.lines, records, interrupted, options)
+                    try:
+                        run.run()
+                    except (DeviceLostError, ErrorRateError) as error:
+                        failure = error
+                if failure is None and run.is_complete:
+                    self._make_output(interrupted)
+            except KeyboardInterrupt as error:  # of a second signal
+                if run is None:
+                    raise
+                how = str(error) or "interrupted"
+                raise BatchInterrupted(run.report(kept_in, counts), signal_of(error), how) from error
             if failure is None and run.is_complete:
-                if batch.folder is not None and batch.output is not None:
-                    interrupted.notice = "all records are there, and the output is being made"
-                    batch.folder.finish(partial(encoded, batch.output))
-                return self._report(run, run.report(batch.output, counts), runtime.tokenizer)
-            kept_in = None if batch.folder is None else batch.folder.path
-            report = self._report(run, run.report(kept_in, counts), runtime.tokenizer)
+                return self._report(run.report(batch.output, counts), run.plan, runtime.tokenizer)
+            report = self._report(run.report(kept_in, counts), run.plan, runtime.tokenizer)
             if failure is not None:
                 same = "the same command"
                 remedy = f"with a higher max_error_rate {same}" if isinstance(failure, ErrorRateError) else same
@@ -212,8 +246,44 @@ class ScannedBatch:
             assert interrupted.number is not None  # nothing else leaves lines without records
             raise BatchInterrupted(report, interrupted.number)
 
+    def finish(self, tokenizer: Tokenizer | None, seed: int) -> BatchReport:
+        """Write output and report where `needs_runtime` is False: no line runs. For the errors see `Batch`.
+
+        Args:
+            tokenizer, seed: those of the runtime that is not needed. The weights are not compared with those of
+                an earlier run, as nothing is computed with them.
+        """
+        kept = self._kept()
+        weights = {} if kept is None else kept.manifest.weights
+        with first_interrupt("all records are there, and the output is being made") as interrupted:
+            counts = RecordCounts(self._error_limit)
+            with self._sink(lambda: weights, seed, counts) as sink:
+                records = self._records(sink, counts, tokenizer)
+                records.refuse_bad_lines()
+                records.sync()
+            self._make_output(interrupted)
+            report = batch_report(self.lines, counts, self._batch.output, self._batch.options, is_complete=True)
+            return self._report(report, lambda: plan_of(self.lines, ~self.lines.is_bad), tokenizer)
+
+    def _kept(self) -> Kept | None:
+        """What an earlier run with as many lines has left."""
+        folder = self._batch.folder
+        if folder is None or self._batch.options.restart:
+            return None
+        kept = folder.kept()
+        return kept if kept is not None and kept.manifest.num_records == len(self.lines) else None
+
+    def _records(self, sink: Sink, counts: RecordCounts, tokenizer: Tokenizer | None) -> RecordWriter:
+        return RecordWriter(self.lines, sink, counts, TokenSpelling(tokenizer), self._batch.options.created)
+
+    def _make_output(self, interrupted: FirstSignal) -> None:
+        batch = self._batch
+        if batch.folder is not None and batch.output is not None:
+            interrupted.notice = "all records are there, and the output is being made"
+            batch.folder.finish(partial(encoded, batch.output))
+
     @contextlib.contextmanager
-    def _sink(self, runtime: BatchRuntime[R], counts: RecordCounts) -> Iterator[Sink]:
+    def _sink(self, weights: Callable[[], Mapping[str, Any]], seed: int, counts: RecordCounts) -> Iterator[Sink]:
         """The journal, whose records are counted, or standard output."""
         batch = self._batch
         if batch.folder is None:
@@ -223,50 +293,54 @@ class ScannedBatch:
         manifest = Manifest(
             num_records=len(self.lines),
             input={"lines": self.lines.input_hash},
-            weights=runtime.identity(),
+            weights=weights(),
             tokenizer={"token ids of the input": self.lines.tokens_hash},
             parameters=parameters_as_json(batch.default_params),
-            settings={"seed": runtime.seed},
+            settings={"seed": seed},
         )
         options = batch.options
         yield JournalSink(
             batch.folder.begin(manifest, replace=options.overwrite, restart=options.restart, found=counts.add_kept)
         )
 
-    def _report(self, run: BatchRun[R], report: BatchReport, tokenizer: Tokenizer | None) -> BatchReport:
+    def _report(
+        self, report: BatchReport, plan: Callable[[], BatchPlan | None], tokenizer: Tokenizer | None
+    ) -> BatchReport:
         """Write a report to its files, and return it."""
         files = self._batch.report_files
         try:
-            files.write(report, run.plan() if files.has_page else None, tokenizer)
+            files.write(report, plan() if files.has_page else None, tokenizer)
         except Exception as error:
-            if run.is_complete:
+            if report.is_complete:
                 raise ReportError(f"the output is whole, but {error}", report) from error
             _log.exception("no report can be written")  # the reason for stopping matters more
         return report
 
 
-def _check_paths(input_path: str | Path, output_path: str | Path, *, overwrite: bool) -> None:
-    """Raise BatchFileError unless the input can be read and the output written; "-" is always fine."""
-    if input_path != STANDARD:
-        input_path = Path(input_path)
-        if not input_path.exists():
-            raise BatchFileError(f"the input {input_path} does not exist")
-        if input_path.is_dir():
-            raise BatchFileError(f"the input {input_path} is a folder; it must be a file of JSON lines")
+def _check_input(path: str | Path) -> None:
+    """Raise BatchFileError unless there is a file at a path; "-" is always fine."""
+    if path == STANDARD:
+        return
+    if not os.path.exists(path):
+        raise BatchFileError(f"the input {path} does not exist")
+    if os.path.isdir(path):
+        raise BatchFileError(f"the input {path} is a folder; it must be a file of JSON lines")
+
+
+def _check_output(output_path: str | Path) -> None:
+    """Raise BatchFileError unless an output can be written; "-" is always fine."""
     check_output_name(output_path)
-    if output_path == STANDARD:
-        return
-    output_path = Path(output_path)
-    if not output_path.parent.is_dir():
-        raise BatchFileError(f"the folder {output_path.parent} of the output does not exist; make it first")
-    if not output_path.exists():
-        return
-    if input_path != STANDARD and output_path.samefile(input_path):
-        raise BatchFileError(f"the input {input_path} would be overwritten; give another output")
-    if not output_path.is_file():
-        raise BatchFileError(f"{output_path} is in the way of the output and is not a plain file")
-    if not overwrite and not has_run(output_path):  # after a finished run only its cleaning up may be left
-        raise BatchFileError(f"the output {output_path} exists; --overwrite replaces it")
+    if output_path != STANDARD:
+        check_target("the output", Path(output_path), instead='; "-" is standard output')
+
+
+def _output_places(output: Path) -> list[Place]:
+    """The output and what is beside it while it is made."""
+    return [
+        Place("the output", output, True),
+        Place("the folder of the run", run_path(output), True),
+        Place("the journal of the run", aside_path(output), True),
+    ]
 
 
 def _kept(report: BatchReport, remedy: str = "the same command") -> str:

@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
-import sys
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from tqdm import tqdm  # not tqdm.auto: a notebook's bar needs more packages
 
 from radixrt.batch.tally import Tally, output_tally
 from radixrt.cache.prefix_cache import CacheStats
+from radixrt.files.standard import STANDARD, standard_error
 from radixrt.output import RequestOutput
 from radixrt.report.batch_report import RunFigures
 from radixrt.report.timeline import Sample, Timeline
@@ -133,10 +135,20 @@ class Meter:
         )
 
 
-def progress_bar(what: str, unit: str, total: int | None, shown: bool, *, done: int = 0) -> tqdm:
-    """A bar on stderr that begins at `done`. Without a `total` it appears after a second, and goes at its end."""
-    interval = 0.1 if sys.stderr.isatty() else LOG_INTERVAL
+def reading_bar(source: str | Path, shown: bool) -> tqdm:
+    """A bar on stderr for the bytes read from an input. It appears after a second, and goes at its end."""
+    total = os.path.getsize(source) if source != STANDARD and os.path.isfile(source) else None
+    return progress_bar("reading", "B", total, shown, passing=True)
+
+
+def progress_bar(
+    what: str, unit: str, total: int | None, shown: bool, *, done: int = 0, passing: bool = False
+) -> tqdm:
+    """A bar on stderr that begins at `done`. One that is `passing` appears after a second, and goes at its end."""
+    file = standard_error()
+    interval = 0.1 if file.isatty() else LOG_INTERVAL
     return tqdm(
+        file=file,
         desc=what,
         unit=unit,
         total=total,
@@ -144,6 +156,7 @@ def progress_bar(what: str, unit: str, total: int | None, shown: bool, *, done: 
         disable=not shown,
         mininterval=interval,
         maxinterval=max(10.0, interval),
-        delay=1.0 if total is None else 0.0,
-        leave=total is not None,
+        unit_scale=unit == "B",
+        delay=1.0 if passing else 0.0,
+        leave=not passing,
     )

@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from radixrt.checks import check_float
+from radixrt.batch.formats.source import MAX_LINE
+from radixrt.checks import check_float, check_int
 from radixrt.engine.signals import DRAIN_SECONDS
 from radixrt.errors import ParameterError
 from radixrt.report.files import Paths
@@ -29,6 +30,7 @@ class BatchOptions(TypedDict, total=False):
     created: int | None
     max_error_rate: float | None
     drain_seconds: float
+    max_line_bytes: int
     report: Paths
     price_per_hour: float | None
 
@@ -50,13 +52,14 @@ class BatchConfig:
         created: Unix time in seconds that records in OpenAI's format bear; None: each that of its answer.
         max_error_rate: stop once more than this share of all lines, 0 to 1, have error records; None: go on.
         drain_seconds: time that started requests have to finish after the first signal.
+        max_line_bytes: bytes of the longest line that is read; a longer one gets an error record.
         report: files for the report, written also if a signal, a lost device or too many errors stopped the batch.
             .html is a page with plots, which needs matplotlib; .json has the figures (`BatchReport.to_json`).
             Existing files are replaced.
         price_per_hour: of the machine, in any currency, for the report.
 
     Raises:
-        ParameterError: order, max_error_rate, drain_seconds or price_per_hour is outside its bounds.
+        ParameterError: one of the numbers or the order is outside its bounds.
     """
 
     default_params: SamplingParams | None = None
@@ -69,6 +72,7 @@ class BatchConfig:
     created: int | None = None
     max_error_rate: float | None = None
     drain_seconds: float = DRAIN_SECONDS
+    max_line_bytes: int = MAX_LINE
     report: Paths = ()
     price_per_hour: float | None = None
 
@@ -78,5 +82,6 @@ class BatchConfig:
         if self.max_error_rate is not None:
             check_float("max_error_rate", self.max_error_rate, 0.0, 1.0)
         check_float("drain_seconds", self.drain_seconds, 0.0, 1e6)
+        check_int("max_line_bytes", self.max_line_bytes, 1, 2**40)
         if self.price_per_hour is not None:
             check_float("price_per_hour", self.price_per_hour, 0.0, 1e9)

@@ -10,19 +10,21 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from radixrt.arrays import Int32Array, Int64Array
+from radixrt.arrays import BoolArray, Int32Array, Int64Array
 from radixrt.batch.formats.record import LineError, LineErrorType, Reply
 from radixrt.batch.meter import Meter, MeteredRuntime, progress_bar
 from radixrt.batch.options import BatchConfig
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
 from radixrt.batch.retry import Retries
 from radixrt.batch.scan import Scan, SoundLine
+from radixrt.batch.tally import Tally
 from radixrt.engine.signals import FirstSignal
 from radixrt.errors import ParameterError, PromptError, SchedulerError
 from radixrt.limits import RunLimits
 from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
-from radixrt.report.batch_report import BatchReport
+from radixrt.report.batch_report import BatchReport, RunFigures
+from radixrt.report.timeline import Sample
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
@@ -30,6 +32,8 @@ from radixrt.text.tokenizer import Tokenizer
 # Requests are made while the device computes: some at a time, whenever fewer wait than a scheduler ranks.
 ENOUGH_WAITING = 1024
 SUBMITTED_AT_ONCE = 512
+
+_NOTHING, _NO_RUN = Tally(), RunFigures()
 
 _PlannedLine = tuple[int, int | None]
 """A line's position, and the tokens of its prompt that later lines need (`Request.reusable_len`)."""
@@ -57,6 +61,9 @@ class BatchRuntime(MeteredRuntime, Protocol[R]):
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def context_length(self) -> int: ...
 
     @property
     def has_work(self) -> bool:
@@ -176,20 +183,15 @@ class BatchRun(Generic[R]):
 
     def report(self, output_path: Path | None, counts: RecordCounts) -> BatchReport:
         """Figures of the batch so far. `output_path`: where the records are; None for standard output."""
-        best = self._plan.statistics.best_hit_rate if self._plan else None
-        total = counts.kept + counts.refused + self._meter.tally
-        return BatchReport(
-            output_path=output_path,
-            requests=len(self._scan),
-            written=total.records,
-            errors=total.errors,
-            prompt_tokens=total.prompt_tokens,
-            cached_tokens=total.cached_tokens,
-            completion_tokens=total.completion_tokens,
-            kept=counts.kept.records,
-            run=self._meter.figures(best_hit_rate=best, predicted_hit_rate=self._predicted_hit_rate),
-            price_per_hour=self._options.price_per_hour,
-            timeline=self._meter.timeline,
+        best, meter = self._plan.statistics.best_hit_rate if self._plan else None, self._meter
+        return batch_report(
+            self._scan,
+            counts,
+            output_path,
+            self._options,
+            tally=meter.tally,
+            run=meter.figures(best_hit_rate=best, predicted_hit_rate=self._predicted_hit_rate),
+            timeline=meter.timeline,
             is_complete=self.is_complete,
         )
 
@@ -197,10 +199,10 @@ class BatchRun(Generic[R]):
         """A plan of all sound lines; after an interruption the plan of this run, None if it had none yet."""
         if not self.is_complete:
             return self._plan
-        sound = np.flatnonzero(~self._scan.is_bad)
-        if self._plan is not None and len(self._plan) == len(sound):
+        sound = ~self._scan.is_bad
+        if self._plan is not None and len(self._plan) == int(sound.sum()):
             return self._plan
-        return plan_batch(self._scan.tokens, self._scan.demands, sound)
+        return plan_of(self._scan, sound)
 
     # -- which lines run, and when -------------------------------------------------------------------------
 
@@ -324,6 +326,48 @@ class BatchRun(Generic[R]):
             output = replace(output, usage=replace(output.usage, cached_tokens=cached, computed_tokens=computed))
         if self._records.answer(line.position, line.reply, output):
             self._meter.count(output)
+
+
+def batch_report(
+    scan: Scan,
+    counts: RecordCounts,
+    output_path: Path | None,
+    options: BatchConfig,
+    *,
+    tally: Tally = _NOTHING,
+    run: RunFigures = _NO_RUN,
+    timeline: tuple[Sample, ...] = (),
+    is_complete: bool,
+) -> BatchReport:
+    """Figures of a batch.
+
+    Args:
+        scan: the lines.
+        counts: of the records that needed no runtime.
+        output_path: where the records are; None for standard output.
+        tally, run, timeline: of the requests that have run; nothing if none had to.
+        is_complete: whether each line has its record.
+    """
+    total = counts.kept + counts.refused + tally
+    return BatchReport(
+        output_path=output_path,
+        requests=len(scan),
+        written=total.records,
+        errors=total.errors,
+        prompt_tokens=total.prompt_tokens,
+        cached_tokens=total.cached_tokens,
+        completion_tokens=total.completion_tokens,
+        kept=counts.kept.records,
+        run=run,
+        price_per_hour=options.price_per_hour,
+        timeline=timeline,
+        is_complete=is_complete,
+    )
+
+
+def plan_of(scan: Scan, lines: BoolArray) -> BatchPlan:
+    """A plan of some lines, `[N]`, from an empty cache."""
+    return plan_batch(scan.tokens, scan.demands, np.flatnonzero(lines))
 
 
 def _without_keep(positions: Int64Array) -> Iterator[_PlannedLine]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,11 +23,12 @@ from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.record import InputRecord, LineError, LineErrorType, Reply
 from radixrt.batch.formats.source import BadLine
 from radixrt.errors import ParameterError, PromptError, TokenizerError
-from radixrt.files.disk import file_error
+from radixrt.files.disk import file_error, new_file
 from radixrt.planning.demands import Demands
 from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
+from radixrt.text.excess import exceeds
 from radixrt.text.tokenizer import Tokenizer
 
 MAX_NAMED = 20  # problems that a scan keeps with their messages
@@ -120,7 +121,8 @@ class Scan:
         shown = [f"  line {p.line}: {p.type.value}: {p.message}" for p in self.problems]
         if count > len(shown):
             shown.append(f"  ... and {count - len(shown):,} more")
-        return "\n".join([f"{count:,} of {len(self):,} lines are bad ({kinds}):", *shown])
+        are = "line is" if len(self) == 1 else "lines is" if count == 1 else "lines are"
+        return "\n".join([f"{count:,} of {len(self):,} {are} bad ({kinds}):", *shown])
 
     def read(self, positions: Iterable[int]) -> Iterator[SoundLine | LineError]:
         """The lines at some positions, in the given order.
@@ -145,7 +147,7 @@ def scan_lines(
     parser: LineParser,
     tokenizer: Tokenizer | None,
     check: Check,
-    seen: Callable[[int], object] = lambda count: None,
+    context_length: int | None = None,
 ) -> Scan:
     """Scan all lines. A line with the custom_id of an earlier sound line is bad.
 
@@ -155,24 +157,26 @@ def scan_lines(
         parser: of the lines.
         tokenizer: encodes text, a block of lines at a time on its threads.
         check: whether a model can run a line.
-        seen: called after each block with the number of lines in it.
+        context_length: of the model, so that texts that are far longer are not encoded; None: all are.
 
     Raises:
         BatchFileError: the input cannot be read, or the files cannot be made.
         JournalError: the disk refuses.
     """
-    with _Writer(folder, tokenizer, check) as writer:
+    with _Writer(folder, tokenizer, check, context_length) as writer:
         for block in _blocks(lines):
             for line, text in block:
                 writer.add(line, text, parser)
             writer.write()
-            seen(len(block))
         return writer.finish()
 
 
 class _Writer:
-    def __init__(self, folder: Path, tokenizer: Tokenizer | None, check: Check) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer | None, check: Check, context_length: int | None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._context_length = context_length
         self._check = check
         self._path = folder / _ENTRIES_FILE
         self._tokens = TokenWriter(folder)
@@ -186,7 +190,7 @@ class _Writer:
         self._problems: list[Problem] = []
         self._counts: Counter[LineErrorType] = Counter()
         with self._refusals():
-            self._file: BinaryIO = open(self._path, "wb")  # noqa: SIM115
+            self._file = new_file(self._path)
 
     def __enter__(self) -> _Writer:
         return self
@@ -210,7 +214,7 @@ class _Writer:
     def write(self) -> None:
         """Tokenise, check and write the block."""
         block, self._block = self._block, []
-        encoded = _encoded([record for _, record in block], self._tokenizer)
+        encoded = _encoded([record for _, record in block], self._tokenizer, self._context_length)
         prompts, entries = [], []
         for (line, record), ids in zip(block, encoded, strict=True):
             prompt, entry = self._checked(line, record, ids)
@@ -305,7 +309,7 @@ def _blocks(lines: Iterable[tuple[int, bytes | BadLine]]) -> Iterator[list[tuple
 
 
 def _encoded(
-    records: Sequence[InputRecord | LineError], tokenizer: Tokenizer | None
+    records: Sequence[InputRecord | LineError], tokenizer: Tokenizer | None, context_length: int | None
 ) -> list[Int32Array | PromptError | None]:
     """The token ids of each record that is text or chat messages, if there is a tokenizer; None for others."""
     out: list[Int32Array | PromptError | None] = [None] * len(records)
@@ -325,6 +329,13 @@ def _encoded(
             out[place] = PromptError(f"cannot be encoded: {text}")
         else:
             texts[False][place] = text
+    if context_length is not None:
+        for by_place in texts.values():
+            for place in [place for place, text in by_place.items() if exceeds(tokenizer, text, context_length)]:
+                out[place] = PromptError(
+                    f"has {len(by_place.pop(place)):,} characters and by far more tokens than a context of "
+                    f"{context_length} takes: it may have at most {context_length - 1}"
+                )
     for special, by_place in texts.items():
         for place, ids in zip(by_place, _each(tokenizer, list(by_place.values()), special), strict=True):
             out[place] = ids

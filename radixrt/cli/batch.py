@@ -9,17 +9,19 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from radixrt.cli.exit_status import DONE
-from radixrt.cli.kept_cache import runtime_with_cache
+from radixrt.cli.exit_status import ALL_FAILED, DONE
+from radixrt.cli.kept_cache import checked_config, runtime_places, runtime_with_cache
 from radixrt.cli.options import (
     SAMPLING,
     add_command,
+    add_line_option,
     add_options,
     add_runtime_options,
     runtime_options,
     sampling_params,
 )
 from radixrt.engine.signals import DRAIN_SECONDS
+from radixrt.errors import BatchFileError
 
 if TYPE_CHECKING:
     from radixrt.report.batch_report import BatchReport
@@ -30,10 +32,12 @@ example:
   $ cat questions.jsonl
   {"prompt": "Mira likes Oslo.\\nQ: Mira likes?\\nA:", "custom_id": "a", "sampling_params": {"max_new_tokens": 8}}
   {"token_ids": [5, 8, 13], "metadata": {"source": "page 7"}}
-  {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 16}
+  {"prompt": "Tarek counts 374.\\nQ: Tarek counts?\\nA:", "max_tokens": 16}
 
   $ radixrt batch --model FOLDER_OR_ID --input questions.jsonl --output answers.jsonl --temperature 0
   $ zcat more.jsonl.gz | radixrt batch --input - --output answers.jsonl.zst
+
+A model with a chat template also takes "messages" in place of "prompt": [{"role": "user", "content": "..."}].
 
 Each line becomes one record in answers.jsonl, in the same order: custom_id, index (the line's place in the input,
 from 0), text, token_ids, finish_reason, usage, timings, metadata and error; with n above 1 outputs, and
@@ -41,9 +45,9 @@ log-probabilities if asked for. All lines are checked before the weights are loa
 their numbers and become records with an error; the others run.
 
 Finished records are kept in the folder answers.jsonl.run until all are there. After any stop - Ctrl-C, a kill, a
-full disk, a failed GPU - the same command goes on. At the first Ctrl-C or SIGTERM no more requests are begun, and
-started ones get --drain-seconds to finish; a second one stops after the current pass. If a pass fails, its lines
-are run again in smaller groups, so that only a line that fails alone has an error.
+full disk, a failed GPU - the same command goes on. At the first Ctrl-C, SIGTERM or SIGHUP no more requests are
+begun, and started ones get --drain-seconds to finish; a second one stops after the current pass. If a pass fails,
+its lines are run again in smaller groups, so that only a line that fails alone has an error.
 
 Lines of OpenAI's Batch API (custom_id, method, url, body) become records in OpenAI's format. The input may be
 compressed by gzip or zstd, or be a parquet file whose columns are the keys; the output is compressed if its name
@@ -54,8 +58,10 @@ Records on standard output are in input order, too, but none are kept: the same 
 shows the shared prefixes, and needs matplotlib (pip install matplotlib).
 
 exit status: 0 every line has its record; 1 the run failed, or more lines have errors than --max-error-rate
-allows; 2 the options, the model or a file cannot be used; 75 the disk or the GPU failed; 130 stopped by Ctrl-C,
-143 by SIGTERM. After 1, 75, 130 and 143 the same command goes on, after too many errors with a higher rate.
+allows; 2 the options, the model or a file cannot be used; 3 every line has a record, and all are errors; 75 the
+disk or the GPU failed; 129 stopped by SIGHUP, 130 by Ctrl-C, 143 by SIGTERM; 141 the reader of standard output has
+gone (an output file is whole then). After 1, 75, 129, 130 and 143 the same command goes on, after too many errors
+with a higher rate.
 """
 
 
@@ -69,6 +75,7 @@ def add_batch_command(commands: Any) -> None:
         description="Answer a file of prompts with a file of records, in the same order.",
         epilog=_EXAMPLE,
         run=_batch,
+        prints=False,
     )
     option = parser.add_argument_group("files").add_argument
     option("--input", required=True, metavar="FILE", help="JSON lines or parquet, one prompt each")
@@ -95,6 +102,7 @@ def add_batch_command(commands: Any) -> None:
         metavar="S",
         help=f"time for started requests after the first Ctrl-C or SIGTERM ({DRAIN_SECONDS:g})",
     )
+    add_line_option(option)
     option(
         "--report",
         action="append",
@@ -115,7 +123,7 @@ def _batch(arguments: argparse.Namespace) -> int:
     from radixrt.frontend.request_builder import builder_without_weights
     from radixrt.report.files import ReportError
 
-    options = runtime_options(arguments)
+    options, config = runtime_options(arguments), checked_config(arguments)
     batch_options = BatchConfig(
         default_params=sampling_params(arguments, _own_defaults(options)),
         overwrite=arguments.overwrite,
@@ -126,26 +134,32 @@ def _batch(arguments: argparse.Namespace) -> int:
         progress=arguments.progress,
         max_error_rate=arguments.max_error_rate,
         drain_seconds=arguments.drain_seconds,
+        max_line_bytes=arguments.max_line_bytes,
         report=arguments.report,
         price_per_hour=arguments.price_per_hour,
     )
-    with Batch(arguments.input, arguments.output, batch_options) as batch:
+    with Batch(arguments.input, arguments.output, batch_options, runtime_places(arguments)) as batch:
         # Before the weights are loaded: mistakes show within seconds.
         told = {name: options[name] for name in ("revision", "chat_template_kwargs") if name in options}
         builder = builder_without_weights(options.get("model", MODEL_PATH), options.get("context_length"), **told)
         scanned = batch.scan(
-            builder.tokenizer, lambda prompt, params, line: builder.build(prompt, params, index=line)
+            builder.tokenizer,
+            lambda prompt, params, line: builder.build(prompt, params, index=line),
+            builder.context_length,
         )
         if scanned.lines.problems:
             print(f"radixrt: {scanned.lines.summary()}", file=sys.stderr)
-        with runtime_with_cache(arguments, progress=arguments.progress) as runtime:
-            try:
-                report = scanned.run(runtime)
-            except ReportError as error:
-                _tell(error.report, arguments, ())
-                raise
+        try:
+            if scanned.needs_runtime() or hasattr(arguments, "save_cache"):
+                with runtime_with_cache(arguments, progress=arguments.progress) as runtime:
+                    report = scanned.run(runtime)
+            else:
+                report = scanned.finish(builder.tokenizer, config.run_seed)
+        except ReportError as error:
+            _tell(error.report, arguments, ())
+            raise
     _tell(report, arguments, arguments.report)
-    return DONE
+    return ALL_FAILED if 0 < report.requests == report.errors else DONE
 
 
 def _own_defaults(options: dict[str, Any]) -> SamplingParams | None:
@@ -162,15 +176,22 @@ def _own_defaults(options: dict[str, Any]) -> SamplingParams | None:
 
 def _tell(report: BatchReport, arguments: argparse.Namespace, reports: Sequence[str]) -> None:
     """Print the figures, and the names of `reports`, files that have them too."""
-    from rich.console import Console
-
+    from radixrt.cli.console import Console
     from radixrt.files.standard import STANDARD, place_name
     from radixrt.report.batch_report import print_report
 
-    console = Console(highlight=False, stderr=report.output_path is None)
+    file = sys.stderr if report.output_path is None else sys.stdout
+    if file is None:
+        return
+    console = Console(highlight=False, file=file)
     source, output = place_name(arguments.input, "input"), place_name(report.output_path or STANDARD, "output")
-    if report.requests:
-        more = {"reports": ", ".join(reports)} if reports else {}
-        print_report(report, console, output=output, **more)
-    else:
-        console.print(f"{source} holds no prompts: {output} is empty", markup=False, soft_wrap=True)
+    try:
+        if report.requests:
+            more = {"reports": ", ".join(reports)} if reports else {}
+            print_report(report, console, output=output, **more)
+        else:
+            console.print(f"{source} holds no prompts: {output} is empty", markup=False, soft_wrap=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise BatchFileError(f"the figures of {output} cannot be printed: {error.strerror}") from error

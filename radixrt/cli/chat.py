@@ -55,7 +55,7 @@ A base model has no chat template and continues plain text: a turn is appended t
 
 exit status: 0 all turns were answered; 1 or 2 a turn failed in a pass, or could not be run (the last such turn
 counts); 2 the options or the model cannot be used; 75 the GPU failed; 130 stopped by Ctrl-C outside an answer,
-without a terminal, 143 by SIGTERM.
+without a terminal, 129 by SIGHUP, 143 by SIGTERM.
 """
 
 

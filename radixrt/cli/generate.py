@@ -34,8 +34,8 @@ each names its prompt, or --json prints one object a line: text, output_ids and 
 prompt_tokens, completion_tokens, cached_tokens, e2e_latency, and log-probabilities if asked for), n lines for a
 prompt with n answers.
 
-exit status: 0 done; 1 a pass failed; 2 the options, a prompt or the model cannot be used; 75 the GPU failed; 130
-stopped by Ctrl-C, 143 by SIGTERM.
+exit status: 0 done; 1 a pass failed; 2 the options, a prompt or the model cannot be used; 75 the GPU or
+the disk failed; 129 stopped by SIGHUP, 130 by Ctrl-C, 143 by SIGTERM; 141 the reader of standard output has gone.
 """
 
 

@@ -1,8 +1,11 @@
 """A Runtime for a command, with a cache kept across runs: --load-cache and --save-cache."""
 
+# Tests: tests/cli/test_kept_cache.py
+
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,28 +13,68 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import radixrt
+from radixrt.builtin import MODEL_PATH
 from radixrt.cli.options import runtime_options
 from radixrt.errors import ParameterError
+from radixrt.files.place import Place, check_apart, is_same, read_place, written_place
 
 if TYPE_CHECKING:
+    from radixrt.config import RuntimeConfig
     from radixrt.runtime import Runtime
+
+
+def runtime_places(arguments: argparse.Namespace) -> list[Place]:
+    """The model's folder, and the files of --load-cache and --save-cache, checked one by one.
+
+    Raises ParameterError or CacheFileError where one of them cannot be read or written.
+    """
+    from radixrt.kept_cache.cache_file import check_cache_target
+
+    load, save = _path(arguments, "load_cache"), _path(arguments, "save_cache")
+    if (load or save) and not getattr(arguments, "enable_prefix_cache", True):
+        raise ParameterError("--no-prefix-cache keeps nothing: there is no cache to load or to save")
+    places = model_place(arguments)
+    if load is not None:
+        if not os.path.isfile(load):
+            raise ParameterError(f"--load-cache {load}: there is no such file; --save-cache makes one")
+        if save is None or not is_same(load, save):  # a cache may be replaced by what became of it
+            places += read_place("the file of --load-cache", load)
+    if save is not None:
+        check_cache_target(save)
+        places += written_place("the file of --save-cache", save)
+    return places
+
+
+def checked_config(arguments: argparse.Namespace) -> RuntimeConfig:
+    """The options of the Runtime, checked as far as they can be without a model.
+
+    Raises:
+        ParameterError, ModelError: one of them is outside its bounds, or not for this machine.
+    """
+    from radixrt.assembly import check_config
+    from radixrt.config import RuntimeConfig
+
+    config = RuntimeConfig(**runtime_options(arguments))
+    check_config(config)
+    return config
+
+
+def model_place(arguments: argparse.Namespace) -> list[Place]:
+    """The folder of the model; nothing if the hub has it."""
+    folder = Path(getattr(arguments, "model", MODEL_PATH)).expanduser()
+    return read_place("the model's folder", folder) if os.path.isdir(folder) else []
 
 
 @contextmanager
 def runtime_with_cache(arguments: argparse.Namespace, *, progress: bool = False) -> Iterator[Runtime]:
     """The Runtime of the options. Its cache is saved if the command finishes without an exception.
 
-    Raises ParameterError before the model is loaded if a file cannot be read or written.
+    Raises as `runtime_places` does before the model is loaded, and BatchFileError where a file that would be
+    written is another one.
     """
+    check_apart(runtime_places(arguments))
     load, save = _path(arguments, "load_cache"), _path(arguments, "save_cache")
-    options = runtime_options(arguments)
-    if (load or save) and not options.get("enable_prefix_cache", True):
-        raise ParameterError("--no-prefix-cache keeps nothing: there is no cache to load or to save")
-    if load is not None and not load.is_file():
-        raise ParameterError(f"--load-cache {load}: there is no such file; --save-cache makes one")
-    if save is not None and (save.is_dir() or not save.parent.is_dir()):
-        raise ParameterError(f"--save-cache {save}: it is a folder, or its folder does not exist")
-    with radixrt.Runtime(**options) as runtime:
+    with radixrt.Runtime(**runtime_options(arguments)) as runtime:
         if load is not None:
             count = runtime.load_cache(load, progress=progress)
             print(f"radixrt: {count:,} cached tokens loaded from {load}", file=sys.stderr)

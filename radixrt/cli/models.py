@@ -38,8 +38,9 @@ def add_models_command(commands: Any) -> None:
 
 def _models(arguments: argparse.Namespace) -> int:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from radixrt.cli.console import Console
 
     table = Table("architecture", "family", "for example", box=box.SIMPLE_HEAD, pad_edge=False)
     for name, family in FAMILIES.items():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from radixrt.batch.formats.source import MAX_LINE
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
 
@@ -184,7 +185,12 @@ SCHEDULE = (
 
 KEPT_CACHE = (
     Option("load_cache", "begin with the prefixes that an earlier run has saved", "FILE", Path),
-    Option("save_cache", "save all cached prefixes when the work is done, for --load-cache", "FILE", Path),
+    Option(
+        "save_cache",
+        "save all cached prefixes when the work is done, for --load-cache; replaces only such a file",
+        "FILE",
+        Path,
+    ),
 )
 
 
@@ -197,8 +203,12 @@ def add_command(
     description: str,
     epilog: str,
     run: Callable[[argparse.Namespace], int],
+    prints: bool = True,
 ) -> argparse.ArgumentParser:
-    """Add a command to the subparsers of `radixrt`. `run` gets the arguments, and returns the exit status."""
+    """Add a command to the subparsers of `radixrt`. `run` gets the arguments, and returns the exit status.
+
+    Unless it `prints`, it runs without standard output, too.
+    """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         usage=f"radixrt {name} {usage}",
@@ -208,7 +218,7 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, prints=prints)
     return parser
 
 
@@ -225,6 +235,17 @@ def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "memory and schedule", SCHEDULE)
     add_options(parser, "cache kept across runs", KEPT_CACHE)
     parser.add_argument("--verbose", action="store_true", help="tell on stderr what starting up takes")
+
+
+def add_line_option(option: Callable[..., object]) -> None:
+    """Add --max-line-bytes by a group's `add_argument`."""
+    option(
+        "--max-line-bytes",
+        type=int,
+        default=MAX_LINE,
+        metavar="N",
+        help=f"a longer line is a bad one ({MAX_LINE})",
+    )
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:

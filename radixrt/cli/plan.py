@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from radixrt.checks import check_int
 from radixrt.cli.exit_status import DONE
-from radixrt.cli.options import MODEL, SAMPLING, Option, add_command, add_options, sampling_params
+from radixrt.cli.kept_cache import model_place
+from radixrt.cli.options import MODEL, SAMPLING, Option, add_command, add_line_option, add_options, sampling_params
 from radixrt.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def add_plan_command(commands: Any) -> None:
     option = parser.add_argument_group("files").add_argument
     option("input", metavar="FILE", help="JSON lines or parquet, one prompt each; - is standard input")
     option("--html", type=Path, metavar="FILE", help="write the plan as a page that folds and unfolds")
+    add_line_option(option)
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     option("--prefixes", type=int, default=20, metavar="N", help="number of shared prefixes to show (20)")
     add_options(parser, "the run", _OPTIONS)
@@ -71,14 +74,14 @@ def add_plan_command(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from radixrt.batch.formats.line_format import LineParser
     from radixrt.batch.formats.source import read_lines
-    from radixrt.batch.meter import progress_bar
+    from radixrt.batch.meter import reading_bar
     from radixrt.batch.scan import scan_lines
     from radixrt.builtin import MODEL_PATH
+    from radixrt.cli.console import Console
     from radixrt.files.disk import temporary_folder
+    from radixrt.files.place import check_apart, read_place
     from radixrt.files.standard import place_name
     from radixrt.files.text_file import TextFile
     from radixrt.frontend.request_builder import builder_without_weights
@@ -88,11 +91,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     from radixrt.report.plan_page import plan_page
     from radixrt.report.plan_view import print_plan
 
+    check_int("max_line_bytes", arguments.max_line_bytes, 1, 2**40)
     if arguments.prefixes < 0:
         raise ParameterError(f"prefixes is {arguments.prefixes}; it must be at least 0")
     page = None
     if arguments.html is not None:
-        page = TextFile(arguments.html, "page", {"input": arguments.input})
+        page = TextFile(arguments.html, "page")
+        check_apart([*read_place("the input", arguments.input), *model_place(arguments), *page.places])
     card = find_card(arguments.card, arguments.bandwidth, arguments.flops, arguments.memory_gb)
     given = {name: getattr(arguments, name) for name in _OF_THE_MODEL if hasattr(arguments, name)}
     sampling_params(arguments)  # before the model is read, so that a mistake shows at once
@@ -100,14 +105,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     defaults = sampling_params(arguments, builder.defaults)
     shape = _shape(builder.config)
     with temporary_folder() as folder:
-        with progress_bar("reading", " lines", None, arguments.progress) as bar:
+        with reading_bar(arguments.input, arguments.progress) as bar:
             scan = scan_lines(
-                read_lines(arguments.input),
+                read_lines(arguments.input, max_line=arguments.max_line_bytes, seen=bar.update),
                 folder,
                 parser=LineParser(defaults),
                 tokenizer=builder.tokenizer,
                 check=lambda prompt, params, line: builder.build(prompt, params, index=line),
-                seen=bar.update,
+                context_length=builder.context_length,
             )
         if scan.problems:
             print(f"radixrt: {scan.summary()}", file=sys.stderr)

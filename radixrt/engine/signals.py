@@ -1,10 +1,11 @@
-"""SIGINT (Ctrl-C) and SIGTERM end long work cleanly."""
+"""SIGINT (Ctrl-C), SIGTERM and SIGHUP end long work cleanly."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ from types import FrameType
 
 DRAIN_SECONDS = 20.0  # that a batch gives to started requests, after the first signal
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NAMES = {signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 Handler = Callable[[int, FrameType | None], object] | int | None  # as `signal.getsignal` gives it
 
@@ -50,10 +52,10 @@ class FirstSignal:
 
 @contextlib.contextmanager
 def first_interrupt(notice: str) -> Iterator[FirstSignal]:
-    """Only note the first SIGINT or SIGTERM, for the code inside to look for; the second raises.
+    """Only note the first SIGINT, SIGTERM or SIGHUP, for the code inside to look for; the second raises.
 
-    SIGINT raises what it raised before, SIGTERM `Interrupted`. A signal that is ignored stays so, and so does an
-    application's own handler for SIGTERM.
+    SIGINT raises what it raised before, the others `Interrupted`. A signal that is ignored stays so, as SIGHUP is
+    under nohup, and so does an application's own handler for SIGTERM or SIGHUP.
     """
     first, at_sigint = FirstSignal(notice), signal.getsignal(signal.SIGINT)
 
@@ -66,6 +68,8 @@ def first_interrupt(notice: str) -> Iterator[FirstSignal]:
             at_second(number, frame)
             return
         first.moment, first.number = time.monotonic(), number
+        if sys.__stderr__ is None:  # what was opened since may have its number
+            return
         with contextlib.suppress(OSError):  # not print: a signal may come in the middle of another one
             os.write(2, f"\n{first.notice}; Ctrl-C again stops at once\n".encode())
 
@@ -75,7 +79,7 @@ def first_interrupt(notice: str) -> Iterator[FirstSignal]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Delay SIGINT and SIGTERM to the end, so that the code inside is not cut in two; a third one acts at once.
+    """Delay the signals to the end, so that the code inside is not cut in two; a third one acts at once.
 
     A signal without a handler of Python's, which ends the process, is not delayed. An outer `deferred` delays its
     signals to its own end.
@@ -88,9 +92,9 @@ def deferred() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """SIGTERM inside raises `Interrupted`, where it would end the process silently."""
-    with _handled(lambda number, handler: number == signal.SIGTERM and handler is signal.SIG_DFL, _raise):
+def termination_raises() -> Iterator[None]:
+    """SIGTERM and SIGHUP inside raise `Interrupted`, where they would end the process silently."""
+    with _handled(lambda number, handler: number in _NAMES and handler is signal.SIG_DFL, _raise):
         yield
 
 
@@ -104,7 +108,7 @@ class _Pending(list[int]):
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    raise Interrupted("terminated", number) if number == signal.SIGTERM else KeyboardInterrupt
+    raise Interrupted(_NAMES[signal.Signals(number)], number) if number in _NAMES else KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -10,6 +10,13 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from radixrt.files.disk import DISK
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file is until it is whole."""
+    return path.with_name(path.name + ".partial")
+
 
 class AtomicFile:
     """A file at `PATH.partial`, which `finish` makes durable and renames to PATH.
@@ -21,6 +28,7 @@ class AtomicFile:
         OSError: the disk refuses. Nothing is tried again, since a second fsync may succeed with data lost. If only
             the folder cannot be made durable, PATH is the new file. BlockingIOError: another process is writing
             to PATH.
+        BatchFileError: what is at PATH.partial is no file that could have been left there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,8 +37,8 @@ class AtomicFile:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
         self.path = path
-        self.partial = path.with_name(path.name + ".partial")
-        self._fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        self.partial = partial_path(path)
+        self._fd = DISK.open_own(self.partial, os.O_RDWR | os.O_CREAT)
         try:
             self._lock()
             os.ftruncate(self._fd, 0)

@@ -10,8 +10,9 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from radixrt.errors import BatchFileError, JournalError
 
@@ -22,6 +23,8 @@ _REMEDIES = {
     errno.ESTALE: "see what it was",
     errno.EIO: "see to the disk",
 }
+# What opening anything but a plain file ends with: a symbolic link, a FIFO or a socket, a folder.
+_NO_PLAIN_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 
 
 def refusal(error: OSError) -> str:
@@ -46,6 +49,13 @@ def file_error(what: str, error: OSError) -> BatchFileError:
     return BatchFileError(f"{what}: {error.strerror or error}")
 
 
+def _in_the_way(path: Path, what: str) -> BatchFileError:
+    return BatchFileError(
+        f"{path} is in the way of radixrt's own {what}: it is a link or something else that radixrt has not made; "
+        "move it away"
+    )
+
+
 class Disk:
     """Files through the `os` module. Tests replace it, to make calls fail or cut the power.
 
@@ -55,6 +65,41 @@ class Disk:
     def open(self, path: Path, flags: int) -> int:
         """A file descriptor that is not inherited."""
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
+
+    def open_own(self, path: Path, flags: int) -> int:
+        """`open` for a file of radixrt's own: a plain file without another name. It never waits, for a FIFO.
+
+        Raises:
+            BatchFileError: something else is there, such as a link or a FIFO; it was not changed.
+        """
+        try:
+            fd = self.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno not in _NO_PLAIN_FILE:
+                raise
+            raise _in_the_way(path, "file") from error
+        try:
+            status = self.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                raise _in_the_way(path, "file")
+            if flags & os.O_TRUNC and status.st_size:
+                self.truncate(fd, 0)
+        except BaseException:
+            self.close(fd)
+            raise
+        return fd
+
+    def make_own_folder(self, path: Path) -> None:
+        """Make a folder of radixrt's own, unless it is there.
+
+        Raises:
+            BatchFileError: something else is there, such as a link to a folder.
+        """
+        with suppress(FileExistsError):
+            self.mkdir(path)
+            return
+        if not stat.S_ISDIR(self.lstat(path).st_mode):
+            raise _in_the_way(path, "folder")
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -122,8 +167,8 @@ class Disk:
         return data
 
     def write_file(self, path: Path, chunks: Iterator[bytes]) -> None:
-        """Write a file and make its bytes durable, but not its name. A link at `path` is refused."""
-        fd = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
+        """Write a file and make its bytes durable, but not its name. Raises BatchFileError as `open_own` does."""
+        fd = self.open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             for chunk in chunks:
                 self.write_all(fd, chunk)
@@ -158,6 +203,11 @@ class Disk:
 
 
 DISK = Disk()
+
+
+def new_file(path: Path) -> BinaryIO:
+    """An empty file of radixrt's own to write to. Raises OSError, and BatchFileError as `Disk.open_own` does."""
+    return open(DISK.open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
 
 
 @contextmanager

@@ -4,13 +4,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from radixrt.errors import BatchFileError
 from radixrt.files.atomic_file import AtomicFile
-from radixrt.files.standard import STANDARD
+from radixrt.files.place import Place, check_target, written_place
 
 
 class TextFile:
@@ -19,24 +17,20 @@ class TextFile:
     Args:
         path: in a folder that exists.
         what: a noun for messages, such as "report".
-        others: files that it must not replace, by their nouns; "-" is standard input or output.
 
     Raises:
-        BatchFileError: it cannot be written, or must not be.
+        BatchFileError: it cannot be written.
     """
 
-    def __init__(self, path: Path, what: str, others: Mapping[str, str | Path]) -> None:
+    def __init__(self, path: Path, what: str) -> None:
         self.path = path
         self._what = what
-        if not path.parent.is_dir():
-            raise BatchFileError(f"the folder {path.parent} of the {what} does not exist; make it first")
-        if path.exists() and not path.is_file():
-            raise BatchFileError(f"{path} is in the way of the {what} and is not a plain file")
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise BatchFileError(f"the {what} {path} cannot be written: no files can be made in {path.parent}")
-        for name, other in others.items():
-            if other != STANDARD and _is_same(path, Path(other)):
-                raise BatchFileError(f"the {what} {path} is the batch's {name}; give it another name")
+        check_target(f"the {what}", path)
+
+    @property
+    def places(self) -> list[Place]:
+        """What is written, for `check_apart`."""
+        return written_place(f"the {self._what}", self.path)
 
     def write(self, text: str) -> None:
         """Write the text in one step, in UTF-8.
@@ -52,9 +46,3 @@ class TextFile:
             raise BatchFileError(
                 f"cannot write the {self._what} {self.path}: {error.strerror or error}"
             ) from error
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    if path.exists() and other.exists():
-        return path.samefile(other)
-    return path.resolve() == other.resolve()

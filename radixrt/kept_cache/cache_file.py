@@ -35,8 +35,9 @@ from numpy.typing import NDArray
 
 from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.checks import short
-from radixrt.errors import CacheFileError
+from radixrt.errors import BatchFileError, CacheFileError
 from radixrt.files.atomic_file import AtomicFile
+from radixrt.files.place import refusal_of_target
 
 VERSION = "1"
 PIECE_BYTES = 64 * 2**20  # of KV, unless a token alone has more; part of the format
@@ -103,8 +104,10 @@ class CacheFileWriter:
     def open(cls, path: Path, tree: TreeSnapshot, kv: KVFormat, identity: Identity) -> Iterator[CacheFileWriter]:
         """Begin a file, which `finish` puts in the place of an older one.
 
-        Raises CacheFileError where the disk refuses, or another process is writing the same file.
+        Raises CacheFileError where the disk refuses, another process is writing the same file, or what is at
+        the path is no kept cache.
         """
+        check_cache_target(path)
         metadata = {
             "radixrt_cache_version": VERSION,
             "identity": json.dumps(identity),
@@ -235,6 +238,29 @@ class CacheFileReader:
         return CacheFileError(f"the cache file {self._path} cannot be used: {reason}")
 
 
+def check_cache_target(path: Path) -> None:
+    """Raise CacheFileError unless a kept cache can be written there: no other file with content is replaced."""
+    if (refusal := refusal_of_target("the cache file", path)) is not None:
+        raise CacheFileError(refusal)
+    with _refusals(f"cannot write {path}"):
+        if path.exists() and path.stat().st_size and not _is_cache_file(path):
+            raise CacheFileError(
+                f"the cache file {path} exists and is no kept cache of radixrt; give another name"
+            )
+
+
+def _is_cache_file(path: Path) -> bool:
+    """Whether a file begins as a kept cache of any format does."""
+    with open(path, "rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > _MAX_HEADER_BYTES:
+            return False
+        try:
+            return "radixrt_cache_version" in json.loads(file.read(header_bytes))["__metadata__"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return False
+
+
 @contextmanager
 def _refusals(message: str) -> Iterator[None]:
     """Raise CacheFileError where the disk refuses."""
@@ -242,6 +268,8 @@ def _refusals(message: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise CacheFileError(f"{message}: {error.strerror or error}") from error
+    except BatchFileError as error:
+        raise CacheFileError(f"{message}: {error}") from error
 
 
 def _sha256(data: bytes | memoryview) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from radixrt.cache.radix_tree import Slots
 from radixrt.cache.snapshot import Adoption, take_snapshot
 from radixrt.engine.signals import deferred
 from radixrt.errors import CacheFileError
+from radixrt.files.standard import standard_error
 from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, Identity, KVFormat, differences
 from triton_ops.implementation import Impl
 from triton_ops.kv.kv_copy import kv_copy
@@ -190,4 +190,6 @@ class _Buffer:
 
 
 def _bar(what: str, num_tokens: int, shown: bool) -> tqdm[Any]:
-    return tqdm(desc=what, total=num_tokens, unit=" tokens", unit_scale=True, disable=not shown, file=sys.stderr)
+    return tqdm(
+        desc=what, total=num_tokens, unit=" tokens", unit_scale=True, disable=not shown, file=standard_error()
+    )

@@ -146,8 +146,13 @@ def _found_folder(source: str | Path, weights: bool, revision: str | None) -> Pa
 
 
 def _resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
+    return check_dtype(dtype) or (torch.float32 if device.type == "cpu" else config.dtype)
+
+
+def check_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The dtype of that name; None for "auto". Raises ModelError where no model can have it."""
     if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else config.dtype
+        return None
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if resolved not in (torch.float32, torch.bfloat16, torch.float16):
         raise ModelError(f"dtype {dtype!r} is not supported; 'auto', 'float32', 'bfloat16' and 'float16' are")

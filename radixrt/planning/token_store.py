@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from radixrt.arrays import Int32Array, Int64Array
 from radixrt.errors import BatchFileError
-from radixrt.files.disk import file_error
+from radixrt.files.disk import file_error, new_file
 
 TOKENS_FILE, OFFSETS_FILE = "tokens.i32", "offsets.i64"
 
@@ -107,7 +107,7 @@ class TokenWriter:
         with self._refusals():
             folder.mkdir(exist_ok=True)
             for name in (OFFSETS_FILE, TOKENS_FILE):
-                self._files.append(open(folder / name, "wb"))  # noqa: SIM115
+                self._files.append(new_file(folder / name))
             self._write(0, np.zeros(1, dtype=np.int64))
 
     def __enter__(self) -> TokenWriter:

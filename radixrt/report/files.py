@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from radixrt.errors import BatchFileError
+from radixrt.files.place import Place
 from radixrt.files.standard import place_name
 from radixrt.files.text_file import TextFile
 from radixrt.planning.batch_plan import BatchPlan
@@ -39,21 +40,25 @@ class ReportFiles:
 
     Args:
         paths: one or several; () for none.
-        input_path, output_path: of the batch; "-" is standard input or output.
+        input_path: of the batch; "-" is standard input.
 
     Raises:
-        BatchFileError: one of them cannot or must not be written, or needs a missing package.
+        BatchFileError: one of them cannot be written, or needs a missing package.
     """
 
-    def __init__(self, paths: Paths, input_path: str | Path, output_path: str | Path) -> None:
+    def __init__(self, paths: Paths, input_path: str | Path) -> None:
         listed = [paths] if isinstance(paths, (str, Path)) else paths
-        others = {"input": input_path, "output": output_path}
-        self._files = [_file(path, others) for path in dict.fromkeys(Path(path) for path in listed)]
+        self._files = [_file(path) for path in dict.fromkeys(Path(path) for path in listed)]
         self._title = place_name(input_path, "input")
         if self.has_page and importlib.util.find_spec("matplotlib") is None:
             raise BatchFileError(
                 "a report as a page needs matplotlib: pip install matplotlib, or name the report .json"
             )
+
+    @property
+    def places(self) -> list[Place]:
+        """What is written, for `check_apart`."""
+        return [place for file in self._files for place in file.places]
 
     @property
     def has_page(self) -> bool:
@@ -77,10 +82,10 @@ class ReportFiles:
                 file.write(_page(report, self._title, plan, decoded_by(tokenizer)))
 
 
-def _file(path: Path, others: Mapping[str, str | Path]) -> TextFile:
+def _file(path: Path) -> TextFile:
     if path.suffix not in (JSON, PAGE):
         raise BatchFileError(f"the report {path} is neither a page nor JSON; name it {PAGE} or {JSON}")
-    return TextFile(path, "report", others)
+    return TextFile(path, "report")
 
 
 def _json(report: BatchReport) -> str:

@@ -188,7 +188,7 @@ def test_parameters_come_back_from_the_disk(params: SamplingParams) -> None:
 def test_files_that_cannot_be(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer) -> None:
     entries = tmp_path / "entries.jsonl"
     entries.mkdir()
-    with pytest.raises(BatchFileError, match="cannot write") as caught:
+    with pytest.raises(BatchFileError, match=r"entries\.jsonl is in the way of radixrt's own file") as caught:
         scan(LINES, tmp_path, builder, tokenizer)
     assert caught.type is BatchFileError
     entries.rmdir()
@@ -276,3 +276,31 @@ def test_a_hundred_thousand_lines_take_little_memory(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) < 200_000  # KiB
+
+
+def test_a_text_far_too_long_is_not_encoded(
+    tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest: list[int] = []
+    own = Tokenizer.encode_batch
+
+    def encode_batch(self: Tokenizer, texts: list[str], **options: bool) -> Any:
+        longest.append(max(map(len, texts), default=0))
+        return own(self, texts, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", encode_batch)
+    lines = [{"prompt": "ab " * 10**6, "custom_id": "long"}, {"prompt": "ab"}]
+    found = scan_lines(
+        enumerate(json.dumps(line).encode() for line in lines),
+        tmp_path,
+        parser=LineParser(DEFAULTS),
+        tokenizer=tokenizer,
+        check=lambda prompt, params, line: builder.build(prompt, params, index=line),
+        context_length=20,
+    )
+    assert found.is_bad.tolist() == [True, False]
+    assert found.problems[0].message == (
+        "the prompt has 3,000,000 characters and by far more tokens than a context of 20 takes: "
+        "it may have at most 19"
+    )
+    assert max(longest) < 1000

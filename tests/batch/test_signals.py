@@ -19,9 +19,9 @@ from tests.support import signalled_batch
 from tests.support.signalled_batch import BEGUN, AnyRuntime, Builder, stand_in
 
 COUNT = 40
-INT, TERM = signal.SIGINT, signal.SIGTERM
-STATUS = {INT: 130, TERM: 143}
-SIGNALS = [(INT,), (TERM,), (INT, INT), (TERM, TERM), (INT, TERM)]
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+STATUS = {INT: 130, TERM: 143, HUP: 129}
+SIGNALS = [(INT,), (TERM,), (HUP,), (INT, INT), (TERM, TERM), (INT, TERM)]
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def signalled(phase: str, arguments: list[str], signals: tuple[int, ...]) -> tup
         assert process.stdout.readline() == f"{phase}\n".encode()
         for number in signals:
             process.send_signal(number)
-            while b"stops at once" not in heard and (line := process.stderr.readline()):
+            while number != HUP and b"stops at once" not in heard and (line := process.stderr.readline()):
                 heard += line
         _, rest = process.communicate(timeout=60)
     finally:
@@ -92,9 +92,23 @@ def test_while_it_runs(arguments: list[str], signals: tuple[int, ...], monkeypat
         assert "the same command goes on from there" in said
     else:
         assert 0 < len(kept) < BEGUN + 3
-        assert ("terminated" if signals[-1] == TERM else "interrupted") in said
+        how = "terminated" if signals[-1] == TERM else "interrupted"
+        assert (
+            f"{how}: {len(kept)} of 40 records are kept in {run_path(Path(arguments[-1]))}; the same comm" in said
+        )
     assert time.monotonic() - began < 15
     check_completed(arguments, kept, monkeypatch)
+
+
+def test_a_hangup_that_is_ignored(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under nohup."""
+    before = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        status, _ = signalled("running", arguments, (HUP, HUP, TERM))
+    finally:
+        signal.signal(HUP, before)
+    assert status == 143
+    check_completed(arguments, records_kept(Path(arguments[-1])), monkeypatch)
 
 
 @pytest.mark.parametrize("signals", [(TERM,), (INT, INT)])

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import logging
+import os
 import re
 import runpy
 import shlex
@@ -20,6 +21,8 @@ import pytest
 
 import radixrt
 import radixrt.frontend.request_builder
+from radixrt.batch.job import Batch
+from radixrt.batch.journal.run_folder import RunFolder
 from radixrt.cli import main
 from radixrt.cli.options import MODEL, SAMPLING, SCHEDULE, add_options, sampling_params
 from radixrt.config import RuntimeConfig
@@ -27,7 +30,7 @@ from radixrt.errors import DeviceLostError, ModelError, SchedulerError
 from radixrt.frontend.sampling_aliases import SPELLINGS
 from radixrt.models.families import FAMILIES
 from radixrt.models.registry import ARCHITECTURES, find_architecture
-from tests.support.fake_runtime import FakeRuntime
+from tests.support.fake_runtime import CONTEXT_LENGTH, FakeRuntime
 from tests.support.file_limit import file_limit
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
@@ -48,7 +51,7 @@ class FakeBuilder:
 
     made_with: tuple[Any, ...]
     told_of_chats: dict[str, Any]
-    tokenizer = None
+    tokenizer, context_length = None, CONTEXT_LENGTH
     build = staticmethod(FakeRuntime().prepare)
 
     def __init__(self, *args: Any, **told: Any) -> None:
@@ -121,7 +124,7 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
         --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --max-new-tokens 4
         --model m --dtype float32 --device cpu --impl torch --load-format dummy --context-length 64 --seed 5
         --memory-fraction 0.5 --max-total-tokens 100 --host-memory-gb 0.5 --max-running-requests 3
-        --chunked-prefill-size 32 --schedule-policy fcfs --no-prefix-cache --force-miss --no-overlap --no-graphs
+        --chunked-prefill-size 32 --schedule-policy fcfs --force-miss --no-overlap --no-graphs
         --attention flat
     """)
     assert main([*batch, "--restart", *options]) == 1  # the requests were taken away
@@ -140,7 +143,6 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
         "max_running_requests": 3,
         "chunked_prefill_size": 32,
         "schedule_policy": "fcfs",
-        "enable_prefix_cache": False,
         "force_miss": True,
         "overlap": False,
         "cuda_graphs": False,
@@ -149,6 +151,8 @@ def test_options_reach_the_runtime_and_the_requests(batch: list[str], monkeypatc
     first, second = seen
     assert first == radixrt.SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, max_new_tokens=4)
     assert (second.temperature, second.top_k) == (1.0, 3)
+    assert main([*batch, "--restart", "--no-prefix-cache"]) == 1
+    assert Recorder.made_with[1] == {"enable_prefix_cache": False}
 
 
 def test_the_chat_template_and_a_revision(batch: list[str]) -> None:
@@ -314,6 +318,91 @@ def test_interrupt_while_the_model_loads(
     assert main(batch) == status
     assert capsys.readouterr().err == f"radixrt: {said}\n"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--seed -1", "seed is -1"),
+        ("--device tpu", "device is 'tpu'"),
+        ("--device cuda:9", "device is 'cuda:9', but torch sees"),
+        ("--dtype int8", "dtype 'int8' is not supported"),
+        ("--load-cache nope", "--load-cache nope: there is no such file"),
+        ("--save-cache nodir/x", "the folder nodir of the cache file does not exist"),
+        ("--max-running-requests 0", "max_running_requests is 0"),
+        ("--chunked-prefill-size 0", "chunked_prefill_size is 0"),
+        ("--max-total-tokens 0", "max_total_tokens is 0"),
+        ("--memory-fraction 2", "memory_fraction is 2"),
+        ("--no-prefix-cache --force-miss", "there is no cache to miss"),
+        ("--no-prefix-cache --host-memory-gb 1", "nothing is kept"),
+        ("--drain-seconds -1", "drain_seconds is -1"),
+        ("--model=", "model is ''; it must be a folder or a hub id"),
+    ],
+)
+def test_options_are_checked_before_the_input_is_read(
+    batch: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(Batch, "scan", lambda *_: pytest.fail("it read"))
+    monkeypatch.setattr(FakeBuilder, "__init__", lambda *_: pytest.fail("it read the model"))
+    assert main([*batch, *options.split()]) == 2
+    shown = capsys.readouterr().err
+    assert re.fullmatch(r"radixrt: error: .*\n", shown)
+    assert message in shown
+    assert os.listdir(Path(batch[2]).parent) == ["in.jsonl"]
+
+
+BAD = b"{"
+SOUND = b'{"prompt": "ab"}'
+
+
+def test_a_batch_of_bad_lines_needs_no_weights(
+    batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(vars(radixrt), "Runtime", lambda **options: pytest.fail("it loaded"))
+    Path(batch[2]).write_bytes(b"\n".join([BAD] * 3))
+    report = str(Path(batch[-1]).with_name("report.json"))
+    assert main([*batch, "--report", report]) == 3
+    assert re.search(r"errors +3\n", capsys.readouterr().out)
+    assert [json.loads(line)["index"] for line in Path(batch[-1]).read_text().splitlines()] == [0, 1, 2]
+    assert json.loads(Path(report).read_text())["errors"] == 3
+    Path(batch[2]).write_bytes(b"")
+    assert main([*batch, "--overwrite"]) == 0
+
+
+def test_a_line_of_many_bytes(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path(batch[2]).write_bytes(b"\n".join([SOUND + b" " * 40 + b"{", SOUND]))
+    assert main([*batch, "--max-line-bytes", "20"]) == 0
+    assert "line 1: invalid_line: the line has 58 bytes; at most 20 are read" in capsys.readouterr().err
+    for command in (batch, ["plan", batch[2]]):
+        assert main([*command, "--max-line-bytes", "0"]) == 2
+        assert "max_line_bytes is 0" in capsys.readouterr().err
+    records = [json.loads(line) for line in Path(batch[-1]).read_text().splitlines()]
+    assert [record["error"] is None for record in records] == [False, True]
+
+
+def test_one_sound_line_makes_a_batch_good(batch: list[str]) -> None:
+    Path(batch[2]).write_bytes(b"\n".join([BAD, SOUND, BAD]))
+    assert main(batch) == 0
+
+
+def test_a_batch_whose_records_are_all_kept_needs_no_weights(
+    batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was killed before its output was made. What differs from that run is named without them, too."""
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "finish", lambda *_: signal.raise_signal(signal.SIGINT))
+        assert main([*batch, "--no-progress"]) == 0
+    assert not Path(batch[-1]).exists()
+    monkeypatch.setitem(vars(radixrt), "Runtime", lambda **options: pytest.fail("it loaded"))
+    assert main([*batch, "--seed", "3"]) == 2
+    assert "settings.seed is 0 there and 3 here" in capsys.readouterr().err
+    assert main(batch) == 0
+    assert len(Path(batch[-1]).read_bytes().splitlines()) == 2
+    assert sorted(os.listdir(Path(batch[-1]).parent)) == ["in.jsonl", "out.jsonl"]
 
 
 def test_empty_input(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from radixrt.engine.signals import (
     deferred,
     first_interrupt,
     signal_of,
-    sigterm_raises,
+    termination_raises,
 )
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
@@ -72,7 +72,7 @@ def test_a_handler_of_the_application_stays() -> None:
                 signal.raise_signal(TERM)
                 assert calls == [TERM]
             assert calls == [TERM, TERM]
-        with sigterm_raises():
+        with termination_raises():
             assert signal.getsignal(TERM) is own
         assert signal.getsignal(TERM) is own
     finally:
@@ -83,7 +83,7 @@ def test_what_is_ignored_stays_ignored() -> None:
     signal.signal(TERM, signal.SIG_IGN)
     signal.signal(INT, signal.SIG_IGN)
     try:
-        with sigterm_raises(), first_interrupt("") as interrupted, deferred():
+        with termination_raises(), first_interrupt("") as interrupted, deferred():
             assert handlers() == (signal.SIG_IGN, signal.SIG_IGN)
             signal.raise_signal(TERM)
             signal.raise_signal(INT)
@@ -117,7 +117,7 @@ def test_held_up_to_the_end(number: int) -> None:
             signal.raise_signal(number)
             done.append(True)
 
-    with sigterm_raises(), pytest.raises(KeyboardInterrupt) as error:
+    with termination_raises(), pytest.raises(KeyboardInterrupt) as error:
         work()
     assert signal_of(error.value) == number
     assert done
@@ -132,7 +132,7 @@ def test_the_third_one_is_not_held_up(number: int) -> None:
             signal.raise_signal(number)
             pytest.fail("it was held up")
 
-    with sigterm_raises(), pytest.raises(KeyboardInterrupt) as error:
+    with termination_raises(), pytest.raises(KeyboardInterrupt) as error:
         work()
     assert signal_of(error.value) == number
 
@@ -178,7 +178,7 @@ def test_handlers_are_whole_whatever_a_signal_raises_meanwhile(monkeypatch: pyte
                 raise KeyboardInterrupt
             return before
 
-        with sigterm_raises(), monkeypatch.context() as patch:
+        with termination_raises(), monkeypatch.context() as patch:
             inside = handlers()
             patch.setattr(signal, "signal", interrupted)
             try:
@@ -196,7 +196,7 @@ def test_outside_the_main_thread() -> None:
     before, seen = handlers(), []
 
     def work() -> None:
-        with sigterm_raises(), first_interrupt("") as interrupted, deferred():
+        with termination_raises(), first_interrupt("") as interrupted, deferred():
             seen.append((handlers(), type(interrupted)))
 
     thread = threading.Thread(target=work)

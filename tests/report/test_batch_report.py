@@ -32,7 +32,7 @@ from radixrt.report.plots import MAX_BARS, rate_bars, timeline_plots
 from radixrt.report.timeline import MAX_SAMPLES, Sample
 from radixrt.schedule.activity import Activity
 from tests.report.test_plan_view import Page, letters, plan_of
-from tests.support.fake_runtime import FakeRuntime
+from tests.support.fake_runtime import CONTEXT_LENGTH, FakeRuntime
 from tests.support.plans import planned
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&"
@@ -447,7 +447,7 @@ class Letters:
 
 def test_prefixes_are_shown_by_the_tokenizer(tmp_path: Path) -> None:
     plan = planned([[], list(map(ord, HOSTILE + "\ud800a")), list(map(ord, HOSTILE + "\ud800b"))])
-    files = ReportFiles(tmp_path / "r.html", "-", "-")
+    files = ReportFiles(tmp_path / "r.html", "-")
     files.write(REPORT, plan, Letters())  # type: ignore[arg-type]
     page = ReportPage((tmp_path / "r.html").read_text())
     assert HOSTILE + "\\ud800" in page.said
@@ -455,7 +455,7 @@ def test_prefixes_are_shown_by_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_no_text_is_no_obstacle(tmp_path: Path) -> None:
-    files = ReportFiles([tmp_path / "r.html", tmp_path / "r.json"], "in-\udcff.jsonl", "-")
+    files = ReportFiles([tmp_path / "r.html", tmp_path / "r.json"], "in-\udcff.jsonl")
     files.write(replace(REPORT, output_path=Path("\udcff")), plan_of("ab"), None)
     assert "Report of in-\\udcff.jsonl" in ReportPage((tmp_path / "r.html").read_text("utf-8")).said
     assert json.loads((tmp_path / "r.json").read_text("utf-8"))["output"] == "\udcff"
@@ -498,10 +498,10 @@ REFUSED = [
     ("-", "is neither a page nor JSON"),
     ("nowhere/report.html", "the folder .*nowhere of the report does not exist"),
     ("folder.json", "is in the way of the report and is not a plain file"),
-    ("in.json", "is the batch's input; give it another name"),
-    ("link.json", "is the batch's input"),
-    ("out.json", "is the batch's output"),
-    ("folder.json/../out.json", "is the batch's output"),
+    ("in.json", "the report in.json is the input; give it another name"),
+    ("link.json", "the report link.json is a symbolic link; give the path that it leads to"),
+    ("out.json", "the report out.json is the output"),
+    ("folder.json/../out.json", "is the output"),
 ]
 
 
@@ -572,7 +572,7 @@ def test_a_report_that_cannot_be_written(files: tuple[Path, Path], caplog: pytes
 
 
 class FakeBuilder:
-    tokenizer = None
+    tokenizer, context_length = None, CONTEXT_LENGTH
     build = staticmethod(FakeRuntime().prepare)
 
     def __init__(self, *args: Any) -> None:

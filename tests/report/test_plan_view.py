@@ -276,8 +276,8 @@ def test_pages_that_are_refused_at_once(
     for page, message in (
         ("folder", "folder is in the way of the page and is not a plain file"),
         ("nowhere/plan.html", "the folder nowhere of the page does not exist; make it first"),
-        ("in.jsonl", "the page in.jsonl is the batch's input; give it another name"),
-        ("link.html", "the page link.html is the batch's input"),
+        ("in.jsonl", "the page in.jsonl is the input; give it another name"),
+        ("link.html", "the page link.html is a symbolic link; give the path that it leads to"),
     ):
         assert main(["plan", "in.jsonl", "--html", page]) == 2
         assert message in capsys.readouterr().err
@@ -306,7 +306,7 @@ def test_expected_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr()
     assert re.search(r"prompts +2, 5 answers\n", shown.out)
     assert re.search(r"expected answers +32 tokens, if each has its maximum\n", shown.out)
-    assert "1 of 3 lines are bad (1 invalid_line):\n  line 4: " in shown.err
+    assert "1 of 3 lines is bad (1 invalid_line):\n  line 4: " in shown.err
     assert main(["plan", str(lines), "--max-new-tokens", "20", "--mean-new-tokens", "7"]) == 0
     assert re.search(r"expected answers +19 tokens\n", capsys.readouterr().out)
 

@@ -61,6 +61,7 @@ class FakeRuntime:
             NoWeights(VOCAB_SIZE).config, None, context_length=CONTEXT_LENGTH, seed=0, refusal=lambda request: None
         )
         self.tokenizer: Tokenizer | None = None
+        self.context_length = CONTEXT_LENGTH
         self.seed = 0
         self.limits = RunLimits(pool_tokens=100_000)
         self.reuses_prefixes = True

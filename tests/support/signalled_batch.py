@@ -18,7 +18,7 @@ from radixrt.batch.journal.run_folder import Encoding, RunFolder
 from radixrt.cli import main
 from radixrt.output import RequestOutput
 from radixrt.schedule.request import Request
-from tests.support.fake_runtime import FakeRuntime
+from tests.support.fake_runtime import CONTEXT_LENGTH, FakeRuntime
 
 BEGUN = 5  # requests that a SlowRuntime has begun, while it has so many
 STEP_SECONDS = 0.1
@@ -27,7 +27,7 @@ STEP_SECONDS = 0.1
 class Builder:
     """Takes what a FakeRuntime takes."""
 
-    tokenizer = None
+    tokenizer, context_length = None, CONTEXT_LENGTH
     build = staticmethod(FakeRuntime().prepare)
 
     def __init__(self, *args: Any) -> None:
@@ -86,6 +86,9 @@ def stand_in(runtime: type[FakeRuntime], builder: type[Builder]) -> Iterator[tup
     module = ModuleType("radixrt.frontend.request_builder")
     module.builder_without_weights = builder  # type: ignore[attr-defined]
     yield sys.modules, module.__name__, module  # type: ignore[misc]
+    checks = ModuleType("radixrt.assembly")
+    checks.check_config = lambda config: None  # type: ignore[attr-defined]
+    yield sys.modules, checks.__name__, checks  # type: ignore[misc]
 
 
 class AnyRuntime(FakeRuntime):

@@ -12,6 +12,7 @@ from radixrt.errors import BatchFileError
 from radixrt.files.standard import STANDARD
 
 _GZIP_LEVEL = 6
+_UNKNOWN = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zip", ".7z")  # whose readers would find plain text
 _GZIP_WINDOW = 31  # zlib writes gzip: a window of 2^15 bytes, and 16 for the header
 
 
@@ -54,5 +55,9 @@ def _encoder(path: Path) -> _Encoder | None:
     if path.suffix == ".parquet":
         raise BatchFileError(
             f"cannot write {path}: records are JSON lines; name it .jsonl, .jsonl.gz or .jsonl.zst"
+        )
+    if path.suffix in _UNKNOWN:
+        raise BatchFileError(
+            f"cannot write {path}: {path.suffix} is not written; name it .jsonl, .jsonl.gz or .jsonl.zst"
         )
     return None

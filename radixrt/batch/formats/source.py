@@ -8,13 +8,14 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from radixrt.batch.formats.strict_json import loads
+from radixrt.checks import short
 from radixrt.errors import BatchFileError
 from radixrt.files.standard import STANDARD, place_name
 
@@ -47,7 +48,9 @@ class _Lines(Protocol):
     def readline(self, size: int, /) -> bytes: ...
 
 
-def read_lines(source: str | Path, *, max_line: int = MAX_LINE) -> Iterator[tuple[int, bytes | BadLine]]:
+def read_lines(
+    source: str | Path, *, max_line: int = MAX_LINE, seen: Callable[[int], object] = lambda count: None
+) -> Iterator[tuple[int, bytes | BadLine]]:
     """Yield the lines that are not blank, stripped, each with its place in the file from 0.
 
     The first bytes of the file tell its format: gzip, zstd, parquet, otherwise plain JSON lines. A byte order mark
@@ -58,6 +61,7 @@ def read_lines(source: str | Path, *, max_line: int = MAX_LINE) -> Iterator[tupl
     Args:
         source: a file, or "-" for standard input, where parquet cannot be read.
         max_line: bytes of the longest line. A longer one becomes a BadLine.
+        seen: called with the number of bytes whenever some of the file were read, as they are in the file.
 
     Raises:
         BatchFileError: the file cannot be read to its end: it is damaged or cut short, or a package is missing.
@@ -71,13 +75,13 @@ def read_lines(source: str | Path, *, max_line: int = MAX_LINE) -> Iterator[tupl
                 raise BatchFileError(
                     f"{name} is a parquet file, which can be read from a file only: give its path"
                 )
-            yield from _rows(Path(source), name, max_line)
+            yield from _rows(Path(source), name, max_line, seen)
             return
         if source != STANDARD and len(head) < 4 and str(source).endswith(_NEVER_SHORT):
             raise BatchFileError(
                 f"cannot read {name}: it is cut short, it has only {len(head)} bytes: copy it anew"
             )
-        yield from _json_lines(io.BufferedReader(_Rejoined(head, file), _BUFFER), head, name, max_line)
+        yield from _json_lines(io.BufferedReader(_Rejoined(head, file, seen), _BUFFER), head, name, max_line)
 
 
 @contextmanager
@@ -109,9 +113,10 @@ def _head(file: IO[bytes], name: str) -> bytes:
 class _Rejoined(io.RawIOBase):
     """A file whose head was already read, from its beginning: standard input cannot seek back."""
 
-    def __init__(self, head: bytes, rest: Any) -> None:
+    def __init__(self, head: bytes, rest: Any, seen: Callable[[int], object]) -> None:
         self._head = head
         self._rest = rest
+        self._seen = seen
 
     def readable(self) -> bool:
         return True
@@ -121,8 +126,10 @@ class _Rejoined(io.RawIOBase):
             taken = min(len(buffer), len(self._head))
             buffer[:taken] = self._head[:taken]
             self._head = self._head[taken:]
+            self._seen(taken)
             return taken
         count: int = self._rest.readinto1(buffer)
+        self._seen(count)
         return count
 
 
@@ -178,7 +185,9 @@ def zstd_module(name: str) -> Any:
     return zstd
 
 
-def _rows(path: Path, name: str, max_line: int) -> Iterator[tuple[int, bytes | BadLine]]:
+def _rows(
+    path: Path, name: str, max_line: int, seen: Callable[[int], object]
+) -> Iterator[tuple[int, bytes | BadLine]]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -189,10 +198,12 @@ def _rows(path: Path, name: str, max_line: int) -> Iterator[tuple[int, bytes | B
     count = 0
     try:
         with parquet.ParquetFile(path) as file:
+            size = path.stat().st_size
             for batch in file.iter_batches(batch_size=_ROWS):
                 for row in batch.to_pylist(maps_as_pydicts="strict"):
                     index, count = count, count + 1
                     yield index, _row_line(row, max_line)
+                seen(size * batch.num_rows // max(1, file.metadata.num_rows))
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).split("\n")[0]
         raise BatchFileError(f"cannot read {name} beyond row {count:,}: {reason}") from error
@@ -206,12 +217,26 @@ def _row_line(row: dict[str, Any], max_line: int) -> bytes | BadLine:
             for column, value in row.items()
             if value is not None and not _PANDAS_INDEX.fullmatch(column)
         }
+    except ValueError as error:
+        return BadLine(f"the row is not JSON: {error}")
+    try:
         text = json.dumps(line, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
     except (TypeError, ValueError) as error:
-        return BadLine(f"the row is not JSON: {error}")
+        return BadLine(_not_json(line, error))
     if len(text) > max_line:
         return BadLine(f"the row has {len(text):,} bytes as JSON; at most {max_line:,} are read")
     return text
+
+
+def _not_json(row: dict[str, Any], error: Exception) -> str:
+    """Which column of a row JSON cannot say."""
+    for column, value in row.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as fault:
+            remedy = "; make the column text, or leave it out" if isinstance(fault, TypeError) else ""
+            return f"the row is not JSON: column {short(column)!r}: {fault}{remedy}"
+    return f"the row is not JSON: {error}"
 
 
 def _cell(column: str, value: Any) -> Any:

@@ -51,6 +51,44 @@ class Recovery:
     duplicates: int
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What an earlier run has left in its journal.
+
+    Attributes:
+        manifest: of that run.
+        finished: positions with a record, `[num_records]`.
+    """
+
+    manifest: Manifest
+    finished: NDArray[np.bool_]
+
+
+def read_kept(path: Path, disk: Disk) -> Kept | None:
+    """The content of a journal up to its first wrong line, without a change; None if it cannot be used.
+
+    Raises:
+        BatchFileError: it is no file of radixrt's.
+        OSError: the disk refuses.
+    """
+    fd = disk.open_own(path, os.O_RDONLY)
+    try:
+        lines = whole_lines(disk, fd)
+        manifest = parse_header(next(lines, b""))
+        finished = np.zeros(manifest.num_records, np.bool_)
+        for line in lines:
+            kind, _ = parse_line(line) or (None, 0)
+            if kind is None or (kind.isdigit() and int(kind) >= len(finished)):
+                break
+            if kind.isdigit():
+                finished[int(kind)] = True
+        return Kept(manifest, finished)
+    except ValueError:  # whoever opens the journal to go on says what is wrong
+        return None
+    finally:
+        disk.close(fd)
+
+
 def create_journal(path: Path, manifest: Manifest, disk: Disk) -> None:
     """Make a journal without records in one step, replacing an existing one.
 
@@ -110,7 +148,7 @@ class Journal:
         self._offsets = np.zeros(self.num_records, dtype=np.int64)  # of lines, by position
         self._lengths = np.zeros(self.num_records, dtype=np.int64)  # of lines with newline; 0: no record yet
         with self._refusals():
-            self._fd = disk.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+            self._fd = disk.open_own(path, os.O_RDWR | os.O_APPEND)
         try:
             with self._unless_dead():
                 self._check_header(manifest)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from radixrt.batch.journal.journal import Journal, create_journal, partial_journal
+from radixrt.batch.journal.journal import Journal, Kept, create_journal, partial_journal, read_kept
 from radixrt.batch.journal.manifest import Manifest
 from radixrt.batch.journal.run_lock import RunLock
 from radixrt.errors import BatchFileError, JournalError
@@ -81,6 +80,12 @@ class RunFolder:
             with self._refusals(self._lock_path):
                 self._lock.release()
 
+    def kept(self) -> Kept | None:
+        """What an earlier run has left; None if there is nothing to go on with. Raises as `begin` does."""
+        with self._refusals(self.path):
+            exists = self._disk.exists(self._journal_path)
+            return read_kept(self._journal_path, self._disk) if exists else None
+
     def begin(
         self,
         manifest: Manifest,
@@ -142,20 +147,17 @@ class RunFolder:
         """Make the folder, if it is not there, and lock it."""
         self._disk.exists(self._aside_path)  # a too long name is refused before anything is made
         while True:
-            with contextlib.suppress(FileExistsError):
-                self._disk.mkdir(self.path)
             try:
-                if not stat.S_ISDIR(self._disk.lstat(self.path).st_mode):
-                    raise BatchFileError(f"{self.path} is in the way of the run's folder; move it away")
+                self._disk.make_own_folder(self.path)
                 lock = RunLock(self._lock_path, self._disk)
             except FileNotFoundError:
+                self._disk.lstat(self.path.parent)  # there must be one
                 continue  # its last holder has just removed the folder
             try:
                 if not lock.is_at(self._lock_path):
                     lock.release()
                     continue
-                with contextlib.suppress(FileExistsError):
-                    self._disk.mkdir(self.scratch)
+                self._disk.make_own_folder(self.scratch)
                 self._take_back()
             except BaseException:
                 lock.release()
@@ -203,7 +205,7 @@ class RunFolder:
             self._unlink(self._aside_path)
 
     def _unlink(self, path: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # a folder is not radixrt's
             self._disk.unlink(path)
 
     @contextmanager
@@ -226,7 +228,7 @@ def aside_path(output: Path) -> Path:
 
 def has_run(output: Path) -> bool:
     """Whether the run of an output has left any file."""
-    return run_path(output).exists() or aside_path(output).exists()
+    return os.path.exists(run_path(output)) or os.path.exists(aside_path(output))
 
 
 def _chunks(records: Iterator[bytes]) -> Iterator[bytes]:

@@ -34,7 +34,7 @@ class RunLock:
         self._disk = disk
         self._fd = -1
         try:
-            self._fd = disk.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            self._fd = disk.open_own(path, os.O_RDWR | os.O_CREAT)
             self._take(path)
             self._write_holder()
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from radixrt.batch.journal.waiting_lines import WaitingLines
-from radixrt.errors import BatchFileError
+from radixrt.errors import BatchFileError, ReaderGoneError
 from radixrt.files.standard import STANDARD, place_name
 
 _WAITING_FILE = "waiting"
@@ -31,7 +32,8 @@ class StandardOutput:
         num_lines: N.
 
     Raises:
-        BatchFileError: it is closed, or its reader has gone. Nothing is tried again.
+        BatchFileError: it is closed, or refuses. Nothing is tried again.
+        ReaderGoneError: its reader has gone.
         JournalError: the disk with the waiting lines refuses. Lines that wait already are printed on leaving.
     """
 
@@ -90,8 +92,13 @@ def _own_file() -> BinaryIO:
     if sys.stdout is None:
         raise OSError("it is closed")
     sys.stdout.flush()
-    return open(os.dup(sys.stdout.fileno()), "wb")
+    try:
+        number = sys.stdout.fileno()
+    except io.UnsupportedOperation:
+        raise OSError("it is not that of a process, such as a notebook's; give the name of a file") from None
+    return open(os.dup(number), "wb")
 
 
 def _refusal(error: OSError) -> BatchFileError:
-    return BatchFileError(f"cannot write {place_name(STANDARD, 'output')}: {error.strerror or error}")
+    kind = ReaderGoneError if isinstance(error, BrokenPipeError) else BatchFileError
+    return kind(f"cannot write {place_name(STANDARD, 'output')}: {error.strerror or error}")

@@ -44,8 +44,7 @@ class WaitingLines:
         """Keep the line of a position that has none yet."""
         with self._refusals("write"):
             if self._fd < 0:
-                flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
-                self._fd = DISK.open(self._path, flags)
+                self._fd = DISK.open_own(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
             start = DISK.fstat(self._fd).st_size  # after a partial line, too, if a write failed
             DISK.write_all(self._fd, line)
         self._starts[position], self._lengths[position] = start, len(line)

@@ -64,6 +64,9 @@ def test_names_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
         check_output_name(name)
     with pytest.raises(BatchFileError, match=r"records are JSON lines; name it \.jsonl, \.jsonl\.gz or"):
         check_output_name("out.parquet")
+    for name in ("out.jsonl.bz2", "out.jsonl.xz", "out.lz4"):
+        with pytest.raises(BatchFileError, match=rf"cannot write {name}: .* is not written; name it \.jsonl, .*"):
+            check_output_name(name)
     monkeypatch.setitem(sys.modules, "backports", None)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "compression.zstd", None)  # type: ignore[arg-type]
     for name in ("out.zst", "out.zstd"):

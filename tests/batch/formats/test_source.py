@@ -377,8 +377,19 @@ def test_rows_that_are_not_json(tmp_path: Path) -> None:
         write_parquet(tmp_path / "in", [row])
         return rows_of(tmp_path / "in", **more)[0]
 
-    assert only({"prompt": "a", "temperature": float("nan")}).startswith("the row is not JSON: Out of range float")
-    assert "datetime is not JSON" in only({"prompt": "a", "metadata": datetime.datetime(2020, 1, 1)})
+    assert only({"prompt": "a", "temperature": float("nan")}).startswith(
+        "the row is not JSON: column 'temperature': Out"
+    )
+    date = datetime.datetime(2020, 1, 1)
+    for row in (
+        {"prompt": "a", "when": date},
+        {"prompt": "a", "when": [date]},
+        {"prompt": "a", "when": {"x": date}},
+    ):
+        assert only(row) == (
+            "the row is not JSON: column 'when': Object of type datetime is not JSON serializable; "
+            "make the column text, or leave it out"
+        )
     assert "bytes is not JSON" in only({"prompt": b"a"})
     assert only({"body": "{"}).startswith("the row is not JSON: the text in body is not JSON: Expecting")
     assert only({"sampling_params": '{"a": 1, "a": 2}'}).endswith("is not JSON: key 'a' appears twice")

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,12 +23,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from radixrt.batch.job import run_batch
 from radixrt.batch.journal import journal as journal_module
 from radixrt.batch.journal.run_folder import RunFolder, aside_path, has_run
 from radixrt.cli.exit_status import DONE, RESUMABLE, UNUSABLE
 from radixrt.errors import BatchFileError, JournalError
 from radixrt.files.disk import Disk
 from tests.support import simulated_batch
+from tests.support.fake_runtime import FakeRuntime
 from tests.support.simulated_batch import Task, TaskDisk, answer, manifest, run
 
 HOME = Path(journal_module.__file__).resolve().parents[3]
@@ -268,12 +270,12 @@ def test_folders_that_cannot_be(output: Path, tmp_path: Path) -> None:
         RunFolder(tmp_path / ("x" * 243))
     assert os.listdir(tmp_path) == []
     folder_of(output).write_text("a file")
-    with pytest.raises(BatchFileError, match="is in the way of the run's folder; move it away"):
+    with pytest.raises(BatchFileError, match="is in the way of radixrt's own folder"):
         RunFolder(output)
     folder_of(output).unlink()
     for target in (tmp_path / "nowhere", tmp_path):
         folder_of(output).symlink_to(target)
-        with pytest.raises(BatchFileError, match="is in the way of the run's folder; move it away"):
+        with pytest.raises(BatchFileError, match="is in the way of radixrt's own folder"):
             RunFolder(output)
         folder_of(output).unlink()
     run(tmp_path / ("x" * 242), 3)
@@ -287,14 +289,72 @@ def test_links(tmp_path: Path) -> None:
     part_of_a_run(output, 5, range(2))
     run(output, 5)
     assert output.read_bytes() == whole(5)
-    (tmp_path / "precious").write_text("precious")
-    for name, message in (("lock", "cannot make"), ("journal", "cannot use"), ("journal.partial", "cannot write")):
-        folder_of(output).mkdir()
-        (folder_of(output) / name).symlink_to(tmp_path / "precious")
-        with pytest.raises(BatchFileError, match=f"{message} .*(symbolic links|Too many)"):
-            run(output, 5, replace=True)
-        shutil.rmtree(folder_of(output), ignore_errors=True)
-    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def soft(path: Path, precious: Path) -> None:
+    path.symlink_to(precious)
+
+
+def dangling(path: Path, precious: Path) -> None:
+    path.symlink_to(precious.with_name("nowhere"))
+
+
+def hard(path: Path, precious: Path) -> None:
+    os.link(precious, path)
+
+
+def fifo(path: Path, precious: Path) -> None:
+    os.mkfifo(path)
+
+
+def folder(path: Path, precious: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("put", [soft, dangling, hard, fifo, folder])
+@pytest.mark.parametrize("name", ["lock", "journal", "journal.partial", "output"])
+def test_what_is_not_of_the_run_is_not_written_to(
+    output: Path, tmp_path: Path, name: str, put: Callable[[Path, Path], None]
+) -> None:
+    """It is named, at once."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    folder_of(output).mkdir()
+    put(folder_of(output) / name, precious)
+    with pytest.raises(
+        BatchFileError, match=f"run/{name} is in the way of radixrt's own file: .*; move"
+    ) as raised:
+        run(output, 5)
+    assert not isinstance(raised.value, JournalError)
+    assert precious.read_text() == "precious"
+    assert not (tmp_path / "nowhere").exists()
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("put", [soft, dangling, hard, fifo])
+@pytest.mark.parametrize("name", ["entries.jsonl", "tokens.i32", "offsets.i64"])
+def test_scratch_files_that_are_not_of_the_run(
+    output: Path, tmp_path: Path, name: str, put: Callable[[Path, Path], None]
+) -> None:
+    precious, source = tmp_path / "precious", tmp_path / "in.jsonl"
+    precious.write_text("precious")
+    source.write_text('{"prompt": [1, 2]}\n')
+    (folder_of(output) / "scratch").mkdir(parents=True)
+    put(folder_of(output) / "scratch" / name, precious)
+    with pytest.raises(BatchFileError, match=f"scratch/{name} is in the way of radixrt's own file"):
+        run_batch(FakeRuntime(), source, output)
+    assert precious.read_text() == "precious"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_scratch_folder_elsewhere(output: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("precious")
+    folder_of(output).mkdir()
+    (folder_of(output) / "scratch").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BatchFileError, match="scratch is in the way of radixrt's own folder"):
+        run(output, 5)
+    assert os.listdir(tmp_path / "elsewhere") == ["file"]
 
 
 def test_a_compressed_output(output: Path) -> None:
