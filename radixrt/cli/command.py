@@ -1,7 +1,5 @@
 """The subcommands of `radixrt`, and what becomes of their errors."""
 
-# Tests: tests/cli/test_cli.py, tests/cli/test_standard_files.py
-
 from __future__ import annotations
 
 import argparse

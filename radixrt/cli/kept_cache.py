@@ -1,7 +1,5 @@
 """A Runtime for a command, with a cache kept across runs: --load-cache and --save-cache."""
 
-# Tests: tests/cli/test_kept_cache.py
-
 from __future__ import annotations
 
 import argparse

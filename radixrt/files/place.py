@@ -1,7 +1,5 @@
 """The paths of a command: what it writes must be none of its other files, and must be a plain file."""
 
-# Tests: tests/files/test_place.py
-
 from __future__ import annotations
 
 import os

@@ -1,7 +1,5 @@
 """Finds texts that are far too long without encoding all of them, which takes minutes and gigabytes."""
 
-# Tests: tests/text/test_excess.py
-
 from __future__ import annotations
 
 from radixrt.errors import TokenizerError
