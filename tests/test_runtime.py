@@ -567,9 +567,11 @@ def test_no_pass_waits_for_the_device(folder: Path, monkeypatch: pytest.MonkeyPa
     params = [
         SamplingParams(temperature=0, max_new_tokens=8),
         SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=1, max_new_tokens=8, n=2),
-        SamplingParams(temperature=1, repetition_penalty=1.1, presence_penalty=0.5, max_new_tokens=8),
-        SamplingParams(temperature=1, logit_bias={3: 1.0}, bad_words=[[7], [8, 9]], logprobs=3, max_new_tokens=8),
-        SamplingParams(temperature=1, allowed_token_ids=range(3, 60), min_new_tokens=4, max_new_tokens=8),
+        SamplingParams(temperature=1, seed=2, repetition_penalty=1.1, presence_penalty=0.5, max_new_tokens=8),
+        SamplingParams(
+            temperature=1, seed=3, logit_bias={3: 1.0}, bad_words=[[7], [8, 9]], logprobs=3, max_new_tokens=8
+        ),
+        SamplingParams(temperature=1, seed=4, allowed_token_ids=range(3, 60), min_new_tokens=4, max_new_tokens=8),
         SamplingParams(temperature=0, prompt_logprobs=2, max_new_tokens=8),
     ]
     runtime = small_runtime(folder, max_total_tokens=4000, chunked_prefill_size=16, cuda_graphs=False)
