@@ -28,7 +28,7 @@ from radixrt.planning.demands import Demands
 from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
-from radixrt.text.excess import exceeds
+from radixrt.text.excess import refusal_of_length
 from radixrt.text.tokenizer import Tokenizer
 
 MAX_NAMED = 20  # problems that a scan keeps with their messages
@@ -331,11 +331,13 @@ def _encoded(
             texts[False][place] = text
     if context_length is not None:
         for by_place in texts.values():
-            for place in [place for place, text in by_place.items() if exceeds(tokenizer, text, context_length)]:
-                out[place] = PromptError(
-                    f"has {len(by_place.pop(place)):,} characters and by far more tokens than a context of "
-                    f"{context_length} takes: it may have at most {context_length - 1}"
-                )
+            for place, text in tuple(by_place.items()):
+                record = records[place]
+                if isinstance(record, InputRecord) and record.sampling_params.truncate_prompt_tokens is not None:
+                    continue
+                if (refusal := refusal_of_length(tokenizer, text, context_length)) is not None:
+                    del by_place[place]
+                    out[place] = PromptError(refusal)
     for special, by_place in texts.items():
         for place, ids in zip(by_place, _each(tokenizer, list(by_place.values()), special), strict=True):
             out[place] = ids

@@ -22,6 +22,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
 from radixrt.text.builder import TextBuilder
 from radixrt.text.chat import Chat, is_chat
+from radixrt.text.excess import refusal_of_length
 from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
@@ -75,10 +76,15 @@ class RequestBuilder:
         be run, ParameterError if parameters are out of bounds or ask for what the model does not have.
         """
         params, stop_ids, bad_words = self._terms(read_params(params, self.defaults))
-        namespace, ids = self.namespace(tenant), self.token_ids(prompt)
-        if params.truncate_prompt_tokens is not None:
-            ids = ids[-params.truncate_prompt_tokens :]
         context, start = self.context_length, params.prompt_logprobs_start
+        prompt, num_kept = _unwrapped(prompt), params.truncate_prompt_tokens
+        if isinstance(prompt, str) and self.tokenizer is not None and num_kept is None:
+            refusal = refusal_of_length(self.tokenizer, prompt, context)
+            if refusal is not None:
+                raise PromptError(refusal)
+        namespace, ids = self.namespace(tenant), self.token_ids(prompt)
+        if num_kept is not None:
+            ids = ids[-num_kept:]
         longest = context if params.max_new_tokens == 0 else context - 1
         if len(ids) > longest:
             raise PromptError(f"has {len(ids)} tokens; with a context of {context} it may have at most {longest}")

@@ -23,3 +23,13 @@ def exceeds(tokenizer: Tokenizer, text: str, num_tokens: int) -> bool:
             return False
         length *= 4
     return False
+
+
+def refusal_of_length(tokenizer: Tokenizer, text: str, context_length: int) -> str | None:
+    """Why a prompt is refused without being encoded whole; None if it is not."""
+    if not exceeds(tokenizer, text, context_length):
+        return None
+    return (
+        f"has {len(text):,} characters and by far more tokens than a context of {context_length} takes: it may "
+        f"have at most {context_length - 1}"
+    )

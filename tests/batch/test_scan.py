@@ -304,3 +304,17 @@ def test_a_text_far_too_long_is_not_encoded(
         "it may have at most 19"
     )
     assert max(longest) < 1000
+
+
+def test_a_text_that_is_cut_may_be_long(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer) -> None:
+    line = {"prompt": "ab " * 2000, "truncate_prompt_tokens": 5}
+    found = scan_lines(
+        enumerate([json.dumps(line).encode()]),
+        tmp_path,
+        parser=LineParser(DEFAULTS),
+        tokenizer=tokenizer,
+        check=lambda prompt, params, line: builder.build(prompt, params, index=line),
+        context_length=20,
+    )
+    assert found.is_bad.tolist() == [False]
+    assert len(found.tokens[0]) == 5

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.request_builder import RequestBuilder, listed_prompts
 from radixrt.planning.simulated import NoWeights
+from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture
@@ -156,3 +158,20 @@ def test_parameters_and_ids_come_from_columns_too(builder: RequestBuilder) -> No
     each, ids = Column({"max_tokens": 3}, None), Column("a", "b")
     _, requests = builder.build_all([[1], [2]], each, True, None, ids, "raise")
     assert [(request.params.max_new_tokens, request.id) for request in requests] == [(3, "a"), (128, "b")]
+
+
+def test_a_text_far_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, encode = [], Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, **options: bool) -> Any:
+        lengths.append(len(text))
+        return encode(self, text, **options)
+
+    tokenizer = load_tokenizer(MODEL_PATH)
+    builder = RequestBuilder(NoWeights(tokenizer.vocab_size).config, tokenizer, context_length=20)
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    with pytest.raises(PromptError, match="has 3,000,000 characters and by far more tokens than a context of 20"):
+        builder.build("ab " * 10**6)
+    assert max(lengths) < 1000
+    cut = builder.build("ab " * 2000, {"truncate_prompt_tokens": 5})
+    assert cut.prompt_len == 5
