@@ -27,6 +27,8 @@ speed-up, tokens a second, hit rate beside the best possible one (from the token
 device's bandwidth and arithmetic that the time reaches.
 """
 
+_OF_THE_COMMAND = ("run", "prints", "json", "plot", "verbose")  # not of the benchmarks
+
 
 def add_bench_command(commands: Any) -> None:
     """Add `bench` to the subparsers of a command. `arguments.run(arguments)` runs it and returns the status."""
@@ -64,9 +66,7 @@ def _add_bound(parser: argparse.ArgumentParser) -> None:
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options given for `Options`, without repeated names."""
-    given = {
-        name: value for name, value in vars(arguments).items() if name not in ("run", "json", "plot", "verbose")
-    }
+    given = {name: value for name, value in vars(arguments).items() if name not in _OF_THE_COMMAND}
     for name in ("configs", "workloads"):
         if name in given:
             given[name] = tuple(dict.fromkeys(given[name]))

@@ -81,15 +81,15 @@ def refusal_of_target(what: str, path: Path) -> str | None:
 
     A symbolic link is refused: the link would be replaced, not what it leads to, which may be a device.
     """
+    if not path.name or "\0" in str(path):
+        return f"{what} {str(path)!r} is no name of a file"
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         mode = stat.S_IFREG
-    except (OSError, ValueError) as error:  # such as a name that is too long, or one with a NUL
-        return f"{what} {path} cannot be written: {getattr(error, 'strerror', None) or error}"
+    except OSError as error:  # such as a name that is too long
+        return f"{what} {path} cannot be written: {error.strerror or error}"
     folder = path.parent
-    if not path.name or "\0" in str(path):
-        return f"{what} {str(path)!r} is no name of a file"
     if not folder.is_dir():
         return f"the folder {folder} of {what} does not exist; make it first"
     if stat.S_ISLNK(mode):

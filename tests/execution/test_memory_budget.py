@@ -115,6 +115,7 @@ def test_it_runs_and_does_all_that_takes_memory(
 
 class Memory(NamedTuple):
     available: int
+    total: int = 2**40
 
 
 @pytest.fixture(params=["cpu", "cuda"])

@@ -650,7 +650,7 @@ def test_a_disk_that_fails_at_the_end(
 
 
 def test_no_folder(folder: Path, tmp_path: Path) -> None:
-    with runtime_of(folder) as runtime, pytest.raises(CacheFileError, match="No such file or directory"):
+    with runtime_of(folder) as runtime, pytest.raises(CacheFileError, match="does not exist; make it first"):
         runtime.save_cache(tmp_path / "none" / "kept")
 
 
@@ -658,7 +658,7 @@ def test_what_is_no_name_of_a_file(folder: Path, tmp_path: Path) -> None:
     """Refused before anything is written, here or beside it."""
     (tmp_path / "kept").mkdir()
     names = {
-        tmp_path / "kept": "it is a folder",
+        tmp_path / "kept": "is not a plain file",
         tmp_path / "ke\0pt": "is no name of a file",
         tmp_path / "a\0b" / "kept": "is no name of a file",
         Path("/"): "is no name of a file",
