@@ -60,13 +60,15 @@ class Timings:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token's natural log-probability under the model, before temperature, penalties and filters.
+    """A token's natural log-probability under the model, before temperature, penalties and filters; with
+    `logprobs_mode="processed_logprobs"` under the distribution that it was drawn from.
 
     Attributes:
         token_id: the token.
         logprob: its log-probability.
         rank: 1 if no token was more likely.
-        top: (token id, log-probability) of the most likely tokens, as many as were asked for.
+        top: (token id, log-probability) of the most likely tokens, as many as were asked for, or as many as are
+            not impossible.
     """
 
     token_id: int

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
@@ -29,6 +29,9 @@ SPELLINGS = {
     "include_stop_str_in_output": "include_stop_str",
     "no_stop_trim": "include_stop_str",
 }
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+LOGPROBS_MODES: tuple[str, ...] = get_args(LogprobsMode)
 
 T = TypeVar("T")
 _Check = Callable[[str, object], object]  # name and value -> the value to keep; raises ParameterError
@@ -99,8 +102,12 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False: make no text, which is then "", and look for no `stop`.
         logprobs: log-probabilities of the tokens of the answer, with as many of the most likely alternatives, 0
-            to 128; None: none. They are those of the model, before penalties, bias, temperature and filters.
-        prompt_logprobs: the same for the tokens of the prompt.
+            to 128; None: none. `logprobs_mode` says of which distribution.
+        logprobs_mode: "raw_logprobs": that of the model, before penalties, bias, temperature and filters.
+            "processed_logprobs": that which each token was drawn from, after all of them; no token that was left
+            out is an alternative. A greedy token is the likeliest one after penalties, bias and bans: these are
+            its log-probabilities at temperature 1. Without `logprobs` it says nothing.
+        prompt_logprobs: the same for the tokens of the prompt, always of the model.
         prompt_logprobs_start: the first prompt token that gets one. Scored tokens are computed: only the tokens
             before them can come from the cache.
         truncate_prompt_tokens: a longer prompt keeps its last so many tokens, and loses what it begins with, a BOS
@@ -131,6 +138,7 @@ class SamplingParams:
     prompt_logprobs_start: int = 0
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -148,6 +156,11 @@ class SamplingParams:
         """The first of `prompt_len` tokens whose log-probability is wanted; None if none is."""
         first = max(1, self.prompt_logprobs_start)
         return first if self.prompt_logprobs is not None and first < prompt_len else None
+
+    @property
+    def wants_processed_logprobs(self) -> bool:
+        """Whether the log-probabilities of its tokens are those of what each was drawn from."""
+        return self.logprobs is not None and self.logprobs_mode == "processed_logprobs"
 
     @property
     def has_penalties(self) -> bool:
@@ -170,6 +183,12 @@ def _or_none(check: _Check) -> _Check:
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ParameterError(f"{name} is {value!r}; it must be True or False")
+    return value
+
+
+def _logprobs_mode(name: str, value: object) -> str:
+    if not isinstance(value, str) or value not in LOGPROBS_MODES:
+        raise ParameterError(f"{name} is {value!r}; it must be {' or '.join(map(repr, LOGPROBS_MODES))}")
     return value
 
 
@@ -271,6 +290,7 @@ _CHECKS: Mapping[str, _Check] = MappingProxyType(
         "include_stop_str": _flag,
         "skip_special_tokens": _flag,
         "detokenize": _flag,
+        "logprobs_mode": _logprobs_mode,
     }
 )
 _DEFAULTS: Mapping[str, object] = MappingProxyType({field.name: field.default for field in fields(SamplingParams)})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,9 +17,30 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from radixrt import FinishReason, ModelError, ParameterError, PassError, PromptError, RadixrtError, Runtime
+from radixrt import (
+    CompletionOutput,
+    FinishReason,
+    ModelError,
+    ParameterError,
+    PassError,
+    PromptError,
+    RadixrtError,
+    Runtime,
+)
 from radixrt import SamplingParams as Params
+from radixrt.batch.job import run_batch
 from radixrt.builtin.task import EXAMPLES_SEED, make_questions
 from radixrt.execution.sampling import sampler
 from radixrt.models import loader
@@ -366,6 +389,124 @@ def test_logprobs_go_to_those_that_asked(runtime: Runtime) -> None:
             for token, same in zip(answer.logprobs, expected.logprobs, strict=True):
                 assert token.logprob == pytest.approx(same.logprob, abs=1e-4)
                 assert (token.rank, [t for t, _ in token.top]) == (same.rank, [t for t, _ in same.top])
+
+
+def drawn_from(model: Any, prompt: list[int], answer: list[int], params: Params) -> torch.Tensor:
+    """float64 log-probabilities of what each token of an answer is drawn from, by transformers' processors."""
+    own: list[Any] = [RepetitionPenaltyLogitsProcessor(params.repetition_penalty)]
+    if params.logit_bias:
+        own.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in params.logit_bias}))
+    if params.bad_words:
+        words = [list(word) for word in params.bad_words if not isinstance(word, str)]
+        own.append(NoBadWordsLogitsProcessor(words))
+    if params.allowed_token_ids is not None:
+        banned = [token for token in range(VOCAB_SIZE) if token not in params.allowed_token_ids]
+        own.append(SuppressTokensLogitsProcessor(banned, device="cpu"))
+    if params.temperature > 0:
+        own.append(TemperatureLogitsWarper(params.temperature))
+        own += [TopKLogitsWarper(params.top_k)] if params.top_k else []
+        own += [TopPLogitsWarper(params.top_p)] if params.top_p < 1.0 else []
+        own += [MinPLogitsWarper(params.min_p)] if params.min_p else []
+    processors, ids = LogitsProcessorList(own), prompt + answer
+    with torch.inference_mode(), torch.device("cpu"):
+        logits = model.cpu()(torch.tensor([ids])).logits[0].double()
+        rows = []
+        for end in range(len(prompt), len(ids)):
+            row = logits[end - 1].clone()
+            for token in set(ids[len(prompt) : end]):
+                count = ids[len(prompt) : end].count(token)
+                row[token] -= params.presence_penalty + params.frequency_penalty * count
+            rows.append(processors(torch.tensor([ids[:end]]), row[None])[0].log_softmax(-1))
+    return torch.stack(rows)
+
+
+FROM = Params(max_new_tokens=8, ignore_eos=True, seed=5, logprobs=6, logprobs_mode="processed_logprobs")
+DRAWN_FROM: dict[str, Params] = {
+    "temperature": replace(FROM, temperature=1.7),
+    "top_k": replace(FROM, temperature=0.6, top_k=4),
+    "all filters": replace(FROM, temperature=1.4, top_k=30, top_p=0.9, min_p=0.02),
+    "greedy": replace(FROM, temperature=0, top_k=3),
+    "greedy, penalized": replace(FROM, temperature=0, presence_penalty=1.5, frequency_penalty=0.5),
+    "penalties": replace(FROM, repetition_penalty=1.4, top_p=0.8),
+    "bias": replace(FROM, logit_bias={7: 4.0, 8: -3.0}, top_k=20),
+    "bans": replace(FROM, bad_words=[[9], [10, 11]], min_p=0.05),
+    "allowed": replace(FROM, allowed_token_ids=(5, 6, 7, 30), temperature=2.0),
+    "two answers": replace(FROM, n=2, top_k=3, temperature=3.0),
+}
+
+
+def check_drawn_from(model: Any, prompt: list[int], answer: CompletionOutput, params: Params) -> None:
+    exact = drawn_from(model, prompt, list(answer.token_ids), params)
+    assert answer.logprobs is not None
+    assert [token.token_id for token in answer.logprobs] == list(answer.token_ids)
+    for row, token in zip(exact, answer.logprobs, strict=True):
+        assert token.logprob == pytest.approx(float(row[token.token_id]), abs=2e-4)
+        assert token.rank == int((row > row[token.token_id]).sum()) + 1
+        best = row.topk(min(params.logprobs or 0, int((row > -torch.inf).sum())))
+        assert [t for t, _ in token.top] == best.indices.tolist()
+        assert [p for _, p in token.top] == pytest.approx(best.values.tolist(), abs=2e-4)
+        if len(token.top) < (params.logprobs or 0):  # nothing else could be drawn
+            assert sum(math.exp(p) for _, p in token.top) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_logprobs_of_what_tokens_were_drawn_from_are_those_of_transformers(runtime: Runtime, model: Any) -> None:
+    """All kinds at once, beside raw ones and requests without any; cold, then from the cache; then alone."""
+    params = [
+        *DRAWN_FROM.values(),
+        replace(FROM, logprobs_mode="raw_logprobs", top_k=2),
+        replace(FROM, logprobs=None),
+    ]
+    prompts = [[*PROMPT[: 3 + i % 4], 20 + i] for i in range(len(params))]
+    for _ in range(2):
+        outputs = runtime.generate(prompts, params)
+        for prompt, own, output in zip(prompts, params, outputs, strict=True):
+            for answer in output.outputs if own.wants_processed_logprobs else ():
+                check_drawn_from(model, prompt, answer, own)
+        *_, raw, without = outputs
+        exact = dense_logprobs(model, [*prompts[-2], *raw.token_ids])[len(prompts[-2]) - 1 :]
+        assert raw.logprobs is not None
+        for i, token in enumerate(raw.logprobs):
+            assert token.logprob == pytest.approx(float(exact[i, token.token_id]), abs=1e-4)
+            assert len(token.top) == 6
+        assert without.logprobs is None
+    for prompt, own, output in zip(prompts, params, outputs, strict=True):
+        alone = runtime.generate(prompt, own)
+        assert [answer.token_ids for answer in alone.outputs] == [answer.token_ids for answer in output.outputs]
+        if own.wants_processed_logprobs:
+            check_drawn_from(model, prompt, alone.outputs[0], own)
+
+
+@pytest.mark.parametrize("kind", DRAWN_FROM)
+def test_asking_for_log_probabilities_changes_no_token(runtime: Runtime, kind: str) -> None:
+    """A stream gives the same, too."""
+    params = DRAWN_FROM[kind]
+    output = runtime.generate(PROMPT, params)
+    for other in (replace(params, logprobs_mode="raw_logprobs"), replace(params, logprobs=None)):
+        again = runtime.generate(PROMPT, other)
+        assert [answer.token_ids for answer in again.outputs] == [answer.token_ids for answer in output.outputs]
+    if params.n == 1:
+        *_, last = runtime.stream(PROMPT, replace(params, detokenize=False))
+        assert last.output is not None
+        assert last.output.token_ids == output.token_ids
+        assert last.output.logprobs is not None
+        for token, same in zip(last.output.logprobs, output.logprobs or (), strict=True):
+            assert token.logprob == pytest.approx(same.logprob, abs=1e-4)
+
+
+def test_records_of_a_batch_hold_no_infinite_number(runtime: Runtime, tmp_path: Path) -> None:
+    asked = {"logprobs": 5, "logprobs_mode": "processed_logprobs", "top_k": 2, "max_tokens": 4, "ignore_eos": True}
+    lines = [{"token_ids": PROMPT, **asked}, {"token_ids": PROMPT, "sampling_params": {**asked, "n": 2}}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    run_batch(runtime, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    written = (tmp_path / "out.jsonl").read_text("utf-8")
+    assert "Infinity" not in written
+    records = [json.loads(line) for line in written.splitlines()]
+    assert [record["error"] for record in records] == [None, None]
+    for own in (records[0], *records[1]["outputs"]):
+        assert len(own["logprobs"]) == 4
+        for token in own["logprobs"]:
+            assert sum(math.exp(logprob) for _, logprob in token["top"]) == pytest.approx(1.0, abs=1e-5)
+            assert token["token_id"] in [token_id for token_id, _ in token["top"]]
 
 
 @pytest.mark.parametrize("chunk", [3, 2048])

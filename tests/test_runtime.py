@@ -573,6 +573,9 @@ def test_no_pass_waits_for_the_device(folder: Path, monkeypatch: pytest.MonkeyPa
         ),
         SamplingParams(temperature=1, seed=4, allowed_token_ids=range(3, 60), min_new_tokens=4, max_new_tokens=8),
         SamplingParams(temperature=0, prompt_logprobs=2, max_new_tokens=8),
+        SamplingParams(
+            top_p=0.9, min_p=0.01, seed=5, logprobs=2, logprobs_mode="processed_logprobs", max_new_tokens=8
+        ),
     ]
     runtime = small_runtime(folder, max_total_tokens=4000, chunked_prefill_size=16, cuda_graphs=False)
     launch = ModelRunner.launch

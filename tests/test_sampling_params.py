@@ -79,6 +79,9 @@ BAD: list[tuple[str, Any]] = [
     ("logprobs", -1),
     ("logprobs", 129),
     ("prompt_logprobs", 1.5),
+    ("logprobs_mode", "raw_logits"),
+    ("logprobs_mode", None),
+    ("logprobs_mode", ["raw_logprobs"]),
     ("prompt_logprobs_start", -1),
 ]
 
@@ -104,6 +107,16 @@ def test_bounds_themselves_are_inside() -> None:
 def test_nothing_to_draw_several_times() -> None:
     with pytest.raises(ParameterError, match="n is 2, but max_new_tokens is 0"):
         SamplingParams(n=2, max_new_tokens=0)
+
+
+def test_the_mode_of_log_probabilities_matters_where_they_are_wanted() -> None:
+    processed = SamplingParams(logprobs_mode="processed_logprobs", prompt_logprobs=1)
+    assert not processed.wants_processed_logprobs
+    assert replace(processed, logprobs=0).wants_processed_logprobs
+    assert not SamplingParams(logprobs=0).wants_processed_logprobs
+    with pytest.raises(ParameterError) as error:
+        SamplingParams(logprobs_mode="raw_logits")  # type: ignore[arg-type]
+    assert str(error.value) == ("logprobs_mode is 'raw_logits'; it must be 'raw_logprobs' or 'processed_logprobs'")
 
 
 def test_lists_and_mappings_become_values() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from radixrt.batch.formats.source import MAX_LINE
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
-from radixrt.sampling_params import SamplingParams
+from radixrt.sampling_params import LOGPROBS_MODES, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,11 @@ SAMPLING = (
     Option("detokenize", "make no text", value=False),
     Option("logprobs", "log-probabilities of the answer, with the N likeliest tokens", "N", int),
     Option("prompt_logprobs", "the same for the prompt", "N", int),
+    Option(
+        "logprobs_mode",
+        f"those of --logprobs are the model's, or of what a token was drawn from ({_DEFAULT.logprobs_mode})",
+        choices=LOGPROBS_MODES,
+    ),
     Option("prompt_logprobs_start", "first prompt token with one; earlier ones may come from the cache", "N", int),
     Option("truncate_prompt_tokens", "keep the last N tokens of a longer prompt", "N", int),
 )

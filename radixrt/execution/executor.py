@@ -161,12 +161,13 @@ class Executor:
             key = forward.decodes, sampling.features
             launch = self.graphs.get(key) or partial(self._draw_decodes, *key)
             launch()
+        filtered = None
         if processed is not None:
-            sample_processed(logits, arrays, processed, last_token, out, impl=self._impl)
+            filtered = sample_processed(logits, arrays, processed, last_token, out, impl=self._impl)
         token_ids, drawn = out
         logprobs: tuple[Tensor, ...] = ()
         if sampling.num_top is not None:
-            logprobs = draw_logprobs(logits, token_ids, arrays, sampling.num_top, impl=self._impl)
+            logprobs = draw_logprobs(logits, token_ids, arrays, sampling.num_top, filtered, impl=self._impl)
         if forward.finite is None:
             if processed is not None:
                 self._keep_tokens(arrays["req_pool_indices"][: len(logits)], token_ids)

@@ -27,7 +27,14 @@ from radixrt.schedule.sampling_table import SamplingTable
 
 # Everything that a request can ask for and that takes memory a row of logits.
 _WANTS_ALL = SamplingParams(
-    max_new_tokens=2**16, top_k=50, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logprobs=20, prompt_logprobs=20
+    max_new_tokens=2**16,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    logprobs=20,
+    prompt_logprobs=20,
+    logprobs_mode="processed_logprobs",
 )
 
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -164,6 +165,7 @@ def _token_logprobs(
     tops = zip(found.top_ids[rows, :num_top].tolist(), found.top[rows, :num_top].tolist(), strict=True)
     columns = zip(token_ids, found.chosen[rows].tolist(), found.ranks[rows].tolist(), tops, strict=True)
     return [
-        TokenLogprob(token_id, logprob, rank, tuple(zip(*top, strict=True)))
+        # What cannot be drawn comes last, and under any id.
+        TokenLogprob(token_id, logprob, rank, tuple(pair for pair in zip(*top, strict=True) if pair[1] > -inf))
         for token_id, logprob, rank, top in columns
     ]

@@ -65,11 +65,11 @@ class LogitsProcessors:
 
     @classmethod
     def of(cls, request: Request) -> LogitsProcessors | None:
-        """None if all tokens are drawn from the model's own logits."""
+        """None if all tokens are drawn from the model's own logits, and nobody wants to know from what."""
         params, words = request.params, request.bad_words
         stops_from = request.prompt_len + params.min_new_tokens if request.stop_ids else 0
         is_endless = params.has_penalties or bool(params.logit_bias) or params.allowed_token_ids is not None
-        end = NEVER if is_endless or words else stops_from
+        end = NEVER if is_endless or words or params.wants_processed_logprobs else stops_from
         if end <= request.prompt_len:
             return None
         return cls(

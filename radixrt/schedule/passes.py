@@ -45,7 +45,8 @@ class SamplingInputs:
     features: Features  # of the draw of all S rows
     processed: Features | None  # of the second draw, of the X rows whose logits are processed first; may be none
     num_top: int | None  # alternatives to find for the L rows that want log-probabilities; None: there are none
-    # Parameters by name, each `[S]`, `[X]` or `[L]`, or a list of pairs of a processed row and a token.
+    # Parameters by name, each `[S]`, `[X]` or `[L]`, or a list of pairs of a processed row and a token. Where Y
+    # rows want log-probabilities of what they are drawn from, their places `[Y]` among the X and among the L.
     arrays: Mapping[str, NDArray[Any]]
 
 

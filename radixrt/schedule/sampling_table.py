@@ -29,6 +29,7 @@ class SamplingTable:
             "min_ps": np.zeros(size, dtype=np.float32),
         }
         self._num_top = np.full(size, NO_LOGPROBS, dtype=np.int32)
+        self._wants_processed = np.zeros(size, dtype=bool)  # log-probabilities
         self._processors_end = np.zeros(size, dtype=np.int64)
         self._processors: dict[int, LogitsProcessors] = {}
 
@@ -43,6 +44,7 @@ class SamplingTable:
         for column, value in zip(self._columns.values(), values, strict=True):
             column[row] = value
         self._num_top[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self._wants_processed[row] = params.wants_processed_logprobs
         processors = LogitsProcessors.of(request)
         self._processors_end[row] = 0 if processors is None else processors.end
         if processors is not None:
@@ -67,6 +69,10 @@ class SamplingTable:
         if is_processed.any():
             at = np.flatnonzero(is_processed)
             own["processed_rows"] = at.astype(np.int32)
+            filtered = np.flatnonzero(self._wants_processed.take(rows[at])).astype(np.int32)
+            if len(filtered):
+                places = np.searchsorted(own["logprob_rows"], at[filtered])
+                own |= {"filtered_rows": filtered, "filtered_logprobs": places.astype(np.int32)}
             processed, drawn = self._draws(rows[at], positions[at], samples[at])
             draws = []
             for i in at.tolist():

@@ -25,7 +25,7 @@ from radixrt.errors import BatchFileError, JournalError
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.models.config import read_architecture
 from radixrt.models.registry import find_architecture
-from radixrt.sampling_params import SamplingParams
+from radixrt.sampling_params import LOGPROBS_MODES, SamplingParams
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.file_limit import file_limit
 
@@ -173,6 +173,7 @@ PARAMS = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3),
     bad_words=st.lists(st.text(min_size=1, max_size=5) | st.lists(st.integers(0, 99), min_size=1), max_size=3),
     logprobs=st.none() | st.integers(0, 128),
+    logprobs_mode=st.sampled_from(LOGPROBS_MODES),
     ignore_eos=st.booleans(),
 )
 

@@ -198,7 +198,7 @@ def test_sampling_options_are_the_parameters() -> None:
         --repetition-penalty 1.5 --presence-penalty -1 --frequency-penalty 0.5 --logit-bias 2=-100,13=1.5
         --allowed-token-ids 2,13 --bad-word no --bad-word ' never' --sampling-seed 7 --stop 'a b' --stop c
         --include-stop-str --stop-token-ids 5 --ignore-eos --no-skip-special-tokens --logprobs 2
-        --prompt-logprobs 0 --prompt-logprobs-start 4
+        --prompt-logprobs 0 --prompt-logprobs-start 4 --logprobs-mode processed_logprobs
     """)
     assert sampling_params(parser.parse_args(options)) == radixrt.SamplingParams(
         max_new_tokens=9,
@@ -223,6 +223,7 @@ def test_sampling_options_are_the_parameters() -> None:
         logprobs=2,
         prompt_logprobs=0,
         prompt_logprobs_start=4,
+        logprobs_mode="processed_logprobs",
     )
 
 

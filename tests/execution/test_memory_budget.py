@@ -90,6 +90,7 @@ def test_it_runs_and_does_all_that_takes_memory(
 
     watch(sampler, "sample", ("top_ks", "top_ps", "min_ps"))
     watch(sampler, "apply_penalties")
+    watch(sampler, "filtered_logits", ("top_ks", "top_ps", "min_ps"))
     watch(sampler, "token_logprobs")
     watch(executor, "token_logprobs")
     rows_of_pool = ReqToTokenPool(requests + 1, context)
@@ -97,7 +98,7 @@ def test_it_runs_and_does_all_that_takes_memory(
     limits = PassLimits(requests, chunk)
     result = runner.collect(runner.launch(largest_pass(limits, context)))
     scored = new_tokens(requests, chunk, context)
-    assert rows["sample"] == rows["apply_penalties"] == limits.max_samples
+    assert rows["sample"] == rows["apply_penalties"] == rows["filtered_logits"] == limits.max_samples
     assert rows["token_logprobs"] == max(limits.max_samples, min(scored, 32))
     assert result.token_ids.shape == (limits.max_samples,)
     assert ((result.token_ids >= 0) & (result.token_ids < VOCAB_SIZE)).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,21 @@ def test_several_draws_of_one_answer_and_none_of_another() -> None:
     assert arrays["processed_sample_indices"].tolist() == [2, 3, 4]
     assert arrays["processed_seeds"].tolist() == [answers[2].request.seed] * 3
     assert prepared(answers, [7, 3, 9, 1], [0, 0, 0, 0]).arrays == {}
+
+
+def test_rows_that_want_what_they_are_drawn_from_are_processed() -> None:
+    raw, drawn = Params(logprobs=1), Params(logprobs=0, logprobs_mode="processed_logprobs", n=4)
+    params = [raw, drawn, Params(presence_penalty=1), replace(drawn, temperature=0), replace(drawn, logprobs=None)]
+    answers = [answer(i, own) for i, own in enumerate(params)]
+    inputs = prepared(answers, range(5), [1, 2, 1, 1, 1])
+    arrays = inputs.arrays
+    assert arrays["logprob_rows"].tolist() == [0, 1, 2, 4]
+    assert arrays["processed_rows"].tolist() == [1, 2, 3, 4]
+    assert arrays["filtered_rows"].tolist() == [0, 1, 3]  # of the processed ones
+    assert arrays["filtered_logprobs"].tolist() == [1, 2, 3]  # of those with log-probabilities
+    without = prepared([answers[0], answers[2]], [0, 2], [1, 1]).arrays
+    assert not {"filtered_rows", "filtered_logprobs"} & set(without)
+    assert "processed_rows" not in prepared([answers[4]], [0], [1]).arrays
 
 
 def test_a_row_forgets_who_was_there_before() -> None:

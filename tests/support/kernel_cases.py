@@ -37,6 +37,7 @@ from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from triton_ops.row_tables import known_tokens, write_cells
+from triton_ops.sampling.filtered_logits import filtered_logits
 from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.penalties import apply_penalties
@@ -453,6 +454,10 @@ class LogitsShape:
             **given,
         )
 
+    def filtered_logits(self, *filters: str) -> None:
+        given = {name: self.each(torch.int32 if name == "top_ks" else torch.float32) for name in filters}
+        filtered_logits(self.logits(), temperatures=self.each(torch.float32), impl="triton", **given)
+
     def greedy(self) -> None:
         greedy(self.logits(), finite=self.each(torch.bool), impl="triton")
 
@@ -500,6 +505,9 @@ def _sampling_cases() -> Iterator[KernelCase]:
                 name = ", ".join([str(shape), *filters])
                 wanted = filters != ("top_ks",) if dtype == torch.bfloat16 else len(filters) == 3
                 yield KernelCase(sample, name, partial(shape.sample, *filters), few and wanted)
+            for filters in ((), ("top_ks", "top_ps", "min_ps")):
+                name = ", ".join([str(shape), *filters])
+                yield KernelCase(filtered_logits, name, partial(shape.filtered_logits, *filters), few)
             yield KernelCase(greedy, str(shape), shape.greedy, few)
             yield KernelCase(finite_rows, str(shape), shape.finite_rows, few)
             for num_top in (0, 5, 20):

@@ -25,7 +25,8 @@ from torch.nn.functional import pad
 from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import Impl, runs_triton
 from triton_ops.sampling.candidate_draw import draw_from_candidates
-from triton_ops.sampling.logit_threshold import logit_thresholds, reference_thresholds
+from triton_ops.sampling.filtered_logits import reference_kept
+from triton_ops.sampling.logit_threshold import logit_thresholds
 from triton_ops.sampling.philox import philox_uniform
 from triton_ops.sampling.row_maxima import chunk_maxima, finite_of
 from triton_ops.sampling.token_draw import draw_tokens
@@ -146,12 +147,8 @@ def _sample_in_torch(
 ) -> Tensor:
     """The tokens that the kernels draw, bit for bit: with masses as integers, block by block."""
     wide, scale = logits.float(), exponent_scale(temperatures).unsqueeze(1)
-    kept = torch.ones_like(wide, dtype=torch.bool)
-    if top_ks is not None or top_ps is not None:
-        kept = wide >= reference_thresholds(wide, temperatures, top_ks, top_ps).unsqueeze(1)
+    kept = reference_kept(wide, temperatures, top_ks, top_ps, min_log2)
     likeliest = wide.amax(dim=-1, keepdim=True)
-    if min_log2 is not None:
-        kept &= (wide - likeliest) * scale >= min_log2.unsqueeze(1)
 
     blocks, blocks_kept = _in_blocks(wide, -torch.inf), _in_blocks(kept, False)
     anchor = blocks.amax(dim=-1)

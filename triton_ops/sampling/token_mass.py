@@ -33,7 +33,8 @@ _MAX_SCALE: tl.constexpr = MAX_SCALE if tl is None else tl.constexpr(MAX_SCALE)
 
 def exponent_scale(temperatures: Tensor) -> Tensor:
     """`log2(e) / temperature`, with 1 in place of temperature 0: float32 `[R]`."""
-    scale = LOG2_E / torch.where(temperatures > 0.0, temperatures, 1.0)
+    # A number divided by a tensor would be rounded twice, by way of the reciprocal.
+    scale = torch.full_like(temperatures, LOG2_E) / torch.where(temperatures > 0.0, temperatures, 1.0)
     return scale.clamp_(max=MAX_SCALE)
 
 

@@ -30,7 +30,8 @@ An output line is a JSON object with
                       first one's are also the record's own. If one of them failed, the record is an error, and
                       the others are only here;
     logprobs          if asked for: for each token {"token_id", "logprob", "rank", "top": [[id, logprob], ...]};
-    prompt_logprobs   if asked for: the same for tokens of the prompt.
+                      of what `logprobs_mode` says, the model's by default;
+    prompt_logprobs   if asked for: the same for tokens of the prompt, always the model's.
 """
 
 # Tests: tests/batch/formats/test_record.py

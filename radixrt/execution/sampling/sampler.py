@@ -13,6 +13,7 @@ from torch import Tensor
 
 from radixrt.schedule.passes import NO_TOKEN, PROCESSED, Features
 from triton_ops.implementation import Impl
+from triton_ops.sampling.filtered_logits import filtered_logits
 from triton_ops.sampling.logit_masks import add_bias, ban_tokens, keep_only
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.penalties import apply_penalties
@@ -20,6 +21,8 @@ from triton_ops.sampling.sample import greedy, sample
 
 Arrays = Mapping[str, Tensor]  # those of SamplingInputs, on the device
 Tokens = tuple[Tensor, Tensor]  # token ids int32 `[S]`, and whether there was one to draw, bool `[S]`
+
+_SHAPING = ("temperatures", "top_ks", "top_ps", "min_ps")  # parameters that make a distribution of logits
 
 
 def sample_plain(logits: Tensor, arrays: Arrays, features: Features, out: Tokens, *, impl: Impl = "auto") -> None:
@@ -38,11 +41,14 @@ def sample_plain(logits: Tensor, arrays: Arrays, features: Features, out: Tokens
 
 def sample_processed(
     logits: Tensor, arrays: Arrays, features: Features, last_token: Tensor, out: Tokens, *, impl: Impl = "auto"
-) -> None:
+) -> Tensor | None:
     """Draw the tokens of the processed rows again, from what their requests make of the model's `logits`
     `[S, vocab_size]`, which stay as they are: these rows of `out`, which `sample_plain` left, are replaced.
 
     `features` are `SamplingInputs.processed`, `last_token` int32 `[max_requests]` those sampled last for each row.
+
+    Returns float32 `[Y, vocab_size]`, whose softmax is what those rows were drawn from whose requests want its
+    log-probabilities; None if there are none. A greedy row's is what its token is the likeliest of.
     """
     rows = arrays["processed_rows"]
     # float32 whatever the changes are, as some need it: a row's numbers do not depend on the rows beside it.
@@ -75,15 +81,39 @@ def sample_processed(
     out[0][rows] = token_ids
     # What the model computed stays rejected if it is not finite, though `keep_only` may hide it.
     out[1][rows] &= finite
+    return _filtered(own, arrays["filtered_rows"], parameters, impl) if "filtered_rows" in arrays else None
+
+
+def _filtered(own: Tensor, rows: Tensor, parameters: Arrays, impl: Impl) -> Tensor:
+    """Of the rows `[Y]` of processed logits, as `sample_processed` returns them."""
+    shaping = {name: parameters[name] for name in _SHAPING if name in parameters}
+    if len(rows) < len(own):
+        own = own.index_select(0, rows)
+        shaping = {name: array.index_select(0, rows) for name, array in shaping.items()}
+    return filtered_logits(own, **shaping, impl=impl) if shaping else own
 
 
 def draw_logprobs(
-    logits: Tensor, token_ids: Tensor, arrays: Arrays, num_top: int, *, impl: Impl = "auto"
+    logits: Tensor,
+    token_ids: Tensor,
+    arrays: Arrays,
+    num_top: int,
+    filtered: Tensor | None = None,
+    *,
+    impl: Impl = "auto",
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of the L tokens, of the `token_ids` int32 `[S]` drawn, whose requests asked for them, as
-    `token_logprobs` returns them: of the model's `logits`, with as many of `num_top` alternatives as there are.
+    `token_logprobs` returns them, with as many of `num_top` alternatives as there are: of the model's `logits`
+    `[S, vocab_size]`, or of what `sample_processed` returned, for the rows that `filtered` has.
     """
     rows = arrays["logprob_rows"]
+    if filtered is not None and len(filtered) == len(rows):
+        logits = filtered
+    elif filtered is not None:
+        logits = logits.index_select(0, rows).float()
+        logits.index_copy_(0, arrays["filtered_logprobs"].long(), filtered)
+    elif len(rows) < len(token_ids):
+        logits = logits.index_select(0, rows)
     if len(rows) < len(token_ids):
-        logits, token_ids = logits.index_select(0, rows), token_ids.index_select(0, rows)
+        token_ids = token_ids.index_select(0, rows)
     return token_logprobs(logits, token_ids, min(num_top, logits.shape[1]), impl=impl)

@@ -281,6 +281,7 @@ def test_log_probabilities_are_asked_for_in_each_endpoints_way() -> None:
     assert params(CHAT, logprobs=False, top_logprobs=0).logprobs is None
     assert params(COMPLETIONS, logprobs=3).logprobs == 3
     assert params(COMPLETIONS, logprobs=0).logprobs == 0
+    assert params(CHAT, logprobs=True, logprobs_mode="processed_logprobs").wants_processed_logprobs
     assert params(COMPLETIONS).logprobs is None
 
 
@@ -581,10 +582,19 @@ def test_a_file_of_both_formats(tmp_path: Path) -> None:
 @pytest.mark.whole_gpu
 def test_the_built_in_model_answers_completions(tmp_path: Path) -> None:
     prompt = "Mira likes Oslo.\nQ: Mira likes?\nA:"
-    lines = [line(COMPLETIONS, prompt=prompt, temperature=0, logprobs=2, max_tokens=8), line(CHAT)]
-    lines[1]["custom_id"] = "chat"
+    drawn_from = {"logprobs": 5, "logprobs_mode": "processed_logprobs", "top_k": 1}
+    lines = [
+        line(COMPLETIONS, prompt=prompt, temperature=0, logprobs=2, max_tokens=8),
+        line(CHAT),
+        line(COMPLETIONS, prompt=prompt, max_tokens=8, **drawn_from),
+    ]
+    for place, name in ((1, "chat"), (2, "drawn from")):
+        lines[place]["custom_id"] = name
     with Runtime(max_total_tokens=2000) as runtime:
-        answer, chat = run(tmp_path, runtime, lines)
+        answer, chat, certain = run(tmp_path, runtime, lines)
+    sure = read_by_openai(certain["response"]["body"]).choices[0]
+    assert (sure.text, set(sure.logprobs.token_logprobs)) == ("Oslo", {0.0})
+    assert [len(top) for top in sure.logprobs.top_logprobs] == [1] * len(sure.logprobs.tokens)
     completion = read_by_openai(answer["response"]["body"])
     choice = completion.choices[0]
     assert (choice.text, choice.finish_reason) == ("Oslo", "stop")

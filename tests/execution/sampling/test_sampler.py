@@ -18,6 +18,7 @@ from radixrt.schedule.answer import Answer
 from radixrt.schedule.passes import SamplingInputs
 from tests.schedule.test_sampling_table import NUM_ROWS, PLAIN, answer, prepared
 from triton_ops.sampling.logprobs import token_logprobs
+from triton_ops.sampling.sample import sample_distribution
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -49,11 +50,18 @@ def draw(
     finite = torch.empty(len(token_ids), dtype=torch.bool)
     before = logits.clone()
     sample_plain(logits, arrays, inputs.features, (token_ids, finite))
+    filtered = logprobs = None
     if inputs.processed is not None:
-        sample_processed(logits, arrays, inputs.processed, last_token, (token_ids, finite))
-    logprobs = None if inputs.num_top is None else draw_logprobs(logits, token_ids, arrays, inputs.num_top)
-    assert torch.equal(logits.nan_to_num(), before.nan_to_num())  # log-probabilities are the model's
+        filtered = sample_processed(logits, arrays, inputs.processed, last_token, (token_ids, finite))
+    if inputs.num_top is not None:
+        logprobs = draw_logprobs(logits, token_ids, arrays, inputs.num_top, filtered)
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())  # raw log-probabilities are the model's
     return Drawn(inputs, token_ids.tolist(), finite.tolist(), logprobs)
+
+
+def drawn_from(index: int, **params: Any) -> Answer:
+    """One that wants log-probabilities of what its tokens are drawn from."""
+    return answer(index, Params(**{"logprobs": 4, **params}, logprobs_mode="processed_logprobs"))
 
 
 PROCESSED: list[tuple[Params, dict[str, Any]]] = [
@@ -144,7 +152,8 @@ def test_operations_see_only_the_rows_that_ask(monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(sampler, name, watched)
 
-    for name in ("apply_penalties", "add_bias", "ban_tokens", "keep_only", "token_logprobs", "greedy", "sample"):
+    masks = ("apply_penalties", "add_bias", "ban_tokens", "keep_only")
+    for name in (*masks, "filtered_logits", "token_logprobs", "greedy", "sample"):
         watch(name)
     last_token = torch.zeros(NUM_ROWS, dtype=torch.int32)
 
@@ -163,6 +172,18 @@ def test_operations_see_only_the_rows_that_ask(monkeypatch: pytest.MonkeyPatch) 
         ("sample top_ks top_ps", 1),
         ("token_logprobs", 1),
     ]
+    assert operations(*plain, penalized, drawn_from(6, min_p=0.1), drawn_from(7, temperature=0)) == [
+        ("sample", 8),
+        ("apply_penalties", 3),
+        ("sample top_ks top_ps min_ps", 3),
+        ("filtered_logits top_ks top_ps min_ps", 2),
+        ("token_logprobs", 3),
+    ]
+    assert operations(answer(0, Params(temperature=0)), drawn_from(1, temperature=0)) == [
+        ("greedy", 2),
+        ("greedy", 1),
+        ("token_logprobs", 1),
+    ]
     others = [answer(6, Params(allowed_token_ids=(3, 4), temperature=0)), answer(7, Params(logit_bias={3: 1}))]
     assert operations(*plain, *others) == [("sample", 7), ("add_bias", 2), ("keep_only", 2), ("sample", 2)]
     held_back = answer(8, Params(temperature=0, min_new_tokens=9))
@@ -178,8 +199,8 @@ def test_operations_see_only_the_rows_that_ask(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_not_finite_is_found_in_its_row_alone() -> None:
-    logits = torch.zeros(6, V)
-    logits[1, 8], logits[2, 8], logits[4, 8] = torch.nan, torch.inf, torch.nan
+    logits = torch.zeros(10, V)
+    logits[[1, 4, 6, 7], 8], logits[2, 8] = torch.nan, torch.inf
     plain = Params(temperature=0)
     restricted = replace(plain, allowed_token_ids=(3, 4))
     answers = [
@@ -189,9 +210,10 @@ def test_what_is_not_finite_is_found_in_its_row_alone() -> None:
         answer(3, restricted),
         answer(4, replace(plain, repetition_penalty=2)),
         answer(5, restricted, bad_words=((3,), (4,))),  # leaves nothing
+        *(drawn_from(6 + i, temperature=t, top_k=3) for i, t in enumerate((1, 0, 1, 0))),
     ]
-    drawn = draw(answers, range(6), logits, torch.zeros(NUM_ROWS, dtype=torch.int32))
-    assert drawn.finite == [True, False, False, True, False, False]
+    drawn = draw(answers, range(10), logits, torch.zeros(NUM_ROWS, dtype=torch.int32))
+    assert drawn.finite == [True, False, False, True, False, False, False, False, True, True]
     assert drawn.token_ids[3] == 3
 
 
@@ -208,3 +230,61 @@ def test_logprobs_are_of_the_draws_that_want_them() -> None:
     for got, expected in zip(drawn.logprobs, token_logprobs(logits[at], tokens[at], V), strict=True):
         torch.testing.assert_close(got, expected)
     assert draw(answers[:1], [0], logits[:1], last_token).logprobs is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_of_what_a_token_was_drawn_from(dtype: torch.dtype) -> None:
+    """Among raw ones and rows without any: of each the exact distribution, and the same bits as when alone."""
+    params: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.6, "top_k": 5},
+        {"temperature": 0.7, "top_p": 0.8, "min_p": 0.05},
+        {"temperature": 0},
+        {"temperature": 0, "logit_bias": {3: 9.0}, "top_k": 1},
+        {"allowed_token_ids": (3, 4, 30, 31), "temperature": 2.0, "top_k": 3},
+        {"logit_bias": {5: 4.0}, "top_p": 0.9},
+    ]
+    wanted = [drawn_from(i, **own) for i, own in enumerate(params)]
+    others = [
+        answer(20, Params(logprobs=2)),
+        answer(21, Params(presence_penalty=1, top_k=4)),
+        answer(22, Params()),
+    ]
+    answers = [others[0], *wanted[:3], others[1], *wanted[3:], others[2]]
+    rows, last_token = list(range(len(answers))), torch.zeros(NUM_ROWS, dtype=torch.int32)
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        logits = (torch.randn(len(answers), V, generator=generator) * 3).to(dtype)
+        drawn = draw(answers, rows, logits, last_token)
+        assert drawn.logprobs is not None
+        chosen, ranks, top_ids, top = drawn.logprobs
+        at = [i for i, one in enumerate(answers) if one.request.params.logprobs is not None]
+        for place, i in enumerate(at):
+            alone = draw([answers[i]], [rows[i]], logits[i : i + 1], last_token)
+            assert alone.token_ids == drawn.token_ids[i : i + 1]
+            assert alone.logprobs is not None
+            for got, own in zip(drawn.logprobs, alone.logprobs, strict=True):
+                assert torch.equal(got[place][: own.shape[1]] if own.dim() > 1 else got[place], own[0])
+            exact = exactly(logits[i], answers[i].request.params)
+            token = drawn.token_ids[i]
+            assert chosen[place].item() == pytest.approx(exact[token].item(), abs=1e-4)
+            assert ranks[place] == int((exact > exact[token]).sum()) + 1
+            found = exact[top_ids[place].long()]
+            torch.testing.assert_close(top[place].double(), found, atol=1e-4, rtol=1e-4)
+
+
+def exactly(logits: Tensor, params: Params) -> Tensor:
+    """float64 log-probabilities of the distribution that a token is drawn from, or, raw, of the model's."""
+    own = logits.double()
+    if not params.wants_processed_logprobs:
+        return own.log_softmax(-1)
+    for token, bias in params.logit_bias:
+        own[token] += bias
+    if params.allowed_token_ids is not None:
+        kept = torch.full_like(own, -torch.inf)
+        kept[list(params.allowed_token_ids)] = 0.0
+        own = own + kept
+    if params.temperature == 0:
+        return own.log_softmax(-1)
+    names = (params.temperature, params.top_k, params.top_p, params.min_p)
+    return sample_distribution(own.unsqueeze(0), *(torch.tensor([value]) for value in names))[0].log()

@@ -21,7 +21,7 @@ from triton_ops.sampling import sample as sampling
 from triton_ops.sampling.logit_threshold import min_kept
 from triton_ops.sampling.row_maxima import chunk_maxima
 from triton_ops.sampling.sample import MAX_VOCAB_SIZE, finite_rows, greedy, sample, sample_distribution
-from triton_ops.sampling.token_mass import BLOCK, UNIT_BITS, exponent_scale, token_mass
+from triton_ops.sampling.token_mass import BLOCK, LOG2_E, UNIT_BITS, exponent_scale, token_mass
 from triton_ops.tuning import CandidateConfig
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -316,6 +316,13 @@ def test_masses_are_the_same_bits_in_every_batch(vocab_size: int) -> None:
     for start, size in ((0, 1), (1, 1), (17, 1), (39, 1), (3, 2), (5, 7), (11, 16)):
         rows = slice(start, start + size)
         assert torch.equal(token_mass(logits[rows], anchor[rows], scale[rows]), together[rows])
+
+
+def test_the_scale_of_exponents_is_rounded_once() -> None:
+    """As the kernels round it; by way of a reciprocal a quarter of them would differ."""
+    temperatures = torch.linspace(0.01, 3.0, 2000)
+    exact = (torch.full_like(temperatures, LOG2_E).double() / temperatures.double()).float()
+    assert torch.equal(exponent_scale(temperatures), exact)
 
 
 def test_a_switched_off_filter_is_no_filter_at_all() -> None:
