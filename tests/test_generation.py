@@ -452,9 +452,9 @@ def check_drawn_from(model: Any, prompt: list[int], answer: CompletionOutput, pa
 def test_logprobs_of_what_tokens_were_drawn_from_are_those_of_transformers(runtime: Runtime, model: Any) -> None:
     """All kinds at once, beside raw ones and requests without any; cold, then from the cache; then alone."""
     params = [
-        *DRAWN_FROM.values(),
+        replace(FROM, logprobs=None, presence_penalty=1.0),
         replace(FROM, logprobs_mode="raw_logprobs", top_k=2),
-        replace(FROM, logprobs=None),
+        *DRAWN_FROM.values(),
     ]
     prompts = [[*PROMPT[: 3 + i % 4], 20 + i] for i in range(len(params))]
     for _ in range(2):
@@ -462,8 +462,8 @@ def test_logprobs_of_what_tokens_were_drawn_from_are_those_of_transformers(runti
         for prompt, own, output in zip(prompts, params, outputs, strict=True):
             for answer in output.outputs if own.wants_processed_logprobs else ():
                 check_drawn_from(model, prompt, answer, own)
-        *_, raw, without = outputs
-        exact = dense_logprobs(model, [*prompts[-2], *raw.token_ids])[len(prompts[-2]) - 1 :]
+        without, raw, *_ = outputs
+        exact = dense_logprobs(model, [*prompts[1], *raw.token_ids])[len(prompts[1]) - 1 :]
         assert raw.logprobs is not None
         for i, token in enumerate(raw.logprobs):
             assert token.logprob == pytest.approx(float(exact[i, token.token_id]), abs=1e-4)

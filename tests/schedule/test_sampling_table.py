@@ -119,6 +119,12 @@ def test_a_row_forgets_who_was_there_before() -> None:
     assert inputs.processed is None
     assert inputs.num_top is None
     assert inputs.features == Features(is_random=True)
+    drawn = Params(logprobs=0, logprobs_mode="processed_logprobs")
+    raw = Params(logprobs=0, presence_penalty=1)
+    for params, is_wanted in ((drawn, True), (raw, False)):
+        asking = answer(2, params)
+        table.admit(0, asking)
+        assert ("filtered_rows" in table.prepare([asking], row, row + 6, one).arrays) == is_wanted
 
 
 def test_ends_are_held_back_no_longer_than_asked() -> None:
