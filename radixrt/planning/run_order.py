@@ -3,9 +3,9 @@
 Depth-first order computes the fewest tokens of any order, if the cache holds the longest request (Zheng et al.
 2024, "SGLang", theorem 3.1): prompts with a common prefix follow one another, so that the prefix is needed from
 the first of them to the last, and never again. Where some compute a part of the prefix in any case, for its
-logits, those that compute the most of it come first, and the others find that part in the cache. For the rest the
-order of a node's children does not matter. They are sorted by the longest answer below them, longest first: the last
-prompts have short answers, and the end of a run does not wait for a few long ones.
+logits, those that compute the most of it come first, and the others find that part in the cache. Apart from that
+the order of a node's children does not matter. They are sorted by the longest answer below them, longest first:
+the last prompts have short answers, and the end of a run does not wait for a few long ones.
 """
 
 # Tests: tests/planning/test_prefix_order.py
