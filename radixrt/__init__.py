@@ -14,6 +14,10 @@ OMP_WAIT_POLICY to PASSIVE, unless the environment has one: OpenMP reads it when
 
 from __future__ import annotations
 
+# isort: off
+from radixrt import ctrl_c  # noqa: F401  # before the other imports, which Ctrl-C could cut short
+# isort: on
+
 import importlib
 import importlib.util
 import os

@@ -43,7 +43,7 @@ def test_a_module_already_loaded_is_named(tmp_path: Path) -> None:
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
     copy = tmp_path / "radixrt"
     copy.mkdir()
-    for name in ("__init__.py", "version.py"):
+    for name in ("__init__.py", "ctrl_c.py", "version.py"):
         (copy / name).write_text((HOME / "radixrt" / name).read_text())
     result = subprocess.run(
         [sys.executable, "-S", "-E", "-c", "import radixrt"],  # only what is here and the standard library

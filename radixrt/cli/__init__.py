@@ -1,6 +1,6 @@
 """The command `radixrt`. Torch is imported only when a model is loaded, so that help answers at once."""
 
-# Tests: tests/cli/test_cli.py, tests/cli/test_standard_files.py
+# Tests: tests/cli/test_cli.py, tests/cli/test_ctrl_c.py, tests/cli/test_standard_files.py
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ import os
 import sys
 from collections.abc import Sequence
 
-_INTERRUPTED = 130  # before anything is imported that would say it
+from radixrt import ctrl_c
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv` (sys.argv without the program's name if None); returns the exit status."""
+    is_process = False
     try:
         from radixrt.cli.command import run_command
         from radixrt.engine.signals import termination_raises
         from radixrt.files.standard import standard_error
 
         _hold_standard_files()
+        is_process = ctrl_c.becomes_an_exception()
         with termination_raises(), contextlib.redirect_stderr(standard_error()):
             return run_command(argv)
     except KeyboardInterrupt:  # while modules were imported
         if sys.stderr is not None:
             print("radixrt: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return ctrl_c.INTERRUPTED
     finally:
+        if is_process:
+            ctrl_c.ends_the_process()
         _drop_unwritten()
 
 

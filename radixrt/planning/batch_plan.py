@@ -245,14 +245,15 @@ def plan_batch(
     order = prefix_order(store.tokens, store.offsets[prompts], store.offsets[prompts + 1], store.forget)
     order = PrefixOrder(prompts[order.order], order.shared)
     tree = prefix_tree(order)
-    run = run_order(order, tree, lengths, demands.new_tokens)
+    asked = demands[order.order]
+    run = run_order(order, tree, asked)
     by_number = np.zeros(len(store), dtype=np.int64)
     if held is not None:
         by_number[order.order] = _held(store, order, held)
     statistics = TokenStatistics(
         prompt_tokens=int(lengths[prompts].sum()),
         distinct_tokens=int((lengths[run.order] - run.shared).sum()),
-        best_cached_tokens=_best_cached(order, tree, demands[order.order], by_number[order.order]),
+        best_cached_tokens=_best_cached(tree, asked, by_number[order.order]),
     )
     return BatchPlan(store, demands, order, tree, run, by_number[run.order], statistics)
 
@@ -267,20 +268,19 @@ def _held(store: TokenStore, order: PrefixOrder, held: Callable[[Int32Array], in
     return np.array(found, dtype=np.int64)
 
 
-def _best_cached(order: PrefixOrder, tree: PrefixTree, asked: Demands, held: Int64Array) -> int:
+def _best_cached(tree: PrefixTree, asked: Demands, held: Int64Array) -> int:
     """The most prompt tokens that a cache of any size can serve in any order of the prompts.
 
-    Each prompt computes what is beyond its limit. If one with the lowest limit below a node runs first, each other
-    token is computed once, if it is not held.
+    Each prompt computes what is beyond its limit. If one with the lowest limit below a node runs first, as in a
+    `run_order`, each other token is computed once, if it is not held.
 
     Args:
         asked, held: by the place of each prompt in the order, `[N]`.
     """
-    most = int(asked.match_limits.max(initial=0))
     above = tree.leaf_parent
     depth = np.concatenate([tree.depth, asked.lengths])
     start = np.concatenate([tree.depth - tree.num_tokens, tree.depth[above]])
-    lowest_limit = np.concatenate([most - tree.greatest_below(most - asked.match_limits), asked.match_limits])
+    lowest_limit = np.concatenate([tree.least_below(asked.match_limits), asked.match_limits])
     held = np.concatenate([tree.greatest_below(held), held])
     once = np.minimum(depth, lowest_limit) - np.maximum(start, held)
     return int(asked.match_limits.sum() - once.clip(min=0).sum())

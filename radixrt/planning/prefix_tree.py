@@ -68,6 +68,11 @@ class PrefixTree:
                 greatest[above] = greatest[node]
         return np.array(greatest, dtype=np.int64)
 
+    def least_below(self, numbers: Int64Array) -> Int64Array:
+        """The least of the sequences' `numbers` `[N]`, none negative, below each node, `[K]`; by their places."""
+        greatest = int(numbers.max(initial=0))
+        return greatest - self.greatest_below(greatest - numbers)
+
     def with_leaves(self, places: Int64Array, depths: Int64Array) -> PrefixTree:
         """The same tree with a node for the whole of the sequence at each of some `places`, of so many tokens."""
         parents = np.concatenate([self.parent, self.leaf_parent[places]])

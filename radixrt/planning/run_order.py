@@ -2,9 +2,10 @@
 
 Depth-first order computes the fewest tokens of any order, if the cache holds the longest request (Zheng et al.
 2024, "SGLang", theorem 3.1): prompts with a common prefix follow one another, so that the prefix is needed from
-the first of them to the last, and never again. The order of a node's children does not matter for that. They are
-sorted by the longest answer below them, longest first: the last prompts have short answers, and the end of a run
-does not wait for a few long ones.
+the first of them to the last, and never again. Where some compute a part of the prefix in any case, for its
+logits, those that compute the most of it come first, and the others find that part in the cache. Apart from that
+the order of a node's children does not matter. They are sorted by the longest answer below them, longest first:
+the last prompts have short answers, and the end of a run does not wait for a few long ones.
 """
 
 # Tests: tests/planning/test_prefix_order.py
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixrt.arrays import Int32Array, Int64Array
+from radixrt.planning.demands import Demands
 from radixrt.planning.prefix_order import PrefixOrder
 from radixrt.planning.prefix_tree import PrefixTree
 
@@ -42,28 +44,26 @@ class RunOrder:
         return np.append(self.shared[1:], np.zeros(min(1, len(self.shared)), dtype=np.int32))
 
 
-def run_order(order: PrefixOrder, tree: PrefixTree, lengths: Int64Array, new_tokens: Int64Array) -> RunOrder:
-    """Depth-first order with the longest answers first.
+def run_order(order: PrefixOrder, tree: PrefixTree, asked: Demands) -> RunOrder:
+    """Depth-first order; first the prompts that compute the most of a shared prefix, then those with long answers.
 
-    A prompt that ends at a node comes before all others below it: after them it would be wholly cached and still
-    compute its last token. Equal ones stay in lexicographic order.
+    A prompt that ends at a node, too, computes its last token, so that it comes before others that take all of the
+    node from the cache. Equal ones stay in lexicographic order.
 
     Args:
         order: of the N prompts.
         tree: of that order.
-        lengths: tokens of each prompt, by its number.
-        new_tokens: expected tokens of each answer, by the number of its prompt.
+        asked: what they ask for, by their places in the order.
     """
     count, nodes = len(order.order), len(tree)
-    expected, ends_there = new_tokens[order.order], lengths[order.order] == tree.depth[tree.leaf_parent]
-    longest = tree.greatest_below(expected)
 
     # The children of all nodes: first the nodes among them, then the prompts.
     parent = np.concatenate([tree.parent[1:], tree.leaf_parent])
     size = np.concatenate([tree.num_sequences[1:], np.ones(count, dtype=np.int64)])
-    comes_later = np.concatenate([np.ones(nodes - 1, dtype=bool), ~ends_there])
     begin = np.concatenate([tree.begin[1:], np.arange(count)])
-    ranks = np.lexsort((begin, -np.concatenate([longest[1:], expected]), comes_later, parent))
+    longest = np.concatenate([tree.greatest_below(asked.new_tokens)[1:], asked.new_tokens])
+    limit = np.concatenate([tree.least_below(asked.match_limits)[1:], asked.match_limits])
+    ranks = np.lexsort((begin, -longest, np.minimum(limit, tree.depth[parent]), parent))
 
     # The number of prompts below the same parent that run before each child.
     parent = parent[ranks]

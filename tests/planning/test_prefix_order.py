@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixrt.planning import prefix_order as ordering
+from radixrt.planning.demands import Demands
 from radixrt.planning.prefix_order import PrefixOrder, prefix_order
 from radixrt.planning.prefix_tree import PrefixTree, prefix_tree
 from radixrt.planning.run_order import RunOrder, run_order
@@ -42,11 +43,15 @@ def order_of(prompts: list[list[int]]) -> PrefixOrder:
     return prefix_order(store.tokens, store.offsets[:-1], store.offsets[1:])
 
 
-def plan_of(prompts: list[list[int]], new_tokens: Sequence[int]) -> tuple[PrefixOrder, PrefixTree, RunOrder]:
+def plan_of(
+    prompts: list[list[int]], new_tokens: Sequence[int], match_limits: Sequence[int] | None = None
+) -> tuple[PrefixOrder, PrefixTree, RunOrder]:
     order = order_of(prompts)
     tree = prefix_tree(order)
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
-    return order, tree, run_order(order, tree, lengths, np.array(new_tokens, dtype=np.int64))
+    limits = None if match_limits is None else np.array(match_limits, dtype=np.int64)
+    demands = Demands.of(lengths, np.array(new_tokens, dtype=np.int64), match_limits=limits)
+    return order, tree, run_order(order, tree, demands[order.order])
 
 
 def check_order(prompts: list[list[int]], order: PrefixOrder) -> None:
@@ -144,33 +149,40 @@ def test_nodes_are_what_two_or_more_share(prompts: list[list[int]]) -> None:
 # -- the order of the run ----------------------------------------------------------------------------------
 
 
-def depth_first(prompts: list[list[int]], new_tokens: Sequence[int]) -> list[int]:
-    """Longest answers first, by the definition: prompts that end come first, subtrees stay whole."""
+def depth_first(prompts: list[list[int]], new_tokens: Sequence[int], limits: Sequence[int]) -> list[int]:
+    """By the definition: those that compute the most come first, then long answers; subtrees stay whole."""
 
     def visit(members: list[int], depth: int) -> list[int]:
         if len(members) == 1:
             return members
-        ended = sorted((i for i in members if len(prompts[i]) == depth), key=lambda i: (-new_tokens[i], i))
+        ended = [[i] for i in members if len(prompts[i]) == depth]
         others = sorted((i for i in members if len(prompts[i]) > depth), key=lambda i: (prompts[i], i))
         groups = [list(group) for _, group in itertools.groupby(others, key=lambda i: prompts[i][depth])]
-        groups.sort(key=lambda group: -max(new_tokens[i] for i in group))
-        return ended + [i for group in groups for i in visit(group, depth + 1)]
+        if len(ended) + len(groups) == 1:
+            return visit(members, depth + 1)
+        least = [(min(depth, *(limits[i] for i in group)), group) for group in ended + groups]
+        least.sort(key=lambda each: (each[0], -max(new_tokens[i] for i in each[1])))
+        return [i for _, group in least for i in (group if group in ended else visit(group, depth + 1))]
 
     return visit(list(range(len(prompts))), 0) if prompts else []
 
 
 @given(prompts=prompt_lists(), data=st.data())
-def test_the_run_is_depth_first_and_begins_with_long_answers(
+def test_the_run_is_depth_first_and_begins_with_what_is_computed_anyway_and_long_answers(
     prompts: list[list[int]], data: st.DataObject
 ) -> None:
     new_tokens = [data.draw(st.integers(1, 4)) for _ in prompts]
-    run = plan_of(prompts, new_tokens)[2]
-    assert run.order.tolist() == depth_first(prompts, new_tokens)
+    limits = [data.draw(st.integers(0, max(0, len(prompt) - 1))) for prompt in prompts]
+    for given_limits in (None, limits):
+        run = plan_of(prompts, new_tokens, given_limits)[2]
+        known = given_limits or [max(0, len(prompt) - 1) for prompt in prompts]
+        assert run.order.tolist() == depth_first(prompts, new_tokens, known)
 
 
 @given(prompts=prompt_lists(), data=st.data())
 def test_the_run_computes_each_distinct_token_once(prompts: list[list[int]], data: st.DataObject) -> None:
-    run = plan_of(prompts, [data.draw(st.integers(1, 4)) for _ in prompts])[2]
+    limits = [data.draw(st.integers(0, len(prompt))) for prompt in prompts] if data.draw(st.booleans()) else None
+    run = plan_of(prompts, [data.draw(st.integers(1, 4)) for _ in prompts], limits)[2]
     in_run = [prompts[i] for i in run.order]
     for place, prompt in enumerate(in_run):
         before, after = in_run[:place], in_run[place + 1 :]
@@ -179,7 +191,8 @@ def test_the_run_computes_each_distinct_token_once(prompts: list[list[int]], dat
     lengths = np.array([len(prompt) for prompt in in_run], dtype=np.int64)
     statistics = token_statistics(prompts)
     assert (lengths - run.shared).sum() == statistics.distinct_tokens
-    assert np.maximum(0, np.minimum(run.shared, lengths - 1)).sum() == statistics.best_cached_tokens
+    if limits is None:
+        assert np.maximum(0, np.minimum(run.shared, lengths - 1)).sum() == statistics.best_cached_tokens
 
 
 def test_equal_answers_leave_lexicographic_order() -> None:
@@ -190,6 +203,12 @@ def test_equal_answers_leave_lexicographic_order() -> None:
 def test_the_longest_answer_comes_first_with_all_that_shares_its_prefix() -> None:
     prompts = [[1, 1], [1, 2], [2, 1], [2, 2], [3]]
     assert plan_of(prompts, [5, 1, 2, 9, 6])[2].order.tolist() == [3, 2, 4, 0, 1]
+
+
+def test_whoever_computes_a_prefix_anyway_comes_before_those_that_find_it() -> None:
+    prompts = [[1, 2, 3, 9], [1, 2, 3, 8], [1, 2, 3], [1, 2, 3, 7, 6], [1, 2, 3, 7, 5]]
+    assert plan_of(prompts, [5, 1, 1, 1, 1], [3, 3, 2, 4, 4])[2].order.tolist() == [2, 0, 4, 3, 1]
+    assert plan_of(prompts, [5, 1, 1, 1, 1], [3, 1, 2, 0, 4])[2].order.tolist() == [3, 4, 1, 2, 0]
 
 
 def test_a_deep_tree() -> None:
