@@ -234,18 +234,18 @@ def test_scored_tokens_are_never_taken_from_the_cache() -> None:
 
 
 def test_several_answers_run_side_by_side() -> None:
-    """16 prompts with 32 answers of 100 tokens: as many passes as one answer has tokens, and its memory."""
-    prompts = [np.random.default_rng(i).integers(0, 999, 64).tolist() for i in range(16)]
-    plan = planned(prompts, 100, 32)
+    """8 prompts with 16 answers of 50 tokens: as many passes as one answer has tokens, and its memory."""
+    prompts = [np.random.default_rng(i).integers(0, 999, 64).tolist() for i in range(8)]
+    plan = planned(prompts, 50, 16)
     limits = RunLimits(100_000)
-    assert (plan.answers, plan.expected_tokens) == (512, 51_200)
-    assert plan.longest_request == 64 + 99
-    assert plan.pool_for(32) == 2 * 64 + 32 * 99  # of two prompts side by side
-    assert plan.pool_for(512) == plan.pool_for_all == 16 * 64 + 512 * 99
+    assert (plan.answers, plan.expected_tokens) == (128, 6400)
+    assert plan.longest_request == 64 + 49
+    assert plan.pool_for(16) == 2 * 64 + 16 * 49  # of two prompts side by side
+    assert plan.pool_for(128) == plan.pool_for_all == 8 * 64 + 128 * 49
     real, model = real_run(plan, limits), modelled_run(plan, limits)
-    assert (real.most_running, real.recomputed_tokens) == (512, 0)
+    assert (real.most_running, real.recomputed_tokens) == (128, 0)
     assert model.timeline.passes.sum() == pytest.approx(real.passes, abs=2)
-    assert model.timeline.running.max() == 512
+    assert model.timeline.running.max() == 128
     small = RunLimits(plan.longest_request + 50)
     assert plan.predict(small).cached_tokens == real_run(plan, small).cached_tokens == 0
     in_small = modelled_run(plan, small).timeline.passes.sum()

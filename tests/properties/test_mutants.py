@@ -263,7 +263,7 @@ def drop_what_others_hold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "_free_pending", ruthless)
 
 
-@mutant("1:", "9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES, first=1)
+@mutant("1:", "9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES, first=30)
 def drop_what_the_host_has_a_copy_of(patch: pytest.MonkeyPatch) -> None:
     """Its node leaves the tree, and its slots on the host with it."""
     unlock = RadixTree.unlock
@@ -887,7 +887,7 @@ def let_no_tail_grow(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PassPlans, "grow", stunted)
 
 
-@mutant("17: a plan is made", world=PlannedWorld)
+@mutant("17: a plan is made", world=PlannedWorld, first=17)
 def share_more_than_padded_plans_have_room_for(patch: pytest.MonkeyPatch) -> None:
     find = SharedSegments.find
     wide = Capacity(99, 99)

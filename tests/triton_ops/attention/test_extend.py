@@ -9,6 +9,7 @@ import torch
 from tests.support.attention_cases import packed_qkv
 from tests.support.attention_checks import (
     BOTH,
+    EACH,
     OPTIONS,
     SCALE,
     SHAPES,
@@ -119,7 +120,7 @@ def test_extend_of_trees_with_options(name: str) -> None:
     check_shared_extend(share(edges, leaves), edges, leaves, 2, seed=3, **options_of(name, 4))
 
 
-@plain_or(name=BOTH)
+@interpreted_only(lambda given: given["name"] in (EACH if given["pool"] == "plain" else BOTH))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_extend_with_options(name: str) -> None:
     check_extend(make_case([9, 12, 1, 30, 21, 90], head_dim=32), [0, 11, 0, 17, 1, 80], 4, **options_of(name, 8))
