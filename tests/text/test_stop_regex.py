@@ -218,6 +218,17 @@ def test_an_expression_that_takes_too_long_ends_the_search_and_not_the_text() ->
     assert builder.matched is None
 
 
+def test_one_search_ends_in_time() -> None:
+    """All of its work is there at once, with the last character."""
+    builder = builder_of(spelled([b"a", b"z"]), stop_regex="z(?<=[cd](a|aa)+z)")
+    for _ in range(40):
+        builder.push(0)
+    before = time.thread_time()
+    with pytest.raises(ParameterError, match="takes more than"):
+        builder.push(1)
+    assert time.thread_time() - before < 2
+
+
 def test_slow_searches_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them within the time for one, all of them beyond that for the text."""
     now = iter(range(10**6))
