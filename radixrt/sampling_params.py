@@ -8,6 +8,8 @@ from functools import wraps
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args
 
+import regex
+
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 
@@ -17,6 +19,7 @@ MAX_SAMPLES = 4096
 MAX_STOP_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters
+STOP_REGEX_SECONDS = 0.1  # to see whether a pattern matches nothing
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024
 MAX_LOGPROBS = 128
@@ -32,6 +35,11 @@ SPELLINGS = {
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LOGPROBS_MODES: tuple[str, ...] = get_args(LogprobsMode)
+
+# What hides where a match may begin: \K, \G, verbs, reverse search, full case folding, fuzziness.
+_HIDES_ITS_BEGINNING = regex.compile(
+    r"(?<!\\)(?:\\\\)*(\\[KG]|\(\*[A-Z]|\(\?[a-zA-Z0-9]*[frV]|\{[\d<=+]*[eids][<>=+,:}])"
+)
 
 T = TypeVar("T")
 _Check = Callable[[str, object], object]  # name and value -> the value to keep; raises ParameterError
@@ -95,12 +103,19 @@ class SamplingParams:
             prompt's place in the call. A batch derives it from the Runtime's and the line's place alone.
         stop: end where one of these strings is complete; the text ends before it. At most 64, 1 to 1024
             characters each.
+        stop_regex: end where one of these regular expressions has first matched; the text ends before the match.
+            At most 64, 1 to 1024 characters each, in the syntax of the `regex` package, which is that of `re` and
+            more. The text so far is searched after each character, as if it ended there, whatever the tokens are:
+            `\\d+` matches one digit; `$` holds everywhere; `\\b` holds after every letter of a word, and does not
+            hold after a blank before the next word has begun. A match has at most 1024 characters, and a pattern
+            sees as many before it. Of stops that are complete together the longest counts. A pattern that takes
+            more than 1 ms a character fails its request.
         include_stop_str: the text ends after the stop string instead, or with the text of the token that ended it
             (an end token has none unless skip_special_tokens is False).
         stop_token_ids: end at any of these tokens, besides the model's own end tokens. At most 128.
         ignore_eos: do not end at the model's end tokens (`stop` and `stop_token_ids` still end).
         skip_special_tokens: leave special tokens out of the text.
-        detokenize: False: make no text, which is then "", and look for no `stop`.
+        detokenize: False: make no text, which is then "", and look for no `stop` or `stop_regex`.
         logprobs: log-probabilities of the tokens of the answer, with as many of the most likely alternatives, 0
             to 128; None: none. `logprobs_mode` says of which distribution.
         logprobs_mode: "raw_logprobs": that of the model, before penalties, bias, temperature and filters.
@@ -139,6 +154,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    stop_regex: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -149,8 +165,9 @@ class SamplingParams:
             check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         if self.n > 1 and self.max_new_tokens == 0:
             raise ParameterError(f"n is {self.n}, but max_new_tokens is 0: there is nothing to draw")
-        if self.stop and not self.detokenize:
-            raise ParameterError("stop needs a text to look in, but detokenize is False")
+        for name, stops in (("stop", self.stop), ("stop_regex", self.stop_regex)):
+            if stops and not self.detokenize:
+                raise ParameterError(f"{name} needs a text to look in, but detokenize is False")
 
     def first_scored(self, prompt_len: int) -> int | None:
         """The first of `prompt_len` tokens whose log-probability is wanted; None if none is."""
@@ -263,6 +280,21 @@ def _stop_strings(name: str, value: object) -> tuple[str, ...]:
     return tuple(str(string) for string in strings)
 
 
+def _stop_regexes(name: str, value: object) -> tuple[str, ...]:
+    patterns = _stop_strings(name, value)
+    for pattern in patterns:
+        given = f"{name} holds {pattern!r}"
+        try:
+            ends_all = regex.search(pattern, "", timeout=STOP_REGEX_SECONDS) is not None
+        except (regex.error, RecursionError, MemoryError, TimeoutError) as error:
+            raise ParameterError(f"{given}, which cannot be used: {error or type(error).__name__}") from error
+        if ends_all:
+            raise ParameterError(f"{given}, which matches the empty text: it would end every answer")
+        if hidden := _HIDES_ITS_BEGINNING.search(pattern):
+            raise ParameterError(f"{given}; a text that grows cannot be searched with {hidden[1]!r}")
+    return patterns
+
+
 # In the order of checking. A check may convert a value to the form that the engine wants.
 _CHECKS: Mapping[str, _Check] = MappingProxyType(
     {
@@ -282,6 +314,7 @@ _CHECKS: Mapping[str, _Check] = MappingProxyType(
         "logit_bias": _biases,
         "bad_words": _bad_words,
         "stop": _stop_strings,
+        "stop_regex": _stop_regexes,
         "logprobs": _or_none(_int(0, MAX_LOGPROBS)),
         "prompt_logprobs": _or_none(_int(0, MAX_LOGPROBS)),
         "prompt_logprobs_start": _int(0, 2**31 - 1),

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import regex
 import torch
 from safetensors import safe_open
 from transformers import (
@@ -169,9 +170,74 @@ def test_stop_strings(builtin: Runtime) -> None:
     assert builtin.generate(prompt, Params(temperature=0, stop=("never said",))).text == answer
 
 
+def test_stop_regexes(builtin: Runtime) -> None:
+    prompt = make_questions(EXAMPLES_SEED)[0].question.prompt
+    params = Params(temperature=0, max_new_tokens=24, ignore_eos=True)
+    free = builtin.generate(prompt, params)
+    pattern = rf"(?<=\S{{2}})[^{free.text.strip()[0]}\s]{{2}}\b|\n+"
+    ended = [end for end in range(len(free.text)) if regex.search(pattern, free.text[:end])]
+    expected = regex.search(pattern, free.text[: ended[0]])
+    output = builtin.generate(prompt, replace(params, stop_regex=(pattern,)))
+    assert output.finish_reason is FinishReason.STOP
+    assert output.outputs[0].matched == expected[0]
+    assert output.text == free.text[: expected.start()]
+    assert output.token_ids == free.token_ids[: len(output.token_ids)]
+    assert len(output.token_ids) < len(free.token_ids)
+    kept = replace(params, stop_regex=(pattern,), include_stop_str=True)
+    *shown, last = builtin.stream(prompt, kept)
+    assert last.output is not None
+    assert last.output.text == free.text[: expected.end()] == "".join(chunk.text for chunk in [*shown, last])
+    assert builtin.generate(prompt, replace(params, stop_regex=(r"never said",))).text == free.text
+    several = builtin.generate(prompt, replace(kept, n=3))
+    assert [answer.text for answer in several.outputs] == [last.output.text] * 3
+
+
+def test_an_expression_that_takes_too_long_fails_its_own_request_alone(
+    builtin: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL", logger="radixrt")
+    prompt = make_questions(EXAMPLES_SEED)[0].question.prompt
+    params = Params(temperature=0, max_new_tokens=24, ignore_eos=True)
+    free = builtin.generate(prompt, params)
+    slow = r"(?s)^(.|..)+[\x01\x02]"
+    slow_params = replace(params, max_new_tokens=100, stop_regex=slow)
+    outputs = builtin.generate([prompt] * 3, [params, slow_params, params])
+    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
+    assert outputs[1].error is not None
+    assert "no text can be made of its answer: looking for stop_regex" in outputs[1].error
+    assert outputs[1].text.startswith(free.text[:20])
+    assert outputs[0].text == outputs[2].text == free.text
+    *shown, last = builtin.stream(prompt, slow_params)
+    assert last.output is not None
+    assert last.output.error == outputs[1].error
+    assert "".join(chunk.text for chunk in [*shown, last]) == last.output.text
+
+
+def test_stop_regexes_of_lines(builtin: Runtime, tmp_path: Path) -> None:
+    prompt = make_questions(EXAMPLES_SEED)[0].question.prompt
+    free = builtin.generate(prompt, Params(temperature=0, max_new_tokens=8))
+    own = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "stop_regex": r"\S\S"}
+    body = {**own, "model": "m", "stop_regex": [r"\S\S", "x+"]}
+    lines: list[dict[str, Any]] = [
+        own,
+        {"prompt": prompt, "sampling_params": {"stop_regex": "a*"}},
+        {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body},
+    ]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    builtin.run_batch(source, out)
+    plain, bad, openai = map(json.loads, out.read_text().splitlines())
+    assert plain["text"] == free.text[: len(free.text) - len(free.text.lstrip())]
+    assert plain["finish_reason"] == "stop"
+    assert "stop_regex holds 'a*', which matches the empty text" in bad["error"]["message"]
+    assert openai["response"]["body"]["choices"][0]["text"] == plain["text"]
+
+
 def test_stop_strings_need_a_tokenizer(runtime: Runtime) -> None:
-    with pytest.raises(PromptError, match="stop strings and streams need a tokenizer"):
+    with pytest.raises(PromptError, match="stop_regex and streams need a tokenizer"):
         runtime.generate(PROMPT, Params(stop=("x",)))
+    with pytest.raises(PromptError, match="stop_regex and streams need a tokenizer"):
+        runtime.generate(PROMPT, Params(stop_regex=("x",)))
 
 
 def test_the_text_of_the_stop_token_is_kept_like_that_of_a_stop_string(builtin: Runtime) -> None:
@@ -205,6 +271,8 @@ def test_no_text_is_made_where_none_is_wanted(runtime: Runtime, builtin: Runtime
     assert (ids.text, ids.token_ids) == ("", texts.token_ids)
     with pytest.raises(ParameterError, match="stop needs a text to look in, but detokenize is False"):
         Params(stop=["a"], detokenize=False)
+    with pytest.raises(ParameterError, match="stop_regex needs a text to look in, but detokenize is False"):
+        Params(stop_regex="a", detokenize=False)
     chunks = list(runtime.stream(PROMPT, replace(GREEDY, detokenize=False)))  # without a tokenizer
     assert [chunk.text for chunk in chunks] == [""] * len(chunks)
     assert sum(len(chunk.token_ids) for chunk in chunks) == 12

@@ -124,6 +124,12 @@ SAMPLING = (
     Option("bad_words", "text never generated; may be repeated", "TEXT", repeats=True, flag="--bad-word"),
     Option("sampling_seed", "of each prompt's draws, instead of one from --seed and the prompt's place", "N", int),
     Option("stop", "end before this text; may be repeated", "TEXT", repeats=True),
+    Option(
+        "stop_regex",
+        "end before what this regular expression first matches; may be repeated",
+        "REGEX",
+        repeats=True,
+    ),
     Option("include_stop_str", "keep the stop text, or that of the token that ended it"),
     Option("stop_token_ids", "also end at these tokens", "ID,...", _token_ids),
     Option("ignore_eos", "do not end at the model's end tokens"),

@@ -89,7 +89,7 @@ def _completion(answer: Answer, tokenizer: Tokenizer | None) -> CompletionOutput
         at_stop_token = reason is FinishReason.STOP and isinstance(matched, int)
         leaves_out = at_stop_token and not params.include_stop_str
         text = tokenizer.decode(ids[:-1] if leaves_out else ids, params.skip_special_tokens)
-    if reason is FinishReason.LENGTH and built is not None and built.matched:
+    if reason is FinishReason.LENGTH and built is not None and built.matched is not None:
         reason, matched = FinishReason.STOP, built.matched  # completed by the last token's rest
     return CompletionOutput(
         index=answer.sample_index,

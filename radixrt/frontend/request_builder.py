@@ -91,9 +91,11 @@ class RequestBuilder:
         if params.prompt_logprobs is not None and start >= len(ids):
             raise ParameterError(f"prompt_logprobs_start is {start}, but the prompt has {len(ids)} tokens")
         make_text = None
-        if params.stop or (streams and params.detokenize):
+        if params.stop or params.stop_regex or (streams and params.detokenize):
             if self.tokenizer is None:
-                raise ParameterError("stop strings and streams need a tokenizer, and the model's folder has none")
+                raise ParameterError(
+                    "stop, stop_regex and streams need a tokenizer, and the model's folder has none"
+                )
             make_text = partial(TextBuilder, self.tokenizer, params)
         request = Request(
             index=index,

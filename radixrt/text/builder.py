@@ -1,8 +1,9 @@
-"""The text of one request: token by token, up to a stop string or its end."""
+"""The text of one request: token by token, up to a stop or its end."""
 
 from __future__ import annotations
 
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.stop_regex import LOOK_BACK, StopRegex
 from radixrt.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -120,43 +121,44 @@ class TextBuilder:
 
     `push` each token, but one that ends the request by its id: that is left out, or goes to `end_with` where there
     is `include_stop_str`. Call `finish` when the request has ended. All deltas, one after `finish` included, join
-    to the text that `finish` returns. No delta shows part of a stop string that is later cut off.
+    to the text that `finish` returns. No delta shows part of a stop that is later cut off.
 
-    The text ends before the first stop string to be complete, or after it with `include_stop_str`; one that is
-    complete before there are `min_new_tokens` tokens is ordinary text.
-    `matched` is the stop string that ended the text, or None; it is final after `finish`.
+    The text ends before the first stop string or match of a `stop_regex` to be complete, or after it with
+    `include_stop_str`; one that is complete before there are `min_new_tokens` tokens is ordinary text.
+    `matched` is the text of the stop that ended it, or None; it is final after `finish`. A search that takes too
+    long raises ParameterError once; the text then goes on without stops.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self.matched: str | None = None
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._regexes = tuple(StopRegex(pattern) for pattern in params.stop_regex)
+        self._searches = bool(params.stop or params.stop_regex)  # for stops, still
         self._count = 0  # tokens
         self._parts: list[str] = []  # of the text, safe to show
         self._taken = 0  # parts that delta has returned
-        self._held = ""  # certain text after them that may be the beginning of a stop
-        self._ordinary = 0  # no stop ends in these first characters of _held
-        self._has_ended = False  # with a token that ended the request by its id
+        # The end of the certain text: what may begin a stop, and before it what regular expressions look back at.
+        self._tail = ""
+        self._shown = 0  # characters of the tail that are in _parts
+        self._ordinary = 0  # no stop ends in these first characters of the tail
 
     def push(self, token_id: int) -> bool:
-        """Take the next token. Returns whether a stop string is complete; later tokens are ignored."""
+        """Take the next token. Returns whether a stop is complete; later tokens are ignored."""
         if self.matched is not None:
             return True
         self._count += 1
-        self._held += self._detokenizer.push(token_id)
-        if self._params.stop:
-            self._search(self._held + self._detokenizer.tentative())  # which is final if it completes a stop
-        safe = len(self._held) - unfinished_stop(self._params.stop, self._held)
-        if safe and self.matched is None:
-            self._parts.append(self._held[:safe])
-            self._held = self._held[safe:]
-            self._ordinary = max(0, self._ordinary - safe)
+        self._tail += self._detokenizer.push(token_id)
+        if self._searches:
+            self._search(self._tail + self._detokenizer.tentative())  # which is final if it completes a stop
+        if self.matched is None:
+            self._show_what_is_safe()
         return self.matched is not None
 
     def end_with(self, token_id: int) -> None:
         """Take the token that ended the request by its id. The whole of its text stays."""
-        self._held += self._detokenizer.push(token_id)
-        self._has_ended = True
+        self._tail += self._detokenizer.push(token_id)
+        self._searches = False
 
     def delta(self) -> str:
         """Return the text that has become safe to show since the last call."""
@@ -167,19 +169,37 @@ class TextBuilder:
     def finish(self) -> str:
         """Return the final text. `matched` may be set only now, by text that was not certain before."""
         if self.matched is None:
-            self._held += self._detokenizer.finish()
-            if not self._has_ended:
-                self._search(self._held)
+            self._tail += self._detokenizer.finish()
+            if self._searches:
+                self._search(self._tail)
         if self.matched is None:
-            self._parts.append(self._held)
-        self._held = ""
+            self._parts.append(self._tail[self._shown :])
+            self._shown = len(self._tail)
         return "".join(self._parts)
 
     def _search(self, text: str) -> None:
-        """End the text at the first stop in `text`, which follows `_parts`, if there is one and it counts."""
+        """End the text at the first stop in `text`, the tail and what may follow it, if there is one."""
         if self._count < self._params.min_new_tokens:
             self._ordinary = len(text)
-        elif found := find_stop(self._params.stop, text, self._ordinary):
-            start, end = found
+        self._searches = False  # if this raises
+        found = [one.find(text, len(self._tail), self._ordinary) for one in self._regexes]
+        if stop := find_stop(self._params.stop, text, max(self._ordinary, self._shown)):
+            found.append((stop[1], *stop))
+        self._searches = True
+        if complete := [stop for stop in found if stop is not None]:
+            _, start, end = min(complete, key=lambda stop: (stop[0], stop[1], -stop[2]))
             self.matched = text[start:end]
-            self._parts.append(text[: end if self._params.include_stop_str else start])
+            self._parts.append(text[self._shown : end if self._params.include_stop_str else start])
+
+    def _show_what_is_safe(self) -> None:
+        safe = len(self._tail)
+        if self._searches:
+            safe -= unfinished_stop(self._params.stop, self._tail)
+            safe = min([safe, *(one.begun for one in self._regexes)])
+        if safe <= self._shown:
+            return
+        self._parts.append(self._tail[self._shown : safe])
+        cut = max(0, safe - LOOK_BACK) if self._regexes else safe
+        self._tail, self._shown, self._ordinary = self._tail[cut:], safe - cut, max(0, self._ordinary - cut)
+        for one in self._regexes:
+            one.forget(cut)

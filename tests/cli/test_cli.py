@@ -193,12 +193,13 @@ def test_sampling_options_are_the_parameters() -> None:
     parser = argparse.ArgumentParser()
     add_options(parser, "sampling", SAMPLING)
     assert sampling_params(parser.parse_args([])) == radixrt.SamplingParams()
-    options = shlex.split("""
+    options = shlex.split(r"""
         --max-new-tokens 9 --min-new-tokens 2 --n 3 --temperature 0.5 --top-k 4 --top-p 0.5 --min-p 0.25
         --repetition-penalty 1.5 --presence-penalty -1 --frequency-penalty 0.5 --logit-bias 2=-100,13=1.5
         --allowed-token-ids 2,13 --bad-word no --bad-word ' never' --sampling-seed 7 --stop 'a b' --stop c
-        --include-stop-str --stop-token-ids 5 --ignore-eos --no-skip-special-tokens --logprobs 2
-        --prompt-logprobs 0 --prompt-logprobs-start 4 --logprobs-mode processed_logprobs
+        --stop-regex '\n+Q' --stop-regex 'b|c' --include-stop-str --stop-token-ids 5 --ignore-eos
+        --no-skip-special-tokens --logprobs 2 --prompt-logprobs 0 --prompt-logprobs-start 4
+        --logprobs-mode processed_logprobs
     """)
     assert sampling_params(parser.parse_args(options)) == radixrt.SamplingParams(
         max_new_tokens=9,
@@ -216,6 +217,7 @@ def test_sampling_options_are_the_parameters() -> None:
         bad_words=("no", " never"),
         seed=7,
         stop=("a b", "c"),
+        stop_regex=(r"\n+Q", "b|c"),
         include_stop_str=True,
         stop_token_ids=(5,),
         ignore_eos=True,
