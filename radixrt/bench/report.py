@@ -1,7 +1,5 @@
 """Output of a benchmark: the terminal, and files that are checked before anything runs."""
 
-# Tests: tests/bench/test_throughput.py
-
 from __future__ import annotations
 
 import importlib.util
@@ -12,16 +10,35 @@ from typing import Any
 
 from rich.console import Console
 
-from radixrt.errors import ParameterError, RadixrtError
+from radixrt.errors import BatchFileError, ParameterError, RadixrtError
+from radixrt.files.place import Place, check_apart, check_target
+
+# What files begin with that a benchmark has written, and may replace.
+_REPORT, _PICTURE = b'{\n "environment": {', b"\x89PNG"
 
 
 def check_files(json_file: Path | None, plot_file: Path | None = None) -> None:
-    """Raise ParameterError if a file cannot be written, RadixrtError if a plot cannot be drawn."""
-    for file in (json_file, plot_file):
-        if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise ParameterError(f"{file} cannot be written: it is a folder, or its folder does not exist")
+    """Raise ParameterError if a file cannot be written, or one is there that no benchmark wrote; RadixrtError if a
+    plot cannot be drawn.
+    """
+    given = (("the report", json_file, _REPORT), ("the picture", plot_file, _PICTURE))
+    places = [Place(what, file, written=True) for what, file, _ in given if file is not None]
+    try:
+        for place in places:
+            check_target(place.what, place.path)
+        check_apart(places)
+        for what, file, begins in given:
+            if file is not None and file.exists() and _beginning(file, len(begins)) not in (begins, b""):
+                raise ParameterError(f"{what} {file} exists and was not written by a benchmark; name another file")
+    except (BatchFileError, OSError) as error:
+        raise ParameterError(str(error)) from error
     if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         raise RadixrtError("a plot needs matplotlib: pip install matplotlib")
+
+
+def _beginning(file: Path, size: int) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(size)
 
 
 def wide_console(width: int) -> Console:
@@ -37,5 +54,5 @@ def reason_of(error: Exception) -> str:
 
 
 def write_json(file: Path, report: Mapping[str, Any]) -> None:
-    """Write a report of JSON values."""
+    """Write a report of JSON values, its `environment` first."""
     file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

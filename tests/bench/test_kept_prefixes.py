@@ -48,7 +48,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--documents", "7"], "documents is 7"),
         (["--rounds", "1"], "rounds is 1"),
         (["--folder", "/no/such/folder"], "/no/such/folder is no folder"),
-        (["--json", "/no/such/folder/out.json"], "cannot be written"),
+        (["--json", "/no/such/folder/out.json"], "does not exist"),
         (["--document-len", "1000000"], "context"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

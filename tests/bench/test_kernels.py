@@ -680,7 +680,7 @@ def test_pictures_of_records(
     fails(
         ["--from", str(tmp_path / "no.json"), "--plot", str(picture)], "is not what radixrt bench kernels --json"
     )
-    fails([*command[2:], "--plot", str(tmp_path / "no" / "out.png")], "cannot be written")
+    fails([*command[2:], "--plot", str(tmp_path / "no" / "out.png")], "of the picture does not exist")
     fails([*command[2:], "--plot", str(picture), "--only", "decode"], "which is none of decode's")
     for text in ("", "{}", "[]", '{"machine": {"name": "x"}, "results": [1]}'):
         report.write_text(text)
@@ -796,8 +796,8 @@ def test_command_errors(
         "one of: decode, decode-fp8, tree, extend, short-extend, elementwise, sampling, linear",
     )
     fails(["--only", "decode/B=3*"], "none of decode's: 'B=1 L=8192 scattered', ")
-    fails(["--json", str(tmp_path)], "cannot be written")
-    fails(["--plot", str(tmp_path / "no" / "out.png")], "cannot be written")
+    fails(["--json", str(tmp_path)], "is in the way of the report")
+    fails(["--plot", str(tmp_path / "no" / "out.png")], "of the picture does not exist")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     fails(["--plot", str(tmp_path / "out.png")], "pip install matplotlib")
     with pytest.raises(ParameterError, match="only is 'x'"):

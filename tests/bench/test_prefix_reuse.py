@@ -229,8 +229,8 @@ def test_command_errors(
         shown = capsys.readouterr().err
         assert re.fullmatch(r"radixrt: error: .*" + message + r".*\n", shown), shown
 
-    fails(["--json", str(tmp_path)], "cannot be written")
-    fails(["--plot", str(tmp_path / "no" / "out.png")], "cannot be written")
+    fails(["--json", str(tmp_path)], "is in the way of the report")
+    fails(["--plot", str(tmp_path / "no" / "out.png")], "of the picture does not exist")
     fails(["--repeat", "0"], "repeat is 0")
     fails(["--bandwidth", "1e12"], "given together")
     fails(["--model", "m", "--config", "tiny"], "give one")

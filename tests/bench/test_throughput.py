@@ -407,8 +407,8 @@ def test_command_errors(
         shown = capsys.readouterr().err
         assert re.search(r"radixrt: error: .*" + message + r".*\n$", shown), shown
 
-    fails(["--json", str(tmp_path)], "cannot be written")
-    fails(["--plot", str(tmp_path / "no" / "out.png")], "cannot be written")
+    fails(["--json", str(tmp_path)], "is in the way of the report")
+    fails(["--plot", str(tmp_path / "no" / "out.png")], "of the picture does not exist")
     fails(["--trace", str(tmp_path / "no")], "is no folder")
     fails(["--repeat", "0"], "repeat is 0")
     fails(["--baseline-limit", "0"], "baseline_limit is 0")
