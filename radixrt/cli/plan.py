@@ -34,7 +34,7 @@ expected to have max_new_tokens; --mean-new-tokens sets a lower expectation.
 """
 
 _CARDS = (
-    "h200 (the default, measured); by their data sheets: b200, h100, h100-pcie, h100-nvl, a100, a100-pcie, "
+    "h200 (the default, measured); by published figures: b200, h100, h100-pcie, h100-nvl, a100, a100-pcie, "
     "a100-40gb, l40s, rtx-4090"
 )
 _OF_THE_MODEL = ("model", "revision", "chat_template_kwargs", "generation_config")

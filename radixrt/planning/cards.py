@@ -38,22 +38,23 @@ class Card:
         return max(0, int((self.memory - weights - PASS_BYTES) * MEMORY_FRACTION / shape.kv_bytes))
 
 
-def _of_data_sheet(name: str, gigabytes: float, bandwidth: float, flops: float) -> Card:
-    return Card(f"{name}, by its data sheet, not measured", gigabytes * 1e9, DeviceSpeed(bandwidth, flops))
+def _as_published(name: str, gigabytes: float, bandwidth: float, flops: float) -> Card:
+    return Card(f"{name}, by published figures, not measured", gigabytes * 1e9, DeviceSpeed(bandwidth, flops))
 
 
-# The vendor's data sheets: memory, its bandwidth, and dense products of bf16 (without sparsity, sums in fp32).
+# Published figures, not all of which could be checked: memory, its bandwidth, and dense products of bf16 (without
+# sparsity, sums in fp32).
 CARDS = {
     "h200": Card("H200, measured", memory=149e9, speed=KNOWN_DEVICES["NVIDIA H200"]),
-    "b200": _of_data_sheet("B200", 180, 8.0e12, 2250e12),
-    "h100": _of_data_sheet("H100 SXM", 80, 3.35e12, 989e12),
-    "h100-pcie": _of_data_sheet("H100 PCIe", 80, 2.0e12, 756e12),
-    "h100-nvl": _of_data_sheet("H100 NVL", 94, 3.9e12, 835e12),
-    "a100": _of_data_sheet("A100 80 GB SXM", 80, 2.039e12, 312e12),
-    "a100-pcie": _of_data_sheet("A100 80 GB PCIe", 80, 1.935e12, 312e12),
-    "a100-40gb": _of_data_sheet("A100 40 GB", 40, 1.555e12, 312e12),
-    "l40s": _of_data_sheet("L40S", 48, 0.864e12, 362e12),
-    "rtx-4090": _of_data_sheet("RTX 4090", 24, 1.008e12, 165.2e12),
+    "b200": _as_published("B200", 180, 8.0e12, 2250e12),
+    "h100": _as_published("H100 SXM", 80, 3.35e12, 989e12),
+    "h100-pcie": _as_published("H100 PCIe", 80, 2.0e12, 756e12),
+    "h100-nvl": _as_published("H100 NVL", 94, 3.9e12, 835e12),
+    "a100": _as_published("A100 80 GB SXM", 80, 2.039e12, 312e12),
+    "a100-pcie": _as_published("A100 80 GB PCIe", 80, 1.935e12, 312e12),
+    "a100-40gb": _as_published("A100 40 GB", 40, 1.555e12, 312e12),
+    "l40s": _as_published("L40S", 48, 0.864e12, 362e12),
+    "rtx-4090": _as_published("RTX 4090", 24, 1.008e12, 165.2e12),
 }
 
 

@@ -330,7 +330,7 @@ def test_every_card_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     for name, card in CARDS.items():
         assert re.search(rf"\b{name}\b", shown)
         assert card.speed.flops / card.speed.bandwidth > 100
-        assert ("data sheet" in card.title) == (name != "h200")
+        assert ("published" in card.title) == (name != "h200")
     assert find_card("L40S", None, None, None).pool_tokens(SHAPE) < find_card(
         "h100", None, None, None
     ).pool_tokens(SHAPE)
