@@ -85,8 +85,6 @@ def plan_advice(plan: BatchPlan, expectation: Expectation) -> str:
             f"{most}. In this pool the planned order, which `radixrt batch` uses, finds {found:.1%}, the order of "
             f"the file {file_order:.1%}: nothing is left to do."
         )
-    if found < best - WORTHWHILE:
-        return f"{most}. This run finds {found:.1%}: prompts whose tokens are scored compute them once more."
     return f"{most}, and do in both orders: in so large a pool the order does not matter."
 
 

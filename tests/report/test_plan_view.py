@@ -162,7 +162,7 @@ def test_what_is_said_of_hits() -> None:
         (shared, None, 100_000, "in so large a pool the order does not matter"),
         (alternating, None, 110, "finds 89.1%, the order of the file 7.1%: nothing is left to do"),
         ([[i] * 9 for i in range(9)], None, 100, "share next to nothing"),
-        ([head] * 10, [100, 0] * 5, 10_000, "prompts whose tokens are scored compute them once more"),
+        ([head] * 10, [100, 0] * 5, 10_000, "finds 49.5%, the order of the file 39.6%: nothing is left to do"),
     ):
         plan = planned(prompts, 2, 1, limits)
         assert said in plan_advice(plan, plan.expect(RunLimits(pool)))
