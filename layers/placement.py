@@ -13,11 +13,15 @@ from triton_ops.implementation import Impl
 
 @dataclass(frozen=True)
 class Placement:
-    """The dtype and device of a model's weights, and the implementation of its operations."""
+    """The dtype and device of a model's weights, and the implementation of its operations.
+
+    `deterministic`: the bits of a token's result depend on the tokens up to it alone, not on the pass.
+    """
 
     dtype: torch.dtype
     device: torch.device
     impl: Impl = "auto"
+    deterministic: bool = False
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised weight."""

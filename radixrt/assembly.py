@@ -107,6 +107,7 @@ def assemble(config: RuntimeConfig) -> Parts:
             load_format=config.load_format,
             seed=config.seed or 0,
             impl=impl,
+            deterministic=config.deterministic,
         )
         made.result()
     context_length = model_config.context_length

@@ -53,6 +53,8 @@ class RuntimeConfig:
             kernels run on a GPU.
         attention: how kernels read KV that requests of a pass share: "tree", once for all of them, where that is
             cheaper; or "flat", once for each, for comparison.
+        deterministic: a prompt's tokens and log-probabilities have the same bits whatever is cached and whatever
+            runs beside it (docs/same-bits.md). ModelError where the device cannot promise that.
         load_format: "auto" reads safetensors, "dummy" makes random weights from config.json alone.
         revision: branch, tag or commit of a hub id; None is its main branch.
         chat_template_kwargs: variables of the chat template, such as {"enable_thinking": False}, for chats that do
@@ -86,6 +88,7 @@ class RuntimeConfig:
     overlap: bool = True
     cuda_graphs: bool | None = None
     attention: Attention = "tree"
+    deterministic: bool = False
     load_format: LoadFormat = "auto"
     revision: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -104,7 +107,7 @@ class RuntimeConfig:
         for name, choices in known.items():
             if (chosen := getattr(self, name)) not in choices:
                 raise ParameterError(f"{name} is {chosen!r}; it must be one of: {', '.join(choices)}")
-        for name in ("enable_prefix_cache", "force_miss", "overlap"):
+        for name in ("enable_prefix_cache", "force_miss", "overlap", "deterministic"):
             if not isinstance(chosen := getattr(self, name), bool):
                 raise ParameterError(f"{name} is {chosen!r}; it must be True or False")
         if self.force_miss and not self.enable_prefix_cache:

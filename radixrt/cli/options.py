@@ -192,6 +192,7 @@ SCHEDULE = (
         "read it once for each. flat: each request by itself, for comparison (tree)",
         choices=("tree", "flat"),
     ),
+    Option("deterministic", "the same bits for a prompt whatever is cached and whatever runs beside it"),
 )
 
 KEPT_CACHE = (

@@ -42,6 +42,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     impl: Impl = "auto",
+    deterministic: bool = False,
 ) -> tuple[Decoder, ModelConfig]:
     """Load the model in `source`, a folder or a hub id in Hugging Face format, onto `device`.
 
@@ -51,6 +52,7 @@ def load_model(
         load_format: "auto" reads safetensors, tensor by tensor, into place. "dummy" needs a config alone, and
             fills the weights with random numbers that depend on `seed`, not on the device.
         impl: which implementation of the operations.
+        deterministic: as in `Placement`.
 
     Raises:
         ModelError: the source cannot be used.
@@ -72,7 +74,7 @@ def load_model(
             f"but the weights have {stored_layers} layers"
         )
     # Nothing of any size is made before all names, shapes and sizes are known to be right.
-    placement = Placement(_resolve_dtype(dtype, config, device), device, impl)
+    placement = Placement(_resolve_dtype(dtype, config, device), device, impl, deterministic)
     skeleton = decoder(replace(config, context_length=2), replace(placement, device=torch.device("meta")))
     if files is not None:
         _check_stored(skeleton, config, files, stored)
