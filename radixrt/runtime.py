@@ -138,6 +138,7 @@ class Runtime:
         *,
         tenant: str | None = None,
         request_ids: str | None = None,
+        priority: int = 0,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> RequestOutput: ...
@@ -150,6 +151,7 @@ class Runtime:
         *,
         tenant: str | None = None,
         request_ids: Iterable[str] | None = None,
+        priority: int | Iterable[int] = 0,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> list[RequestOutput]: ...
@@ -161,6 +163,7 @@ class Runtime:
         *,
         tenant: str | None = None,
         request_ids: str | Iterable[str] | None = None,
+        priority: int | Iterable[int] = 0,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> RequestOutput | list[RequestOutput]:
@@ -180,6 +183,8 @@ class Runtime:
             tenant: prefixes are shared only between calls of one tenant.
             request_ids: ids of your own for `abort`, each unique among unfinished requests; None: numbers that
                 nobody guesses.
+            priority: one for all prompts, or one each. Lower ones are served first, equal ones in the order of
+                `schedule_policy`. Where memory runs short, the least urgent, and of these the latest, yield.
             on_error: "raise": one bad prompt, or one failed pass, raises. "return": it becomes that output's
                 error, and the others run.
             progress: show a bar on stderr.
@@ -192,7 +197,7 @@ class Runtime:
         """
         listed, many = listed_prompts(prompts)
         built = self._numbered(
-            self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error
+            self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error, priority
         )
         outputs = sorted(self._iterate(built, on_error, progress), key=attrgetter("index"))
         return outputs if many else outputs[0]
@@ -204,13 +209,14 @@ class Runtime:
         *,
         tenant: str | None = None,
         request_ids: Iterable[str] | None = None,
+        priority: int | Iterable[int] = 0,
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> Iterator[RequestOutput]:
         """`generate` for a list: yields each output once it is complete. Leaving the loop early ends the rest."""
         listed, _ = listed_prompts(prompts)
         built = self._numbered(
-            self._builder.build_all, listed, sampling_params, True, tenant, request_ids, on_error
+            self._builder.build_all, listed, sampling_params, True, tenant, request_ids, on_error, priority
         )
         yield from self._iterate(built, on_error, progress)
 
@@ -221,6 +227,7 @@ class Runtime:
         *,
         tenant: str | None = None,
         request_id: str | None = None,
+        priority: int = 0,
         stream_interval: int = 1,
     ) -> Iterator[StreamChunk]:
         """`generate` for one prompt with n = 1: yields a chunk whenever tokens have come.
@@ -229,7 +236,7 @@ class Runtime:
         or the beginning of a stop string. The first chunk comes with the first token, each other one after
         `stream_interval` more. Leaving the loop early ends the request.
         """
-        built = self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id)
+        built = self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id, priority)
         with self._driver.opened(StreamCall(stream_interval)) as call:
             self._driver.submit([built()], call)
             while not call.is_over:
@@ -242,12 +249,13 @@ class Runtime:
         *,
         tenant: str | None = None,
         request_ids: str | Iterable[str] | None = None,
+        priority: int | Iterable[int] = 0,
         on_error: OnError = "raise",
     ) -> RequestOutput | list[RequestOutput]:
         """`generate` for asyncio: the work is done in other threads. Calls run together; a cancelled one ends."""
         listed, many = listed_prompts(prompts)
         built = self._numbered(
-            self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error
+            self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error, priority
         )
         with self._driver.opened(OutputCall(on_error), by_task=True) as call:
             outputs, requests = await self._in_thread(built)
@@ -264,10 +272,11 @@ class Runtime:
         *,
         tenant: str | None = None,
         request_id: str | None = None,
+        priority: int = 0,
         stream_interval: int = 1,
     ) -> AsyncIterator[StreamChunk]:
         """`stream` for asyncio, as `async_generate`."""
-        built = self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id)
+        built = self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id, priority)
         with self._driver.opened(StreamCall(stream_interval), by_task=True) as call:
             self._driver.submit([await self._in_thread(built)], call)
             while not call.is_over:
@@ -325,6 +334,7 @@ class Runtime:
         *,
         index: int = 0,
         tenant: str | None = None,
+        priority: int = 0,
         keep: int | None = None,
     ) -> Request:
         """Make a request for `submit`, with the arguments and errors of `generate`.
@@ -334,7 +344,7 @@ class Runtime:
         tokens: the rest leaves the cache when it has ended. None: all of it may be reused.
         """
         self._driver.check_open()
-        request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant)
+        request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant, priority=priority)
         return replace(request, reusable_len=keep)
 
     def submit(self, *requests: Request, in_order: bool = False) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixrt.cache.radix_tree import Namespace
+from radixrt.checks import check_int
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.output import RequestOutput
@@ -39,6 +40,7 @@ _Terms = tuple[SamplingParams, frozenset[int], tuple[tuple[int, ...], ...]]  # w
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")  # of a prompt as a dict, which vLLM takes
 MAX_NAMED = 8  # bad prompts that one error spells out
 _MAX_REMEMBERED = 64  # parameters
+_MAX_PRIORITY = 2**31 - 1
 _ID_BITS = 52  # of a Runtime's first id: hard to guess, and exact in every JSON reader
 
 
@@ -64,6 +66,7 @@ class RequestBuilder:
         index: int = 0,
         tenant: str | None = None,
         request_id: str | None = None,
+        priority: int = 0,
         streams: bool = False,
         call: int = 0,
     ) -> Request:
@@ -108,18 +111,27 @@ class RequestBuilder:
             bad_words=bad_words,
             namespace=namespace,
             make_text=make_text,
+            priority=check_int("priority", priority, -_MAX_PRIORITY, _MAX_PRIORITY),
         )
         if (refusal := self.refusal(request)) is not None:
             raise PromptError(refusal)
         return request
 
     def build_streamed(
-        self, prompt: Prompt, params: Params, tenant: str | None, request_id: str | None, call: int = 0
+        self,
+        prompt: Prompt,
+        params: Params,
+        tenant: str | None,
+        request_id: str | None,
+        priority: int = 0,
+        call: int = 0,
     ) -> Request:
         """A request for a stream. Raises as `build` does, and ParameterError where n is not 1."""
         own_id = own_ids(request_id, 1, False).get(0)
         try:
-            request = self.build(prompt, params, tenant=tenant, request_id=own_id, streams=True, call=call)
+            request = self.build(
+                prompt, params, tenant=tenant, request_id=own_id, priority=priority, streams=True, call=call
+            )
         except PromptError as error:
             raise PromptError(f"the prompt {error}") from error
         if request.params.n != 1:
@@ -134,27 +146,36 @@ class RequestBuilder:
         tenant: str | None,
         request_ids: str | Iterable[str] | None,
         on_error: OnError,
+        priority: int | Iterable[int] = 0,
         call: int = 0,
     ) -> tuple[list[RequestOutput], list[Request]]:
         """Outputs of the prompts that cannot run, where errors are returned, and requests for the others.
 
-        If the caller gave `many`, a list, parameters and ids are lists too. Raises ParameterError if an argument
-        does not go with the prompts, and PromptError, where errors are raised, which names all of them.
+        If the caller gave `many`, a list, so are ids, and parameters and priorities may be. Raises ParameterError
+        if an argument does not go with the prompts, and PromptError, where errors are raised, which names all of
+        them.
         """
         each, ids = one_each(params, len(prompts), many), own_ids(request_ids, len(prompts), many)
+        priorities = one_priority_each(priority, len(prompts), many)
         if on_error not in ("raise", "return"):
             raise ParameterError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
         self.namespace(tenant)  # a bad one is an error of the call, not of each prompt
         requests: list[Request] = []
         errors: dict[int, Exception] = {}
         read: dict[int, SamplingParams] = {}  # by the identity of what was given: often all are the same
-        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+        for index, (prompt, own, urgency) in enumerate(zip(prompts, each, priorities, strict=True)):
             try:
                 if id(own) not in read:
                     read[id(own)] = read_params(own, self.defaults)
                 own_id = ids.get(index)
                 request = self.build(
-                    prompt, read[id(own)], index=index, tenant=tenant, request_id=own_id, call=call
+                    prompt,
+                    read[id(own)],
+                    index=index,
+                    tenant=tenant,
+                    request_id=own_id,
+                    priority=urgency,
+                    call=call,
                 )
                 requests.append(request)
             except (PromptError, ParameterError) as error:
@@ -405,6 +426,16 @@ def one_each(params: Params | Iterable[Params], count: int, many: bool) -> Seque
     if len(params) != count:
         raise ParameterError(f"there are {len(params)} sampling_params for {count} prompts; give one, or one each")
     return params
+
+
+def one_priority_each(priority: int | Iterable[int], count: int, many: bool) -> Sequence[int]:
+    """A priority for each of `count` prompts, from one for all or from a list. Raises ParameterError."""
+    if not many or isinstance(priority, str) or not isinstance(priority, Iterable):
+        return [cast("int", priority)] * count
+    each = list(priority)
+    if len(each) != count:
+        raise ParameterError(f"there are {len(each)} priorities for {count} prompts; give one, or one each")
+    return each
 
 
 def own_ids(request_ids: str | Iterable[str] | None, count: int, many: bool) -> dict[int, str]:

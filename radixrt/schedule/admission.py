@@ -62,7 +62,7 @@ class Admission:
 
     def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
         rows = cache.rows
-        self.waiting, self.running = list[Answer](), list[Answer]()  # in order of arrival, and of admission
+        self.waiting, self.running = list[Answer](), list[Answer]()  # by `Answer.place`, and in order of admission
         self.table = RequestTable(rows.max_requests, rows.max_context_len, cache.allocated_lens)
         self.sampling = SamplingTable(rows.max_requests)
         self.estimate = OutputEstimate()
@@ -78,11 +78,13 @@ class Admission:
         if not waiting or budget <= 0 or places <= 0:
             return chunks
         promised = self._promised()
+        more_urgent = 0  # answers at the head of the queue that were passed over
         loads = config.max_loaded_chunks * config.chunked_prefill_size
         for answer in self.paced(admission_order(config, waiting, cache)):
             if budget <= 0 or places <= 0 or loads <= 0:
                 break
-            oldest = waiting[0]
+            while (oldest := waiting[more_urgent]).request.priority < answer.request.priority:
+                more_urgent += 1
             if answer is not oldest and config.is_overdue(oldest):
                 break
             if answer.resumable_after > cache.passes_ended:
@@ -121,11 +123,11 @@ class Admission:
         return chunks
 
     def enqueue(self, answer: Answer) -> None:
-        """Put an answer in its place in the queue, after those of the same arrival."""
-        bisect.insort(self.waiting, answer, key=lambda other: other.arrival)
+        """Put an answer in its place in the queue, after those that share it."""
+        bisect.insort(self.waiting, answer, key=lambda other: other.place)
 
     def leave_queue(self, answer: Answer) -> None:
-        at = bisect.bisect_left(self.waiting, answer.arrival, key=lambda other: other.arrival)
+        at = bisect.bisect_left(self.waiting, answer.place, key=lambda other: other.place)
         while self.waiting[at] is not answer:  # the answers to one prompt arrive together
             at += 1
         del self.waiting[at]

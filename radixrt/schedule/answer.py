@@ -45,7 +45,7 @@ class Answer:
     """
 
     request: Request
-    arrival: int  # its place in the order of submission; the answers to one prompt share it
+    arrival: int  # its number in the order of submission; the answers to one prompt share it
     log: RequestLog
     in_order: bool = False
     sample_index: int = 0  # its number among the answers to the prompt
@@ -53,7 +53,7 @@ class Answer:
     children: tuple[Answer, ...] = ()  # the other answers, once the first token is drawn
     lease: Lease | None = None  # while it runs
     pending_match: PendingMatch | None = None  # what it would find in the cache, while it waits
-    times_skipped: int = 0  # admissions of others while it was the oldest in the queue
+    times_skipped: int = 0  # admissions of others of its priority while it was the oldest of these in the queue
     resumable_after: int = 0  # passes to end before it runs again: they hold what it had in flight
     launched_len: int = 0  # positions that passes were launched for, under its earlier leases
     extended_len: int = 0  # positions of its extend whose KV is computed and finite, while it runs
@@ -62,6 +62,11 @@ class Answer:
     def __post_init__(self) -> None:
         self._tokens = self.request.prompt_ids  # the known ones, never changed; while it runs, a row of the table
         self.text = None if self.request.make_text is None else self.request.make_text()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its place in the queue: the most urgent first, in order of arrival. The last ones yield first."""
+        return self.request.priority, self.arrival
 
     @property
     def finished(self) -> bool:

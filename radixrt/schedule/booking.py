@@ -79,7 +79,7 @@ class Bookkeeper:
             admission.leave_queue(answer)
         else:
             # `reusable_len` does not count requests before it that still wait: rarely are there any.
-            counts = not admission.waiting or admission.waiting[0].arrival > answer.arrival
+            counts = not admission.waiting or admission.waiting[0].place > answer.place
             admission.release(answer, answer.request.reusable_len if counts else None)
         if answer.num_output:
             admission.estimate.ended(answer.num_output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from enum import Enum
@@ -34,7 +35,7 @@ class SchedulerConfig:
     max_samples_per_pass: int
     policy: SchedulePolicy = SchedulePolicy.LPM
     max_ranked: int = 512  # answers at the head of the queue that are considered for a pass
-    max_times_skipped: int = 256  # admissions that the oldest waiting answer lets pass
+    max_times_skipped: int = 256  # admissions that the oldest waiting answer of a priority lets pass
     max_loaded_chunks: int = 4  # about how many chunks of tokens a pass waits for from the host
     room_passes: int = 4  # decode passes to make room for once answers must be retracted
 
@@ -44,21 +45,29 @@ class SchedulerConfig:
             raise ValueError(f"max_samples_per_pass is {self.max_samples_per_pass}; it must be {bound}")
 
     def is_overdue(self, oldest: Answer) -> bool:
-        """Whether no other answer may be admitted before the oldest one in the queue."""
+        """Whether no other answer of its priority may be admitted before the oldest of these in the queue."""
         return oldest.times_skipped >= self.max_times_skipped
 
 
 def admission_order(config: SchedulerConfig, waiting: list[Answer], cache: PrefixCache) -> list[Answer]:
-    """The answers to consider for admission, in this order; `waiting` is in order of arrival.
+    """The answers to consider for admission, in this order; `waiting` is in the order of their places.
 
-    Under LPM the oldest answer goes first once it is overdue. If it is `in_order`, all are in order of arrival.
+    The most urgent come first. Under LPM, the oldest of a priority goes before its equals once it is overdue; if
+    it is `in_order`, all of them are in order of arrival.
     """
     ranked = waiting[: config.max_ranked]
-    if config.policy is SchedulePolicy.LPM and not ranked[0].in_order:
-        first = ranked[0] if config.is_overdue(ranked[0]) else None
-        # Stable: equal matches stay in order of arrival.
-        ranked.sort(key=lambda one: math.inf if one is first else one.match_in(cache).length(), reverse=True)
-    return ranked
+    if config.policy is not SchedulePolicy.LPM:
+        return ranked
+    groups = [ranked]
+    if ranked[0].request.priority != ranked[-1].request.priority:
+        groups = [list(group) for _, group in itertools.groupby(ranked, key=lambda one: one.request.priority)]
+    for equals in groups:
+        oldest = equals[0]
+        if not oldest.in_order:
+            first = oldest if config.is_overdue(oldest) else None
+            # Stable: equal matches stay in order of arrival.
+            equals.sort(key=lambda one: math.inf if one is first else one.match_in(cache).length(), reverse=True)
+    return list(itertools.chain.from_iterable(groups))
 
 
 class OutputEstimate:

@@ -26,6 +26,7 @@ class Request:
     # Leading tokens of the prompt that later requests share, at most, where all are known: tokens beyond them may
     # leave the cache when it ends. None: all of it may be wanted.
     reusable_len: int | None = None
+    priority: int = 0  # lower ones are served first
     id: int | str = -1  # in its Runtime: the caller's own name, or a number
 
     @property

@@ -30,7 +30,7 @@ _NONE = np.zeros(0, dtype=np.int32)
 
 
 class Scheduler:
-    """Admits, extends, decodes, retracts and ends answers: `waiting` by arrival, `running` by admission."""
+    """Admits, extends, decodes, retracts and ends answers: `waiting` by `Answer.place`, `running` by admission."""
 
     def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
         self.cache, self.config = cache, config
@@ -75,6 +75,7 @@ class Scheduler:
         Under LPM they queue in lexicographic order of their tokens, the depth-first order of their radix tree:
         those that share a prefix come one after the other, which wants the least memory for the most hits (Zheng
         et al. 2024, theorem 3.1). With `in_order` they are served first come, first served, as they are given.
+        Those of a lower `priority` go first all the same.
         Raises ValueError where one can never run: see `refusal`.
         """
         requests = list(requests)
@@ -87,7 +88,10 @@ class Scheduler:
             queued = sorted(answers, key=lambda answer: answer.request.prompt_ids.astype(">i4").tobytes())
         for answer in queued:
             answer.arrival = next(self._arrivals)
+        at_end = self.waiting[-1:]
         self.waiting.extend(queued)
+        if len({answer.request.priority for answer in (*at_end, *queued)}) > 1:
+            self.waiting.sort(key=lambda answer: answer.request.priority)  # stable: then in order of arrival
         return answers
 
     def next_pass(self) -> Booking | None:
@@ -97,8 +101,8 @@ class Scheduler:
         """
         booking = self._plan()
         while booking is None and self.running and not self.cache.in_flight:
-            # Running answers hold all memory, and none has what it needs for its next token: the latest yields.
-            self.retract(max(self.running, key=lambda answer: answer.arrival))
+            # Running answers hold all memory, and none has what it needs for its next token: the last yields.
+            self.retract(max(self.running, key=lambda answer: answer.place))
             booking = self._plan()
         if booking is None and self.waiting and not self.cache.in_flight:
             booking = self._plan()  # succeeds unless slots are refused again that should be there
@@ -161,14 +165,16 @@ class Scheduler:
         self._grouped_at = changes
 
     def _make_room(self, per_pass: int) -> None:
-        """Retract the latest arrivals until the slots available, or about to be, last for a few passes."""
+        """Retract answers until the slots available, or about to be, last for a few passes: the least urgent, and
+        of these the latest arrivals.
+        """
         if self.cache.available + self.cache.incoming >= per_pass:
             return  # enough is on its way: decodes that get no slot sit out a pass
-        by_arrival = sorted(self.running, key=lambda answer: answer.arrival)
+        in_order = sorted(self.running, key=lambda answer: answer.place)
         self._admission.estimate.fell_short()
         wanted = per_pass * self.config.room_passes
-        while len(by_arrival) > 1 and self.cache.available + self.cache.incoming < wanted:
-            self.retract(by_arrival.pop())
+        while len(in_order) > 1 and self.cache.available + self.cache.incoming < wanted:
+            self.retract(in_order.pop())
 
     def _compose(
         self, chunks: list[ExtendChunk], decodes: tuple[Answer, ...], rows: Int32Array, slots: Slots

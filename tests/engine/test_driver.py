@@ -28,7 +28,9 @@ from radixrt.engine.driver import WOKEN_AT_ONCE, wake_soon, with_pauses
 from radixrt.engine.parts import Parts
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
+from radixrt.schedule.answer import Answer
 from radixrt.schedule.passes import PassResult
+from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
 
@@ -52,6 +54,48 @@ def builtin(device: torch.device) -> Iterator[Runtime]:
 def folder(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Path:
     with torch.device("cpu"):
         return write(llama(seed=4), tmp_path_factory.mktemp("llama"))
+
+
+def test_urgent_prompts_of_all_calls_go_first() -> None:
+    parts = simulated_parts(ConstantRunner(ord("x")), RunLimits(400, 1), 40, vocab_size=256, tokenizer=letters())
+    with Runtime.from_parts(parts) as runtime:
+        ended = runtime.generate_iter([[1], [2], [3], [4]], SHORT, priority=[0, 2, 1, 0])
+        assert [output.index for output in ended] == [0, 3, 2, 1]
+        ended = runtime.generate_iter([[1], [2]], SHORT, priority=3)
+        assert [output.index for output in ended] == [0, 1]
+        assert runtime.generate([5], SHORT, priority=-1).finish_reason is FinishReason.LENGTH
+        runtime.submit(*(runtime.prepare([1], SHORT, index=index, priority=-index) for index in range(3)))
+        order: list[int] = []
+        while runtime.has_work:
+            order += [output.index for output in runtime.step()]
+        assert order == [2, 1, 0]
+
+
+def test_every_call_takes_priorities() -> None:
+    parts = simulated_parts(ConstantRunner(ord("x")), RunLimits(400, 8), 40, vocab_size=256, tokenizer=letters())
+    submit_all, seen = parts.engine.submit_all, []
+
+    def watched(requests: list[Request], *, in_order: bool = False) -> list[Answer]:
+        seen.extend(request.priority for request in requests)
+        return submit_all(requests, in_order=in_order)
+
+    parts.engine.submit_all = watched  # type: ignore[method-assign]
+    with Runtime.from_parts(parts) as runtime:
+
+        async def calls() -> None:
+            await runtime.async_generate([[8]], SHORT, priority=[1])
+            await runtime.async_generate([8], SHORT, priority=2)
+            async for _ in runtime.async_stream([7], SHORT, priority=3):
+                pass
+
+        asyncio.run(calls())
+        list(runtime.stream([5], SHORT, priority=4))
+        list(runtime.generate_iter([[5], [6]], SHORT, priority=(5, 6)))
+        runtime.generate([[5], [6]], SHORT, priority=7)
+        runtime.submit(runtime.prepare([5], SHORT, priority=8))
+        runtime.step()
+        runtime.generate([5], SHORT)
+    assert seen == [1, 2, 3, 4, 5, 6, 7, 7, 8, 0]
 
 
 def small(folder: Path, **options: Any) -> Runtime:

@@ -37,6 +37,27 @@ def test_a_request_has_one_id(builder: RequestBuilder) -> None:
     assert builder.build([1], request_id="c").id == "c"
 
 
+def test_priorities_are_one_for_all_or_one_each(builder: RequestBuilder) -> None:
+    def built(prompts: list[Any], priority: Any, *, many: bool = True) -> list[int]:
+        _, requests = builder.build_all(prompts, None, many, None, None, "raise", priority)
+        return [request.priority for request in requests]
+
+    assert built([[1], [2]], 0) == [0, 0]
+    assert built([[1], [2]], -7) == [-7, -7]
+    assert built([[1], [2]], (number for number in (3, -1))) == [3, -1]
+    assert built([[1], [2]], np.array([3, -1])) == [3, -1]
+    assert built([[1]], 5, many=False) == [5]
+    with pytest.raises(ParameterError, match="there are 3 priorities for 2 prompts; give one, or one each"):
+        built([[1], [2]], [1, 2, 3])
+    for wrong in ("high", None, 0.5, True, [None, 1], 2**31):
+        with pytest.raises(PromptError, match=r"prompt 0 priority is .*; it must be a whole number from"):
+            built([[1], [2]], wrong)
+    with pytest.raises(PromptError, match=r"priority is \[1\]; it must be a whole number"):
+        built([[1]], [1], many=False)
+    with pytest.raises(ParameterError, match="priority is None; it must be"):
+        builder.build_streamed([1], {"detokenize": False}, None, None, None)  # type: ignore[arg-type]
+
+
 def test_seeds_that_journals_rely_on(builder: RequestBuilder) -> None:
     """A batch that goes on with this version draws what it would have drawn with the one before."""
     seeds = [builder.build([1], index=index).seed for index in (0, 1, 10**6)]

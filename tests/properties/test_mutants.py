@@ -30,7 +30,7 @@ from radixrt.execution.attention.pass_plans import Capacity, PassPlans
 from radixrt.execution.attention.shared_segments import SharedSegments
 from radixrt.execution.pass_builder import PackedPass, PassBuilder
 from radixrt.output import FinishReason
-from radixrt.schedule import booking
+from radixrt.schedule import admission, booking, policy
 from radixrt.schedule.admission import Admission
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Bookkeeper
@@ -41,7 +41,7 @@ from radixrt.schedule.request_table import RequestTable
 from radixrt.schedule.sampling_table import SamplingTable
 from radixrt.schedule.scheduler import Scheduler
 from tests.cache import test_prefix_cache, test_radix_tree
-from tests.schedule import test_admission, test_policy
+from tests.schedule import test_admission, test_policy, test_scheduler
 from tests.support.planned_reads import PlannedWorld
 from tests.support.world.invariants import Violation
 from tests.support.world.runner import SimulatedPass, SimulatedRunner
@@ -315,7 +315,7 @@ def keep_a_freed_row_s_changes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReqToTokenPool, "free", hoarding)
 
 
-@mutant("7:", first=10)
+@mutant("7:", first=28)
 def lose_the_changes_of_a_failed_launch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReqToTokenPool, "give_back", lambda self, changes: None)
 
@@ -345,6 +345,30 @@ def count_a_hit_again_after_a_retraction(patch: pytest.MonkeyPatch) -> None:
 @mutant("11:")
 def never_overdue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerConfig, "is_overdue", lambda self, oldest: False)
+
+
+@mutant("11: the more urgent", sizes=[SIZES])
+def rank_by_the_match_alone(patch: pytest.MonkeyPatch) -> None:
+    order = policy.admission_order
+
+    def equal(config: SchedulerConfig, waiting: list[Answer], cache: PrefixCache) -> list[Answer]:
+        ranked = order(config, waiting, cache)
+        return sorted(ranked, key=lambda one: one.match_in(cache).length(), reverse=True)
+
+    patch.setattr(admission, "admission_order", equal)
+
+
+@mutant("11: the queue")
+def ignore_the_priority(patch: pytest.MonkeyPatch) -> None:
+    submit_all = Scheduler.submit_all
+
+    def by_arrival(self: Scheduler, requests: Iterable[Request], *, in_order: bool = False) -> list[Answer]:
+        answers = submit_all(self, requests, in_order=in_order)
+        self.waiting.sort(key=lambda answer: answer.arrival)
+        return answers
+
+    patch.setattr(Answer, "place", property(lambda self: (0, self.arrival)))
+    patch.setattr(Scheduler, "submit_all", by_arrival)
 
 
 @mutant("3:", "6:", "4:", "5:", "unlocking")
@@ -715,7 +739,7 @@ def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "detach", its_parent)
 
 
-@mutant("1:", "2:", "5:", "16:", "assert", sizes=TIERED_SIZES)
+@mutant("1:", "2:", "5:", "16:", "assert", "all the input arrays", sizes=TIERED_SIZES)
 def computed_slots_do_not_fill_what_the_host_has(patch: pytest.MonkeyPatch) -> None:
     """A request that computed what the host has: its slots are neither the tree's nor its own."""
     attach = RadixTree.attach
@@ -998,6 +1022,18 @@ def keep_no_room_for_followers(patch: pytest.MonkeyPatch) -> None:
 @found_by(test_policy.test_more_is_expected_once_memory_has_fallen_short)
 def learn_nothing_from_too_little_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OutputEstimate, "fell_short", lambda self: None)
+
+
+@found_by(test_scheduler.test_the_least_urgent_yield)
+def let_the_latest_yield_however_urgent(patch: pytest.MonkeyPatch) -> None:
+    make_room, place = Scheduler._make_room, Answer.place
+
+    def blind(self: Scheduler, per_pass: int) -> None:
+        patch.setattr(Answer, "place", property(lambda self: (0, self.arrival)))
+        make_room(self, per_pass)
+        patch.setattr(Answer, "place", place)
+
+    patch.setattr(Scheduler, "_make_room", blind)
 
 
 @pytest.mark.parametrize(("fault", "test"), COSTLY, ids=lambda one: one.__name__)

@@ -28,7 +28,7 @@ from tests.support.planned_reads import MOVES
 from tests.support.planned_reads import PlannedWorld as World
 from tests.support.world.invariants import Violation
 from tests.support.world.model import VOCAB
-from tests.support.world.walk import Walk, random_sizes
+from tests.support.world.walk import PRIORITIES, Walk, random_sizes
 from tests.support.world.world import Sizes
 
 EVENTS: Counter[str] = Counter()
@@ -38,6 +38,7 @@ tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)
 
 
 answers = st.sampled_from([1, 1, 1, 2, 4])
+priorities = st.sampled_from(PRIORITIES)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -83,9 +84,11 @@ class EngineMachine(RuleBasedStateMachine):
             )
         )
 
-    def submit(self, prompt: list[int], new: int, stop: bool, tenant: str | None, n: int = 1) -> None:
-        stop_ids = frozenset([0]) if stop else frozenset()
-        self.world.submit(prompt, new, stop_ids=stop_ids, namespace=self.world.namespace(tenant), n=n)
+    def submit(
+        self, prompt: list[int], new: int, stop: bool, tenant: str | None, n: int = 1, priority: int = 0
+    ) -> None:
+        stop_ids, namespace = frozenset([0]) if stop else frozenset(), self.world.namespace(tenant)
+        self.world.submit(prompt, new, stop_ids=stop_ids, namespace=namespace, n=n, priority=priority)
 
     def earlier(self, data: st.DataObject) -> Request:
         return data.draw(st.sampled_from(self.world.answers[-8:]))
@@ -96,17 +99,22 @@ class EngineMachine(RuleBasedStateMachine):
         stop=st.booleans(),
         tenant=st.sampled_from([None, None, "other"]),
         n=answers,
+        priority=priorities,
     )
-    def submit_fresh(self, prompt: list[int], new: int, stop: bool, tenant: str | None, n: int) -> None:
-        self.submit(prompt, new, stop, tenant, n)
+    def submit_fresh(
+        self, prompt: list[int], new: int, stop: bool, tenant: str | None, n: int, priority: int
+    ) -> None:
+        self.submit(prompt, new, stop, tenant, n, priority)
 
     @precondition(lambda self: self.world.answers)
-    @rule(data=st.data(), tail=tokens, new=st.integers(1, 12), stop=st.booleans(), n=answers)
-    def submit_sharing_a_prefix(self, data: st.DataObject, tail: list[int], new: int, stop: bool, n: int) -> None:
+    @rule(data=st.data(), tail=tokens, new=st.integers(1, 12), stop=st.booleans(), n=answers, priority=priorities)
+    def submit_sharing_a_prefix(
+        self, data: st.DataObject, tail: list[int], new: int, stop: bool, n: int, priority: int
+    ) -> None:
         earlier = self.earlier(data)
         known = earlier.tokens().tolist()
         cut = data.draw(st.integers(1, len(known)))
-        self.submit((known[:cut] + tail)[:24], new, stop, earlier.request.namespace.tenant, n)
+        self.submit((known[:cut] + tail)[:24], new, stop, earlier.request.namespace.tenant, n, priority)
 
     @precondition(lambda self: self.world.host_slots is not None and self.world.on_host())
     @rule(data=st.data(), tail=st.lists(st.integers(0, VOCAB - 1), max_size=4), new=st.integers(1, 8))
@@ -115,11 +123,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.submit((earlier.tokens().tolist() + tail)[:24], new, False, earlier.request.namespace.tenant)
 
     @precondition(lambda self: self.world.answers)
-    @rule(data=st.data(), copies=st.integers(1, 3), new=st.integers(1, 12))
-    def submit_duplicates(self, data: st.DataObject, copies: int, new: int) -> None:
+    @rule(data=st.data(), copies=st.integers(1, 3), new=st.integers(1, 12), priority=priorities)
+    def submit_duplicates(self, data: st.DataObject, copies: int, new: int, priority: int) -> None:
         earlier = self.earlier(data)
+        prompt, tenant = earlier.request.prompt_ids.tolist(), earlier.request.namespace.tenant
         for _ in range(copies):
-            self.submit(earlier.request.prompt_ids.tolist(), new, False, earlier.request.namespace.tenant)
+            self.submit(prompt, new, False, tenant, priority=priority)
 
     @precondition(lambda self: self.world.answers)
     @rule(data=st.data())

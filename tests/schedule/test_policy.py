@@ -9,6 +9,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer, RequestLog
 from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
+from tests.support.world.invariants import MAX_TIMES_SKIPPED
 from tests.support.world.world import Sizes, World
 
 
@@ -66,6 +67,60 @@ def test_longest_prefix_order() -> None:
     while world.engine.has_work:
         ended += world.step()
     assert ended.index(warm) < ended.index(cold)
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_the_most_urgent_go_first(policy: SchedulePolicy) -> None:
+    world = World(Sizes(num_slots=120, max_running=1, policy=policy))
+    running = world.submit([1, 2, 3, 4], 4, priority=9)
+    world.step()
+    priorities = [0, 5, -3, 5, 0, -3]
+    one, two, three, four, five, six = (
+        world.submit([1, i], 1, priority=priority) for i, priority in enumerate(priorities)
+    )
+    ended = []
+    while world.engine.has_work:
+        ended += world.step()
+        world.check()
+    assert ended == [running, three, six, one, five, two, four]
+
+
+def test_the_longest_match_decides_among_equals() -> None:
+    world = World(Sizes(num_slots=120, max_running=1))
+    world.submit([1, 2, 3, 4], 4)
+    warm = world.submit([1, 2, 3, 0], 1, priority=1)
+    cold = world.submit([2, 2, 2], 1)
+    half = world.submit([1, 2, 0], 1)
+    ended = []
+    while world.engine.has_work:
+        ended += world.step()
+    assert ended[1:] == [half, cold, warm]
+
+
+def test_a_list_in_order_keeps_it_behind_urgent_requests() -> None:
+    world = World(Sizes(num_slots=120, max_running=1))
+    world.submit([1, 2, 3, 4], 4)
+    world.step()
+    listed = world.submit_all([world.request([2, 2, 2], 1), world.request([1, 2, 3, 0], 1)], in_order=True)
+    urgent = world.submit([3, 3], 1, priority=-1)
+    ended = []
+    while world.engine.has_work:
+        ended += world.step()
+    assert ended[1:] == [urgent, *listed]
+
+
+def test_only_equals_count_as_skips() -> None:
+    """Urgent ones overtake the oldest of a priority without making it overdue."""
+    world = World(Sizes(num_slots=200, max_running=1, context_len=12))
+    world.submit([1, 2, 3], 9)
+    cold = world.submit([2, 2, 2], 1)
+    for _ in range(2 * MAX_TIMES_SKIPPED):
+        world.submit([1, 2, 3, 0], 1, priority=-1)
+    while cold in world.scheduler.waiting:
+        world.step()
+        world.check()
+        assert cold.times_skipped == 0
+    world.drain()
 
 
 def test_first_come_order_looks_at_no_match() -> None:

@@ -176,6 +176,29 @@ def test_the_latest_arrivals_yield() -> None:
     assert world.scheduler.num_retractions <= 6
 
 
+def test_the_least_urgent_yield() -> None:
+    world = World(Sizes(num_slots=40, num_rows=8, max_running=4, chunk=16))
+    stop_ids = frozenset([VOCAB + 1])
+    requests = [world.submit([i, i, i, 1], 20, stop_ids=stop_ids, priority=3 - i) for i in range(4)]
+    world.drain()
+    assert requests[3].log.retractions == 0
+    assert requests[0].log.retractions > 0
+    assert world.events["urgent answer kept"] > 0
+
+
+def test_less_urgent_ones_go_before_a_follower() -> None:
+    """Who waits for a leader, or for tokens in flight, is passed over."""
+    world = World(Sizes(num_slots=120, num_rows=6, chunk=5))
+    leader = world.submit([1, 2, 3, 4] * 2, 1)
+    world.step()
+    follower = world.submit([1, 2, 3, 4] * 2 + [0], 1, priority=-1)
+    other = world.submit([3], 1, priority=1)
+    world.step()
+    assert world.scheduler.running == [leader, other]
+    world.drain()
+    assert follower.usage().cached_tokens == 8
+
+
 def test_a_retracted_request_finds_again_what_it_computed() -> None:
     world = World(Sizes(num_slots=120))
     request = world.submit([1, 2, 3, 4, 0, 1], 8)

@@ -213,8 +213,8 @@ class Invariants:
 
     def _check_answers(self) -> None:
         scheduler = self.world.scheduler
-        arrivals = [r.arrival for r in scheduler.waiting]
-        require("11: the queue is in order of arrival", arrivals == sorted(arrivals))
+        places = [(r.request.priority, r.arrival) for r in scheduler.waiting]
+        require("11: the queue is in order of priority, then of arrival", places == sorted(places))
         for index, count in self.world.overtaken.items():
             # The pass in which the limit is reached admits its whole batch before the limit shows.
             require("11: overtaking is bounded", count <= MAX_TIMES_SKIPPED, (index, count))
@@ -320,6 +320,20 @@ class Invariants:
         above = np.concatenate([n.tokens for n in path[:-1]] or [np.zeros(0, np.int32)])
         reached = np.concatenate([above, match.node.tokens[: match.inside]])
         require(name, len(reached) == match.length and np.array_equal(reached, tokens[: match.length]))
+
+    def check_urgent(self, admitted: Answer) -> None:
+        """Who is more urgent than one that is about to be admitted has a leader, or tokens in flight."""
+        cache = self.world.cache
+        for answer in self.world.scheduler.waiting:
+            if (
+                answer.request.priority < admitted.request.priority
+                and answer.resumable_after <= cache.passes_ended
+            ):
+                limit = answer.match_limit
+                match = cache.match(answer.request.namespace, answer.tokens(), limit)
+                leader = cache.leader(match, answer.tokens(), limit)
+                name = "11: the more urgent are admitted first"
+                require(name, leader is not None, (answer.request.index, admitted.request.index))
 
     def check_computed_once(self, namespace: Namespace, tokens: np.ndarray, limit: int, lease: Lease) -> None:
         if self.world.sizes.force_miss or not self.world.sizes.enabled or lease.matched >= limit:

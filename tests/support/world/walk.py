@@ -9,6 +9,8 @@ from tests.support.world.invariants import is_extending
 from tests.support.world.model import VOCAB
 from tests.support.world.world import Sizes, World
 
+PRIORITIES = (0, 0, 0, -1, 2)
+
 
 class Walk:
     """Random actions on a world, all from one seed; `faults` multiplies how often something fails."""
@@ -16,7 +18,7 @@ class Walk:
     def __init__(self, world: World, seed: int, faults: int = 1) -> None:
         self.world = world
         self.faults = faults
-        self.random = random.Random(seed)
+        self.random, self.urgency = random.Random(seed), random.Random(seed)
 
     def prompt(self) -> list[int]:
         """Fresh, a repetition, or something that shares a prefix with an earlier answer or its answer."""
@@ -44,9 +46,12 @@ class Walk:
                     stop_ids=stop_ids,
                     namespace=namespace,
                     scored_from=r.choice([None, None, None, 0, len(prompt) // 2, len(prompt) - 1]),
+                    priority=self.urgency.choice(PRIORITIES),
                 )
         elif action < 0.30:
-            world.submit(self.prompt(), r.randint(1, 8), n=r.randint(2, 5))
+            world.submit(
+                self.prompt(), r.randint(1, 8), n=r.randint(2, 5), priority=self.urgency.choice(PRIORITIES)
+            )
         elif action < 0.32:
             forked = [q for q in world.answers[-12:] if q.known_len < 28]
             if forked:

@@ -151,6 +151,7 @@ class World:
 
         def watched_acquire(namespace: Namespace, tokens: np.ndarray, match: Match, reserve: int) -> Lease | None:
             answer = next(r for r in self.scheduler.waiting if address(tokens) == address(r.tokens()))
+            self.invariants.check_urgent(answer)
             limit = answer.match_limit
             found = self.cache.match(namespace, tokens, limit)
             require(
@@ -239,6 +240,13 @@ class World:
                 self.drafts.verified(booking, result)
             return process(booking, result)
 
+        def watched_retract(answer: Answer) -> None:
+            name = "11: the least urgent yields, and of these the latest"
+            running = [(r.request.priority, r.arrival) for r in self.scheduler.running]
+            require(name, (answer.request.priority, answer.arrival) == max(running), answer.request.index)
+            self.events["urgent answer kept"] += answer.arrival < max(arrival for _, arrival in running)
+            self._retract(answer)
+
         def watched_fail(booking: Booking, cause: Exception) -> list[Answer]:
             assert self.in_flight.popleft() is booking
             return fail(booking, cause)
@@ -253,6 +261,7 @@ class World:
         self.cache.tree.unlock = watched_unlock
         process, fail = self.scheduler.process, self.scheduler.fail
         self.scheduler.process, self.scheduler.fail = watched_process, watched_fail
+        self._retract, self.scheduler.retract = self.scheduler.retract, watched_retract
         next_pass, next_victim = self.scheduler.next_pass, self.cache.tree.next_victim
         self.scheduler.next_pass = watched_next_pass
         self.cache.tree.next_victim = watched_next_victim
@@ -300,6 +309,7 @@ class World:
         namespace: Namespace | None = None,
         n: int = 1,
         scored_from: int | None = None,
+        priority: int = 0,
     ) -> Request:
         """A request that nobody has submitted. Some want log-probabilities, some have many stop tokens, and some
         leave no more than a part of their prompt to others.
@@ -322,6 +332,7 @@ class World:
             stop_ids=stop_ids,
             namespace=namespace or self.namespace(),
             reusable_len=index % (len(prompt) + 1) if self.sizes.drops and index % 3 == 2 else None,
+            priority=priority,
         )
 
     def submit(
@@ -333,10 +344,17 @@ class World:
         namespace: Namespace | None = None,
         n: int = 1,
         scored_from: int | None = None,
+        priority: int = 0,
     ) -> Answer | None:
         """Queue a request; None if it can never run."""
         request = self.request(
-            prompt, max_new_tokens, stop_ids=stop_ids, namespace=namespace, n=n, scored_from=scored_from
+            prompt,
+            max_new_tokens,
+            stop_ids=stop_ids,
+            namespace=namespace,
+            n=n,
+            scored_from=scored_from,
+            priority=priority,
         )
         return next(iter(self.submit_all([request])), None)
 
@@ -447,8 +465,10 @@ class World:
         launched, flying = self.cache.passes_launched, len(self.in_flight)
         had_work = self.engine.has_work
         self._skips.clear()
-        oldest = self.scheduler.waiting[0] if self.scheduler.waiting else None
         waiting = list(self.scheduler.waiting)
+        oldest: dict[int, Answer] = {}  # of each priority
+        for answer in sorted(waiting, key=lambda one: one.arrival):
+            oldest.setdefault(answer.request.priority, answer)
         aborted, self._aborted = self._aborted, []
         ended = self.engine.step(aborted)
         require("8: an abort ends all answers", all(a.finished for r in aborted for a in r.family))
@@ -462,9 +482,13 @@ class World:
                 self.skipped[id(answer)] += self._skips.get(id(answer), 0)
             if answer.lease is not None and answer.log.cached_tokens is not None:
                 self.first_match.setdefault(id(answer), answer.lease.matched)
-        if oldest in self.scheduler.waiting:
-            passed = sum(r.lease is not None and r.arrival > oldest.arrival for r in waiting)
-            self.overtaken[id(oldest)] += passed
+        for priority, first in oldest.items():
+            if first in self.scheduler.waiting:
+                admitted = [r for r in waiting if r.lease is not None and r.request.priority == priority]
+                self.overtaken[id(first)] += sum(r.arrival > first.arrival for r in admitted)
+                self.events["less urgent admitted before"] += sum(
+                    r.lease is not None and r.request.priority > priority for r in waiting
+                )
         progress = self.cache.passes_launched > launched or bool(ended) or len(self.in_flight) < flying
         require("10: every step computes a token or ends an answer", progress or not had_work)
         for answer in ended:
@@ -478,7 +502,7 @@ class World:
 
     def retract(self, answer: Answer) -> None:
         if answer in self.scheduler.running:
-            self.scheduler.retract(answer)
+            self._retract(answer)
 
     def drain_requests(self) -> None:
         """Run until nothing is left to do; what is cached stays."""
