@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from radixrt.cache.prefix_cache import Frontier, Lease, PrefixCache
+from radixrt.cache.prefix_cache import Frontier, Lease, Loan, PrefixCache
 from radixrt.cache.radix_tree import NO_MATCH, Match, Namespace, Tokens, common_prefix
 
 
@@ -51,6 +51,15 @@ class PendingMatch:
         length = min(len(leader.tokens), self._limit)
         self.leader_match_len = common_prefix(leader.tokens[:length], self._tokens[:length])
         return True
+
+    def loan(self) -> Loan | None:
+        """What can be borrowed for the coming pass: only where the leader begins with it, too.
+
+        Otherwise earlier passes compute what is missing, which may fail without this one, or later ones do.
+        """
+        if self._leader is None or self._leader.begun < self._cache.passes_launched:
+            return None
+        return self._cache.loan(self.match(), self._tokens, self._limit)
 
     def _look_up(self) -> None:
         match = self._cache.match(self._namespace, self._tokens, self._limit)

@@ -4,11 +4,14 @@ Every slot is in exactly one of these states; docs/architecture/ownership.md dra
 
     reserved   slot 0
     free       in the allocator's free list
-    private    in a live lease's row, at a position in [committed, allocated_len)
+    private    in a live lease's row, at a position in [committed, allocated_len), if it is not lent by another
     evictable  in a tree node that no lease locks
     locked     in a tree node that a lease locks; rows at positions in [0, committed) point at these
     pending    given up, but a pass in flight may still read or write it
     arriving   getting the KV of a kept cache; nothing points at it yet
+
+A lease may be made for the pass that computes a part of its prefix for another lease, its lender: until that pass
+is booked, its row names the lender's private slots for these positions. See `Loan`.
 
 With a host tier, a match may go on in nodes that only the host has; these are loaded when a lease is acquired. The
 books here say at once what will be true once `transfers` have been made. No pass in flight minds: an evicted slot
@@ -17,9 +20,13 @@ was computed by passes that have ended and is read by none, and none reads or wr
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import takewhile
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +35,7 @@ from memory_pool.kv_transfers import KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.host_tier import HostTier
-from radixrt.cache.radix_tree import EMPTY, Match, Namespace, Node, RadixTree, Slots, Tokens
+from radixrt.cache.radix_tree import EMPTY, Match, Namespace, Node, RadixTree, Slots, Tokens, common_prefix
 from radixrt.cache.snapshot import Adoption, TreeSnapshot, adopt, plan_adoption
 from radixrt.hit_rate import CountsHits
 
@@ -43,18 +50,40 @@ class Lease:
     row: int  # in `req_to_token` and in `allocated_lens`
     node: Node  # the end of the committed part of its tokens; locked
     committed: int  # positions whose slots belong to the tree
-    matched: int  # positions that were found in the tree when the lease was made
+    matched: int  # positions that were found in the tree when the lease was made, or lent
     loaded: int  # those of them that only the host had
     tokens: Tokens  # `[n]`, all that it computes for others, as was said last
     allocated_lens: NDArray[np.int32]  # the cache's
+    begun: int  # passes that had been launched when it was made
+    lender: Lease | None = None  # whose slots the row names at positions in [committed, lent_end)
+    lent_end: int = 0
+    borrowers: list[Lease] = field(default_factory=list)  # leases whose lender it is
     frontier: Frontier | None = None  # where others find it; None: it computes nothing more for them
     released: bool = False
     reusable_len: int | None = None  # set on release: leading tokens that later requests may share; None: all
 
     @property
     def allocated_len(self) -> int:
-        """Positions that have a slot; those from `committed` on are private."""
+        """Positions that have a slot; those from `own_start` on are private."""
         return int(self.allocated_lens[self.row])
+
+    @property
+    def own_start(self) -> int:
+        """The end of the positions whose slots are the tree's, or lent."""
+        return max(self.committed, self.lent_end)
+
+
+class Loan(NamedTuple):
+    """Tokens before position `end`, beyond a match, that `lender` computes in the coming pass.
+
+    A pass writes the KV of all its new tokens before attention reads any, layer by layer. So another request of
+    the same pass can read them there, by the lender's slots, and computes what follows. Once the pass has ended
+    well, they are the tree's, and each of the two holds them by its own lock. Before, they are the lender's; if it
+    ends or yields, the one that borrowed most owns them.
+    """
+
+    lender: Lease
+    end: int
 
 
 @dataclass(frozen=True)
@@ -115,6 +144,9 @@ class PrefixCache(CountsHits):
             self.host = HostTier(self.tree, host_slots, self.transfers, min_store_tokens)
         self.leases: set[Lease] = set()  # live ones, and released ones that are pending
         self.frontiers: dict[Frontier, list[Lease]] = {}  # of live leases that compute something for others
+        # By frontier, those of live leases that were made for the coming pass and compute something for others in
+        # it, each with its tokens from there on to the end of what it computes, in bytes that sort as they do.
+        self._lenders: dict[Frontier, list[tuple[bytes, Lease]]] = {}
         self.pending: deque[Pending] = deque()  # what passes in flight may still use, in order
         # `[max_requests]`, positions that have a slot, of the lease of each row
         self.allocated_lens = np.zeros(rows.max_requests, dtype=np.int32)
@@ -142,34 +174,62 @@ class PrefixCache(CountsHits):
         return self.tree.match(namespace, tokens, limit if self.enabled and not self.force_miss else 0)
 
     def leader(self, match: Match, tokens: Tokens, limit: int) -> Lease | None:
-        """The lease that is computing the token after `match`, just made with the same arguments."""
+        """The lease that is computing the token after `match`, just made with the same arguments.
+
+        One that began with an earlier pass comes before those that begin with the coming one.
+        """
         if self.force_miss or match.length >= limit:  # tokens beyond are always computed by their own request
             return None
-        # Its frontier is at the match, or before it where others have published the tokens between.
-        node: Node | None = match.node
-        length = end = match.length
-        if not match.at_boundary:
-            node, end = match.node.parent, length - match.inside
-        while node is not None:
-            for lease in self.frontiers.get((node, int(tokens[end])), ()):
+        newcomer: Lease | None = None
+        length = match.length
+        for frontier, end in self._frontiers_to(match, tokens):
+            for lease in self.frontiers.get(frontier, ()):
                 if np.array_equal(lease.tokens[end : length + 1], tokens[end : length + 1]):
-                    return lease
-            end -= len(node.tokens)
-            node = node.parent
-        return None
+                    if lease.begun < self.passes_launched:
+                        return lease
+                    newcomer = newcomer or lease
+                    break  # the others of this frontier are newcomers, too
+        return newcomer
 
-    def acquire(self, namespace: Namespace, tokens: Tokens, match: Match, reserve: int) -> Lease | None:
+    def lend(self, lease: Lease) -> None:
+        """Let others borrow what a lease that was made for the coming pass has got slots for: see `Loan`."""
+        if lease.frontier is not None:
+            known = sort_key(lease.tokens[lease.committed : lease.allocated_len])
+            insort(self._lenders.setdefault(lease.frontier, []), (known, lease), key=itemgetter(0))
+
+    def loan(self, match: Match, tokens: Tokens, limit: int) -> Loan | None:
+        """The most that can be borrowed for the coming pass after `match`, just made with the same arguments."""
+        best: Loan | None = None
+        for frontier, start in self._frontiers_to(match, tokens) if match.length < limit else ():
+            lenders = self._lenders.get(frontier, [])
+            # Who has most in common comes just before or just after.
+            at = bisect_left(lenders, sort_key(tokens[start:limit]), key=itemgetter(0)) if lenders else 0
+            for _, lender in lenders[max(0, at - 1) : at + 1]:
+                end = min(lender.allocated_len, limit)
+                end = start + common_prefix(lender.tokens[start:end], tokens[start:end])
+                if end > max(match.length, best.end if best else 0):
+                    best = Loan(lender, end)
+        if best is not None:
+            while (above := best.lender.lender) is not None and best.end <= best.lender.lent_end:
+                best = Loan(above, best.end)
+        return best
+
+    def acquire(
+        self, namespace: Namespace, tokens: Tokens, match: Match, reserve: int, loan: Loan | None = None
+    ) -> Lease | None:
         """Lock `match`, the tokens found of `tokens`, and take a row for a request that will compute the rest.
 
-        The tree has not changed since that match. Matched tokens that only the host has are loaded. Returns None,
-        having at most split an edge, if there is no row, or if after locking the match fewer slots are available
-        than `reserve` and all tokens that are not on the device need.
+        The tree has not changed since that match. Matched tokens that only the host has are loaded. What follows
+        the match is borrowed where there is a `loan`. Returns None, having at most split an edge, if there is no
+        row, or if after locking the match fewer slots are available than `reserve` and all tokens need that are
+        not on the device and not borrowed.
         """
         on_device = match.on_device
         node, matched, loaded = self.tree.node_at(namespace, on_device), on_device.length, 0
         self.tree.lock(node)  # shrinks what is available, so the budget is checked after it
         slots: Slots | None = None
-        if self.rows.num_free and len(tokens) - matched + reserve <= self.available:
+        borrowed = 0 if loan is None else loan.end - match.length
+        if self.rows.num_free and len(tokens) - matched - borrowed + reserve <= self.available:
             slots = EMPTY
             if matched < match.length:
                 self.tree.touch(match.node)  # so other tokens leave first to make room
@@ -186,7 +246,12 @@ class PrefixCache(CountsHits):
         if matched:
             self.rows.write(row, 0, self.tree.slots_of(node))
         self.allocated_lens[row] = matched
-        lease = Lease(row, node, matched, matched, loaded, tokens, self.allocated_lens)
+        lease = Lease(row, node, matched, matched, loaded, tokens, self.allocated_lens, self.passes_launched)
+        if loan is not None:
+            lease.lender, lease.lent_end = loan
+            lease.lender.borrowers.append(lease)
+            lease.matched = self.allocated_lens[row] = loan.end
+            self.rows.write(row, matched, self._slots_of(lease.lender, matched, loan.end))
         self.leases.add(lease)
         self._announce(lease)
         return lease
@@ -212,10 +277,10 @@ class PrefixCache(CountsHits):
         """Take the slots of positions [length, allocated_len) of a live lease back: the row ends at `length` then.
 
         They are free once the passes in flight have ended. Raises ValueError where the lease is released, or
-        `length` is not in committed .. allocated_len.
+        `length` is not in committed .. allocated_len, or tokens that are lent begin there.
         """
         end = lease.allocated_len
-        if lease.released or not lease.committed <= length <= end:
+        if lease.released or not max(lease.own_start, *(b.lent_end for b in lease.borrowers), 0) <= length <= end:
             kind = "released" if lease.released else "live"
             lens = f"{lease.committed} are committed, {end} allocated"
             raise ValueError(f"a {kind} lease cannot be truncated to {length} tokens: {lens}")
@@ -230,19 +295,25 @@ class PrefixCache(CountsHits):
 
         `tokens` `[n >= computed]` ends where the request's extend ends: others may wait for its uncomputed part.
         Where the tree has a token already, the row is turned to the tree's slot first, and the duplicate then
-        becomes pending.
+        becomes pending. What is lent is published for the lender.
         """
-        start = lease.committed
+        start, lender = lease.committed, lease.lender
         if not self.enabled or computed <= start:
             return
+        if lender is not None and lender.committed < (lent := min(computed, lease.lent_end)):
+            self.commit(lender, lender.tokens, lent)  # this lease has read it, and is finite
         own = self._slots_of(lease, start, computed)
         node, canonical = self.tree.insert(lease.node, tokens[start:computed], own)
         duplicates = len(canonical)
-        if duplicates:
+        if not np.array_equal(own[:duplicates], canonical):
             self.rows.write(lease.row, start, canonical)
-            self._defer_free(Pending(self.passes_launched, own[:duplicates], duplicates))
+        if len(given_up := own[max(0, lease.lent_end - start) : duplicates]):
+            self._defer_free(Pending(self.passes_launched, given_up, len(given_up)))
         self.tree.lock(node, until=lease.node)
         lease.node, lease.committed, lease.tokens = node, computed, tokens
+        if lender is not None and computed >= lease.lent_end:
+            lender.borrowers.remove(lease)
+            lease.lender = None
         self._announce(lease)
 
     def release(self, lease: Lease, reusable_len: int | None = None) -> None:
@@ -255,7 +326,8 @@ class PrefixCache(CountsHits):
             return
         lease.released, lease.reusable_len = True, reusable_len
         self._announce(lease)
-        slots = self._slots_of(lease, lease.committed, lease.allocated_len)
+        first = self._bequeath(lease)
+        slots = self._slots_of(lease, first, lease.allocated_len)
         alone = takewhile(lambda node: node.lock == 1, self.tree.path(lease.node))
         tokens = len(slots) + sum(len(node.tokens) for node in alone)
         self._defer_free(Pending(self.passes_launched, slots, tokens, lease))
@@ -263,6 +335,7 @@ class PrefixCache(CountsHits):
     def pass_launched(self) -> None:
         """Count a pass that has been launched and reads rows and slots as they are now."""
         self.passes_launched += 1
+        self._lenders.clear()
 
     def pass_ended(self) -> None:
         """Count the oldest pass in flight as ended, and free what waited for it alone."""
@@ -318,7 +391,7 @@ class PrefixCache(CountsHits):
             free=self.slots.num_free,
             evictable=self.tree.evictable_tokens,
             locked=self.tree.locked_tokens,
-            private=sum(lease.allocated_len - lease.committed for lease in leases if not lease.released),
+            private=sum(lease.allocated_len - lease.own_start for lease in leases if not lease.released),
             pending=sum(len(pending.slots) for pending in tuple(self.pending)),
             arriving=self._arriving,
             stored_tokens=0 if host is None else host.stored_tokens,
@@ -367,6 +440,42 @@ class PrefixCache(CountsHits):
             self.rows.free(lease.row)
             self.leases.remove(lease)
 
+    def _frontiers_to(self, match: Match, tokens: Tokens) -> Iterator[tuple[Frontier, int]]:
+        """Where a lease may stand that computes the token after `match`, and its committed tokens there: at the
+        match, or before it where others have published the tokens between.
+        """
+        node: Node | None = match.node
+        end = match.length
+        if not match.at_boundary:
+            node, end = match.node.parent, end - match.inside
+        while node is not None:
+            yield (node, int(tokens[end])), end
+            end -= len(node.tokens)
+            node = node.parent
+
+    def _bequeath(self, lease: Lease) -> int:
+        """End the loans of a released lease: who borrowed most of it owns that, and lends it to the others.
+
+        Returns the first position whose slot is still its own.
+        """
+        for borrower in tuple(lease.borrowers):  # what is published is held by their own locks from now on
+            self.commit(borrower, borrower.tokens, min(borrower.lent_end, lease.committed))
+        first, lender, borrowers = lease.own_start, lease.lender, lease.borrowers
+        lease.lender, lease.borrowers = None, []
+        if lender is not None:
+            lender.borrowers.remove(lease)
+        if borrowers:
+            heir = max(borrowers, key=lambda borrower: borrower.lent_end)
+            first = max(first, heir.lent_end)
+            heir.lender, heir.lent_end = lender, lease.lent_end
+            if lender is not None:
+                lender.borrowers.append(heir)
+            for other in borrowers:
+                if other is not heir:
+                    other.lender = heir
+                    heir.borrowers.append(other)
+        return first
+
     def _announce(self, lease: Lease) -> None:
         """Let others wait for the token that a lease computes next, and for none before."""
         if lease.frontier is not None:
@@ -378,3 +487,8 @@ class PrefixCache(CountsHits):
         if self.enabled and not lease.released and lease.committed < len(lease.tokens):
             lease.frontier = lease.node, int(lease.tokens[lease.committed])
             self.frontiers.setdefault(lease.frontier, []).append(lease)
+
+
+def sort_key(tokens: Tokens) -> bytes:
+    """Bytes that sort as tokens do, which are not negative."""
+    return tokens.astype(">i4").tobytes()

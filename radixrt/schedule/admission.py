@@ -93,14 +93,16 @@ class Admission:
             # Slots that it is expected to take in all; its last token never wants one.
             ahead = max(0, self.estimate.expected(answer) - 1)
             demand = min(answer.known_len + ahead, answer.request.max_slots)
-            if match.has_leader():
-                # A follower: its leader is computing what it needs next. Room is kept for the rest of it, or
-                # leaders of other prefixes would take that, and evict this prefix before it comes.
+            loan = None
+            if match.has_leader() and (loan := match.loan()) is None:
+                # A follower: its leader is computing what it needs next, and not in this pass alone. Room is kept
+                # for the rest of it, or leaders of other prefixes would take that, and evict this prefix before it
+                # comes.
                 promised += max(0, demand - match.leader_match_len)
                 continue
             tokens = answer.tokens()
             reserve = promised + demand - len(tokens) if self.running else 0
-            lease = cache.acquire(answer.request.namespace, tokens, match.match(), reserve)
+            lease = cache.acquire(answer.request.namespace, tokens, match.match(), reserve, loan)
             if lease is None:
                 break
             loads -= lease.loaded
@@ -117,6 +119,7 @@ class Admission:
                 cache.prompt_tokens += answer.request.prompt_len
                 cache.cached_tokens += lease.matched
             chunks.append(chunk)
+            cache.lend(lease)
             places -= 1
             budget -= len(chunk.slots)
             promised += demand - chunk.end

@@ -149,7 +149,7 @@ class Answer:
         """Run from now on, in the lease's row of the table."""
         table.begin(lease.row, self.request, self._tokens)
         self._table, self._tokens = table, table.tokens[lease.row]
-        self.lease, self.extended_len, self.pending_match = lease, lease.matched, None
+        self.lease, self.extended_len, self.pending_match = lease, lease.committed, None
 
     def stop(self) -> None:
         """Run no more: the row is left to others."""

@@ -60,7 +60,7 @@ class Pass:
 
     num_extends: int  # rows with more than one new token; they come first
     req_pool_indices: Int32Array  # `[B]`, row of each request in `req_to_token`
-    prefix_lens: Int32Array  # `[B]`, positions whose KV is in the pool before the pass
+    prefix_lens: Int32Array  # `[B]`, positions whose KV is in the pool before, or is a new token of another row
     seq_lens: Int32Array  # `[B]`, and after it
     # `[T]`; -(row + 1) stands for the last token sampled for that row, which only the device knows yet.
     input_ids: Int32Array

@@ -59,6 +59,7 @@ class Invariants:
         nodes = self._check_tree()
         self._check_slots(nodes)
         self._check_leases()
+        self._check_loans()
         self._check_answers()
 
     def nodes(self) -> list[tuple[Node, list[Node]]]:
@@ -144,7 +145,7 @@ class Invariants:
             int(s)
             for lease in self.world.cache.leases
             if not lease.released
-            for s in self.world.rows.req_to_token[lease.row, lease.committed : lease.allocated_len]
+            for s in self.world.rows.req_to_token[lease.row, lease.own_start : lease.allocated_len]
         ]
         groups["pending"] = [int(s) for pending in self.world.cache.pending for s in pending.slots]
         everything = [slot for group in groups.values() for slot in group]
@@ -169,6 +170,23 @@ class Invariants:
             path = tree.slots_of(lease.node)
             own = self.world.rows.req_to_token[lease.row, : lease.committed]
             require("5: a row's committed part is its locked path", np.array_equal(path, own))
+
+    def _check_loans(self) -> None:
+        """Who borrows and who lends are in the same pass, which is in flight, and name the same slots."""
+        live = [lease for lease in self.world.cache.leases if not lease.released]
+        rows = self.world.rows.req_to_token
+        lent = Counter(id(lease) for lender in live for lease in lender.borrowers)
+        require("18: a loan has two sides", all(lent[id(lease)] == (lease.lender is not None) for lease in live))
+        require("18: a loan has two sides", sum(lent.values()) == sum(lease.lender is not None for lease in live))
+        for lease in live:
+            if (lender := lease.lender) is not None:
+                name = "18: what is borrowed is computed by a pass in flight, with what follows it"
+                require(name, not lender.released and lease in lender.borrowers and lender.begun == lease.begun)
+                require(name, self.world.cache.passes_ended == lease.begun, (lease.begun, lease.row))
+                stretch = slice(lease.committed, lease.lent_end)
+                same = np.array_equal(rows[lease.row, stretch], rows[lender.row, stretch])
+                require("18: a borrowed position has the lender's slot", same, (lease.row, lender.row))
+                require("18: what is lent has slots", lender.own_start < lease.lent_end <= lender.allocated_len)
 
     def _check_host_slots(self, nodes: list[tuple[Node, list[Node]]]) -> None:
         used = [int(s) for node, _ in nodes if node.slots[HOST] is not None for s in node.slots[HOST]]

@@ -12,6 +12,7 @@ from radixrt.schedule.passes import Logprobs
 VOCAB = 5
 MASK = (1 << 64) - 1
 POISON = 0xDEADDEADDEADDEAD  # the KV of slots that nobody may read
+NOT_FINITE = POISON + 1  # the KV of a token whose numbers are not finite, as are those of all that read it
 
 
 def mix(value: int) -> int:

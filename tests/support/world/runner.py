@@ -17,7 +17,7 @@ from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
 from radixrt.schedule.passes import Pass, PassResult
 from tests.support.world.invariants import Violation, require
-from tests.support.world.model import POISON, draw, histories, kv_of, logprobs_of, read_on, start_of
+from tests.support.world.model import NOT_FINITE, POISON, draw, histories, kv_of, logprobs_of, read_on, start_of
 
 
 class SimulatedFailure(RuntimeError):
@@ -248,13 +248,13 @@ class SimulatedRunner:
         if flight.fails:
             flight.error = SimulatedFailure("run")
             return
-        sampled: list[int] = []
-        accepted: list[int] = []
-        asked: list[int] = []  # those of them whose log-probabilities are wanted
+        drawn: list[list[int]] = [[] for _ in range(batch.num_rows)]
+        accepted = np.zeros(batch.num_rows, dtype=np.int32)
         finite = np.ones(batch.num_rows, dtype=bool)
         self.kv[self.pad_slot] = POISON  # what a padded row writes
-        at = 0
-        for i, answer in enumerate(flight.booking.answers):
+        first_tokens = np.cumsum(batch.seq_lens - batch.prefix_lens) - (batch.seq_lens - batch.prefix_lens)
+        for i in self._order(flight):
+            answer, at = flight.booking.answers[i], int(first_tokens[i])
             start, end = int(batch.prefix_lens[i]), int(batch.seq_lens[i])
             row = int(batch.req_pool_indices[i])
             read = start_of(answer.request.namespace, self.weights)
@@ -268,14 +268,14 @@ class SimulatedRunner:
                     token = int(self.last_token[-token - 1]) if token < 0 else token
                     self._require("7: a new token is written where its row says", slot == batch.out_cache_loc[at])
                     bad = i in flight.poisoned and position == end - 1
-                    self.kv[slot] = POISON + 1 if bad else kv_of(read, token)
+                    self.kv[slot] = NOT_FINITE if bad else kv_of(read, token)
                     at += 1
                 history.append(int(self.kv[slot]))
                 read = read_on(read, history[-1])
                 if position >= start:
                     reads.append(read)
             known = answer.tokens()[:end]
-            if i in flight.poisoned:
+            if i in flight.poisoned or NOT_FINITE in history:
                 finite[i] = False
             elif not self._tainted(flight, i):
                 expected = histories(answer.request.namespace, known, self.weights)
@@ -289,21 +289,48 @@ class SimulatedRunner:
                 draws = [draw(read, answer.sample_index) for read in reads]
                 drafts = batch.input_ids[at - len(reads) + 1 : at].tolist()
                 wrong = [k for k, (token, draft) in enumerate(zip(draws, drafts, strict=False)) if token != draft]
-                accepted.append(wrong[0] + 1 if wrong else len(draws))
+                accepted[i] = wrong[0] + 1 if wrong else len(draws)
             else:
                 draws = [draw(read, answer.sample_index + k) for k in range(batch.num_samples[i])]
-                accepted.append(len(draws))
+                accepted[i] = len(draws)
             if draws:
-                self.last_token[row] = draws[accepted[-1] - 1 if i in flight.verifies else 0]
-            sampled += draws
-            asked += draws if answer.request.params.logprobs is not None else []
+                self.last_token[row] = draws[accepted[i] - 1 if i in flight.verifies else 0]
+            drawn[i] = draws
+        asked = [  # whose log-probabilities are wanted
+            token
+            for answer, draws in zip(flight.booking.answers, drawn, strict=True)
+            for token in draws
+            if answer.request.params.logprobs is not None
+        ]
         flight.result = PassResult(
-            np.array(sampled, dtype=np.int32),
-            np.array(accepted, dtype=np.int32),
+            np.array([token for draws in drawn for token in draws], dtype=np.int32),
+            accepted,
             finite,
             logprobs_of(asked) if asked else None,
             logprobs_of(batch.scored_targets.tolist()),
         )
+
+    def _order(self, flight: SimulatedPass) -> list[int]:
+        """The rows of a pass, each after those that write what it reads.
+
+        A layer writes the KV of all new tokens before attention reads any. Here a token is a hash of all before
+        it, of all layers at once: it is known when theirs are.
+        """
+        batch = flight.batch
+        ends = np.cumsum(batch.seq_lens - batch.prefix_lens)
+        unwritten = [set(new.tolist()) for new in np.split(batch.out_cache_loc, ends[:-1])]
+        prefixes = [
+            set(self.req_to_token[line, np.arange(len(line))][:start].tolist())
+            for line, start in zip(flight.lines, batch.prefix_lens.tolist(), strict=True)
+        ]
+        order: list[int] = []
+        left = list(range(batch.num_rows))
+        while left:
+            able = [i for i in left if not any(prefixes[i] & unwritten[k] for k in left if k != i)]
+            self._require("7: no two rows of a pass wait for one another", bool(able), left)
+            order += able
+            left = [i for i in left if i not in able]
+        return order
 
     def _tainted(self, flight: SimulatedPass, i: int) -> bool:
         """Whether an earlier pass that this one builds on failed; its result will be thrown away."""

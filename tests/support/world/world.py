@@ -10,7 +10,7 @@ import numpy as np
 
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.prefix_cache import Lease, Loan, PrefixCache
 from radixrt.cache.radix_tree import DEVICE, HOST, Match, Namespace, Node
 from radixrt.cache.snapshot import TreeSnapshot, take_snapshot
 from radixrt.engine.driver import Driver
@@ -149,7 +149,9 @@ class World:
                 return None
             return alloc(count)
 
-        def watched_acquire(namespace: Namespace, tokens: np.ndarray, match: Match, reserve: int) -> Lease | None:
+        def watched_acquire(
+            namespace: Namespace, tokens: np.ndarray, match: Match, reserve: int, loan: Loan | None = None
+        ) -> Lease | None:
             answer = next(r for r in self.scheduler.waiting if address(tokens) == address(r.tokens()))
             self.invariants.check_urgent(answer)
             limit = answer.match_limit
@@ -159,11 +161,13 @@ class World:
                 match == found,
                 (answer.request.index, match, found),
             )
-            lease = acquire(namespace, tokens, match, reserve)
+            lease = acquire(namespace, tokens, match, reserve, loan)
             if lease is not None:
                 require("13: what is scored is computed", lease.matched <= limit)
                 self.invariants.check_computed_once(namespace, tokens, limit, lease)
-                self.runner.ends[lease] = self.computed[lease] = lease.matched
+                self.runner.ends[lease], self.computed[lease] = lease.matched, lease.committed
+                self.events["loan"] += loan is not None
+                self.events["loan of a loan"] += loan is not None and loan.lender.lender is not None
                 if answer.log.cached_tokens is not None:  # back from a retraction, others may have gone further
                     self._skips[id(answer)] = max(0, lease.matched - answer.launched_len)
                 self.events["load"] += lease.loaded > 0
@@ -257,6 +261,11 @@ class World:
             self.events["dropped in part" if self.events["split"] > splits else "dropped"] += bool(len(out))
             return out
 
+        def watched_release(lease: Lease, reusable_len: int | None = None) -> None:
+            self.events["end of a lender"] += any(one.lent_end > lease.committed for one in lease.borrowers)
+            release(lease, reusable_len)
+
+        release, self.cache.release = self.cache.release, watched_release
         unlock = self.cache.tree.unlock
         self.cache.tree.unlock = watched_unlock
         process, fail = self.scheduler.process, self.scheduler.fail
