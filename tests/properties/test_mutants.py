@@ -583,7 +583,7 @@ def keep_the_edge_of_what_left_the_tree(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "evict", silent)
 
 
-@mutant("6: what an answer", "10:", first=2)
+@mutant("6: what an answer", "10:", "11: the more", first=2)
 def wait_for_who_has_gone_on(patch: pytest.MonkeyPatch) -> None:
     """That a leader has come further is not noticed."""
     has_leader = PendingMatch.has_leader

@@ -74,7 +74,7 @@ def test_counts_are_those_of_the_passes(seed: int) -> None:
     """Whatever happens: chunks, retractions, aborts, forks, several answers, failures."""
     world = World(random_sizes(seed))
     recorder, walk, before = Recorder(world), Walk(world, seed), Activity()
-    for _ in range(80):
+    for _ in range(120):
         walk.act()
         now = world.engine.activity
         assert counts(now) == recorder.seen
