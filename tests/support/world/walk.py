@@ -18,7 +18,7 @@ class Walk:
     def __init__(self, world: World, seed: int, faults: int = 1) -> None:
         self.world = world
         self.faults = faults
-        self.random, self.urgency = random.Random(seed), random.Random(seed)
+        self.random, self.other = random.Random(seed), random.Random(seed)
 
     def prompt(self) -> list[int]:
         """Fresh, a repetition, or something that shares a prefix with an earlier answer or its answer."""
@@ -32,6 +32,17 @@ class Walk:
             return earlier[:24]
         return (earlier[: r.randint(1, len(earlier))] + fresh)[:24]
 
+    def family(self, prompt: list[int], count: int) -> list[list[int]]:
+        """A prompt, so many times; or prompts that each begin with a part of the one before, or with all of it."""
+        r = self.other
+        if not self.world.sizes.families or r.random() < 0.5:
+            return [prompt] * count
+        out = [prompt]
+        while len(out) < count + 2:
+            known = out[-1][: r.choice([len(out[-1]), r.randint(1, len(out[-1]))])]
+            out.append((known + [r.randrange(VOCAB) for _ in range(r.randint(1, 4))])[:24])
+        return out
+
     def act(self) -> None:
         world, r = self.world, self.random
         action = r.random()
@@ -39,19 +50,17 @@ class Walk:
             stop_ids = frozenset([r.randrange(VOCAB)]) if r.random() < 0.4 else frozenset()
             namespace = world.namespace(r.choice([None, None, None, "other"]))
             prompt = self.prompt()
-            for _ in range(r.choice([1, 1, 1, 3])):
+            for own in self.family(prompt, r.choice([1, 1, 1, 3])):
                 world.submit(
-                    prompt,
+                    own,
                     r.randint(0, 12) or r.randint(0, 1),
                     stop_ids=stop_ids,
                     namespace=namespace,
-                    scored_from=r.choice([None, None, None, 0, len(prompt) // 2, len(prompt) - 1]),
-                    priority=self.urgency.choice(PRIORITIES),
+                    scored_from=r.choice([None, None, None, 0, len(own) // 2, len(own) - 1]),
+                    priority=self.other.choice(PRIORITIES),
                 )
         elif action < 0.30:
-            world.submit(
-                self.prompt(), r.randint(1, 8), n=r.randint(2, 5), priority=self.urgency.choice(PRIORITIES)
-            )
+            world.submit(self.prompt(), r.randint(1, 8), n=r.randint(2, 5), priority=self.other.choice(PRIORITIES))
         elif action < 0.32:
             forked = [q for q in world.answers[-12:] if q.known_len < 28]
             if forked:

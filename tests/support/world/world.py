@@ -50,6 +50,7 @@ class Sizes:
     force_miss: bool = False
     max_in_flight: int = 1
     drafts: bool = False  # decodes verify drafts; only if none is in flight meanwhile
+    families: bool = False  # walks submit prompts that begin with one another, together
     drops: bool = False  # some requests say how little of them later ones need
 
 
