@@ -120,6 +120,7 @@ class _Model:
         self.children = [0] * len(tree)  # cached children
         self.last_access = [0] * len(tree)  # its own; a child that goes hands its own on
         self.ready = [0] * len(tree)  # the first pass in which others find a node, never before its parent
+        self.begun = [-1] * len(tree)  # the pass that computes it, in which others may follow; -1: it takes several
         self.in_use: list[int] = []  # the deepest node of each running request, ascending
         self.evictable: list[tuple[int, int]] = []  # a heap of (last access, node), some of them outdated
         self.clock = 0
@@ -181,14 +182,18 @@ class _Model:
             leader = self.parent[node]
         while leader and self.depth[self.parent[leader]] >= limit:
             leader = self.parent[leader]
+        first = self.now + self.spent // self.budget
         self.spent += length - found
-        start = max(self.now + (self.spent - 1) // self.budget, self.ready[leader])
+        last = self.now + (self.spent - 1) // self.budget
+        follows = self.begun[leader] >= first
+        start = max(last, self.begun[leader] if follows else self.ready[leader])
         for node in missing:
             if not self.have[node]:
                 self.children[self.parent[node]] += 1
             self.cached += self.size[node] - self.have[node]
             self.have[node] = self.size[node]
             self.ready[node] = start + UNTIL_PUBLISHED
+            self.begun[node] = start if first == last else -1
         self.clock += 1
         self.last_access[above] = self.clock
         at = bisect_left(self.in_use, above)
