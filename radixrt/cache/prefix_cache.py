@@ -207,7 +207,7 @@ class PrefixCache(CountsHits):
             for _, lender in lenders[max(0, at - 1) : at + 1]:
                 end = min(lender.allocated_len, limit)
                 end = start + common_prefix(lender.tokens[start:end], tokens[start:end])
-                if end > max(match.length, best.end if best else 0):
+                if end > max(match.length, best.end if best else 0) and not lender.released:
                     best = Loan(lender, end)
         if best is not None:
             while (above := best.lender.lender) is not None and best.end <= best.lender.lent_end:

@@ -120,7 +120,7 @@ class _Model:
         self.children = [0] * len(tree)  # cached children
         self.last_access = [0] * len(tree)  # its own; a child that goes hands its own on
         self.ready = [0] * len(tree)  # the first pass in which others find a node, never before its parent
-        self.begun = [-1] * len(tree)  # the pass that computes it, in which others may follow; -1: it takes several
+        self.begun = [-1] * len(tree)  # the pass that computes it, where others may follow; -1: it takes several
         self.in_use: list[int] = []  # the deepest node of each running request, ascending
         self.evictable: list[tuple[int, int]] = []  # a heap of (last access, node), some of them outdated
         self.clock = 0

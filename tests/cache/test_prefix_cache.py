@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.prefix_cache import Lease, Loan, PrefixCache
 from radixrt.cache.radix_tree import Tokens
 from tests.support.cache_machine import CONTEXT_LEN, HERE, NUM_ROWS, NUM_SLOTS, CacheMachine, cache, ids, slots_of
 
@@ -236,6 +236,92 @@ def test_a_released_lease_leads_no_more() -> None:
     here.release(second)
     assert leader_of(here, asked) is None
     assert not here.frontiers
+
+
+# -- loans -------------------------------------------------------------------------------------------------
+
+
+def loan_of(of: PrefixCache, tokens: Tokens) -> Loan | None:
+    return of.loan(of.match(HERE, tokens, len(tokens) - 1), tokens, len(tokens) - 1)
+
+
+def begin(of: PrefixCache, tokens: Tokens) -> Lease:
+    """A lease for the coming pass, which computes all that it cannot borrow."""
+    match = of.match(HERE, tokens, len(tokens) - 1)
+    lease = of.acquire(HERE, tokens, match, 0, of.loan(match, tokens, len(tokens) - 1))
+    assert lease is not None
+    assert of.extend(lease, len(tokens) - lease.matched) is not None
+    of.lend(lease)
+    return lease
+
+
+def test_a_loan_is_the_most_that_anybody_computes() -> None:
+    here = cache()
+    one, two, three = (begin(here, ids(*tokens)) for tokens in ([1, 2], [1, 2, 3, 3, 5], [1, 2, 3, 4]))
+    assert [lease.matched for lease in (one, two, three)] == [0, 2, 3]
+    assert (two.lender, three.lender) == (one, two)
+    assert slots_of(here, three)[:3] == slots_of(here, two)[:3]
+    assert slots_of(here, two)[:2] == slots_of(here, one)
+    assert here.stats().private == 2 + 3 + 1
+    assert loan_of(here, ids(1, 2, 3, 4, 9)) == Loan(three, 4)
+    assert loan_of(here, ids(1, 2, 3, 4)) == Loan(two, 3)  # the last token is computed; two has the third
+    assert loan_of(here, ids(1, 2, 9)) == Loan(one, 2)
+    assert loan_of(here, ids(2, 2)) is None
+
+
+def test_nothing_is_lent_that_an_earlier_pass_computes() -> None:
+    here = cache()
+    begin(here, ids(1, 2, 3))
+    here.pass_launched()
+    assert loan_of(here, ids(1, 2, 3, 4)) is None
+
+
+def test_each_publishes_its_own_part_whoever_comes_first() -> None:
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        here = cache()
+        tokens = [ids(1, 2), ids(1, 2, 3, 4), ids(1, 2, 3, 4, 5)]
+        leases = [begin(here, own) for own in tokens]
+        here.pass_launched()
+        here.pass_ended()
+        for i in order:
+            here.commit(leases[i], tokens[i], len(tokens[i]))
+        assert here.stats().locked == 5
+        assert [lease.lender for lease in leases] == [None] * 3
+        for lease in leases:
+            here.release(lease)
+        assert here.flush() == 5
+        assert here.slots.num_free == here.slots.capacity
+
+
+def test_a_lender_that_ends_leaves_what_others_read() -> None:
+    here = cache()
+    first, second, third = (begin(here, ids(*tokens)) for tokens in ([1, 2, 3], [1, 2, 4], [1, 2, 3, 5]))
+    lent = slots_of(here, first)
+    here.pass_launched()
+    here.release(first)
+    assert (second.lender, third.lender) == (third, None)  # who borrowed most owns it
+    here.pass_ended()
+    assert not set(lent) & set(here.slots.free_slots().tolist())
+    here.release(third)  # nothing is in flight any more
+    assert set(lent) & set(here.slots.free_slots().tolist()) == {lent[2]}
+    here.commit(second, ids(1, 2, 4), 3)
+    assert here.match(HERE, ids(1, 2, 4), 3).length == 3
+    here.release(second)
+    assert here.flush() == 3
+    assert here.slots.num_free == here.slots.capacity
+
+
+def test_the_readers_of_a_duplicate_turn_to_what_the_tree_has() -> None:
+    here, tokens = cache(), ids(1, 2, 3)
+    first, second = begin(here, tokens), begin(here, ids(1, 2, 3, 4))
+    duplicates = slots_of(here, first)
+    here.pass_launched()
+    run(here, tokens)
+    here.commit(first, tokens, 3)
+    here.commit(second, ids(1, 2, 3, 4), 4)
+    assert slots_of(here, first) == slots_of(here, second)[:3]
+    here.pass_ended()
+    assert set(duplicates) <= set(here.slots.free_slots().tolist())
 
 
 TestCache = CacheMachine.TestCase

@@ -20,7 +20,7 @@ from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from radixrt.cache import prefix_cache, radix_tree
 from radixrt.cache.host_tier import HostTier
 from radixrt.cache.pending_match import PendingMatch
-from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.prefix_cache import Lease, Loan, PrefixCache
 from radixrt.cache.radix_tree import DEVICE, HOST, LeafQueue, Match, Namespace, Node, RadixTree
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
@@ -66,6 +66,11 @@ TIERED_SIZES = [
     replace(SIZES, num_slots=44, host_slots=24),
 ]
 
+
+# Prompts that begin with one another come together, and passes have room for several.
+FAMILY_SIZES = [
+    replace(SIZES, num_slots=90, num_rows=12, max_running=8, chunk=chunk, families=True) for chunk in (16, 32)
+]
 
 DRAFT_SIZES = [replace(one, drafts=True, max_in_flight=0) for one in ALL_SIZES]
 
@@ -198,6 +203,89 @@ def look_for_leaders_at_the_match_alone(patch: pytest.MonkeyPatch) -> None:
         return found if found is not None and found.node is nearest else None
 
     patch.setattr(PrefixCache, "leader", near)
+
+
+@mutant("7:", sizes=FAMILY_SIZES)
+def read_a_slot_before_its_leader_writes_it(patch: pytest.MonkeyPatch) -> None:
+    """A pass reads all prefixes before it writes what is new."""
+    patch.setattr(SimulatedRunner, "_order", lambda self, flight: [*range(flight.batch.num_rows)][::-1])
+
+
+@mutant("18:", sizes=FAMILY_SIZES)
+def borrow_of_a_pass_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """One that follows goes on where the pass before, which computes its prefix, fails."""
+    launched = PrefixCache.pass_launched
+
+    def remembering(self: PrefixCache) -> None:
+        lenders = dict(self._lenders)
+        launched(self)
+        self._lenders.update(lenders)
+
+    def hasty(self: PendingMatch) -> Loan | None:
+        return self._cache.loan(self.match(), self._tokens, self._limit)
+
+    patch.setattr(PrefixCache, "pass_launched", remembering)
+    patch.setattr(PendingMatch, "loan", hasty)
+
+
+@mutant("1:", "2:", "5:", "6:", "7:", "18:", "freeing", sizes=FAMILY_SIZES)
+def free_what_others_borrow(patch: pytest.MonkeyPatch) -> None:
+    """A leader that ends before its pass does takes all of its slots along."""
+
+    def heartless(self: PrefixCache, lease: Lease) -> int:
+        for borrower in lease.borrowers:
+            borrower.lender = None
+        if lease.lender is not None:
+            lease.lender.borrowers.remove(lease)
+        first = lease.own_start
+        lease.lender, lease.borrowers = None, []
+        return first
+
+    patch.setattr(PrefixCache, "_bequeath", heartless)
+
+
+@mutant("2:", "freeing", sizes=FAMILY_SIZES)
+def own_what_is_borrowed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lease, "own_start", property(lambda self: self.committed))
+
+
+@mutant("2:", "freeing", "1:", "5:", "6:", "7:", sizes=FAMILY_SIZES)
+def free_the_duplicates_that_are_lent(patch: pytest.MonkeyPatch) -> None:
+    """A follower publishes, and gives up what the tree has already: what its leader computed."""
+    commit = PrefixCache.commit
+
+    def greedy(self: PrefixCache, lease: Lease, tokens: np.ndarray, computed: int) -> None:
+        if lease.lender is not None and lease.lender.committed >= lease.lent_end:
+            lease.lender.borrowers.remove(lease)
+            lease.lender, lease.lent_end = None, 0
+        commit(self, lease, tokens, computed)
+
+    patch.setattr(PrefixCache, "commit", greedy)
+
+
+@mutant("7:", "8:", "18:", "12:", "6:", sizes=FAMILY_SIZES)
+def let_followers_outlive_a_pass_that_failed(patch: pytest.MonkeyPatch) -> None:
+    fail = Bookkeeper.fail
+
+    def lenient(self: Bookkeeper, failed: booking.Booking, cause: Exception) -> list[Answer]:
+        borrows = [answer.lease is not None and answer.lease.lender is not None for answer in failed.answers]
+        led = tuple(answer for answer, follows in zip(failed.answers, borrows, strict=True) if not follows)
+        return fail(self, replace(failed, answers=led), cause)
+
+    patch.setattr(Bookkeeper, "fail", lenient)
+
+
+@mutant("13:", "followers wait", sizes=FAMILY_SIZES)
+def count_what_is_borrowed_as_computed(patch: pytest.MonkeyPatch) -> None:
+    acquire = PrefixCache.acquire
+
+    def forgetful(self: PrefixCache, *arguments: Any) -> Lease | None:
+        lease = acquire(self, *arguments)
+        if lease is not None:
+            lease.matched = lease.committed
+        return lease
+
+    patch.setattr(PrefixCache, "acquire", forgetful)
 
 
 @mutant("6:")

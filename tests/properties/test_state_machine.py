@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +51,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(
         slots=st.sampled_from([40, 48, 64, 120]),
-        rows=st.integers(2, 6),
-        running=st.integers(1, 5),
+        rows=st.integers(2, 9),
+        running=st.integers(1, 8),
         samples=st.sampled_from([0, 4, 8]),
         chunk=st.sampled_from([1, 3, 7, 32]),
         policy=st.sampled_from(list(SchedulePolicy)),
@@ -129,6 +130,19 @@ class EngineMachine(RuleBasedStateMachine):
         prompt, tenant = earlier.request.prompt_ids.tolist(), earlier.request.namespace.tenant
         for _ in range(copies):
             self.submit(prompt, new, False, tenant, priority=priority)
+
+    @rule(
+        prompt=tokens,
+        tails=st.lists(st.tuples(st.integers(1, 14), tokens), min_size=2, max_size=6),
+        new=st.integers(1, 6),
+    )
+    def submit_what_begins_with_one_another(
+        self, prompt: list[int], tails: list[tuple[int, list[int]]], new: int
+    ) -> None:
+        self.submit(prompt, new, False, None)
+        for kept, tail in tails:
+            prompt = (prompt[:kept] + tail)[:24]
+            self.submit(prompt, new, False, None)
 
     @precondition(lambda self: self.world.answers)
     @rule(data=st.data())
@@ -283,9 +297,10 @@ def test_state_machine_long() -> None:
     often = ("retraction", "eviction", "split", "remap", "abort in flight", "n answers", "scored prompt")
     for event in (*often, "dropped", "dropped in part"):
         assert EVENTS[event] >= 200, (event, EVENTS)
-    for event in ("fork of a running answer", "weights update", "first token drawn apart"):
+    for event in ("fork of a running answer", "weights update", "first token drawn apart", "loan"):
         assert EVENTS[event] >= 200, (event, EVENTS)
-    assert EVENTS["abort of a running answer"] >= 25, EVENTS
+    for event in ("abort of a running answer", "loan of a loan", "end of a lender"):
+        assert EVENTS[event] >= 25, (event, EVENTS)
     for event in ("load of a file", "save from the host", "store", "host eviction", "computed what the host has"):
         assert EVENTS[event] >= 100, (event, EVENTS)
     for event in ("shared read", "shared read of several segments", "shared read by an older plan"):
@@ -295,6 +310,17 @@ def test_state_machine_long() -> None:
         assert EVENTS[f"{event} under a plan"] >= 10, (event, EVENTS)
     for event, least in (("load in part", 50), ("load", 25), ("eviction of what the host has", 100)):
         assert EVENTS[event] >= least, (event, EVENTS)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_walk_among_followers(seed: int) -> None:
+    sizes = Sizes(num_slots=90, num_rows=12, max_running=8, chunk=16 + seed % 2 * 16, families=True, drops=True)
+    world = World(replace(sizes, host_slots=40 if seed % 3 == 0 else 0, max_in_flight=int(seed % 5 > 0)))
+    walk = Walk(world, seed, faults=4)
+    for _ in range(100):
+        walk.act()
+    world.drain()
+    assert world.events["loan"] >= 10
 
 
 @pytest.mark.long_unless(kept=lambda given: (given["seed"] + given["host_slots"] // 24) % 2)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from radixrt.cache.radix_tree import Namespace
 from radixrt.output import FinishReason
+from radixrt.schedule.answer import Answer
+from radixrt.schedule.passes import Pass
 from tests.support.world.model import VOCAB, continuation
+from tests.support.world.runner import SimulatedPass
 from tests.support.world.world import Sizes, World
 
 
@@ -90,6 +95,96 @@ def test_a_hit_keeps_a_prefix_from_eviction() -> None:
     world.drain_requests()
     assert world.cache.match(Namespace(), np.array([*old, 0], dtype=np.int32), 10).length == 10
     assert world.cache.match(Namespace(), np.array([*other, 0], dtype=np.int32), 10).length == 5
+
+
+def chain(world: World) -> list[Answer]:
+    """Prompts that each begin with the one before."""
+    steps = [1, 2, 3, 4, 0, 1, 1, 2]
+    answers = [world.submit(steps[: i + 1], 4) for i in range(len(steps))]
+    return [answer for answer in answers if answer is not None]
+
+
+def roomy() -> World:
+    return World(Sizes(num_slots=120, num_rows=12, max_running=8, max_samples=16, chunk=16))
+
+
+def test_a_chain_runs_in_one_pass() -> None:
+    world = roomy()
+    answers = chain(world)
+    world.step()
+    world.check()
+    (flight,) = world.runner.in_flight
+    assert flight.batch.prefix_lens.tolist() == list(range(8))
+    assert flight.batch.seq_lens.tolist() == list(range(1, 9))
+    assert len(set(flight.batch.out_cache_loc.tolist())) == 8
+    world.drain()
+    assert [answer.usage().cached_tokens for answer in answers] == list(range(8))
+    assert [answer.usage().recomputed_tokens for answer in answers] == [0] * 8
+    assert world.cache.stats().cached_tokens == sum(range(8))
+
+
+def test_a_pass_that_fails_takes_the_followers_along() -> None:
+    world = roomy()
+    answers = chain(world)
+    world.runner.fail_run = True
+    world.step()
+    other = world.submit([1, 2, 3, 4], 2)  # meanwhile it waits for them, then it computes all by itself
+    world.drain()
+    assert {answer.log.finish_reason for answer in answers} == {FinishReason.ERROR}
+    assert other.log.finish_reason is FinishReason.LENGTH
+    assert other.usage().cached_tokens == 0
+
+
+def test_who_follows_one_that_is_not_finite_goes_on_where_it_has_not_read_it() -> None:
+    world = roomy()
+    leader = world.submit([1, 2, 3], 4)
+    beside, after = world.submit([1, 2, 4], 4), world.submit([1, 2, 3, 4], 4)
+    poison(world, leader)
+    world.drain()  # every prefix in the tree is looked at
+    assert [answer.log.finish_reason for answer in (leader, after)] == [FinishReason.ERROR] * 2
+    assert beside.log.finish_reason is FinishReason.LENGTH
+    assert beside.usage().cached_tokens == 2
+
+
+def poison(world: World, answer: Answer) -> None:
+    """Make the last new token of an answer in the coming pass one of numbers that are not finite."""
+    launch = world.runner.launch
+
+    def poisoned(pass_: Pass) -> SimulatedPass:
+        flight = launch(pass_)
+        flight.poisoned = frozenset([flight.booking.answers.index(answer)])
+        world.runner.launch = launch  # type: ignore[method-assign]
+        return flight
+
+    world.runner.launch = poisoned  # type: ignore[method-assign]
+
+
+def test_a_leader_that_ends_in_flight_leaves_its_followers_what_it_computes() -> None:
+    for how in ("abort", "retract"):
+        world = roomy()
+        answers = chain(world)
+        world.step()
+        if how == "abort":
+            world.abort(answers[0])
+            world.abort(answers[4])
+        else:
+            world.retract(answers[4])
+            world.retract(answers[0])
+        world.step()
+        world.check()
+        world.drain()
+        ended = {answer.log.finish_reason for answer in answers}
+        assert ended == {FinishReason.LENGTH, FinishReason.ABORT} if how == "abort" else {FinishReason.LENGTH}
+        assert world.events["end of a lender"] == 2
+
+
+def test_without_reuse_nobody_follows() -> None:
+    for sizes in (replace(roomy().sizes, enabled=False), replace(roomy().sizes, force_miss=True)):
+        world = World(sizes)
+        answers = chain(world)
+        world.drain()
+        assert {answer.usage().cached_tokens for answer in answers} == {0}
+        assert world.events["loan"] == 0
 
 
 def test_room_is_kept_for_who_waits_for_a_leader() -> None:

@@ -46,17 +46,35 @@ class CacheMachine(RuleBasedStateMachine):
     def is_any_live(self) -> bool:
         return any(not lease.released for lease in self.tokens)
 
+    def is_new(self, lease: Lease) -> bool:
+        """Whether a lease begins with the coming pass, and has no slots of its own yet."""
+        is_extended = lease.allocated_len > lease.matched
+        return not (lease.released or is_extended) and lease.begun == self.cache.passes_launched
+
+    def is_any_new(self) -> bool:
+        return any(self.is_new(lease) for lease in self.tokens)
+
     @rule(tokens=st.lists(st.integers(0, 1), min_size=2, max_size=CONTEXT_LEN), reserve=st.integers(0, 4))
     def acquire(self, tokens: list[int], reserve: int) -> None:
         match = self.cache.match(HERE, ids(*tokens), len(tokens) - 1)
+        loan = self.cache.loan(match, ids(*tokens), len(tokens) - 1)
         available = self.cache.available
-        lease = self.cache.acquire(HERE, ids(*tokens), match, reserve)
+        lease = self.cache.acquire(HERE, ids(*tokens), match, reserve, loan)
         if lease is not None:
-            assert lease.matched == match.length
+            assert lease.matched == (match.length if loan is None else loan.end)
+            assert lease.committed == match.length
             self.tokens[lease] = tokens
-            self.launched[lease] = lease.matched
+            self.launched[lease] = lease.committed
         elif self.cache.rows.num_free:
             assert available < len(tokens) + reserve
+
+    @precondition(is_any_new)
+    @rule(data=st.data())
+    def lend(self, data: st.DataObject) -> None:
+        """Give a lease that begins with the coming pass all its slots, and let others borrow them."""
+        lease = data.draw(st.sampled_from([lease for lease in self.tokens if self.is_new(lease)]))
+        if self.cache.extend(lease, len(self.tokens[lease]) - lease.allocated_len) is not None:
+            self.cache.lend(lease)
 
     @precondition(is_any_live)
     @rule(data=st.data(), count=st.integers(1, 6))
@@ -81,7 +99,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         lease = self.live(data)
-        length = data.draw(st.integers(lease.committed, lease.allocated_len))
+        if lease.begun == self.cache.passes_launched:
+            return  # what it may have lent is yet to be computed
+        needed = max([lease.own_start, *(borrower.lent_end for borrower in lease.borrowers)])
+        length = data.draw(st.integers(needed, lease.allocated_len))
         before, in_flight = slots_of(self.cache, lease), self.cache.in_flight
         free = self.cache.slots.num_free
         self.cache.truncate(lease, length)
@@ -147,7 +168,7 @@ class CacheMachine(RuleBasedStateMachine):
             s
             for lease in self.cache.leases
             if not lease.released
-            for s in slots_of(self.cache, lease)[lease.committed :]
+            for s in slots_of(self.cache, lease)[lease.own_start :]
         ]
         groups["pending"] = [s for pending in self.cache.pending for s in pending.slots.tolist()]
         everything = [slot for group in groups.values() for slot in group]
