@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import itemgetter
@@ -180,15 +179,21 @@ class PrefixCache(CountsHits):
         """
         if self.force_miss or match.length >= limit:  # tokens beyond are always computed by their own request
             return None
+        # Its frontier is at the match, or before it where others have published the tokens between.
+        node: Node | None = match.node
+        length = end = match.length
+        if not match.at_boundary:
+            node, end = match.node.parent, length - match.inside
         newcomer: Lease | None = None
-        length = match.length
-        for frontier, end in self._frontiers_to(match, tokens):
-            for lease in self.frontiers.get(frontier, ()):
+        while node is not None:
+            for lease in self.frontiers.get((node, int(tokens[end])), ()):
                 if np.array_equal(lease.tokens[end : length + 1], tokens[end : length + 1]):
                     if lease.begun < self.passes_launched:
                         return lease
                     newcomer = newcomer or lease
-                    break  # the others of this frontier are newcomers, too
+                    break  # all others after it are newcomers, too
+            end -= len(node.tokens)
+            node = node.parent
         return newcomer
 
     def lend(self, lease: Lease) -> None:
@@ -198,20 +203,23 @@ class PrefixCache(CountsHits):
             insort(self._lenders.setdefault(lease.frontier, []), (known, lease), key=itemgetter(0))
 
     def loan(self, match: Match, tokens: Tokens, limit: int) -> Loan | None:
-        """The most that can be borrowed for the coming pass after `match`, just made with the same arguments."""
-        best: Loan | None = None
-        for frontier, start in self._frontiers_to(match, tokens) if match.length < limit else ():
-            lenders = self._lenders.get(frontier, [])
-            # Who has most in common comes just before or just after.
-            at = bisect_left(lenders, sort_key(tokens[start:limit]), key=itemgetter(0)) if lenders else 0
-            for _, lender in lenders[max(0, at - 1) : at + 1]:
-                end = min(lender.allocated_len, limit)
-                end = start + common_prefix(lender.tokens[start:end], tokens[start:end])
-                if end > max(match.length, best.end if best else 0) and not lender.released:
-                    best = Loan(lender, end)
-        if best is not None:
-            while (above := best.lender.lender) is not None and best.end <= best.lender.lent_end:
-                best = Loan(above, best.end)
+        """The most that can be borrowed for the coming pass after `match`, just made with the same arguments.
+
+        Only of leases that begin at the match: the borrower's row has the same slots as theirs before it, too.
+        """
+        start, best = match.length, None
+        if start >= limit or not match.at_boundary:
+            return None
+        lenders = self._lenders.get((match.node, int(tokens[start])), [])
+        # Who has most in common comes just before or just after.
+        at = bisect_left(lenders, sort_key(tokens[start:limit]), key=itemgetter(0)) if lenders else 0
+        for _, lender in lenders[max(0, at - 1) : at + 1]:
+            end = min(lender.allocated_len, limit)
+            end = start + common_prefix(lender.tokens[start:end], tokens[start:end])
+            if not lender.released and (best is None or end > best.end):
+                best = Loan(lender, end)
+        while best is not None and best.end <= best.lender.lent_end and best.lender.lender is not None:
+            best = Loan(best.lender.lender, best.end)  # who computes the last of them
         return best
 
     def acquire(
@@ -439,19 +447,6 @@ class PrefixCache(CountsHits):
             self.slots.free(self.tree.unlock(lease.node, lease.reusable_len))
             self.rows.free(lease.row)
             self.leases.remove(lease)
-
-    def _frontiers_to(self, match: Match, tokens: Tokens) -> Iterator[tuple[Frontier, int]]:
-        """Where a lease may stand that computes the token after `match`, and its committed tokens there: at the
-        match, or before it where others have published the tokens between.
-        """
-        node: Node | None = match.node
-        end = match.length
-        if not match.at_boundary:
-            node, end = match.node.parent, end - match.inside
-        while node is not None:
-            yield (node, int(tokens[end])), end
-            end -= len(node.tokens)
-            node = node.parent
 
     def _bequeath(self, lease: Lease) -> int:
         """End the loans of a released lease: who borrowed most of it owns that, and lends it to the others.

@@ -683,7 +683,7 @@ def keep_the_positions_of_wrong_drafts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "truncate", lambda *_: None)
 
 
-@mutant("7:", "8:", "12:", sizes=DRAFT_SIZES)
+@mutant("6:", "7:", "8:", "12:", sizes=DRAFT_SIZES)
 def take_what_follows_a_wrong_draft(patch: pytest.MonkeyPatch) -> None:
     collect = SimulatedRunner.collect
 
@@ -859,9 +859,11 @@ def load_what_making_room_has_dropped(patch: pytest.MonkeyPatch) -> None:
     match = RadixTree.match
     acquire = PrefixCache.acquire
 
-    def stale(self: PrefixCache, namespace: Namespace, tokens: np.ndarray, found: Match, reserve: int) -> object:
+    def stale(
+        self: PrefixCache, namespace: Namespace, tokens: np.ndarray, found: Match, *arguments: Any
+    ) -> object:
         patch.setattr(RadixTree, "match", lambda *_: found)
-        out = acquire(self, namespace, tokens, found, reserve)
+        out = acquire(self, namespace, tokens, found, *arguments)
         patch.setattr(RadixTree, "match", match)
         return out
 
