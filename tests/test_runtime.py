@@ -141,6 +141,28 @@ def test_greedy_continuations_equal_those_of_transformers(reference: tuple[Any, 
         assert sum(o.usage.recomputed_tokens for o in cold + warm) > 0
 
 
+def test_each_step_of_a_chain_reads_the_one_before_in_the_same_pass(reference: tuple[Any, Path]) -> None:
+    """Steps of one token and of several; the last one is a branch, whose prompt is scored in part."""
+    model, folder = reference
+    (long,) = shared_prompts()[5:6]
+    lens = [3, 4, 9, 10, 11, 20, 33, 40]
+    prompts = [long[:length] for length in lens]
+    branch, scored = long[:25] + prompts[0], replace(GREEDY, prompt_logprobs=0, prompt_logprobs_start=20)
+    with small_runtime(folder, enable_prefix_cache=False) as runtime:
+        expected_scores = runtime.generate(branch, scored).prompt_logprobs
+    with small_runtime(folder, schedule_policy="fcfs") as runtime:
+        *outputs, last = runtime.generate([*prompts, branch], [GREEDY] * len(prompts) + [scored])
+        assert runtime.activity().passes == GREEDY.max_new_tokens
+    for prompt, output in zip([*prompts, branch], [*outputs, last], strict=True):
+        expected, margin = continuation(model, prompt, GREEDY.max_new_tokens)
+        assert margin > 1e-4
+        assert list(output.token_ids) == expected
+    assert [output.usage.cached_tokens for output in outputs] == [0, *lens[:-1]]
+    assert last.usage.cached_tokens == 19
+    scores, wanted = ([token.logprob for token in given] for given in (last.prompt_logprobs, expected_scores))
+    assert scores == pytest.approx(wanted, abs=1e-4)
+
+
 # Run in one way each, which chunks, batches and reuses; the runs above are about the engine, not about the model.
 FAMILIES: dict[str, Any] = {
     "qwen2, dynamic rope": lambda: checkpoints.qwen2(rope_parameters=checkpoints.DYNAMIC_ROPE),

@@ -207,17 +207,13 @@ class PrefixCache(CountsHits):
 
         Only of leases that begin at the match: the borrower's row has the same slots as theirs before it, too.
         """
-        start, best = match.length, None
-        if start >= limit or not match.at_boundary:
-            return None
-        lenders = self._lenders.get((match.node, int(tokens[start])), [])
-        # Who has most in common comes just before or just after.
-        at = bisect_left(lenders, sort_key(tokens[start:limit]), key=itemgetter(0)) if lenders else 0
-        for _, lender in lenders[max(0, at - 1) : at + 1]:
-            end = min(lender.allocated_len, limit)
-            end = start + common_prefix(lender.tokens[start:end], tokens[start:end])
-            if not lender.released and (best is None or end > best.end):
-                best = Loan(lender, end)
+        node, start = match.node, match.length
+        best = self._longest(node, tokens, start, limit) if match.at_boundary and start < limit else None
+        while best is not None and node.parent is not None and len(self._lenders) > 1:
+            node, start = node.parent, start - len(node.tokens)
+            other = self._longest(node, tokens, start, limit)
+            if other is not None and other.end > best.end:
+                return None  # one that is scored computes what is there before, and more: it is waited for
         while best is not None and best.end <= best.lender.lent_end and best.lender.lender is not None:
             best = Loan(best.lender.lender, best.end)  # who computes the last of them
         return best
@@ -447,6 +443,21 @@ class PrefixCache(CountsHits):
             self.slots.free(self.tree.unlock(lease.node, lease.reusable_len))
             self.rows.free(lease.row)
             self.leases.remove(lease)
+
+    def _longest(self, node: Node, tokens: Tokens, start: int, limit: int) -> Loan | None:
+        """The newcomer at `node`, where `tokens[start]` follows, that computes most of `tokens[:limit]`."""
+        lenders = self._lenders.get((node, int(tokens[start])))
+        if lenders is None:
+            return None
+        # Who has most in common comes just before or just after.
+        at = bisect_left(lenders, sort_key(tokens[start:limit]), key=itemgetter(0))
+        best: Loan | None = None
+        for _, lender in lenders[max(0, at - 1) : at + 1]:
+            end = min(lender.allocated_len, limit)
+            end = start + common_prefix(lender.tokens[start:end], tokens[start:end])
+            if not lender.released and (best is None or end > best.end):
+                best = Loan(lender, end)
+        return best
 
     def _bequeath(self, lease: Lease) -> int:
         """End the loans of a released lease: who borrowed most of it owns that, and lends it to the others.
