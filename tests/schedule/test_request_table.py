@@ -28,7 +28,14 @@ def table_with(*requests: Request) -> tuple[RequestTable, list[Answer]]:
 
 def lease(table: RequestTable, row: int) -> Lease:
     return Lease(
-        row, NO_MATCH.node, committed=0, matched=0, loaded=0, tokens=EMPTY, allocated_lens=table.allocated_lens
+        row,
+        NO_MATCH.node,
+        committed=0,
+        matched=0,
+        loaded=0,
+        tokens=EMPTY,
+        allocated_lens=table.allocated_lens,
+        begun=0,
     )
 
 
