@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -138,6 +138,24 @@ def shared_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, e4m3: bool = F
     if head_dim <= 64:
         return AttentionConfig(128, 64, 4, 3)
     return AttentionConfig(128, 32, 8, 3, max_registers=None if e4m3 else 128)
+
+
+def ordered_config(
+    gpu: GPU, head_dim: int, dtype: torch.dtype, *, kind: Literal["decode", "long", "short", "shared"]
+) -> AttentionConfig:
+    """For deterministic attention of queries of `dtype`: tiles of decodes, of long and short extends, of shared
+    items. Not measured yet: tiles are those of the other kernels, warps and registers those that spill nothing
+    within a superblock on Hopper. `block_n` is at most 64.
+    """
+    if kind == "decode":
+        _check_vendor(gpu)
+        if dtype == torch.float32:
+            return AttentionConfig(DECODE_ROWS, 16, num_warps=8, num_stages=1)
+        return AttentionConfig(DECODE_ROWS, 64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
+    config = shared_config(gpu, head_dim, dtype) if kind == "shared" else extend_config(
+        gpu, head_dim, dtype, short=kind == "short"
+    )
+    return config
 
 
 # --- linear ---

@@ -90,7 +90,12 @@ class Attention(nn.Module):
         scale = self.head_dim**-0.5 if scale is None else scale
         scoring = Scoring(scale, softcap, config.attention[layer_id].window)
         self.attention = RadixAttention(
-            layer_id, scoring, cos_sin_cache=cos_sin_cache, norm=norm, impl=placement.impl
+            layer_id,
+            scoring,
+            cos_sin_cache=cos_sin_cache,
+            norm=norm,
+            impl=placement.impl,
+            deterministic=placement.deterministic,
         )
 
     def forward(
