@@ -34,8 +34,8 @@ def compare_all(decoder: Decoder, limits: PassLimits, max_scored_at_once: int) -
     """Compare the products of each shape in a deterministic model, and tell its layers where they may use torch's.
     Of other models nothing is compared.
 
-    Callers make the model's device the current one, in inference mode. Passes are up to `limits`; logits of prompts are computed for `max_scored_at_once` tokens at a time. The tables
-    hold for other weights of the same shapes, too.
+    Callers make the model's device the current one, in inference mode. Passes are up to `limits`; logits of
+    prompts are computed for `max_scored_at_once` tokens at a time. The tables hold for other weights, too.
 
     Raises ModelError where a row's bits depend on the rows beside it even so.
     """
