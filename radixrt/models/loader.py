@@ -75,6 +75,11 @@ def load_model(
         )
     # Nothing of any size is made before all names, shapes and sizes are known to be right.
     placement = Placement(_resolve_dtype(dtype, config, device), device, impl, deterministic)
+    if deterministic and placement.dtype == torch.float16 and device.type == "cuda":
+        raise ModelError(
+            "deterministic is True, but the weights are to be float16, in which attention on a GPU cannot promise "
+            "equal bits; use dtype='bfloat16' or 'float32', or leave deterministic out"
+        )
     skeleton = decoder(replace(config, context_length=2), replace(placement, device=torch.device("meta")))
     if files is not None:
         _check_stored(skeleton, config, files, stored)

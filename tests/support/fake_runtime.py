@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from layers.products import ProductTable
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.errors import PromptError
 from radixrt.frontend.request_builder import Prompt, RequestBuilder
@@ -65,6 +66,7 @@ class FakeRuntime:
         self.seed = 0
         self.limits = RunLimits(pool_tokens=100_000)
         self.reuses_prefixes = True
+        self.products: tuple[ProductTable, ...] = ()
         self.weights = "those"
         self.passed = Activity()
         self.prompt_tokens = self.cached_tokens = 0

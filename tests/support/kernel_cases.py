@@ -31,6 +31,7 @@ from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.kv.kv_copy import kv_copy
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.kv.view import KVView
+from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_softmax import topk_softmax
@@ -74,6 +75,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _tree_cases()
     yield from _elementwise_cases()
     yield from _linear_cases()
+    yield from _ordered_cases()
     yield from _expert_cases()
     yield from _sampling_cases()
     yield from _kv_copy_cases()
@@ -367,6 +369,22 @@ def _linear_cases() -> Iterator[KernelCase]:
             )
             call = partial(add_rms_norm, parts, residual, norm_weight, 1e-5, impl="triton")
             yield KernelCase(add_rms_norm, f"{name}, {len(parts)} parts", call, few)
+
+
+# --- ordered projections ---
+
+
+def _ordered_cases() -> Iterator[KernelCase]:
+    """Every tile, whole steps and not, with a bias and without."""
+    for num_columns, depth in ((1024, 3072), (28_672, 4096), (100, 80)):
+        for num_rows, dtype, has_bias in product((1, 32, 64, 4096), SHORT_NAMES, (False, True)):
+            name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}{', bias' * has_bias}"
+            few = dtype == torch.bfloat16 and (num_columns, has_bias) in ((28_672, False), (100, True))
+            wgmma = dtype != torch.float32 and (num_rows > 64 or num_columns == 28_672)
+            empty = partial(torch.empty, dtype=dtype)
+            bias = empty(num_columns) if has_bias else None
+            call = partial(ordered_linear, empty(num_rows, depth), empty(num_columns, depth), bias, impl="triton")
+            yield KernelCase(ordered_linear, name, call, few, wgmma)
 
 
 # --- experts ---
