@@ -140,22 +140,21 @@ def shared_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, e4m3: bool = F
     return AttentionConfig(128, 32, 8, 3, max_registers=None if e4m3 else 128)
 
 
-def ordered_config(
+def ordered_attention_config(
     gpu: GPU, head_dim: int, dtype: torch.dtype, *, kind: Literal["decode", "long", "short", "shared"]
 ) -> AttentionConfig:
     """For deterministic attention of queries of `dtype`: tiles of decodes, of long and short extends, of shared
-    items. Not measured yet: tiles are those of the other kernels, warps and registers those that spill nothing
-    within a superblock on Hopper. `block_n` is at most 64.
+    items. None of these was measured: they are like those of the other kernels, with registers and warps that
+    spill nothing within a superblock. `block_n` is 16, 32 or 64.
     """
-    if kind == "decode":
-        _check_vendor(gpu)
-        if dtype == torch.float32:
-            return AttentionConfig(DECODE_ROWS, 16, num_warps=8, num_stages=1)
-        return AttentionConfig(DECODE_ROWS, 64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
-    config = shared_config(gpu, head_dim, dtype) if kind == "shared" else extend_config(
-        gpu, head_dim, dtype, short=kind == "short"
-    )
-    return config
+    if kind == "shared":
+        return shared_config(gpu, head_dim, dtype)
+    if kind != "decode":
+        return extend_config(gpu, head_dim, dtype, short=kind == "short")
+    _check_vendor(gpu)
+    if dtype == torch.float32:
+        return AttentionConfig(DECODE_ROWS, 16, num_warps=8, num_stages=1, max_registers=128)
+    return AttentionConfig(DECODE_ROWS, 64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
 
 
 # --- linear ---

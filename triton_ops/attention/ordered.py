@@ -26,7 +26,7 @@ from triton_ops.tuning import (
     MERGE_WARPS,
     SHORT_ROWS,
     AttentionConfig,
-    ordered_config,
+    ordered_attention_config,
 )
 
 SUPERBLOCK = 1024  # keys
@@ -67,9 +67,9 @@ def ordered_decode(
     launch = _Launch(q, kv, plan, scoring, out, lse, superblock)
     gpu, head_dim = gpu_of(q.device), q.shape[2]
     if plan.shared_req_pool_indices.shape[0]:
-        config = ordered_config(gpu, head_dim, q.dtype, kind="shared")
+        config = ordered_attention_config(gpu, head_dim, q.dtype, kind="shared")
         launch(config, config.block_rows(launch.group), "shared", item_queries=plan.shared_queries, LISTED=True)
-    config = ordered_config(gpu, head_dim, q.dtype, kind="decode")
+    config = ordered_attention_config(gpu, head_dim, q.dtype, kind="decode")
     block_m = max(DECODE_ROWS, next_power_of_2(launch.group))
     launch(config, block_m, "item", HAS_TAKEN=plan.tail_partial_starts.shape[0] > 0)
     if plan.row_partial_starts.shape[0]:
@@ -117,7 +117,7 @@ def ordered_extend(
             tile_tokens=extend_tile_tokens(gpu, head_dim, group, q.dtype, short=short),
         ).to(q.device)
     kind: Literal["long", "short"] = "short" if plan.tile_tokens * group <= SHORT_ROWS else "long"
-    config = ordered_config(gpu, head_dim, q.dtype, kind=kind)
+    config = ordered_attention_config(gpu, head_dim, q.dtype, kind=kind)
     if plan.tile_tokens != config.block_rows(group) // group:
         raise ValueError(f"the plan's tiles have {plan.tile_tokens} tokens, the kernel's another number")
     if plan.item_requests.shape[0] == 0:
@@ -157,39 +157,38 @@ def _in_torch(
     a time, in float32. All numbers that products read begin at multiples of 64 bytes: on alignment, too, depends
     which path torch takes.
     """
-    num_rows, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv.k.shape[1]
     group, width = num_heads // num_kv_heads, -(-head_dim // 16) * 16
     first = torch.zeros_like(positions) if scoring.window is None else positions - scoring.window + 1
+    slopes = None if scoring.alibi_slopes is None else scoring.alibi_slopes.view(num_kv_heads, group, 1) * LOG2_E
+    heads = CPU_ROWS, num_kv_heads
+    queries = torch.zeros(*heads, group, width, device=q.device)
+    k = torch.zeros(*heads, width, CPU_SUPERBLOCK, device=q.device)
+    v = torch.ones(*heads, CPU_SUPERBLOCK, width + 16, device=q.device)  # after the values: of sums of weights
+    v[..., head_dim:width] = 0.0
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-torch.inf)
     # Rows of about the same length are computed together.
     order = positions.argsort(stable=True)
-    slopes = None if scoring.alibi_slopes is None else scoring.alibi_slopes.view(num_kv_heads, group, 1) * LOG2_E
-    for rows in order.split(CPU_ROWS):
+    for rows in order[int((positions < 0).sum()) :].split(CPU_ROWS):
         count = len(rows)
         rows = torch.cat([rows, rows[-1:].expand(CPU_ROWS - count)])
-        lines, position, begin = req_pool_indices[rows].long(), positions[rows], first[rows]
-        queries = torch.zeros(CPU_ROWS, num_kv_heads, group, width, device=q.device)
-        queries[..., :head_dim] = q[rows].view(CPU_ROWS, num_kv_heads, group, head_dim)
-        total = torch.zeros(CPU_ROWS, num_kv_heads, group, width + 16, device=q.device)
-        total_base = torch.full((CPU_ROWS, num_kv_heads, group, 1), -torch.inf, device=q.device)
-        low, high = int(begin[:count].min().clamp(min=0)), int(position[:count].max()) + 1
+        lines, position, begin = req_pool_indices[rows].long(), positions[rows].long(), first[rows]
+        queries[..., :head_dim] = q[rows].view(*heads, group, head_dim)
+        total = torch.zeros(*heads, group, width + 16, device=q.device)
+        total_base = torch.full((*heads, group, 1), -torch.inf, device=q.device)
+        low, high = int(begin.min().clamp(min=0)), int(position.max()) + 1
         for block in range(low // CPU_SUPERBLOCK, -(-high // CPU_SUPERBLOCK)):
             keys = torch.arange(block * CPU_SUPERBLOCK, (block + 1) * CPU_SUPERBLOCK, device=q.device)
             visible = (keys <= position[:, None]) & (keys >= begin[:, None])  # [CPU_ROWS, CPU_SUPERBLOCK]
-            slots = kv.req_to_token[lines[:, None], torch.where(visible, keys, 0)]
-            k, v = (
-                x.view(CPU_ROWS, CPU_SUPERBLOCK, num_kv_heads, head_dim)
-                .masked_fill(~visible[..., None, None], 0.0)  # other slots may hold anything
-                .transpose(1, 2)
-                for x in kv.gather(slots.flatten())
-            )
-            padded_k = torch.zeros(CPU_ROWS, num_kv_heads, CPU_SUPERBLOCK, width, device=q.device)
-            padded_k[..., :head_dim] = k
-            padded_v = torch.zeros(CPU_ROWS, num_kv_heads, CPU_SUPERBLOCK, width + 16, device=q.device)
-            padded_v[..., :head_dim] = v
-            padded_v[..., width:] = 1.0  # sums of weights
-            scores = _product(queries, padded_k.transpose(2, 3).contiguous())
-            scores = scores.mul_(scoring.scale)
+            # Elsewhere the row's own slot is read: others may hold NaN, and 0 * NaN is NaN.
+            slots = kv.req_to_token[lines[:, None], torch.where(visible, keys, position[:, None])]
+            new_k, new_v = (x.view(CPU_ROWS, CPU_SUPERBLOCK, num_kv_heads, -1) for x in kv.gather(slots.flatten()))
+            k[..., :head_dim, :] = new_k.permute(0, 2, 3, 1)
+            v[..., :head_dim] = new_v.transpose(1, 2)
+            scores = _product(queries, k).mul_(scoring.scale)
             if scoring.softcap is not None:
                 scores = soft_cap(scores, scoring.softcap, impl="torch")
             scores = scores.mul_(LOG2_E)
@@ -198,19 +197,18 @@ def _in_torch(
             scores.masked_fill_(~visible.view(CPU_ROWS, 1, 1, -1), -torch.inf)
             base = scores.amax(-1, keepdim=True).ceil_()
             weights = scores.sub_(base.clamp(min=torch.finfo(torch.float32).min)).exp2_()
-            total, total_base = _add(total, total_base, _product(weights, padded_v), base)
+            total, total_base = _add(total, total_base, _product(weights, v), base)
         if scoring.sinks is not None:
             sink = (scoring.sinks * LOG2_E).view(1, num_kv_heads, group, 1).expand_as(total_base)
             alone = torch.zeros_like(total)
             alone[..., width:] = (sink - sink.ceil()).exp2()
             total, total_base = _add(total, total_base, alone, sink.ceil())
-        total, sums = total[..., :head_dim], total[..., width]
-        empty = sums == 0.0
-        result = total / sums.masked_fill(empty, 1.0)[..., None]
-        out[rows[:count]] = result[:count].reshape(count, num_heads, head_dim).to(out.dtype)
+        sums = total[..., width]
+        result = (total[..., :head_dim] / sums[..., None])[:count]
+        out[rows[:count]] = result.reshape(count, num_heads, head_dim).to(out.dtype)
         if lse is not None:
             natural = (total_base[..., 0] + sums.log2()) / LOG2_E
-            lse[rows[:count]] = natural.masked_fill(empty, -torch.inf)[:count].reshape(count, num_heads)
+            lse[rows[:count]] = natural[:count].reshape(count, num_heads)
     return out
 
 
