@@ -25,7 +25,7 @@ class AttentionPlanner:
     read what requests share once, wherever that is cheaper. References need none of this, nor plans of extends.
 
     Plans for deterministic attention have a `superblock`: contexts are cut at its multiples, extends not at all, and
-    nothing is shared yet.
+    extends share nothing yet.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class AttentionPlanner:
         self._shape, self._windows, self._req_to_token = shape, windows, req_to_token
         self._kernels, self._tuning, self._superblock = kernels, tuning or H200, superblock
         self._segments: SharedSegments | None = None  # nothing is shared
-        if kernels and tree and None in windows and superblock is None:
-            self._segments = SharedSegments(shape, kv_dtype.itemsize, self._tuning)
+        if kernels and tree and None in windows:
+            self._segments = SharedSegments(shape, kv_dtype.itemsize, self._tuning, superblock)
 
     def max_partial_bytes(self, num_decodes: int, num_tokens: int) -> int:
         """The most memory that partial results of decodes, and of `num_tokens` of extends, take in a layer."""
@@ -141,14 +141,23 @@ class AttentionPlanner:
         for window in self._windows:
             read = np.maximum(seq_lens - tail_starts, 0) if window is None else seq_lens.clip(max=window)
             item_len = self._shape.decode_item_len(read) if cuts else None
-            if item_len is not None and self._superblock is not None and not self._can_cut(read, seq_lens, item_len):
-                item_len = None
+            if item_len is not None and self._superblock is not None:
+                # A tail that goes on from an open superblock is not cut.
+                if any_shared or not self._can_cut(read, seq_lens, item_len):
+                    item_len = None
             if segments is not None and window is None and (any_shared or not (flat or cuts)):
-                if not cuts:  # nobody is to wait for a long tail
+                if not cuts and self._superblock is None:  # nobody is to wait for a long tail
                     fair = int(read.sum(dtype=np.int64)) // self._shape.decode_wave
                     head_lens = read - max(self._tuning.long_tail, fair)
                     tail_starts, shared = segments.with_heads(rows, tail_starts, head_lens, shared)
-                plans[window] = AttentionPlan.tree(rows, seq_lens, tail_starts, shared, max_item_len=item_len)
+                plans[window] = AttentionPlan.tree(
+                    rows,
+                    seq_lens,
+                    tail_starts,
+                    shared,
+                    max_item_len=item_len,
+                    superblock=self._superblock,
+                )
             else:
                 plans[window] = AttentionPlan.flat(
                     rows,
@@ -168,7 +177,7 @@ class AttentionPlanner:
         rows, prefix, first_rows, counts = (host[name][:count] for name in names)
         is_short_pass = num_tokens <= self._tuning.max_cut_tokens
         tail_starts, shared = np.zeros_like(rows), NOTHING_SHARED
-        if self._segments is not None and window is None and is_short_pass:
+        if self._segments is not None and self._superblock is None and window is None and is_short_pass:
             is_short = counts <= self._tuning.short_extend * self._segments.rows_at_once
             tail_starts, shared = self._segments.find(
                 self._req_to_token,
