@@ -152,10 +152,10 @@ def revealing_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Random x, weight and bias that show in which order a product adds, in every row.
 
-    In every other column the second half of each sum is the negative of the first one, in another order. So results
-    are rounding errors alone, and another order gives other numbers, not another last bit here and there. In the
-    columns between, results are rounded, which shows whether the bias was added before. Elements are of many sizes:
-    short sums of products in 16 bits would be exact otherwise.
+    In every other column the second half of a sum is the negative of the first one, in another order. So results
+    are rounding errors alone, and another order gives other numbers, not another last bit here and there. Columns
+    between show whether the bias is added before a result is rounded. Elements are of many sizes: short sums of
+    products in 16 bits would be exact otherwise.
     """
     generator, half = torch.Generator(device).manual_seed(0), depth // 2
     x, weight, bias = (
