@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from layers.products import revealing_inputs
+from layers.products import compare_products, revealing_inputs
+from tests.support.interpreter import require_interpreter
 from tests.support.row_bits import ROWS, differing_counts, threads
 from triton_ops.implementation import GPU
 from triton_ops.linear.ordered_linear import ordered_linear, ordered_linear_reference
@@ -134,3 +135,14 @@ def test_configurations() -> None:
         ordered_linear_config(gpu, 1, 1024, torch.bfloat16).columns
         < ordered_linear_config(gpu, 1, 28_672, torch.bfloat16).columns
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("columns", "depth"), [(64, 64), (101, 33)])
+def test_tiles_of_the_kernel_change_no_bit(columns: int, depth: int, dtype: torch.dtype) -> None:
+    """As tensor cores add, at all tiles of rows: of 16, 32, 64 and 128."""
+    require_interpreter()
+    given = {"dtype": dtype, "device": torch.device("cpu"), "impl": "triton", "counts": (1, 16, 17, 40, 64, 130)}
+    with pytest.importorskip("tests.support.tensor_cores").tensor_cores():
+        for has_bias in (False, True):
+            compare_products(columns, depth, has_bias=has_bias, **given)
