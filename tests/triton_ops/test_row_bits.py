@@ -1,4 +1,4 @@
-"""The bits of a row of every operation but attention do not depend on the rows beside it, on a CPU.
+"""The bits of a row of every operation but attention do not depend on the rows beside it.
 
 Where torch's own form depends on them, the operation is asked to be deterministic.
 """
@@ -107,7 +107,8 @@ def heads_cases(random: Random) -> Iterator[Case]:
 
 def expert_cases(random: Random) -> Iterator[Case]:
     for num_experts, top_k, hidden, inner in ((4, 2, 32, 48), (60, 4, 64, 32), (6, 3, 33, 17)):
-        x, gate_up, _ = revealing_inputs(ROWS, num_experts * 2 * inner, hidden, random.dtype, torch.device("cpu"))
+        device = torch.get_default_device()
+        x, gate_up, _ = revealing_inputs(ROWS, num_experts * 2 * inner, hidden, random.dtype, device)
         gate_up, down = gate_up.view(num_experts, 2 * inner, hidden), random(num_experts, hidden, inner)
 
         def mix(
@@ -162,7 +163,9 @@ def logits_cases(random: Random) -> Iterator[Case]:
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cases", [rows_cases, heads_cases, expert_cases, logits_cases])
-def test_bits_of_a_row(cases: Callable[[Random], Iterator[Case]], dtype: torch.dtype, num_threads: int) -> None:
+def test_bits_of_a_row(
+    cases: Callable[[Random], Iterator[Case]], dtype: torch.dtype, num_threads: int, device: torch.device
+) -> None:
     differing = {}
     with threads(num_threads):
         for name, op, inputs in cases(Random(dtype)):

@@ -108,6 +108,20 @@ def test_torch_adds_in_other_orders() -> None:
     assert 1 in differing_counts(lambda rows: linear(rows, weight), x)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("columns", "depth"),
+    [(1024, 3072), (4096, 1024), (4096, 4096), (28_672, 4096), (4096, 14_336), (151_936, 1024)],
+)
+def test_on_a_gpu(columns: int, depth: int, dtype: torch.dtype) -> None:
+    """The order of the kernel is one at all sizes, and the library's at some of them."""
+    counts, cuda = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512, 640, 1024, 2048), torch.device("cuda")
+    for has_bias in (False, True):
+        table = compare_products(columns, depth, has_bias=has_bias, counts=counts, dtype=dtype, device=cuda)
+        assert table.equal or dtype == torch.float32
+
+
 def test_what_disagrees_is_refused() -> None:
     x, weight, bias = product_of((3, 8, 16), torch.float16, torch.device("cpu"), bias=True)
     assert bias is not None
