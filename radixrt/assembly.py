@@ -135,7 +135,8 @@ def assemble(config: RuntimeConfig) -> Parts:
     on_device = torch.cuda.device(device) if on_gpu else nullcontext()
     with torch.inference_mode(), on_device, room_for_passes():
         products = compare_all(decoder, limits, Tuning.max_scored_at_once)
-    seconds["products"] = time.perf_counter() - products_began
+    if products:
+        seconds["products"] = time.perf_counter() - products_began
     own_defaults = generation_defaults(folder)
     defaults = own_defaults if config.generation_config == "auto" else SamplingParams()
     _log_weights(decoder, config, folder, seconds["weights"], own_defaults)

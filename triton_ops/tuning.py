@@ -241,7 +241,7 @@ def split_k_config(
 
 
 @dataclass(frozen=True)
-class OrderedConfig:
+class OrderedLinearConfig:
     """A program computes `rows` of x times `columns` of the output, `depth` elements of the sum a step."""
 
     rows: int
@@ -251,19 +251,19 @@ class OrderedConfig:
     num_warps: int
 
 
-def ordered_config(gpu: GPU, num_rows: int, num_columns: int, dtype: torch.dtype) -> OrderedConfig:
+def ordered_linear_config(gpu: GPU, num_rows: int, num_columns: int, dtype: torch.dtype) -> OrderedLinearConfig:
     """For an ordered product of `num_rows` rows. None of these was measured: for few rows they are like those of
     `split_k_config`, without parts, and for many like those of `expert_config`.
     """
     _check_vendor(gpu)
     rows = max(16, next_power_of_2(num_rows))
     if dtype == torch.float32:
-        return OrderedConfig(min(64, rows), 64, 32, 3, 4)
+        return OrderedLinearConfig(min(64, rows), 64, 32, 3, 4)
     if rows > 64:
-        return OrderedConfig(128, 128, 64, 3, 8)
+        return OrderedLinearConfig(128, 128, 64, 3, 8)
     # Of few columns narrow tiles occupy more multiprocessors.
     columns = 64 if cdiv(num_columns, 64) * cdiv(num_rows, rows) >= gpu.num_sms else 32
-    return OrderedConfig(rows, columns, 64, 4, 4)
+    return OrderedLinearConfig(rows, columns, 64, 4, 4)
 
 
 # --- experts ---

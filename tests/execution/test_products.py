@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_every_product_has_a_table(family: str, folders: dict[str, Path]) -> Non
     assert len(tables) == len({(table.columns, table.depth, table.has_bias) for table in tables}) < len(layers)
 
 
+@pytest.mark.parametrize("family", ["built in", "qwen2", "gemma2"])
+def test_activations_are_deterministic_too(family: str, folders: dict[str, Path]) -> None:
+    gates = [
+        module.activation for module in deterministic(folders[family]).modules() if hasattr(module, "activation")
+    ]
+    assert gates
+    for gate in gates:
+        assert isinstance(gate, partial)
+        assert gate.keywords["deterministic"] is True
+
+
 def test_other_models_are_not_compared(folders: dict[str, Path]) -> None:
     for folder in folders.values():
         decoder, _ = load_model(folder)
@@ -82,6 +94,7 @@ class Without(torch.nn.Module):
         return q * v.mean(1, keepdim=True)
 
 
+@pytest.mark.long_unless(kept=lambda case: case["dtype"] == "float32" or case["num_threads"] == 1)
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)

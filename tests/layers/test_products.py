@@ -17,6 +17,7 @@ from layers.linear import Linear, StackedLinear
 from layers.placement import Placement
 from layers.products import Product, ProductTable, compare_products, same_bits
 from layers.vocabulary import LogitsHead
+from tests.support.interpreter import require_interpreter
 from tests.support.row_bits import COUNTS, ROWS, differing_counts, threads
 from triton_ops.linear.ordered_linear import ordered_linear, plain_linear
 
@@ -51,23 +52,39 @@ def honest(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tenso
 def test_a_product_in_another_order_is_found_out(
     columns: int, depth: int, has_bias: bool, dtype: torch.dtype
 ) -> None:
-    """At each number of rows, one row of six columns in bfloat16 included."""
-    lying = (4, 24)
+    """One that adds both halves apart, in float32; at one row of six columns, too."""
+
+    def right(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        total = ordered(x.float(), weight.float(), None)
+        return (total if bias is None else total + bias.float()).to(dtype)
 
     def lies(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        if len(x) not in lying:
-            return honest(x, weight, bias, out)
-        half = x.shape[1] // 2
+        if len(x) not in (1, 24):
+            return out.copy_(right(x, weight, bias))
+        half = depth // 2
         first, second = (
-            ordered(x[:, part].contiguous(), weight[:, part].contiguous(), None).float()
+            ordered(x[:, part].float(), weight[:, part].float().contiguous(), None)
             for part in (slice(0, half), slice(half, None))
         )
         total = first + second
         return out.copy_(total if bias is None else total + bias.float())
 
-    table = compared(columns, depth, dtype, has_bias=has_bias, plain=lies)
-    assert table.equal == tuple(count for count in LADDER if count not in lying)
-    assert compared(columns, depth, dtype, has_bias=has_bias, plain=honest).equal == LADDER
+    table = compared(columns, depth, dtype, has_bias=has_bias, plain=lies, ordered=right)
+    assert table.equal == tuple(count for count in LADDER if count not in (1, 24))
+
+
+def test_a_bias_that_is_added_too_late_is_found_out() -> None:
+    """To what is rounded already."""
+
+    def right(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is not None
+        return (ordered(x.float(), weight.float(), None) + bias.float()).bfloat16()
+
+    def late(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        assert bias is not None
+        return out.copy_(ordered(x.float(), weight.float(), None).bfloat16() + bias)
+
+    assert compared(8, 256, torch.bfloat16, has_bias=True, plain=late, ordered=right).equal == ()
 
 
 def test_one_wrong_row_is_enough() -> None:
@@ -228,3 +245,20 @@ def test_other_layers_compute_as_before() -> None:
     assert layer.product is None
     assert torch.equal(layer(x), linear(x, layer.weight))
     assert torch.equal(plain_linear(x, layer.weight, None, torch.empty(3, 48)), x @ layer.weight.T)
+
+
+def test_no_sum_is_cut_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(*given: object) -> None:
+        raise AssertionError("it looked for parts")
+
+    require_interpreter()
+    monkeypatch.setattr("layers.linear.split_k_config", cut)
+    x, weight = random(3, 32), random(16, 32, seed=1)
+    for deterministic in (True, False):
+        layer = Linear(32, 16, bias=False, placement=Placement(torch.float32, CPU, "triton", deterministic))
+        layer.weight.copy_(weight)
+        if deterministic:
+            torch.testing.assert_close(layer(x, split_k_ok=True), linear(x, weight))
+        else:
+            with pytest.raises(AssertionError, match="looked for parts"):
+                layer(x, split_k_ok=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import Impl, cdiv, gpu_of, runs_triton, tl, triton
-from triton_ops.tuning import ordered_config
+from triton_ops.tuning import ordered_linear_config
 
 BLOCK_ROWS = 16  # of a call of torch: enough for its kernels to have no rest of rows
 _ALIGNMENT = 64  # bytes
@@ -82,7 +82,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (num_rows, depth), num_columns = x.shape, weight.shape[0]
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
     if num_rows:
-        rows, config = as_rows(x), ordered_config(gpu_of(x.device), num_rows, num_columns, x.dtype)
+        rows, config = as_rows(x), ordered_linear_config(gpu_of(x.device), num_rows, num_columns, x.dtype)
         _ordered_kernel[(cdiv(num_rows, config.rows), cdiv(num_columns, config.columns))](
             rows,
             weight,

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from layers.products import revealing_inputs
+from layers.products import compare_products, revealing_inputs
+from tests.support.interpreter import require_interpreter
 from tests.support.row_bits import ROWS, differing_counts, threads
 from triton_ops.implementation import GPU
 from triton_ops.linear.ordered_linear import ordered_linear, ordered_linear_reference
-from triton_ops.tuning import ordered_config
+from triton_ops.tuning import ordered_linear_config
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # The interpreter does not know bfloat16.
@@ -81,7 +82,7 @@ def test_rows_are_apart(kernel_device: torch.device) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "depth"), [(64, 64), (101, 33), (6, 32), (24, 48), (512, 256)])
+@pytest.mark.parametrize(("columns", "depth"), [(64, 64), (6, 33), (10, 257), (24, 48), (512, 256)])
 def test_bits_of_a_row_are_its_own(columns: int, depth: int, dtype: torch.dtype, num_threads: int) -> None:
     x, weight, bias = revealing_inputs(ROWS, columns, depth, dtype, torch.device("cpu"))
     with threads(num_threads):
@@ -107,6 +108,20 @@ def test_torch_adds_in_other_orders() -> None:
     assert 1 in differing_counts(lambda rows: linear(rows, weight), x)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("columns", "depth"),
+    [(1024, 3072), (4096, 1024), (4096, 4096), (28_672, 4096), (4096, 14_336), (151_936, 1024)],
+)
+def test_on_a_gpu(columns: int, depth: int, dtype: torch.dtype) -> None:
+    """The order of the kernel is one at all sizes, and the library's at some of them."""
+    counts, cuda = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512, 640, 1024, 2048), torch.device("cuda")
+    for has_bias in (False, True):
+        table = compare_products(columns, depth, has_bias=has_bias, counts=counts, dtype=dtype, device=cuda)
+        assert table.equal or dtype == torch.float32
+
+
 def test_what_disagrees_is_refused() -> None:
     x, weight, bias = product_of((3, 8, 16), torch.float16, torch.device("cpu"), bias=True)
     assert bias is not None
@@ -127,10 +142,21 @@ def test_configurations() -> None:
     gpu = GPU(capability=90, num_sms=132)
     for dtype, largest in ((torch.float32, 64), (torch.bfloat16, 128)):
         for num_rows in (1, 2, 16, 17, 33, 64, 65, 512, 16_896):
-            config = ordered_config(gpu, num_rows, 4096, dtype)
+            config = ordered_linear_config(gpu, num_rows, 4096, dtype)
             assert config.rows == min(largest, max(16, 1 << (num_rows - 1).bit_length()))
     # Few columns are cut into more tiles.
     assert (
-        ordered_config(gpu, 1, 1024, torch.bfloat16).columns
-        < ordered_config(gpu, 1, 28_672, torch.bfloat16).columns
+        ordered_linear_config(gpu, 1, 1024, torch.bfloat16).columns
+        < ordered_linear_config(gpu, 1, 28_672, torch.bfloat16).columns
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("columns", "depth"), [(64, 64), (101, 33)])
+def test_tiles_of_the_kernel_change_no_bit(columns: int, depth: int, dtype: torch.dtype) -> None:
+    """As tensor cores add, at all tiles of rows: of 16, 32, 64 and 128."""
+    require_interpreter()
+    given = {"dtype": dtype, "device": torch.device("cpu"), "impl": "triton", "counts": (1, 16, 17, 40, 64, 130)}
+    with pytest.importorskip("tests.support.tensor_cores").tensor_cores():
+        for has_bias in (False, True):
+            compare_products(columns, depth, has_bias=has_bias, **given)
