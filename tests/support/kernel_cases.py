@@ -23,6 +23,7 @@ from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import Extends, extend_attention
+from triton_ops.attention.ordered import SUPERBLOCK, ordered_decode, ordered_extend
 from triton_ops.attention.plan import AttentionPlan, SharedItems
 from triton_ops.attention.shared import shared_rows
 from triton_ops.attention.soft_cap import soft_cap
@@ -73,6 +74,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _extend_cases()
     yield from _decode_cases()
     yield from _tree_cases()
+    yield from _ordered_attention_cases()
     yield from _elementwise_cases()
     yield from _linear_cases()
     yield from _ordered_cases()
@@ -225,6 +227,51 @@ def _tree(shape: AttentionShape) -> None:
     tails = np.full_like(rows, shape.prefix)
     plan = AttentionPlan.tree(rows, tails + shape.extend, tails, _all_share(shape, shape.batch))
     decode_attention(q, shape.kv(), plan.to(q.device), shape.scoring(), impl="triton")
+
+
+def _ordered_attention_cases() -> Iterator[KernelCase]:
+    """Deterministic attention, which is not over e4m3: decodes whole, cut, and with shared prefixes."""
+    for batch, prefix, extend in ((4, 1024, 512), (4, 1024, 16), (4, 4000, 1), (64, 1000, 1)):
+        shape = partial(AttentionShape, batch, prefix, extend)
+        for head_dim in HEAD_DIMS:
+            for dtype in (torch.bfloat16, torch.float32):
+                yield _ordered_case(shape(dtype, head_dim), few=dtype == torch.bfloat16 and head_dim == 128)
+        for options in (("softcap", "window"), ("sinks",), ("alibi_slopes",)):
+            yield _ordered_case(shape(options=options), few=options == ("softcap", "window"))
+        for group in (1, 2, 7, 8, 16):
+            yield _ordered_case(shape(group=group), few=False)
+
+
+def _ordered_case(shape: AttentionShape, *, few: bool) -> KernelCase:
+    wgmma = shape.extend * shape.group >= 64 and shape.dtype != torch.float32
+    if shape.extend > 1:
+        return KernelCase(ordered_extend, str(shape), partial(_ordered_extend, shape), few, wgmma)
+    return KernelCase(ordered_decode, str(shape), partial(_ordered_decode, shape), few, False)
+
+
+def _ordered_extend(shape: AttentionShape) -> None:
+    counts = np.full(shape.batch, shape.extend, np.int32)
+    starts = np.arange(shape.batch, dtype=np.int32) * shape.extend
+    numbers = (np.arange(shape.batch, dtype=np.int32), np.full_like(counts, shape.prefix), starts, counts)
+    q = torch.empty(int(counts.sum()), 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)
+    extends, scoring = Extends(*map(torch.from_numpy, numbers)), shape.scoring()
+    ordered_extend(q[:, : 8 * shape.group], shape.kv(), extends, None, scoring, impl="triton")
+
+
+def _ordered_decode(shape: AttentionShape) -> None:
+    """Many requests share what they can, few are cut."""
+    rows = np.arange(shape.batch, dtype=np.int32)
+    lens, scoring = np.full_like(rows, shape.prefix + 1), shape.scoring()
+    if shape.batch > 4 and scoring.window is None:
+        plan = AttentionPlan.tree(
+            rows, lens, lens // 16 * 16, _all_share(shape, shape.batch), superblock=SUPERBLOCK
+        )
+    else:
+        plan = AttentionPlan.flat(
+            rows, lens, max_item_len=1, sliding_window=scoring.window, superblock=SUPERBLOCK
+        )
+    q = torch.empty(shape.batch, 8 * shape.group, shape.head_dim, dtype=shape.dtype)
+    ordered_decode(q, shape.kv(), torch.from_numpy(rows), plan.to(q.device), scoring, impl="triton")
 
 
 def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:
