@@ -82,8 +82,8 @@ class Runtime:
         context_length: most tokens of a prompt with its answer.
         seed, limits: of the run.
         reuses_prefixes: whether what prompts share is computed once.
-        start_up: seconds: "weights", "products" (comparing them; only if deterministic), "memory" (running the largest
-            pass, to measure it), "graphs", and "total".
+        start_up: seconds: "weights", "products" (comparing them; only if deterministic), "memory" (running the
+            largest pass, to measure it), "graphs", and "total".
         products: if deterministic, a `ProductTable` for each shape of weights: the numbers of rows at which
             torch's product has the right bits, and those at which another one stands in.
 
