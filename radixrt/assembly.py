@@ -83,8 +83,12 @@ def check_config(config: RuntimeConfig) -> tuple[torch.device, bool, bool]:
     return device, runs_kernels, _captures(config, runs_kernels)
 
 
-def assemble(config: RuntimeConfig) -> Parts:
-    """Load the model, make its pools, and capture its graphs. Raises as `Runtime` does."""
+def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
+    """Load the model, make its pools, and capture its graphs. Raises as `Runtime` does.
+
+    A `decoder` that another Runtime of the same model, dtype, device, context, impl and mode has loaded is used as
+    it is: Runtimes may share weights, as long as nobody changes them.
+    """
     began = time.perf_counter()
     device, runs_kernels, captures = check_config(config)
     impl, on_gpu = config.impl, device.type == "cuda"
@@ -99,17 +103,19 @@ def assemble(config: RuntimeConfig) -> Parts:
         # A GPU's context keeps the driver as busy as reading a config, which imports transformers, keeps the host.
         made = background.submit(lambda: torch.empty(1, device=device))
         tokenizer = chatting_tokenizer(folder, config.chat_template_kwargs)  # a mistake shows before the weights
-        decoder, model_config = load_model(
-            folder,
-            dtype=config.dtype,
-            device=device,
-            context_length=config.context_length,
-            load_format=config.load_format,
-            seed=config.seed or 0,
-            impl=impl,
-            deterministic=config.deterministic,
-        )
+        if decoder is None:
+            decoder, _ = load_model(
+                folder,
+                dtype=config.dtype,
+                device=device,
+                context_length=config.context_length,
+                load_format=config.load_format,
+                seed=config.seed or 0,
+                impl=impl,
+                deterministic=config.deterministic,
+            )
         made.result()
+    model_config = decoder.config
     context_length = model_config.context_length
     seconds = {"weights": time.perf_counter() - began}
     own_defaults = generation_defaults(folder)
