@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
-from memory_pool.kv_transfers import KVTransfer
 from radixrt.arrays import Int32Array, Int64Array
 from radixrt.models.decoder import Block, Decoder
 from radixrt.schedule.answer import Answer
-from radixrt.schedule.passes import Pass, PassResult, Runner
+from radixrt.schedule.passes import Pass, Runner
 from radixrt.schedule.scheduler import Scheduler
 
 _Column = tuple[Int64Array, int]  # the fingerprints of a token, and the tokens of the pass that computed it
@@ -50,6 +48,16 @@ class Origin:
         return f"{where}, at position {self.position:,} ({passes})"
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """Positions [start, start + n) of an answer's tokens, as one pass computed them: `[parts, n]`."""
+
+    answer: Answer
+    start: int
+    prints: Int64Array
+    pass_tokens: int
+
+
 class LayerWatch:
     """Hooks on a decoder, that fingerprint the states of each token before each part of each layer and at the end.
 
@@ -66,6 +74,7 @@ class LayerWatch:
         self._slots = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         odd = np.random.default_rng(0).integers(-(2**62), 2**62, size, dtype=np.int64) * 2 + 1
         self._factors = torch.from_numpy(odd).to(device)
+        self._seen: list[_Seen] = []
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -97,54 +106,20 @@ class LayerWatch:
             rows = bits[start : min(start + _ROWS, len(self._slots))]
             self._prints[place, start : start + len(rows)].copy_((rows.to(torch.int64) * self._factors).sum(1))
 
-    def columns(self, slots: Int32Array) -> Int64Array:
-        """Fingerprints `[parts, T]` of the pass that was launched last, of tokens by their slots; waits for it."""
-        known = self._slots.cpu().numpy()
+    def saw(self, pass_: Pass, owners: Mapping[int, Answer]) -> None:
+        """Note what the pass that was launched last has computed, of the owners of its rows; waits for it."""
+        slots, known = pass_.out_cache_loc, self._slots.cpu().numpy()
         order = np.argsort(known, kind="stable")
         places = order[np.searchsorted(known, slots, sorter=order).clip(max=len(known) - 1)]
         assert (known[places] == slots).all(), "a pass has more tokens than the watch was made for"
-        return self._prints.cpu().numpy()[:, places]
+        prints, ends = self._prints.cpu().numpy()[:, places], np.cumsum(pass_.seq_lens - pass_.prefix_lens)
+        starts, rows = pass_.prefix_lens.tolist(), pass_.req_pool_indices.tolist()
+        for row, start, own in zip(rows, starts, np.split(prints, ends[:-1], axis=1), strict=True):
+            self._seen.append(_Seen(owners[row], start, own, len(slots)))
 
-
-@dataclass(frozen=True)
-class _Seen:
-    """Positions [start, start + n) of an answer's tokens, as one pass computed them: `[parts, n]`."""
-
-    answer: Answer
-    start: int
-    prints: Int64Array
-    pass_tokens: int
-
-
-class WatchingRunner:
-    """A `Runner` whose passes are watched."""
-
-    def __init__(self, runner: Runner, scheduler: Scheduler, watch: LayerWatch) -> None:
-        self._runner, self._scheduler, self._watch = runner, scheduler, watch
-        self._seen: list[_Seen] = []
-
-    def transfer(self, transfers: deque[KVTransfer]) -> None:
-        self._runner.transfer(transfers)
-
-    def launch(self, pass_: Pass) -> object:
-        # It was planned just now: no row has changed hands since.
-        owners = {answer.lease.row: answer for answer in self._scheduler.running if answer.lease is not None}
-        handle = self._runner.launch(pass_)
-        columns, ends = self._watch.columns(pass_.out_cache_loc), np.cumsum(pass_.seq_lens - pass_.prefix_lens)
-        for row, start, prints in zip(
-            pass_.req_pool_indices.tolist(),
-            pass_.prefix_lens.tolist(),
-            np.split(columns, ends[:-1], axis=1),
-            strict=True,
-        ):
-            self._seen.append(_Seen(owners[row], start, prints, columns.shape[1]))
-        return handle
-
-    def collect(self, handle: object) -> PassResult:
-        return self._runner.collect(handle)
-
-    def check_device(self, error: Exception) -> None:
-        self._runner.check_device(error)
+    def forget(self) -> None:
+        """Forget all passes."""
+        self._seen.clear()
 
     def trace(self, tokens: Int32Array, request_id: int | str) -> Trace:
         """What was computed for these tokens since the last `forget`: by a request, and, where it found them in
@@ -162,8 +137,20 @@ class WatchingRunner:
                 found.setdefault(position, []).append((column, seen.pass_tokens))
         return Trace(others | own)
 
-    def forget(self) -> None:
-        self._seen.clear()
+
+class WatchingRunner:
+    """A `Runner` whose passes are watched. Whoever keeps it keeps the pool."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, watch: LayerWatch) -> None:
+        self._runner, self._scheduler, self._watch = runner, scheduler, watch
+        self.transfer, self.collect, self.check_device = runner.transfer, runner.collect, runner.check_device
+
+    def launch(self, pass_: Pass) -> object:
+        # It was planned just now: no row has changed hands since.
+        owners = {answer.lease.row: answer for answer in self._scheduler.running if answer.lease is not None}
+        handle = self._runner.launch(pass_)
+        self._watch.saw(pass_, owners)
+        return handle
 
 
 @dataclass(frozen=True)

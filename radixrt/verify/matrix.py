@@ -19,6 +19,7 @@ from radixrt.assembly import LoadedModel, assemble, check_config
 from radixrt.builtin import MODEL_PATH
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
+from radixrt.engine.parts import Parts
 from radixrt.errors import ParameterError
 from radixrt.frontend.request_builder import Params, Prompt, builder_without_weights, listed_prompts
 from radixrt.hit_rate import CountsHits
@@ -125,6 +126,12 @@ def _chosen(matrix: list[Situation], only: Collection[str]) -> list[Situation]:
     return [situation for situation in matrix if not only or situation.name in only]
 
 
+def _watched(parts: Parts, watch: LayerWatch) -> Parts:
+    """The same parts, with a watch on the passes."""
+    runner = WatchingRunner(parts.engine.runner, parts.scheduler, watch)
+    return replace(parts, engine=Engine(parts.scheduler, runner, max_in_flight=int(parts.config.overlap)))
+
+
 class _Hits(CountsHits):
     def __init__(self, prompt_tokens: int, cached_tokens: int) -> None:
         self.prompt_tokens, self.cached_tokens = prompt_tokens, cached_tokens
@@ -141,29 +148,26 @@ class _Lab:
         self._device, self._runs_kernels, self._captures = check_config(config)
 
     @contextmanager
-    def opened(self, options: Mapping[str, Any], *, hooks: LayerWatch | None = None) -> Iterator[Asker]:
+    def opened(self, options: Mapping[str, Any], *, watch: LayerWatch | None = None) -> Iterator[Asker]:
         """An asker of a Runtime with other options."""
         parts = assemble(replace(self._config, **options), getattr(self, "decoder", None))
         assert isinstance(parts.model, LoadedModel)
         self.decoder = parts.model.decoder
-        if hooks is not None:
-            runner = WatchingRunner(parts.engine.runner, parts.scheduler, hooks)
-            parts = replace(parts, engine=Engine(parts.scheduler, runner, max_in_flight=int(parts.config.overlap)))
+        if watch is not None:
+            parts = _watched(parts, watch)
         with Runtime.from_parts(parts) as runtime:
-            del parts
+            del parts  # and with them the pool, when the Runtime is closed: the next one needs the memory
             yield Asker(runtime, self._questions, self._said)
 
     @contextmanager
-    def watched(self, options: Mapping[str, Any]) -> Iterator[tuple[Asker, WatchingRunner]]:
+    def watched(self, options: Mapping[str, Any]) -> Iterator[tuple[Asker, LayerWatch]]:
         """The same, and what looks at each layer."""
         limits = replace(self._config, **options).pass_limits(on_gpu=self._device.type == "cuda")
         # Captured passes are padded, to twice their tokens at most.
         watch = LayerWatch(self.decoder, 2 * (limits.chunked_prefill_size + limits.max_samples) + 1024)
-        with watch.hooked(), self.opened(options, hooks=watch) as asker:
-            runner = asker.runtime.parts.engine.runner
-            assert isinstance(runner, WatchingRunner)
-            asker.on_forget = runner.forget
-            yield asker, runner
+        with watch.hooked(), self.opened(options, watch=watch) as asker:
+            asker.on_forget = watch.forget
+            yield asker, watch
 
     def situations(self, seeds: Sequence[int]) -> list[Situation]:
         config = self.decoder.config
@@ -235,27 +239,27 @@ class _Lab:
         for options, group in groups:
             again = [situation for situation in group if situation.name in differences]
             if again:
-                with self.watched(options) as (asker, runner):
+                with self.watched(options) as (asker, watch):
                     for situation in again:
-                        trace = self._traced(asker, runner, situation, differences[situation.name])
+                        trace = self._traced(asker, watch, situation, differences[situation.name])
                         if trace is not None:
                             traces[situation.name] = trace
         found: dict[str, Origin] = {}
         if not traces:
             return found
-        with self.watched({}) as (asker, runner):
+        with self.watched({}) as (asker, watch):
             for name, trace in traces.items():
                 difference = differences[name]
                 asker.forget()
                 request = (asker.score if difference.in_prompt else asker.answer)(difference.prompt)
                 asker.run([request])
-                origin = trace.origin(runner.trace(self._tokens(difference), request.id))
+                origin = trace.origin(watch.trace(self._tokens(difference), request.id))
                 if origin is not None:
                     found[name] = origin
         return found
 
     def _traced(
-        self, asker: Asker, runner: WatchingRunner, situation: Situation, difference: Difference
+        self, asker: Asker, watch: LayerWatch, situation: Situation, difference: Difference
     ) -> Trace | None:
         """What was computed for the prompt that differs, if it differs at the same position again."""
         trace: Trace | None = None
@@ -265,7 +269,7 @@ class _Lab:
                 again = None if expected is None else expected.difference(values)
                 place = difference.sample, difference.position
                 if again is not None and (again.sample, again.position) == place:
-                    trace = runner.trace(self._tokens(difference), values.request_id)
+                    trace = watch.trace(self._tokens(difference), values.request_id)
         return trace
 
     def _tokens(self, difference: Difference) -> Int32Array:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from rich.console import Console
 from torch import Tensor
 
 import radixrt.assembly
+import radixrt.verify.matrix
+from radixrt.assembly import LoadedModel
 from radixrt.config import RuntimeConfig
 from radixrt.errors import ParameterError, PromptError
 from radixrt.limits import PassLimits
@@ -128,8 +132,28 @@ def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """The pools of all Runtimes: it fails where one is made while another one still has its pool."""
+    made: list[weakref.ref[Any]] = []
+    assemble = radixrt.verify.matrix.assemble
+
+    def checked(*arguments: Any) -> Any:
+        gc.collect()
+        assert not [ref for ref in made if ref() is not None], "a pool takes room, and nobody uses it"
+        parts = assemble(*arguments)
+        assert isinstance(parts.model, LoadedModel)
+        made.append(weakref.ref(parts.model.kv_pool))
+        return parts
+
+    monkeypatch.setattr(radixrt.verify.matrix, "assemble", checked)
+    return made
+
+
 @pytest.mark.usefixtures("row_by_row")
-def test_the_first_layer_that_differs_is_named(config: RuntimeConfig, fault: str) -> None:
+def test_the_first_layer_that_differs_is_named(
+    config: RuntimeConfig, fault: str, one_at_a_time: list[weakref.ref[Any]]
+) -> None:
     found = verify(prompts(), PARAMS, config=config, seeds=[0], only=["repeated", "together", "chunks-64"])
     repeated, together, chunks = found.outcomes
     assert repeated.same_bits
@@ -148,6 +172,7 @@ def test_the_first_layer_that_differs_is_named(config: RuntimeConfig, fault: str
         assert str(origin).partition(", at position")[0] == named[fault]
         assert origin.position < first.position
         assert origin.pass_tokens != origin.alone_tokens
+    assert len(one_at_a_time) == 5  # two in which to ask, and three to look at the layers
 
 
 @pytest.mark.usefixtures("row_by_row")
