@@ -102,9 +102,8 @@ class Values:
         if found.start < found.prompt_len:
             ids, bits = ids[: len(found.token_ids)], bits[: len(found.token_ids)]
         count = min(len(ids), len(found.token_ids))
-        differs = (ids[:count] != found.token_ids[:count]) | (
-            bits[:count] != found.logprobs.view(np.int32)[:count]
-        )
+        differs = ids[:count] != found.token_ids[:count]
+        differs |= bits[:count] != found.logprobs.view(np.int32)[:count]
         place = int(differs.argmax()) if differs.any() else count
         if place == len(ids) == len(found.token_ids):
             return None

@@ -7,6 +7,7 @@ import json
 import random
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import radixrt.assembly
 import radixrt.verify.matrix
 from radixrt.assembly import LoadedModel
 from radixrt.config import RuntimeConfig
+from radixrt.engine.parts import Parts
 from radixrt.errors import ParameterError, PromptError
 from radixrt.limits import PassLimits
 from radixrt.models.decoder import Block, Decoder
@@ -133,26 +135,30 @@ def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 @pytest.fixture
-def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """The pools of all Runtimes: it fails where one is made while another one still has its pool."""
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Those of all Runtimes. Each must be gone when its Runtime gives memory back: the next one needs it."""
     made: list[weakref.ref[Any]] = []
     assemble = radixrt.verify.matrix.assemble
 
-    def checked(*arguments: Any) -> Any:
-        gc.collect()
-        assert not [ref for ref in made if ref() is not None], "a pool takes room, and nobody uses it"
+    def noted(*arguments: Any) -> Parts:
         parts = assemble(*arguments)
         assert isinstance(parts.model, LoadedModel)
-        made.append(weakref.ref(parts.model.kv_pool))
-        return parts
+        pool = weakref.ref(parts.model.kv_pool)
+        made.append(pool)
 
-    monkeypatch.setattr(radixrt.verify.matrix, "assemble", checked)
+        def free_device() -> None:
+            gc.collect()
+            assert pool() is None
+
+        return replace(parts, free_device=free_device)
+
+    monkeypatch.setattr(radixrt.verify.matrix, "assemble", noted)
     return made
 
 
 @pytest.mark.usefixtures("row_by_row")
 def test_the_first_layer_that_differs_is_named(
-    config: RuntimeConfig, fault: str, one_at_a_time: list[weakref.ref[Any]]
+    config: RuntimeConfig, fault: str, pools: list[weakref.ref[Any]]
 ) -> None:
     found = verify(prompts(), PARAMS, config=config, seeds=[0], only=["repeated", "together", "chunks-64"])
     repeated, together, chunks = found.outcomes
@@ -172,7 +178,7 @@ def test_the_first_layer_that_differs_is_named(
         assert str(origin).partition(", at position")[0] == named[fault]
         assert origin.position < first.position
         assert origin.pass_tokens != origin.alone_tokens
-    assert len(one_at_a_time) == 5  # two in which to ask, and three to look at the layers
+    assert len(pools) == 5  # two in which to ask, and three to look at the layers
 
 
 @pytest.mark.usefixtures("row_by_row")
