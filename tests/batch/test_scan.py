@@ -25,9 +25,12 @@ from radixrt.errors import BatchFileError, JournalError
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.models.config import read_architecture
 from radixrt.models.registry import find_architecture
+from radixrt.planning.simulated import NoWeights
 from radixrt.sampling_params import LOGPROBS_MODES, SamplingParams
+from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.file_limit import file_limit
+from tests.support.small_tokenizers import chat_tokenizer
 
 DEFAULTS = SamplingParams(max_new_tokens=7)
 
@@ -305,6 +308,37 @@ def test_a_text_far_too_long_is_not_encoded(
         "it may have at most 19"
     )
     assert max(longest) < 1000
+
+
+def test_a_chat_far_too_long_is_not_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = chat_tokenizer(tmp_path)
+    builder = RequestBuilder(NoWeights(tokenizer.vocab_size).config, tokenizer, context_length=80)
+    rendered: list[Chat] = []
+    own = Tokenizer.chat_texts
+
+    def chat_texts(self: Tokenizer, chats: list[Chat]) -> Any:
+        rendered.extend(chats)
+        return own(self, chats)
+
+    monkeypatch.setattr(Tokenizer, "chat_texts", chat_texts)
+    chats = ["ab " * 10**5, "a", "ab " * 10**4]
+    lines: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": content}]} for content in chats]
+    lines[2]["truncate_prompt_tokens"] = 5
+    found = scan_lines(
+        enumerate(json.dumps(line).encode() for line in lines),
+        tmp_path,
+        parser=LineParser(DEFAULTS),
+        tokenizer=tokenizer,
+        check=lambda prompt, params, line: builder.build(prompt, params, index=line),
+        context_length=80,
+    )
+    assert found.is_bad.tolist() == [True, False, False]
+    assert found.problems[0].message == (
+        "the prompt has 300,000 characters in its messages and by far more tokens than a context of 80 takes: "
+        "it may have at most 79"
+    )
+    assert [len(chat.messages[0]["content"]) for chat in rendered] == [1, 30_000]
+    assert len(found.tokens[2]) == 5
 
 
 def test_a_text_that_is_cut_may_be_long(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer) -> None:
