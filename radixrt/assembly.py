@@ -165,7 +165,7 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
     _log.info("ready after %.1f s", ended - began)
     return Parts(
         config=config,
-        limits=RunLimits(slots, running, chunk),
+        limits=RunLimits(kv_pool.allocator.capacity, running, chunk),
         engine=Engine(scheduler, runner, max_in_flight=int(config.overlap)),
         builder=RequestBuilder(
             model_config, tokenizer, context_length, config.run_seed, scheduler.refusal, defaults=defaults

@@ -27,7 +27,7 @@ def exceeds(tokenizer: Tokenizer, text: str, num_tokens: int) -> bool:
 
 
 def refusal_of_length(tokenizer: Tokenizer, text: str, context_length: int, where: str = "") -> str | None:
-    """Why a prompt is refused without being encoded whole; None if it is not. `where` the text is, for messages."""
+    """Why a prompt is refused without being encoded whole; None if it is not. `where` the text is, for it."""
     if not exceeds(tokenizer, text, context_length):
         return None
     return (
