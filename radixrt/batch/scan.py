@@ -86,7 +86,8 @@ class Scan:
         match_limits: `[N]`, leading tokens of each prompt that may come from the cache: see `Demands`.
         is_bad: `[N]`, whether a line cannot run.
         input_hash: hash of all these lines.
-        tokens_hash: hash of all prompts' tokens, which depend on the tokenizer and its chat template.
+        tokens_hash: hash of all prompts' tokens, which depend on the tokenizer and its chat template; an empty
+            text has none in it.
         problems: the first MAX_NAMED bad lines.
         num_problems: bad lines of each kind.
     """
@@ -220,8 +221,10 @@ class _Writer:
             prompt, entry = self._checked(line, record, ids)
             prompts.append(prompt)
             entries.append(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
-        for prompt in prompts:
-            self._tokens_hash.update(np.int64(len(prompt)).tobytes() + prompt.astype("<i4").tobytes())
+        for (_, record), prompt in zip(block, prompts, strict=True):
+            # An empty text was a bad line once: runs that were begun then go on.
+            hashed = prompt[:0] if isinstance(record, InputRecord) and record.prompt == "" else prompt
+            self._tokens_hash.update(np.int64(len(hashed)).tobytes() + hashed.astype("<i4").tobytes())
         self._tokens.append(prompts)
         with self._refusals():
             self._file.write(b"".join(entries))

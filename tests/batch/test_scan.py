@@ -131,6 +131,10 @@ def test_hashes_tell_inputs_apart(tmp_path: Path, builder: RequestBuilder, token
     same_tokens = hashes([{"token_ids": [5, 6], "metadata": 1}, {"token_ids": [7]}])
     assert same_tokens[0] != first[0]
     assert same_tokens[1] == first[1]
+    # Runs that were begun when an empty text was a bad line, in which no line has tokens, go on.
+    as_text = scan([{"prompt": ""}, {"token_ids": [7]}], tmp_path, builder, tokenizer)
+    assert [len(as_text.tokens[place]) for place in range(2)] == [1, 1]
+    assert as_text.tokens_hash == hashes([{"token_ids": []}, {"token_ids": [7]}])[1]
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path, builder: RequestBuilder) -> None:
