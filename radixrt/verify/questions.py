@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from radixrt.arrays import Int32Array
-from radixrt.errors import PassError
+from radixrt.errors import PassError, PromptError
 from radixrt.output import RequestOutput
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -83,7 +83,11 @@ class Asker:
         return self._request(place, self.questions[place].ids[:count], _FILL)
 
     def _request(self, place: int, ids: Int32Array, params: SamplingParams) -> Request:
-        request = self.runtime.prepare(ids, params, index=self.questions[place].line)
+        line = self.questions[place].line
+        try:
+            request = self.runtime.prepare(ids, params, index=line)
+        except PromptError as error:  # such as one that does not fit in the pool
+            raise PromptError(f"prompt {line} {error}") from error
         self._places[request.id] = place
         return request
 

@@ -202,6 +202,8 @@ def test_a_prompt_of_one_token_and_one_without_an_answer(config: RuntimeConfig) 
 def test_what_cannot_be_verified_is_refused(config: RuntimeConfig) -> None:
     with pytest.raises(PromptError, match="prompt 1 holds token id 1000"):
         verify([[5], [1000]], PARAMS, config=config)
+    with pytest.raises(PromptError, match=r"prompt 1 needs up to 49 KV slots \(30 prompt tokens"):
+        verify([[5], [6] * 30], replace(PARAMS, max_new_tokens=20), config=replace(config, max_total_tokens=40))
     with pytest.raises(ParameterError, match="there are no prompts to verify"):
         verify([], PARAMS, config=config)
     with pytest.raises(ParameterError, match="seeds is empty"):
