@@ -122,6 +122,8 @@ class Scan:
         shown = [f"  line {p.line}: {p.type.value}: {p.message}" for p in self.problems]
         if count > len(shown):
             shown.append(f"  ... and {count - len(shown):,} more")
+        if self.num_problems.get(LineErrorType.INVALID_LINE) == len(self):  # such as a list of plain texts
+            shown.append('  a line is a JSON object, such as {"prompt": "..."}')
         are = "line is" if len(self) == 1 else "lines is" if count == 1 else "lines are"
         return "\n".join([f"{count:,} of {len(self):,} {are} bad ({kinds}):", *shown])
 

@@ -25,6 +25,7 @@ from radixrt.cli.options import (
 from radixrt.errors import ParameterError
 
 if TYPE_CHECKING:
+    from radixrt.models.config import ModelConfig
     from radixrt.verify.questions import Question
 
 _EXAMPLE = """\
@@ -94,9 +95,11 @@ def _verify(arguments: argparse.Namespace) -> int:
         check_apart([*read_place("the input", arguments.input), *model_place(arguments), *figures.places])
     sampling_params(arguments)  # before the model is read, so that a mistake shows at once
     config = checked_config(arguments)
+    questions, model = _questions(arguments)
     found = verify_questions(
-        _questions(arguments),
+        questions,
         config,
+        model,
         seeds=range(arguments.seeds),
         only=arguments.situation,
         progress=arguments.progress,
@@ -107,8 +110,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     return DONE if found.same_bits else DIFFERENT
 
 
-def _questions(arguments: argparse.Namespace) -> list[Question]:
-    """The prompts of the input that can run; the others are named on stderr. Raises ParameterError if none can."""
+def _questions(arguments: argparse.Namespace) -> tuple[list[Question], ModelConfig]:
+    """The prompts of the input that can run, and the model; bad ones are named on stderr. Raises ParameterError if
+    none can run.
+    """
     from radixrt.batch.formats.line_format import LineParser
     from radixrt.batch.formats.source import read_lines
     from radixrt.batch.meter import reading_bar
@@ -144,4 +149,4 @@ def _questions(arguments: argparse.Namespace) -> list[Question]:
     if not questions:
         nothing = "no prompts" if not len(scan) else "no prompt that can run"
         raise ParameterError(f"{place_name(arguments.input, 'input')} holds {nothing}: there is nothing to verify")
-    return questions
+    return questions, builder.config

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from memory_pool.token_to_kv_pool import TokenToKVPool
@@ -23,6 +24,7 @@ from radixrt.engine.parts import Parts
 from radixrt.errors import ParameterError
 from radixrt.frontend.request_builder import Params, Prompt, builder_without_weights, listed_prompts
 from radixrt.hit_rate import CountsHits
+from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Decoder
 from radixrt.runtime import Runtime
 from radixrt.verify.layer_watch import LayerWatch, Origin, Trace, WatchingRunner
@@ -70,25 +72,27 @@ def verify(
     listed, many = listed_prompts(prompts)
     _, requests = builder.build_all(listed, sampling_params, many, None, None, "raise")
     questions = [Question(request.index, request.prompt_ids, request.params) for request in requests]
-    return verify_questions(questions, config, seeds=seeds, only=only, progress=progress)
+    return verify_questions(questions, config, builder.config, seeds=seeds, only=only, progress=progress)
 
 
 def verify_questions(
     questions: Sequence[Question],
     config: RuntimeConfig,
+    model: ModelConfig,
     *,
     seeds: Sequence[int] = SEEDS,
     only: Collection[str] = (),
     progress: bool = False,
 ) -> Verification:
-    """`verify` for prompts that are checked and tokenised. Raises as it does."""
+    """`verify` for prompts that are checked and tokenised for a model. Raises as it does."""
     if not questions:
         raise ParameterError("there are no prompts to verify")
     if not seeds:
         raise ParameterError("seeds is empty; give one at least")
     lab = _Lab(questions, config)
+    matrix = _chosen(lab.situations(model, seeds), only)
     outcomes: dict[str, Outcome] = {}
-    with tqdm(unit=" situations", disable=not progress, file=sys.stderr) as bar:
+    with tqdm(total=len(matrix), unit=" situations", disable=not progress, file=sys.stderr) as bar:
 
         def make(asker: Asker, group: Iterable[Situation]) -> None:
             for situation in group:
@@ -98,8 +102,6 @@ def verify_questions(
 
         bar.set_postfix_str("each alone")
         with lab.opened({}) as asker:
-            matrix = _chosen(lab.situations(seeds), only)
-            bar.total = len(matrix)
             lab.hear_each_alone(asker)
             make(asker, (situation for situation in matrix if not situation.options))
         groups = [(options, list(group)) for options, group in itertools.groupby(matrix, lambda s: s.options)]
@@ -169,9 +171,8 @@ class _Lab:
             asker.on_forget = watch.forget
             yield asker, watch
 
-    def situations(self, seeds: Sequence[int]) -> list[Situation]:
-        config = self.decoder.config
-        shape = config.num_layers, config.num_kv_heads, config.head_dim
+    def situations(self, model: ModelConfig, seeds: Sequence[int]) -> list[Situation]:
+        shape = model.num_layers, model.num_kv_heads, model.head_dim
         return situations(
             self._config,
             self._questions,
@@ -179,7 +180,7 @@ class _Lab:
             limits=self._config.pass_limits(on_gpu=self._device.type == "cuda"),
             runs_kernels=self._runs_kernels,
             captures=self._captures,
-            bytes_per_token=TokenToKVPool.bytes_per_slot(*shape, self.decoder.placement.dtype),
+            bytes_per_token=TokenToKVPool.bytes_per_slot(*shape, torch.float32),
         )
 
     def hear_each_alone(self, asker: Asker) -> None:

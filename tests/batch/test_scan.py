@@ -115,6 +115,15 @@ def test_what_lines_ask_for(
     assert [type(entry) for entry in found.read([2, 0, 3])] == [SoundLine, SoundLine, LineError]
 
 
+def test_lines_that_are_no_json_at_all_are_told_what_a_line_is(
+    tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer
+) -> None:
+    hint = '  a line is a JSON object, such as {"prompt": "..."}'
+    assert scan([b"Who?", b"What?"], tmp_path, builder, tokenizer).summary().endswith(hint)
+    assert hint not in scan([b"Who?", {"token_ids": [3]}], tmp_path, builder, tokenizer).summary()
+    assert hint not in scan([{"prompt": 3}], tmp_path, builder, tokenizer).summary()
+
+
 def test_hashes_tell_inputs_apart(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer) -> None:
     def hashes(lines: list[Any]) -> tuple[str, str]:
         found = scan(lines, tmp_path, builder, tokenizer)

@@ -51,7 +51,7 @@ class Asked:
     def __init__(self, first: Difference | None) -> None:
         self.first = first
 
-    def __call__(self, questions: list[Question], config: RuntimeConfig, **more: Any) -> Verification:
+    def __call__(self, questions: list[Question], config: RuntimeConfig, model: Any, **more: Any) -> Verification:
         self.questions, self.config, self.more = questions, config, more
         differing = () if self.first is None else (0,)
         outcome = Outcome("together", "together", 9, differing, self.first, None, 0.5, 0, 0, 0, 1.0)
@@ -102,6 +102,7 @@ def test_mistakes_are_named(
     arguments: list[str],
     message: str,
 ) -> None:
+    monkeypatch.setattr(radixrt.verify.matrix, "assemble", lambda *_: pytest.fail("the weights are loaded"))
     monkeypatch.chdir(source.parent)
     Path("empty.jsonl").touch()
     Path("bad.jsonl").write_text("{\n")
