@@ -39,7 +39,7 @@ Token ids and log-probabilities of answers and of prompts are compared as bits. 
 made once more with a watch on the model's layers, to name the first one that computes other bits.
 
 Several runtimes are made one after the other, which share their weights; a cache goes to a temporary folder once.
-Parameters of lines that ask for log-probabilities are ignored: verify compares its own.
+Lines that ask for log-probabilities get one for each token, as verify compares them.
 
 exit status: 0 the same bits everywhere; 1 a pass failed; 2 the options, the model or a file cannot be used, or no
 prompt can run; 4 some bits differ; 75 the GPU or the disk failed; 129 stopped by SIGHUP, 130 by Ctrl-C, 143 by

@@ -16,6 +16,7 @@ from radixrt.schedule.request import Request
 from radixrt.verify.values import Values, values_of
 
 _FILL = SamplingParams(max_new_tokens=0)  # puts a prompt into the cache
+_OWN = _FILL.logprobs_mode  # the mode of a model's own log-probabilities
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,6 @@ class Asker:
             question.params,
             n=question.params.n + (more if question.params.max_new_tokens else 0),
             logprobs=0,
-            logprobs_mode=SamplingParams().logprobs_mode,
             prompt_logprobs=None,
             prompt_logprobs_start=0,
             truncate_prompt_tokens=None,
@@ -72,9 +72,12 @@ class Asker:
         return self._request(place, question.ids, params)
 
     def score(self, place: int, *, start: int = 0, answered: bool = False) -> Request:
-        """A request for the log-probabilities of a prompt from `start` on, with its first answer if `answered`."""
-        ids = self.questions[place].ids
-        if answered:
+        """A request for the log-probabilities of a prompt from `start` on.
+
+        With `answered` its first answer belongs to it, if that has the model's own log-probabilities.
+        """
+        ids, is_own = self.questions[place].ids, self.questions[place].params.logprobs_mode == _OWN
+        if answered and is_own:
             ids = np.concatenate([ids[:1], self.said[place, 0].token_ids])
         return self._request(place, ids, replace(_FILL, prompt_logprobs=0, prompt_logprobs_start=start))
 

@@ -199,6 +199,15 @@ def test_a_prompt_of_one_token_and_one_without_an_answer(config: RuntimeConfig) 
     assert values["read"] == 2 * (PARAMS.max_new_tokens + 2)
 
 
+@pytest.mark.usefixtures("row_by_row")
+def test_log_probabilities_of_what_is_drawn_from(config: RuntimeConfig) -> None:
+    params = replace(PARAMS, logprobs_mode="processed_logprobs", top_k=5, repetition_penalty=1.3)
+    together, read = verify(prompts(2), params, config=config, seeds=[0], only=["together", "read"]).outcomes
+    assert together.same_bits
+    assert read.same_bits
+    assert together.values - read.values == 2 * 2 * params.max_new_tokens  # a score is the model's own
+
+
 def test_what_cannot_be_verified_is_refused(config: RuntimeConfig) -> None:
     with pytest.raises(PromptError, match="prompt 1 holds token id 1000"):
         verify([[5], [1000]], PARAMS, config=config)
