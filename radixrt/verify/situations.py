@@ -92,9 +92,10 @@ def situations(
     if small < total and (config.max_total_tokens is None or small < config.max_total_tokens):
         title = f"a pool of {small:,} tokens"
         own("small-pool", title, partial(_shuffled, seed=seeds[0]), max_total_tokens=small)
+        own("small-pool-jitter", "that and jitter", partial(_jitter, seed=seeds[0]), max_total_tokens=small)
         if config.enable_prefix_cache and not config.host_memory_gb:
             host = 2 * total * bytes_per_token / 1e9
-            title = "the same and a host tier"
+            title = "that and a host tier"
             own("host-tier", title, _together_warm, max_total_tokens=small, host_memory_gb=host)
     if config.enable_prefix_cache:
         off: dict[str, Any] = {"enable_prefix_cache": False, "force_miss": False, "host_memory_gb": None}
@@ -178,12 +179,17 @@ def _aborted(asker: Asker) -> Iterator[Values]:
 
 
 def _jitter(asker: Asker, seed: int) -> Iterator[Values]:
-    """Requests come one by one; before passes answers are retracted, prefixes forgotten, and time is lost."""
+    """Requests come one by one, for prompts and for beginnings of them. Before passes answers are retracted, prefixes
+    forgotten, and time is lost.
+    """
     chance = random.Random(seed)
     asker.forget()
     order = [*_order(asker, chance), *_order(asker, chance)]
     coming = [asker.answer(place) for place in order[: len(asker)]]
     coming += [asker.score(place) for place in order[len(asker) :]]
+    for place in range(len(asker)):
+        if cut := chance.randrange(len(asker.questions[place].ids)):
+            coming.append(asker.fill(place, cut))
     chance.shuffle(coming)
     first, runtime = coming.pop(), asker.runtime
 

@@ -44,7 +44,7 @@ OF_ONE_RUNTIME = (
     "read",
     "saved",
 )
-OF_OTHERS = ("chunks-64", "batch-1", "small-pool", "host-tier", "no-cache", "no-overlap")
+OF_OTHERS = ("chunks-64", "batch-1", "small-pool", "small-pool-jitter", "host-tier", "no-cache", "no-overlap")
 
 
 def prompts(count: int = 3) -> list[list[int]]:
@@ -105,6 +105,7 @@ def test_the_same_bits_in_every_situation(config: RuntimeConfig, monkeypatch: py
     assert by_name["together-warm"].hit_rate > by_name["together"].hit_rate > 0
     assert by_name["jitter-0"].retractions
     assert by_name["small-pool"].evicted_tokens
+    assert by_name["small-pool-jitter"].retractions
     assert by_name["host-tier"].loaded_tokens
     assert not by_name["together-warm"].evicted_tokens  # what is forgotten on purpose does not count
 
@@ -241,7 +242,12 @@ def test_situations_follow_the_options() -> None:
     without = {"warm", "cut-0", "cut-5", "together-warm", "saved", "host-tier", "no-cache"}
     everything = names(RuntimeConfig())
     assert [name for name in everything if name not in without] == names(RuntimeConfig(enable_prefix_cache=False))
-    assert {*names(RuntimeConfig(), count=1)} & {"batch-1", "small-pool", "host-tier"} == set()
+    assert {*names(RuntimeConfig(), count=1)} & {
+        "batch-1",
+        "small-pool",
+        "small-pool-jitter",
+        "host-tier",
+    } == set()
     assert "no-overlap" not in names(RuntimeConfig(overlap=False))
     assert "small-pool" not in names(RuntimeConfig(max_total_tokens=100))
 
