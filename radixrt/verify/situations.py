@@ -179,8 +179,8 @@ def _aborted(asker: Asker) -> Iterator[Values]:
 
 
 def _jitter(asker: Asker, seed: int) -> Iterator[Values]:
-    """Requests come one by one, for prompts and for beginnings of them. Before passes answers are retracted, prefixes
-    forgotten, and time is lost.
+    """Requests come one by one, for prompts and for beginnings of them. Before passes answers are retracted,
+    prefixes forgotten, and time is lost.
     """
     chance = random.Random(seed)
     asker.forget()
