@@ -104,9 +104,9 @@ def _verify(arguments: argparse.Namespace) -> int:
         only=arguments.situation,
         progress=arguments.progress,
     )
-    found.print(Console(highlight=False))
-    if figures is not None:
+    if figures is not None:  # first: the reader of standard output may have gone
         figures.write(json.dumps(found.to_json(), indent=1, allow_nan=False) + "\n")
+    found.print(Console(highlight=False))
     return DONE if found.same_bits else DIFFERENT
 
 

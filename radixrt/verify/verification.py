@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +154,8 @@ class Verification:
 def _value(value: Value | None) -> dict[str, Any] | None:
     if value is None:
         return None
-    return {"token_id": value.token_id, "logprob": value.logprob, "bits": value.bits}
+    logprob = value.logprob if math.isfinite(value.logprob) else None  # JSON has no infinity
+    return {"token_id": value.token_id, "logprob": logprob, "bits": value.bits}
 
 
 def _shown(value: Value | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,13 @@ def test_the_status_says_whether_bits_differ(
     assert (asked.config.deterministic, asked.config.device) == (True, "cpu")
     assert asked.more == {"seeds": range(5), "only": [], "progress": False}
     capsys.readouterr()
-    asked.first = Difference(1, 0, 5, 3, Value(4, -1.0), None)
-    assert main(command) == 4
+    asked.first = Difference(1, 0, 5, 3, Value(4, -math.inf), None)
+    figures = source.with_name("figures.json")
+    assert main([*command, "--json", str(figures)]) == 4
+    (situation,) = json.loads(figures.read_text())["situations"]
+    difference = situation["first_difference"]
+    assert difference["expected"] == {"token_id": 4, "logprob": None, "bits": "0xff800000"}
+    assert difference["found"] is None
     shown = capsys.readouterr().out
     assert "together: line 2, token 2 of the answer" in shown
     assert "the answer has ended" in shown
