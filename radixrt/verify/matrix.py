@@ -165,7 +165,7 @@ class _Lab:
     def watched(self, options: Mapping[str, Any]) -> Iterator[tuple[Asker, LayerWatch]]:
         """The same, and what looks at each layer."""
         limits = replace(self._config, **options).pass_limits(on_gpu=self._device.type == "cuda")
-        # Captured passes are padded, to twice their tokens at most.
+        # More tokens than any pass has, with its padding.
         watch = LayerWatch(self.decoder, 2 * (limits.chunked_prefill_size + limits.max_samples) + 1024)
         with watch.hooked(), self.opened(options, watch=watch) as asker:
             asker.on_forget = watch.forget
