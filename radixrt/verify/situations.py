@@ -16,7 +16,7 @@ from radixrt.limits import PassLimits
 from radixrt.verify.questions import Asker, Question
 from radixrt.verify.values import Values
 
-CHUNK, BATCHES = 64, (1, 8, 64)  # tokens of small chunks, and requests that run at once
+CHUNKS, BATCHES = (64, 1000), (1, 8, 64)  # prompt tokens of a pass, and requests that run at once
 _MORE_ANSWERS = 2
 _JITTER = 0.3  # probability of each disturbance before a pass
 _DELAY = 0.002  # seconds, at most
@@ -81,8 +81,9 @@ def situations(
     def own(name: str, title: str, ask: Callable[[Asker], Iterator[Values]], **options: Any) -> None:
         found.append(Situation(name, title, ask, MappingProxyType(options)))
 
-    if limits.chunked_prefill_size > CHUNK:
-        own(f"chunks-{CHUNK}", f"chunks of {CHUNK} tokens", _together, chunked_prefill_size=CHUNK)
+    for size in CHUNKS:
+        if size < min(limits.chunked_prefill_size, sum(len(question.ids) for question in questions)):
+            own(f"chunks-{size}", f"chunks of {size:,} tokens", _together, chunked_prefill_size=size)
     for count in BATCHES:
         if count < min(limits.max_running_requests, len(questions)):
             title = f"at most {count} at once"

@@ -248,6 +248,8 @@ def test_situations_follow_the_options() -> None:
         "small-pool-jitter",
         "host-tier",
     } == set()
+    assert "chunks-1000" not in everything
+    assert "chunks-1000" in names(RuntimeConfig(), count=200)
     assert "no-overlap" not in names(RuntimeConfig(overlap=False))
     assert "small-pool" not in names(RuntimeConfig(max_total_tokens=100))
 
