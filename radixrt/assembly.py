@@ -56,8 +56,8 @@ class LoadedModel:
     def identity(self) -> dict[str, Any]:
         if self._fingerprint is None:
             self._fingerprint = weight_fingerprint(self.decoder)
-        dtype, scales = self.decoder.placement.dtype, self.kv_pool.scales
-        return cache_identity(self.decoder.config, self._fingerprint, dtype, self.storage.format, scales)
+        placement, scales = self.decoder.placement, self.kv_pool.scales
+        return cache_identity(self.decoder.config, self._fingerprint, placement, self.storage.format, scales)
 
     def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
         self._fingerprint = None
@@ -102,8 +102,12 @@ def _check_deterministic(config: RuntimeConfig, device: torch.device) -> None:
         )
 
 
-def assemble(config: RuntimeConfig) -> Parts:
-    """Load the model, make its pools, and capture its graphs. Raises as `Runtime` does."""
+def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
+    """Load the model, make its pools, and capture its graphs. Raises as `Runtime` does.
+
+    A `decoder` that another Runtime of the same model, dtype, device, context, impl and mode has loaded is used as
+    it is: Runtimes may share weights, as long as nobody changes them.
+    """
     began = time.perf_counter()
     device, runs_kernels, captures = check_config(config)
     impl, on_gpu = config.impl, device.type == "cuda"
@@ -118,17 +122,19 @@ def assemble(config: RuntimeConfig) -> Parts:
         # A GPU's context keeps the driver as busy as reading a config, which imports transformers, keeps the host.
         made = background.submit(lambda: torch.empty(1, device=device))
         tokenizer = chatting_tokenizer(folder, config.chat_template_kwargs)  # a mistake shows before the weights
-        decoder, model_config = load_model(
-            folder,
-            dtype=config.dtype,
-            device=device,
-            context_length=config.context_length,
-            load_format=config.load_format,
-            seed=config.seed or 0,
-            impl=impl,
-            deterministic=config.deterministic,
-        )
+        if decoder is None:
+            decoder, _ = load_model(
+                folder,
+                dtype=config.dtype,
+                device=device,
+                context_length=config.context_length,
+                load_format=config.load_format,
+                seed=config.seed or 0,
+                impl=impl,
+                deterministic=config.deterministic,
+            )
         made.result()
+    model_config = decoder.config
     context_length = model_config.context_length
     seconds = {"weights": time.perf_counter() - began}
     products_began = time.perf_counter()
@@ -188,7 +194,7 @@ def assemble(config: RuntimeConfig) -> Parts:
     _log.info("ready after %.1f s", ended - began)
     return Parts(
         config=config,
-        limits=RunLimits(slots, running, chunk),
+        limits=RunLimits(kv_pool.allocator.capacity, running, chunk),
         engine=Engine(scheduler, runner, max_in_flight=int(config.overlap)),
         builder=RequestBuilder(
             model_config, tokenizer, context_length, config.run_seed, scheduler.refusal, defaults=defaults

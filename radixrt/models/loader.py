@@ -137,6 +137,8 @@ def _found_folder(source: str | Path, weights: bool, revision: str | None) -> Pa
         if revision is not None:
             raise ModelError(f"revision is {revision!r}, which is for hub ids, but {source} is a folder")
         return folder
+    if folder.is_file():
+        raise ModelError(f"{source} is a file; a model is a folder in Hugging Face format, or a hub id")
     if isinstance(source, Path) or str(source).count("/") > 1 or str(source)[:1] in ("/", ".", "~"):
         raise ModelError(f"there is no folder {source}")
     patterns = [*TEXT_PATTERNS, "*.safetensors"] if weights else [*TEXT_PATTERNS]

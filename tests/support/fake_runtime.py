@@ -29,7 +29,7 @@ CAPACITY = 500
 class BytesBuilder(RequestBuilder):
     """Text is its bytes in UTF-8."""
 
-    def token_ids(self, prompt: Prompt) -> npt.NDArray[np.int32]:
+    def token_ids(self, prompt: Prompt, *, is_cut: bool = False) -> npt.NDArray[np.int32]:
         if is_chat(prompt):
             prompt = "".join(message["content"] for message in Chat.of(prompt).messages)
         if isinstance(prompt, str):
@@ -37,7 +37,7 @@ class BytesBuilder(RequestBuilder):
                 prompt = list(prompt.encode())
             except UnicodeEncodeError as error:
                 raise PromptError(f"cannot be encoded: {error}") from None
-        return super().token_ids(prompt)
+        return super().token_ids(prompt, is_cut=is_cut)
 
 
 class FakeRuntime:
