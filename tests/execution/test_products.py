@@ -14,12 +14,12 @@ from layers.linear import Linear
 from layers.moe import SparseMoE
 from layers.placement import Placement
 from layers.vocabulary import LogitsHead
-from radixrt import Runtime
+from radixrt import Runtime, SamplingParams
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ModelError, ParameterError
 from radixrt.execution import products
 from radixrt.execution.products import compare_all, product_rows
-from radixrt.limits import CPU_LIMITS, PassLimits
+from radixrt.limits import CPU_LIMITS
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from tests.support import checkpoints
@@ -122,7 +122,7 @@ def test_a_model_without_attention(family: str, dtype: str, num_threads: int, fo
         assert torch.equal(decoder.compute_logits(hidden, indices), before[[5, 0, 63]])
 
 
-def test_experts_that_know_their_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_know_their_place_are_refused() -> None:
     """As the torch form does that is not deterministic."""
     placement = Placement(torch.float32, torch.device("cpu"), deterministic=True)
     layer = SparseMoE(64, 32, 4, 2, renormalize=True, placement=placement)
@@ -151,7 +151,11 @@ def test_a_runtime_has_the_tables() -> None:
             (512, 256), (256, 256), (1024, 256), (256, 512), (1632, 256),
         }  # fmt: skip
         assert 0 < runtime.start_up["products"] < runtime.start_up["total"]
-        assert runtime.generate("Mira likes Oslo.").outputs[0].token_ids
+        before = runtime.generate("Mira likes Oslo.", SamplingParams(temperature=0, logprobs=2)).outputs
+        tables = runtime.products
+        runtime.update_weights(MODEL_PATH)
+        assert runtime.products is tables
+        assert runtime.generate("Mira likes Oslo.", SamplingParams(temperature=0, logprobs=2)).outputs == before
     with Runtime(device="cpu") as runtime:
         assert runtime.products == ()
 
@@ -161,8 +165,3 @@ def test_what_cannot_be_promised_is_refused() -> None:
         Runtime(device="cpu", deterministic=True, kv_dtype="fp8")
     with pytest.raises(ModelError, match=r"weights are to be float16.*dtype='bfloat16'"):
         load_model(MODEL_PATH, dtype="float16", device="cuda", deterministic=True)
-
-
-def test_limits_of_a_pass_are_compared() -> None:
-    """On a GPU; the head of as many rows as are drawn from or scored."""
-    assert product_rows(PassLimits(512, 16_384).max_samples, on_gpu=True)[-1] == 1024
