@@ -267,9 +267,7 @@ def _ordered_decode(shape: AttentionShape) -> None:
             rows, lens, lens // 16 * 16, _all_share(shape, shape.batch), superblock=SUPERBLOCK
         )
     else:
-        plan = AttentionPlan.flat(
-            rows, lens, max_item_len=1, sliding_window=scoring.window, superblock=SUPERBLOCK
-        )
+        plan = AttentionPlan.flat(rows, lens, max_item_len=1, sliding_window=scoring.window, superblock=SUPERBLOCK)
     q = torch.empty(shape.batch, 8 * shape.group, shape.head_dim, dtype=shape.dtype)
     ordered_decode(q, shape.kv(), torch.from_numpy(rows), plan.to(q.device), scoring, impl="triton")
 

@@ -13,7 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from triton_ops.attention.arguments import Scoring, check_arguments, check_window, kernel_arguments, result_arguments
+from triton_ops.attention.arguments import (
+    Scoring,
+    check_arguments,
+    check_window,
+    kernel_arguments,
+    result_arguments,
+)
 from triton_ops.attention.extend import Extends, extend_tile_tokens
 from triton_ops.attention.merge import Partials
 from triton_ops.attention.ordered_kernel import ordered_kernel, ordered_merge_kernel
@@ -277,7 +283,7 @@ class _Launch:
         of_items = {f"item_{name}": getattr(plan, f"{items}_{name}", None) for name in _ITEM_FIELDS}
         common = kernel_arguments(self._q, self._kv, self._scoring, Partials(partials.out, partials.sums), config)
         del common["partial_lse"]
-        num_items = plan.shared_lens.shape[0] if items == "shared" else getattr(plan, "item_lens").shape[0]
+        num_items = plan.shared_lens.shape[0] if items == "shared" else plan.item_lens.shape[0]
         ordered_kernel[(num_items * self._kv.k.shape[1],)](
             **{
                 **dict.fromkeys((*_OF_EXTENDS, *_OTHERS)),

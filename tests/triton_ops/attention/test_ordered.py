@@ -16,6 +16,7 @@ from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from tests.support.attention_cases import Case, make_case, share
+from tests.support.attention_checks import interpreted_only
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.extend import Extends
@@ -33,7 +34,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": torch.linspace(-1.0, 2.0, HEADS)},
     "alibi": {"alibi_slopes": torch.linspace(0.01, 0.5, HEADS)},
 }
+# In the interpreter, which takes seconds for each, all others are long tests.
+FEW = ((torch.float32, "window"), (torch.bfloat16, "plain"), (torch.bfloat16, "softcap"))
+few_options = interpreted_only(lambda given: (given["dtype"], named(OPTIONS, given["options"])) in FEW)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def named(values: dict[str, Any], value: Any) -> str:
+    return next(name for name, other in values.items() if other is value)
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +123,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return chosen
 
 
+@few_options
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_it_is_attention(dtype: torch.dtype, impl: Impl, options: dict[str, Any]) -> None:
     case = make_case([1, 150, 33], dtype=dtype, head_dim=20)
@@ -125,6 +134,7 @@ def test_it_is_attention(dtype: torch.dtype, impl: Impl, options: dict[str, Any]
         torch.testing.assert_close(requests.lse[b].double(), lse, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@few_options
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_chunks_and_neighbours_change_nothing(dtype: torch.dtype, impl: Impl, options: dict[str, Any]) -> None:
     requests = Requests(make_case([100, 33, 1, 64, 170], dtype=dtype, head_dim=32), impl, options)
@@ -140,6 +150,7 @@ def test_chunks_and_neighbours_change_nothing(dtype: torch.dtype, impl: Impl, op
             assert same_bits(lse, requests.lse[i][start:]), (i, start)
 
 
+@few_options
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_decodes_have_the_bits_of_extends(dtype: torch.dtype, impl: Impl, options: dict[str, Any]) -> None:
     """Whole or cut, and beside empty rows."""
@@ -185,6 +196,12 @@ TREES = {
 }
 
 
+@interpreted_only(
+    lambda given: (
+        (given["dtype"], named(TREES, given["tree"]))
+        in ((torch.float32, "levels within a superblock"), (torch.bfloat16, "forks"), (torch.float32, "fan"))
+    )
+)
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_trees_have_the_bits_of_flat_plans(tree: Any, dtype: torch.dtype, impl: Impl) -> None:
     """Each prefix is read once, as far as superblocks and multiples of 16 allow."""

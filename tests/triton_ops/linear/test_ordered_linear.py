@@ -157,6 +157,8 @@ def test_tiles_of_the_kernel_change_no_bit(columns: int, depth: int, dtype: torc
     """As tensor cores add, at all tiles of rows: of 16, 32, 64 and 128."""
     require_interpreter()
     given = {"dtype": dtype, "device": torch.device("cpu"), "impl": "triton", "counts": (1, 16, 17, 40, 64, 130)}
-    with pytest.importorskip("tests.support.tensor_cores").tensor_cores():
+    from tests.support.tensor_cores import tensor_cores  # imports the interpreter
+
+    with tensor_cores():
         for has_bias in (False, True):
             compare_products(columns, depth, has_bias=has_bias, **given)
