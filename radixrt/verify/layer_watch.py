@@ -74,7 +74,7 @@ class LayerWatch:
         self._slots = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         odd = np.random.default_rng(0).integers(-(2**62), 2**62, size, dtype=np.int64) * 2 + 1
         self._factors = torch.from_numpy(odd).to(device)
-        self._seen: list[_Seen] = []
+        self._wanted, self._seen = np.zeros(0, np.int32), list[_Seen]()
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -106,6 +106,11 @@ class LayerWatch:
             rows = bits[start : min(start + _ROWS, len(self._slots))]
             self._prints[place, start : start + len(rows)].copy_((rows.to(torch.int64) * self._factors).sum(1))
 
+    def look_for(self, tokens: Int32Array) -> None:
+        """Note passes over requests that begin with these tokens from now on, and forget all others."""
+        self._wanted = tokens
+        self.forget()
+
     def saw(self, pass_: Pass, owners: Mapping[int, Answer]) -> None:
         """Note what the pass that was launched last has computed, of the owners of its rows; waits for it."""
         slots, known = pass_.out_cache_loc, self._slots.cpu().numpy()
@@ -115,24 +120,31 @@ class LayerWatch:
         prints, ends = self._prints.cpu().numpy()[:, places], np.cumsum(pass_.seq_lens - pass_.prefix_lens)
         starts, rows = pass_.prefix_lens.tolist(), pass_.req_pool_indices.tolist()
         for row, start, own in zip(rows, starts, np.split(prints, ends[:-1], axis=1), strict=True):
-            self._seen.append(_Seen(owners[row], start, own, len(slots)))
+            if start < self._common_len(owners[row], so_far=True):
+                self._seen.append(_Seen(owners[row], start, own, len(slots)))
 
     def forget(self) -> None:
         """Forget all passes."""
         self._seen.clear()
 
-    def trace(self, tokens: Int32Array, request_id: int | str) -> Trace:
-        """What was computed for these tokens since the last `forget`: by a request, and, where it found them in
-        the cache, by others.
+    def _common_len(self, answer: Answer, *, so_far: bool = False) -> int:
+        """How many of the tokens that are looked for an answer begins with. `so_far`: its next ones are not known
+        yet, and may be those.
+        """
+        known, wanted = answer.tokens(), self._wanted
+        count = min(len(known), len(wanted))
+        differs = known[:count] != wanted[:count]
+        return int(differs.argmax()) if differs.any() else len(wanted) if so_far else count
+
+    def trace(self, request_id: int | str) -> Trace:
+        """What was computed for the tokens that are looked for: by a request, and, where it found them in the
+        cache, by others.
         """
         own, others = dict[int, list[_Column]](), dict[int, list[_Column]]()
         for seen in self._seen:
             found = own if seen.answer.request.id == request_id else others
-            known = seen.answer.tokens()
-            count = min(len(known), len(tokens))
-            differs = known[:count] != tokens[:count]
-            same = int(differs.argmax()) if differs.any() else count
-            for position in range(seen.start, min(seen.start + seen.prints.shape[1], same)):
+            end = min(seen.start + seen.prints.shape[1], self._common_len(seen.answer))
+            for position in range(seen.start, end):
                 column = seen.prints[:, position - seen.start]
                 found.setdefault(position, []).append((column, seen.pass_tokens))
         return Trace(others | own)

@@ -252,9 +252,10 @@ class _Lab:
             for name, trace in traces.items():
                 difference = differences[name]
                 asker.forget()
+                watch.look_for(self._tokens(difference))
                 request = (asker.score if difference.in_prompt else asker.answer)(difference.prompt)
                 asker.run([request])
-                origin = trace.origin(watch.trace(self._tokens(difference), request.id))
+                origin = trace.origin(watch.trace(request.id))
                 if origin is not None:
                     found[name] = origin
         return found
@@ -264,13 +265,14 @@ class _Lab:
     ) -> Trace | None:
         """What was computed for the prompt that differs, if it differs at the same position again."""
         trace: Trace | None = None
+        watch.look_for(self._tokens(difference))
         for values in situation.ask(asker):
             if trace is None and values.prompt == difference.prompt:
                 expected = self._expected(values)
                 again = None if expected is None else expected.difference(values)
                 place = difference.sample, difference.position
                 if again is not None and (again.sample, again.position) == place:
-                    trace = watch.trace(self._tokens(difference), values.request_id)
+                    trace = watch.trace(values.request_id)
         return trace
 
     def _tokens(self, difference: Difference) -> Int32Array:
