@@ -1,5 +1,5 @@
-"""Matrix products in Triton's interpreter as Hopper's tensor cores add them: in groups of 16 along the sum, one after
-the other, each a sum of its own with what was added before (MMA-Sim, arXiv 2511.10909).
+"""Matrix products in Triton's interpreter as Hopper's tensor cores add them: in groups of 16 along the sum, one
+after the other, each a sum of its own with what was added before (MMA-Sim, arXiv 2511.10909).
 
 numpy's products, which the interpreter has otherwise, add in an order that depends on the shapes. These do not, so
 whether a kernel's results depend on tiles and cuts shows here.

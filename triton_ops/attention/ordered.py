@@ -1,7 +1,7 @@
 """Deterministic attention: the bits of a token's result depend on the tokens up to it alone.
 
-Not on what is cached, on chunks, on the other requests of a pass, or on how its plan cuts contexts and shares them:
-`ordered_softmax` has the order in which everything is added.
+Not on what is cached, on chunks, on the other requests of a pass, or on how its plan cuts contexts and shares
+them: `ordered_softmax` has the order in which everything is added.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def ordered_decode(
     Args:
         req_pool_indices: int32 `[num_decodes]`, the rows of `req_to_token`; torch reads whole contexts by them.
         plan: an ordered one of the same `superblock`: its items begin at multiples of it, but for those that go on
-            from the state of a shared one, at multiples of 16; an item that leaves a partial result has keys of one
-            superblock; lists of partial results ascend.
+            from the state of a shared one, at multiples of 16; an item that leaves a partial result has keys of
+            one superblock; lists of partial results ascend.
         superblock: keys, a multiple of 16.
     """
     check_window(scoring, plan)
@@ -114,12 +114,12 @@ def ordered_extend(
         return _in_torch(q, kv, extends.req_pool_indices[request], positions, scoring, out, lse)
     gpu, head_dim = gpu_of(q.device), q.shape[2]
     if plan is None:
-        lens = extends.extend_seq_lens.cpu().numpy()
-        short = int(lens.max(initial=0)) * group <= SHORT_ROWS
+        counts = extends.extend_seq_lens.cpu().numpy()
+        short = int(counts.max(initial=0)) * group <= SHORT_ROWS
         plan = ExtendPlan.of_extends(
             extends.prefix_lens.cpu().numpy(),
             extends.extend_start_loc.cpu().numpy(),
-            lens,
+            counts,
             tile_tokens=extend_tile_tokens(gpu, head_dim, group, q.dtype, short=short),
         ).to(q.device)
     kind: Literal["long", "short"] = "short" if plan.tile_tokens * group <= SHORT_ROWS else "long"
@@ -159,9 +159,9 @@ def _in_torch(
     out: Tensor,
     lse: Tensor | None,
 ) -> Tensor:
-    """Each row `[T]` attends to its request's tokens up to its position: superblock by superblock, CPU_ROWS rows at
-    a time, in float32. All numbers that products read begin at multiples of 64 bytes: on alignment, too, depends
-    which path torch takes.
+    """Each row `[T]` attends to its request's tokens up to its position: superblock by superblock, CPU_ROWS rows
+    at a time, in float32. All numbers that products read begin at multiples of 64 bytes: on alignment, too,
+    depends which path torch takes.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv.k.shape[1]
@@ -178,7 +178,7 @@ def _in_torch(
         lse.fill_(-torch.inf)
     # Rows of about the same length are computed together.
     order = positions.argsort(stable=True)
-    for rows in order[int((positions < 0).sum()) :].split(CPU_ROWS):
+    for rows in torch.split(order[int((positions < 0).sum()) :], CPU_ROWS):
         count = len(rows)
         rows = torch.cat([rows, rows[-1:].expand(CPU_ROWS - count)])
         lines, position, begin = req_pool_indices[rows].long(), positions[rows].long(), first[rows]
@@ -280,10 +280,11 @@ class _Launch:
     def __call__(self, config: AttentionConfig, block_m: int, items: str, **others: Any) -> None:
         """Launch for the plan's fields that begin with `items`. `others`: the kernel's arguments that differ."""
         plan, partials = self._plan, self._partials
-        of_items = {f"item_{name}": getattr(plan, f"{items}_{name}", None) for name in _ITEM_FIELDS}
+        of_items: dict[str, Any] = {
+            f"item_{name}": getattr(plan, f"{items}_{name}", None) for name in _ITEM_FIELDS
+        }
         common = kernel_arguments(self._q, self._kv, self._scoring, Partials(partials.out, partials.sums), config)
         del common["partial_lse"]
-        num_items = plan.shared_lens.shape[0] if items == "shared" else plan.item_lens.shape[0]
         ordered_kernel[(num_items * self._kv.k.shape[1],)](
             **{
                 **dict.fromkeys((*_OF_EXTENDS, *_OTHERS)),

@@ -24,9 +24,9 @@ def ordered_kernel(
 ):  # fmt: skip
     """A program is one item and KV head; its tile's rows are the item's query rows times the heads of the group.
 
-    Keys are read through the pool, those of the pass's new tokens too. EXTENDS: items are those of an `ExtendPlan`,
-    else of an `AttentionPlan`, LISTED: its shared ones. HAS_TAKEN: items go on from partial results. A tile with
-    TOTAL_IN_MEMORY keeps the sum of finished superblocks there: registers have no room for it.
+    Keys are read through the pool, those of the pass's new tokens too. EXTENDS: items are those of an
+    `ExtendPlan`, else of an `AttentionPlan`, LISTED: its shared ones. HAS_TAKEN: items go on from partial results.
+    A tile with TOTAL_IN_MEMORY keeps the sum of finished superblocks there: registers have no room for it.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     # With a window every tile is masked, and in small ones masks cost less than a second loop.
@@ -135,8 +135,8 @@ def ordered_kernel(
             peeled = block_start + tl.maximum(whole - block_start, 0) // BLOCK_N * BLOCK_N
             if MASK_ALL:
                 peeled = block_start
-            # The next tile's slots are carried along, so that loads do not wait for other loads. Beyond the end the
-            # last position is read again: other slots may hold NaN, and 0 * NaN is NaN.
+            # The next tile's slots are carried along, so that loads do not wait for other loads. Beyond the end
+            # the last position is read again: other slots may hold NaN, and 0 * NaN is NaN.
             slot = tl.load(slots + tl.minimum(block_start + n, last))
             for first in tl.range(block_start, peeled, BLOCK_N, num_stages=NUM_STAGES):
                 offset = slot.to(tl.int64)[:, None] * slot_stride

@@ -2,16 +2,16 @@
 
 For a query, keys form superblocks at absolute multiples of a number, and groups of 16 at absolute multiples of 16:
 
-- a score becomes a multiple of 2^-14 in base 2 (of 2^-17 for products in float32), by adding a large number, and its
-  weight is `exp2(score - base)` with an integer base: to rescale by another base is exact, so it does not matter
-  which tile found which maximum;
+- a score becomes a multiple of 2^-14 in base 2 (of 2^-17 for products in float32), by adding a large number, and
+  its weight is `exp2(score - base)` with an integer base: to rescale by another base is exact, so it does not
+  matter which tile found which maximum;
 - within a superblock the groups are added one after the other, in one chain of products of weights and values, and
   to 16 sums of weights, one for each place in a group;
 - the results of superblocks, (sum of values, sums of weights, base), are added in ascending order.
 
 Keys that a query does not see have a weight of 0, which changes no sum, so tiles may reach beyond what it sees.
-The bits of the result depend on nothing else where a product's bits do not depend on its tile (on Hopper in bfloat16,
-and where `tl.dot` adds in order): docs/same-bits.md.
+The bits of the result depend on nothing else where a product's bits do not depend on its tile (on Hopper in
+bfloat16, and where `tl.dot` adds in order): docs/same-bits.md.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def ordered_tile(
 
 @triton.jit
 def _add_weights(sums, weights):
-    """`sums [BLOCK_M, 16]` and the `weights [BLOCK_M, BLOCK_N]` of 1, 2 or 4 groups. What is added to what is written
-    out, as the order of tl.sum depends on the layout; no number leaves its thread for it.
+    """`sums [BLOCK_M, 16]` and the `weights [BLOCK_M, BLOCK_N]` of 1, 2 or 4 groups. What is added to what is
+    written out, as the order of tl.sum depends on the layout; no number leaves its thread for it.
     """
     ROWS: tl.constexpr = weights.shape[0]
     GROUPS: tl.constexpr = weights.shape[1] // 16
@@ -98,7 +98,7 @@ def sum_places(sums):
 
 @triton.jit
 def add_superblock(total, total_sum, total_base, acc, row_sum, base):
-    """The superblocks before, and the next one: sums of weights are `[BLOCK_M]`. Exact where one of the two is empty."""
+    """The superblocks before, and the next one, with sums of weights `[BLOCK_M]`; exact where one is empty."""
     greatest = tl.maximum(total_base, base)
     finite = tl.where(greatest == float("-inf"), 0.0, greatest)
     # Products with powers of two are exact, so it does not matter which of them is fused with the addition.

@@ -180,8 +180,8 @@ class AttentionPlan(SharingPlan[Array]):
         host's `req_to_token`, items of about the same length that begin at the same slot are neighbours: the L2
         cache has their KV for all but the first.
 
-        With a `superblock` the plan is for `ordered_decode`: contexts longer than `max_item_len` are cut at all its
-        multiples, and windows are read from a multiple of 16 on.
+        With a `superblock` the plan is for `ordered_decode`: contexts longer than `max_item_len` are cut at all
+        its multiples, and windows are read from a multiple of 16 on.
         """
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
         begin = np.zeros_like(seq) if sliding_window is None else _clipped(seq, sliding_window)
@@ -322,9 +322,9 @@ def _merging(
     *,
     with_tails: bool,
 ) -> dict[str, Int32Array]:
-    """The fields that say how results merge: `item_partials` of items with `count` query rows from `first` on, whose
-    keys begin at `begin`, and those of a `SharingPlan` but `seq_lens`. `with_tails`: an item of one row that no other item covers, but for
-    shared ones, takes in what these computed; there is `tail_partial_starts`, too.
+    """The fields that say how results merge: `item_partials` of items with `count` query rows from `first` on,
+    whose keys start at `begin`, and those of a `SharingPlan` but `seq_lens`. `with_tails`: an item of one row that
+    no other item covers, but for shared ones, takes in what these computed; there is `tail_partial_starts`, too.
 
     Partial results are numbered in the order of the items, those of the shared ones after the others.
     """

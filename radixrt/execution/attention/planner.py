@@ -24,8 +24,8 @@ class AttentionPlanner:
     Plans for kernels cut long contexts so that all multiprocessors have work. With `tree`, layers without a window
     read what requests share once, wherever that is cheaper. References need none of this, nor plans of extends.
 
-    Plans for deterministic attention have a `superblock`: contexts are cut at its multiples, extends not at all, and
-    extends share nothing yet.
+    Plans for deterministic attention have a `superblock`: contexts are cut at its multiples; extends are not
+    cut and share nothing.
     """
 
     def __init__(
@@ -141,10 +141,9 @@ class AttentionPlanner:
         for window in self._windows:
             read = np.maximum(seq_lens - tail_starts, 0) if window is None else seq_lens.clip(max=window)
             item_len = self._shape.decode_item_len(read) if cuts else None
-            if item_len is not None and self._superblock is not None:
-                # A tail that goes on from an open superblock is not cut.
-                if any_shared or not self._can_cut(read, seq_lens, item_len):
-                    item_len = None
+            # A tail that goes on from an open superblock is not cut.
+            if self._superblock and item_len and (any_shared or not self._can_cut(read, seq_lens, item_len)):
+                item_len = None
             if segments is not None and window is None and (any_shared or not (flat or cuts)):
                 if not cuts and self._superblock is None:  # nobody is to wait for a long tail
                     fair = int(read.sum(dtype=np.int64)) // self._shape.decode_wave
@@ -209,17 +208,20 @@ class AttentionPlanner:
         return int(pieces.sum()) <= self._shape.max_decode_items(len(seq_lens))
 
     def _num_passes(self, plans: Mapping[Window, AttentionPlan[Int32Array]]) -> int | None:
-        """How many passes the plans of decodes serve while contexts grow; None: any number.
+        """How many passes the plans of decodes serve at most while contexts grow; None: any number.
 
         An item that leaves a partial result has keys of one superblock.
         """
-        left = []
-        for plan in plans.values() if self._superblock is not None else ():
+        size = self._superblock
+        if size is None:
+            return None
+        left = size
+        for plan in plans.values():
             ends = plan.item_starts + plan.item_lens
             grows = (plan.item_partials >= 0) & (plan.item_lens > 0)
             grows &= ends == plan.seq_lens[plan.item_query_starts]
-            left.append(int((-ends[grows] % self._superblock).min(initial=self._superblock)) + 1)
-        return min(left, default=None)
+            left = int((-ends[grows] % size).min(initial=left))
+        return left + 1
 
     def _decode_capacity(self, count: int, shape: PlanShape, window: Window) -> tuple[Capacity, Capacity]:
         """For requests' own items, and for shared ones."""

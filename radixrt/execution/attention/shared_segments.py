@@ -18,8 +18,8 @@ class SharedSegments:
     """Chooses the segments of KV, in elements of `kv_bytes`, that are read once for several requests: so that the
     whole pass is cheapest.
 
-    With a `superblock` they are for deterministic attention: each has tokens of one superblock, from its beginning on,
-    and ends with it or at a multiple of 16.
+    With a `superblock` they are for deterministic attention: each has tokens of one superblock, from its beginning
+    on, and ends with it or at a multiple of 16.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class SharedSegments:
         kept = self._worthwhile(tree, sizes, read_separately)
         kept = self._within(tree, kept, sizes, read_separately, capacity)
         if self._superblock is not None:
-            saved = separate[1:] - separate[:-1]
-            return self._in_superblocks(tree, kept, requests, req_pool_indices, saved, capacity)
+            each = separate[1:] - separate[:-1]
+            return self._in_superblocks(tree, kept, requests, req_pool_indices, each, capacity)
         chosen = kept.nonzero()[0]
         if not chosen.size:
             return tail_starts, NOTHING_SHARED
@@ -134,8 +134,8 @@ class SharedSegments:
         capacity: Capacity,
     ) -> tuple[Int32Array, SharedItems]:
         """What `find` returns, of the `kept` nodes `[N]` of `requests` in depth-first order, of one row each, that
-        save so many seconds a token each. A node's rows share the superblocks that end within it. What it has of the
-        next one is shared by those rows that no node below shares more with.
+        save so many seconds a token each. A node's rows share the superblocks that end within it. What it has of
+        the next one is shared by those rows that no node below shares more with.
         """
         size, tail_starts = self._superblock, np.zeros(len(req_pool_indices), np.int32)
         assert size is not None

@@ -73,7 +73,7 @@ class Requests:
     def extended(
         self, prefix_lens: list[int], requests: list[int] | None = None, tile_tokens: int | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """Results and log-sum-exps of what comes after the prefix of each of the `requests`, one after the other."""
+        """Results and log-sum-exps of what comes after the prefix of each of the `requests`."""
         chosen = list(range(len(self.q))) if requests is None else requests
         prefix = torch.tensor(prefix_lens, dtype=torch.int32)
         lens = self.case.seq_lens[chosen] - prefix
@@ -226,7 +226,8 @@ def check_reads(plan: AttentionPlan[Any], lens: list[int]) -> None:
     for i, (first, count) in enumerate(zip(plan.shared_query_starts, plan.shared_query_lens, strict=True)):
         start, end = plan.shared_starts[i], plan.shared_starts[i] + plan.shared_lens[i]
         assert start % SUPERBLOCK == 0 or not count
-        assert end - start <= SUPERBLOCK and end % 16 == 0
+        assert end - start <= SUPERBLOCK
+        assert end % 16 == 0
         shared |= {plan.shared_partials[i] + j: (start, end, plan.shared_queries[first + j]) for j in range(count)}
     own = {
         row: (start, start + length)

@@ -86,7 +86,8 @@ def break_source(
         path = folder / f"{name}.py"
         path.write_text(change(Path(source.__file__).read_text()))
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         loaded = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(loaded)
         return loaded
@@ -104,8 +105,8 @@ def break_source(
 
 
 def agrees() -> bool:
-    """Whether decodes have the same bits whole, cut, going on from shared superblocks, and by other tiles: among keys
-    that weigh about as much, and where a few weigh more than all before them.
+    """Whether decodes have the same bits whole, cut, going on from shared superblocks, and by other tiles: among
+    keys that weigh about as much, and where a few weigh more than all before them.
     """
     return agrees_on(()) and agrees_on((20, 90))
 
