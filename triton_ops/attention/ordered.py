@@ -283,6 +283,7 @@ class _Launch:
         of_items: dict[str, Any] = {
             f"item_{name}": getattr(plan, f"{items}_{name}", None) for name in _ITEM_FIELDS
         }
+        num_items = len(getattr(plan, f"{items}_lens"))
         common = kernel_arguments(self._q, self._kv, self._scoring, Partials(partials.out, partials.sums), config)
         del common["partial_lse"]
         ordered_kernel[(num_items * self._kv.k.shape[1],)](
