@@ -43,6 +43,11 @@ class InputMetadata:
         fields = (self.req_pool_indices, self.prefix_lens, self.extend_start_loc, self.extend_seq_lens)
         return Extends(*(field[: self.num_extends] for field in fields))
 
+    @cached_property
+    def decode_rows(self) -> Tensor:
+        """`req_pool_indices` of the decodes."""
+        return self.req_pool_indices[self.num_extends :]
+
     def decode_plan(self, sliding_window: int | None) -> AttentionPlan:
         """The plan for the decodes in layers of that window."""
         plans = self.decode_plans

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from layers.placement import Layer, Placement
+from layers.products import Product
 from triton_ops.implementation import gpu_of, runs_triton
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.tuning import split_k_config
@@ -20,13 +21,17 @@ class Linear(Layer):
         self.weight = placement.parameter(out_features, in_features)
         self.bias = placement.parameter(out_features) if bias else None
         self.impl = placement.impl
+        self.product = Product(placement.impl) if placement.deterministic else None
 
     def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
         """`x [..., in_features]` to `[..., out_features]`.
 
         With `split_k_ok`, for callers that can add parts (`RMSNorm.add`), the result may be float32 parts
-        `[P, num_tokens, out_features]`, where `split_k_linear` is faster: on a GPU, for small batches.
+        `[P, num_tokens, out_features]`, where `split_k_linear` is faster: on a GPU, for small batches, unless the
+        layer is deterministic.
         """
+        if self.product is not None:
+            return self.product(x, self.weight, self.bias)
         if split_k_ok and self.bias is None and runs_triton(self.impl, x.device):
             config = split_k_config(gpu_of(x.device), len(x), *self.weight.shape, self.weight.dtype)
             if config is not None:

@@ -34,7 +34,7 @@ class SparseMoE(Layer):
     ) -> None:
         super().__init__()
         self.top_k, self.renormalize = top_k, renormalize
-        self.names, self.impl = names, placement.impl
+        self.names, self.impl, self.deterministic = names, placement.impl, placement.deterministic
         self.router = Linear(hidden_size, num_experts, bias=False, placement=placement)
         self.gate_up = placement.parameter(num_experts, 2 * intermediate_size, hidden_size)
         self.down = placement.parameter(num_experts, hidden_size, intermediate_size)
@@ -42,7 +42,7 @@ class SparseMoE(Layer):
     def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
         """`x [num_tokens, hidden_size]` to the same shape; never parts, whatever `split_k_ok`."""
         weights, experts = topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
-        return moe(x, weights, experts, self.gate_up, self.down, impl=self.impl)
+        return moe(x, weights, experts, self.gate_up, self.down, deterministic=self.deterministic, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """As `Layer.checkpoint_tensors`, of the router, then expert by expert."""

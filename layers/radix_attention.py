@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from layers.input_metadata import InputMetadata
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import extend_attention
+from triton_ops.attention.ordered import ordered_decode, ordered_extend
 from triton_ops.implementation import Impl
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.kv.view import KVView
@@ -26,14 +27,22 @@ class RadixAttention(nn.Module):
     """The attention of layer `layer_id`, from the projections' output to the heads' outputs.
 
     `cos_sin_cache`, see `Rotation`, is None where the layer has no positions; `norm` is of each head by itself. A
-    layer with a window stores all its KV nevertheless: a prefix can be reused at any length.
+    layer with a window stores all its KV nevertheless: a prefix can be reused at any length. `deterministic` as in
+    `Placement`.
     """
 
     def __init__(
-        self, layer_id: int, scoring: Scoring, *, cos_sin_cache: Tensor | None, norm: HeadNorm | None, impl: Impl
+        self,
+        layer_id: int,
+        scoring: Scoring,
+        *,
+        cos_sin_cache: Tensor | None,
+        norm: HeadNorm | None,
+        impl: Impl,
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
-        self.layer_id, self.scoring, self.impl = layer_id, scoring, impl
+        self.layer_id, self.scoring, self.impl, self.deterministic = layer_id, scoring, impl, deterministic
         self.cos_sin_cache, self.norm = cos_sin_cache, norm
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
@@ -50,10 +59,17 @@ class RadixAttention(nn.Module):
             q, k, v, kv, metadata.out_cache_loc, norm=self.norm, rotation=rotation, impl=self.impl
         )
         scoring, end = self.scoring, metadata.num_extend_tokens
+        result: dict[str, Any]
         if metadata.num_extends:
-            plan, new = metadata.extend_plan(scoring.window), (q[:end], k[:end], v[:end])
-            extend_attention(*new, kv, metadata.extends, plan, scoring, out=out[:end], impl=self.impl)
+            plan, result = metadata.extend_plan(scoring.window), {"out": out[:end], "impl": self.impl}
+            if self.deterministic:
+                ordered_extend(q[:end], kv, metadata.extends, plan, scoring, **result)
+            else:
+                extend_attention(q[:end], k[:end], v[:end], kv, metadata.extends, plan, scoring, **result)
         if end < q.shape[0]:
-            decode_plan = metadata.decode_plan(scoring.window)
-            decode_attention(q[end:], kv, decode_plan, scoring, out=out[end:], impl=self.impl)
+            decode_plan, result = metadata.decode_plan(scoring.window), {"out": out[end:], "impl": self.impl}
+            if self.deterministic:
+                ordered_decode(q[end:], kv, metadata.decode_rows, decode_plan, scoring, **result)
+            else:
+                decode_attention(q[end:], kv, decode_plan, scoring, **result)
         return out

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from layers.placement import Layer, Placement
+from layers.products import Product
 from triton_ops.attention.soft_cap import soft_cap
-from triton_ops.implementation import Impl
 
 
 class Embedding(Layer):
@@ -30,9 +30,10 @@ class LogitsHead(Layer):
     With a `softcap` the logits become `softcap * tanh(logits / softcap)`.
     """
 
-    def __init__(self, weight: nn.Parameter, *, softcap: float | None = None, impl: Impl = "auto") -> None:
+    def __init__(self, weight: nn.Parameter, *, softcap: float | None = None, placement: Placement) -> None:
         super().__init__()
-        self.weight, self.softcap, self.impl = weight, softcap, impl
+        self.weight, self.softcap, self.impl = weight, softcap, placement.impl
+        self.product = Product(placement.impl) if placement.deterministic else None
 
     def forward(
         self, hidden_states: Tensor, logits_indices: Tensor | None, *, out: Tensor | None = None
@@ -44,6 +45,11 @@ class LogitsHead(Layer):
         if logits_indices is not None:
             hidden_states = hidden_states.index_select(0, logits_indices)
         if self.softcap is None:
-            return torch.mm(hidden_states, self.weight.T, out=out)
-        capped = soft_cap(torch.mm(hidden_states, self.weight.T), self.softcap, impl=self.impl)
+            return self._project(hidden_states, out)
+        capped = soft_cap(self._project(hidden_states, None), self.softcap, impl=self.impl)
         return capped if out is None else out.copy_(capped)
+
+    def _project(self, hidden_states: Tensor, out: Tensor | None) -> Tensor:
+        if self.product is not None:
+            return self.product(hidden_states, self.weight, out=out)
+        return torch.mm(hidden_states, self.weight.T, out=out)

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from radixrt.errors import ParameterError
 from radixrt.execution.device import check_kernels, choose_device
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.memory_budget import host_pool_slots, measured_pass_memory, pool_slots, room_for_passes
-from radixrt.execution.model_runner import ModelRunner
+from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.processors import usable_processors
+from radixrt.execution.products import compare_all
 from radixrt.frontend.request_builder import RequestBuilder, chatting_tokenizer
 from radixrt.kept_cache.identity import cache_identity, weight_fingerprint
 from radixrt.kept_cache.storage import CacheStorage
@@ -54,8 +56,8 @@ class LoadedModel:
     def identity(self) -> dict[str, Any]:
         if self._fingerprint is None:
             self._fingerprint = weight_fingerprint(self.decoder)
-        dtype, scales = self.decoder.placement.dtype, self.kv_pool.scales
-        return cache_identity(self.decoder.config, self._fingerprint, dtype, self.storage.format, scales)
+        placement, scales = self.decoder.placement, self.kv_pool.scales
+        return cache_identity(self.decoder.config, self._fingerprint, placement, self.storage.format, scales)
 
     def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
         self._fingerprint = None
@@ -79,12 +81,33 @@ def check_config(config: RuntimeConfig) -> tuple[torch.device, bool, bool]:
     device = choose_device(config.device)
     check_kernels(config.impl, config.kv_dtype, device)
     check_dtype(config.dtype)
+    _check_deterministic(config, device)
     runs_kernels = device.type == "cuda" and runs_triton(config.impl, device)
     return device, runs_kernels, _captures(config, runs_kernels)
 
 
-def assemble(config: RuntimeConfig) -> Parts:
-    """Load the model, make its pools, and capture its graphs. Raises as `Runtime` does."""
+def _check_deterministic(config: RuntimeConfig, device: torch.device) -> None:
+    """Raise ParameterError where the options cannot promise equal bits."""
+    if not config.deterministic:
+        return
+    if config.kv_dtype == "fp8":
+        raise ParameterError(
+            "deterministic is True and kv_dtype is 'fp8', whose attention cannot promise equal bits; leave one of "
+            "them out"
+        )
+    if device.type == "cuda" and not runs_triton(config.impl, device):
+        raise ParameterError(
+            f"deterministic is True, but no kernels run on {device} with impl {config.impl!r}, and torch's sums "
+            "depend on the size of a pass there; install Triton and leave impl out, or leave deterministic out"
+        )
+
+
+def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
+    """Load the model, make its pools, and capture its graphs. Raises as `Runtime` does.
+
+    A `decoder` that another Runtime of the same model, dtype, device, context, impl and mode has loaded is used as
+    it is: Runtimes may share weights, as long as nobody changes them.
+    """
     began = time.perf_counter()
     device, runs_kernels, captures = check_config(config)
     impl, on_gpu = config.impl, device.type == "cuda"
@@ -99,19 +122,27 @@ def assemble(config: RuntimeConfig) -> Parts:
         # A GPU's context keeps the driver as busy as reading a config, which imports transformers, keeps the host.
         made = background.submit(lambda: torch.empty(1, device=device))
         tokenizer = chatting_tokenizer(folder, config.chat_template_kwargs)  # a mistake shows before the weights
-        decoder, model_config = load_model(
-            folder,
-            dtype=config.dtype,
-            device=device,
-            context_length=config.context_length,
-            load_format=config.load_format,
-            seed=config.seed or 0,
-            impl=impl,
-            deterministic=config.deterministic,
-        )
+        if decoder is None:
+            decoder, _ = load_model(
+                folder,
+                dtype=config.dtype,
+                device=device,
+                context_length=config.context_length,
+                load_format=config.load_format,
+                seed=config.seed or 0,
+                impl=impl,
+                deterministic=config.deterministic,
+            )
         made.result()
+    model_config = decoder.config
     context_length = model_config.context_length
     seconds = {"weights": time.perf_counter() - began}
+    products_began = time.perf_counter()
+    on_device = torch.cuda.device(device) if on_gpu else nullcontext()
+    with torch.inference_mode(), on_device, room_for_passes():
+        products = compare_all(decoder, limits, Tuning.max_scored_at_once)
+    if products:
+        seconds["products"] = time.perf_counter() - products_began
     own_defaults = generation_defaults(folder)
     defaults = own_defaults if config.generation_config == "auto" else SamplingParams()
     _log_weights(decoder, config, folder, seconds["weights"], own_defaults)
@@ -154,18 +185,23 @@ def assemble(config: RuntimeConfig) -> Parts:
     ended = time.perf_counter()
     pool_bytes, captured_graphs = slots * bytes_per_slot, len(runner.executor.graphs)
     _log.info("KV pool: %s tokens, %.2f GiB in %s", f"{slots - 1:,}", pool_bytes / 2**30, kv_dtype)
+    if products:
+        replaced = sum(bool(table.ordered) for table in products)
+        told = "products: %d shapes compared in %.1f s; torch's are replaced at some sizes in %d of them"
+        _log.info(told, len(products), seconds["products"], replaced)
     if captured_graphs:
         _log.info("graphs: %d captured in %.1f s", captured_graphs, ended - graphs_began)
     _log.info("ready after %.1f s", ended - began)
     return Parts(
         config=config,
-        limits=RunLimits(slots, running, chunk),
+        limits=RunLimits(kv_pool.allocator.capacity, running, chunk),
         engine=Engine(scheduler, runner, max_in_flight=int(config.overlap)),
         builder=RequestBuilder(
             model_config, tokenizer, context_length, config.run_seed, scheduler.refusal, defaults=defaults
         ),
         model=LoadedModel(decoder, CacheStorage(cache, kv_pool, host_pool, impl=impl)),
         output_of=partial(request_output, tokenizer=tokenizer),
+        products=products,
         start_up=seconds | {"graphs": ended - graphs_began, "total": ended - began},
         free_device=_free_gpu if on_gpu else lambda: None,
     )

@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from radixrt.checks import check_int
-from radixrt.errors import ParameterError, TokenizerError
+from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.frontend.request_builder import Params, read_params
 from radixrt.output import FinishReason, RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.builder import Detokenizer
-from radixrt.text.chat import Message, checked_messages
+from radixrt.text.chat import Chat, Message, checked_messages
 from radixrt.text.continuation import encode_continuation, splice
+from radixrt.text.excess import refusal_of_chat, refusal_of_length
 from radixrt.text.tokenizer import Tokenizer
 
 MAX_FORKS = 4096
@@ -39,6 +40,9 @@ class ChatRuntime(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def context_length(self) -> int: ...
 
     def generate(self, prompts: list[int], sampling_params: SamplingParams, /) -> RequestOutput: ...
 
@@ -156,10 +160,16 @@ class Conversation:
         return branches
 
     def _prompt(self, text: str) -> list[int]:
-        """Token ids of the conversation with `text` as its last message."""
-        message = checked_messages([{"role": "user", "content": text}])
+        """Token ids of the conversation with `text` as its last message. PromptError: it is far too long."""
+        chat = Chat([*self._messages, *checked_messages([{"role": "user", "content": text}])])
         if self._tokenizer.has_chat_template:
-            full = self._tokenizer.encode_chat([*self._messages, *message]).tolist()
+            refusal = refusal_of_chat(self._tokenizer, chat, self._runtime.context_length)
+        else:
+            refusal = refusal_of_length(self._tokenizer, self._unsaid + text, self._runtime.context_length)
+        if refusal is not None:
+            raise PromptError(f"the prompt {refusal}")
+        if self._tokenizer.has_chat_template:
+            full = self._tokenizer.encode_chat(chat).tolist()
             return splice(self._tokenizer, self._ids, full)
         if not self._ids:
             ids: list[int] = self._tokenizer.encode(self._unsaid + text).tolist()

@@ -82,7 +82,10 @@ class Runtime:
         context_length: most tokens of a prompt with its answer.
         seed, limits: of the run.
         reuses_prefixes: whether what prompts share is computed once.
-        start_up: seconds: "weights", "memory" (running the largest pass, to measure it), "graphs", and "total".
+        start_up: seconds: "weights", "products" (comparing them; only if deterministic), "memory" (running the
+            largest pass, to measure it), "graphs", and "total".
+        products: if deterministic, a `ProductTable` for each shape of weights: the numbers of rows at which
+            torch's product has the right bits, and those at which another one stands in.
 
     Raises:
         ParameterError: an option does not go with the device, the model or the memory.
@@ -113,7 +116,8 @@ class Runtime:
         self._turns: tuple[asyncio.AbstractEventLoop | None, asyncio.Semaphore] = None, asyncio.Semaphore()
         self.config, self.device = parts.builder.config, parts.model.device
         self.tokenizer, self.context_length = parts.builder.tokenizer, parts.builder.context_length
-        self.seed, self.limits, self.start_up = parts.config.run_seed, parts.limits, parts.start_up
+        self.seed, self.limits = parts.config.run_seed, parts.limits
+        self.start_up, self.products = parts.start_up, parts.products
         self.reuses_prefixes = parts.config.enable_prefix_cache and not parts.config.force_miss
 
     @property

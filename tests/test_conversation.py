@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from radixrt.builtin import MODEL_PATH
 from radixrt.conversation import Conversation
-from radixrt.errors import ParameterError, TokenizerError
+from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, Usage
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -40,6 +41,7 @@ class FakeRuntime:
     stop: tuple[str, ...] = ()
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
+    context_length: int = 4096
 
     def will_say(self, *ids: int, reason: FinishReason = FinishReason.STOP) -> None:
         self.answers.append((list(ids), reason))
@@ -405,3 +407,24 @@ def test_a_splice_spells_the_full_text(kind: str, parts: list[str], more: str, o
         assert ids[: len(known)] == known
     assert splice(tokenizer, [], known) == splice(tokenizer, known, known) == known
     assert splice(tokenizer, known, []) == []
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_text_far_too_long_is_not_encoded(
+    has_template: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = chat_tokenizer(tmp_path) if has_template else load_tokenizer(MODEL_PATH)
+    talk = Conversation(FakeRuntime(tokenizer, context_length=50), [SYSTEM])
+    longest: list[int] = []
+    own = Tokenizer.encode_batch
+
+    def encode_batch(self: Tokenizer, texts: list[str], **options: bool) -> Any:
+        longest.append(max(map(len, texts)))
+        return own(self, texts, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", encode_batch)
+    monkeypatch.setattr(Tokenizer, "chat_text", lambda *_: pytest.fail("it is rendered"))
+    for turn in (talk.say, talk.stream):
+        with pytest.raises(PromptError, match=r"the prompt has 300,0\d\d characters .* context of 50 takes"):
+            list(turn("ab " * 10**5))
+    assert max(longest) < 2000

@@ -483,7 +483,7 @@ def test_cache_stats_and_flush(runtime: Runtime) -> None:
     stats = runtime.cache_stats()
     assert (stats.prompt_tokens, stats.cached_tokens) == (74, 36)
     assert stats.hit_rate == pytest.approx(36 / 74)
-    assert stats.capacity == 600
+    assert stats.capacity == runtime.limits.pool_tokens == 600
     assert stats.free + stats.evictable == 600
     assert runtime.flush_cache() == stats.evictable > 0
     assert runtime.cache_stats().free == 600

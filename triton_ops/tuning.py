@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -140,6 +140,23 @@ def shared_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, e4m3: bool = F
     return AttentionConfig(128, 32, 8, 3, max_registers=None if e4m3 else 128)
 
 
+def ordered_attention_config(
+    gpu: GPU, head_dim: int, dtype: torch.dtype, *, kind: Literal["decode", "long", "short", "shared"]
+) -> AttentionConfig:
+    """For deterministic attention of queries of `dtype`: tiles of decodes, of long and short extends, of shared
+    items. None of these was measured: they are like those of the other kernels, with registers and warps that
+    spill nothing within a superblock. `block_n` is 16, 32 or 64.
+    """
+    if kind == "shared":
+        return shared_config(gpu, head_dim, dtype)
+    if kind != "decode":
+        return extend_config(gpu, head_dim, dtype, short=kind == "short")
+    _check_vendor(gpu)
+    if dtype == torch.float32:
+        return AttentionConfig(DECODE_ROWS, 16, num_warps=8, num_stages=1, max_registers=128)
+    return AttentionConfig(DECODE_ROWS, 64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
+
+
 # --- linear ---
 
 SPLIT_K_COLUMNS = 64  # of the output a program: the rows of a wgmma, which a small batch would not fill
@@ -221,6 +238,32 @@ def split_k_config(
     parts = min(MAX_PARTS, 1 << (tile.max_programs // num_tiles).bit_length() - 1)
     part_depth = -(-depth // (parts * tile.depth)) * tile.depth
     return SplitKConfig(tile.rows, tile.depth, tile.stages, part_depth)
+
+
+@dataclass(frozen=True)
+class OrderedLinearConfig:
+    """A program computes `rows` of x times `columns` of the output, `depth` elements of the sum a step."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    num_warps: int
+
+
+def ordered_linear_config(gpu: GPU, num_rows: int, num_columns: int, dtype: torch.dtype) -> OrderedLinearConfig:
+    """For an ordered product of `num_rows` rows. None of these was measured: for few rows they are like those of
+    `split_k_config`, without parts, and for many like those of `expert_config`.
+    """
+    _check_vendor(gpu)
+    rows = max(16, next_power_of_2(num_rows))
+    if dtype == torch.float32:
+        return OrderedLinearConfig(min(64, rows), 64, 32, 3, 4)
+    if rows > 64:
+        return OrderedLinearConfig(128, 128, 64, 3, 8)
+    # Of few columns narrow tiles occupy more multiprocessors.
+    columns = 64 if cdiv(num_columns, 64) * cdiv(num_rows, rows) >= gpu.num_sms else 32
+    return OrderedLinearConfig(rows, columns, 64, 4, 4)
 
 
 # --- experts ---

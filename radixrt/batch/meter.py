@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tqdm import tqdm  # not tqdm.auto: a notebook's bar needs more packages
 
@@ -96,7 +96,13 @@ class Meter:
     def timeline(self) -> tuple[Sample, ...]:
         return self._timeline.samples
 
-    def figures(self, *, best_hit_rate: float | None, predicted_hit_rate: float | None) -> RunFigures:
+    def figures(
+        self,
+        *,
+        best_hit_rate: float | None,
+        predicted_hit_rate: float | None,
+        products: tuple[Mapping[str, Any], ...] = (),
+    ) -> RunFigures:
         """Figures of the ended run."""
         activity = self._activity
         return RunFigures(
@@ -114,6 +120,7 @@ class Meter:
             scheduling_seconds=activity.scheduling_seconds,
             passes=activity.passes,
             most_running=self._max_running,
+            products=products,
         )
 
     def _sample(self, finished: int) -> Sample:

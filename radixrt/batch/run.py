@@ -56,6 +56,12 @@ class PreparedRequest(Protocol):
 R = TypeVar("R", bound=PreparedRequest)
 
 
+class HasJson(Protocol):
+    """What a report shows as it is."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
 class BatchRuntime(MeteredRuntime, Protocol[R]):
     """The methods of a `Runtime` that a batch calls."""
 
@@ -77,6 +83,9 @@ class BatchRuntime(MeteredRuntime, Protocol[R]):
 
     @property
     def reuses_prefixes(self) -> bool: ...
+
+    @property
+    def products(self) -> Sequence[HasJson]: ...
 
     def identity(self) -> Mapping[str, Any]: ...
 
@@ -184,13 +193,14 @@ class BatchRun(Generic[R]):
     def report(self, output_path: Path | None, counts: RecordCounts) -> BatchReport:
         """Figures of the batch so far. `output_path`: where the records are; None for standard output."""
         best, meter = self._plan.statistics.best_hit_rate if self._plan else None, self._meter
+        products = tuple(table.to_json() for table in self._runtime.products)
         return batch_report(
             self._scan,
             counts,
             output_path,
             self._options,
             tally=meter.tally,
-            run=meter.figures(best_hit_rate=best, predicted_hit_rate=self._predicted_hit_rate),
+            run=meter.figures(best_hit_rate=best, predicted_hit_rate=self._predicted_hit_rate, products=products),
             timeline=meter.timeline,
             is_complete=self.is_complete,
         )

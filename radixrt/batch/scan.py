@@ -28,7 +28,7 @@ from radixrt.planning.demands import Demands
 from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
-from radixrt.text.excess import refusal_of_length
+from radixrt.text.excess import refusal_of_chat, refusal_of_length
 from radixrt.text.tokenizer import Tokenizer
 
 MAX_NAMED = 20  # problems that a scan keeps with their messages
@@ -86,7 +86,8 @@ class Scan:
         match_limits: `[N]`, leading tokens of each prompt that may come from the cache: see `Demands`.
         is_bad: `[N]`, whether a line cannot run.
         input_hash: hash of all these lines.
-        tokens_hash: hash of all prompts' tokens, which depend on the tokenizer and its chat template.
+        tokens_hash: hash of all prompts' tokens, which depend on the tokenizer and its chat template; an empty
+            text has none in it.
         problems: the first MAX_NAMED bad lines.
         num_problems: bad lines of each kind.
     """
@@ -121,6 +122,8 @@ class Scan:
         shown = [f"  line {p.line}: {p.type.value}: {p.message}" for p in self.problems]
         if count > len(shown):
             shown.append(f"  ... and {count - len(shown):,} more")
+        if self.num_problems.get(LineErrorType.INVALID_LINE) == len(self):  # such as a list of plain texts
+            shown.append('  a line is a JSON object, such as {"prompt": "..."}')
         are = "line is" if len(self) == 1 else "lines is" if count == 1 else "lines are"
         return "\n".join([f"{count:,} of {len(self):,} {are} bad ({kinds}):", *shown])
 
@@ -220,8 +223,10 @@ class _Writer:
             prompt, entry = self._checked(line, record, ids)
             prompts.append(prompt)
             entries.append(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
-        for prompt in prompts:
-            self._tokens_hash.update(np.int64(len(prompt)).tobytes() + prompt.astype("<i4").tobytes())
+        for (_, record), prompt in zip(block, prompts, strict=True):
+            # An empty text was a bad line once: runs that were begun then go on.
+            hashed = prompt[:0] if isinstance(record, InputRecord) and record.prompt == "" else prompt
+            self._tokens_hash.update(np.int64(len(hashed)).tobytes() + hashed.astype("<i4").tobytes())
         self._tokens.append(prompts)
         with self._refusals():
             self._file.write(b"".join(entries))
@@ -317,27 +322,30 @@ def _encoded(
         return out
     texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # with special tokens added, and without; by place
     chats: dict[int, Chat] = {}
+    limits: dict[int, int] = {}  # of those that must not be too long, in tokens
     for place, record in enumerate(records):
         if isinstance(record, LineError):
             continue
+        if context_length is not None and record.sampling_params.truncate_prompt_tokens is None:
+            limits[place] = context_length
         if isinstance(record.prompt, str):
             texts[True][place] = record.prompt
         elif isinstance(record.prompt, Chat):
             chats[place] = record.prompt
+    for place, limit in limits.items():  # before they are rendered, which takes time and memory, too
+        if place in chats and (refusal := refusal_of_chat(tokenizer, chats[place], limit)) is not None:
+            del chats[place]
+            out[place] = PromptError(refusal)
     for place, text in zip(chats, _rendered(tokenizer, list(chats.values())), strict=True):
         if isinstance(text, TokenizerError):
             out[place] = PromptError(f"cannot be encoded: {text}")
         else:
             texts[False][place] = text
-    if context_length is not None:
-        for by_place in texts.values():
-            for place, text in tuple(by_place.items()):
-                record = records[place]
-                if isinstance(record, InputRecord) and record.sampling_params.truncate_prompt_tokens is not None:
-                    continue
-                if (refusal := refusal_of_length(tokenizer, text, context_length)) is not None:
-                    del by_place[place]
-                    out[place] = PromptError(refusal)
+    for by_place in texts.values():
+        for place in by_place.keys() & limits.keys():
+            if (refusal := refusal_of_length(tokenizer, by_place[place], limits[place])) is not None:
+                del by_place[place]
+                out[place] = PromptError(refusal)
     for special, by_place in texts.items():
         for place, ids in zip(by_place, _each(tokenizer, list(by_place.values()), special), strict=True):
             out[place] = ids

@@ -15,6 +15,7 @@ from radixrt.cli.exit_status import PIPE_CLOSED, RESUMABLE, UNUSABLE, exit_statu
 from radixrt.cli.generate import add_generate_command
 from radixrt.cli.models import add_models_command
 from radixrt.cli.plan import add_plan_command
+from radixrt.cli.verify import add_verify_command
 from radixrt.errors import RadixrtError
 from radixrt.files.disk import is_of_the_disk
 from radixrt.version import __version__
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add_chat_command(commands)
     add_batch_command(commands)
     add_plan_command(commands)
+    add_verify_command(commands)
     add_bench_command(commands)
     add_models_command(commands)
     return parser

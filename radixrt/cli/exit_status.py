@@ -19,6 +19,7 @@ DONE = 0
 FAILED = 1  # a failure during the run
 UNUSABLE = 2  # options, prompts, model or files; also argparse's number
 ALL_FAILED = 3  # a batch is complete, but every record is an error
+DIFFERENT = 4  # `verify` has found other bits
 RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: the disk or the device failed, and the same command goes on
 SIGNALLED = 128  # with a signal's number added, as shells do: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP
 PIPE_CLOSED = 141  # the shell's number for a process whose reader has gone

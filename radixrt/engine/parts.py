@@ -20,6 +20,8 @@ from radixrt.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import torch
 
+    from layers.products import ProductTable
+
 
 class ServedModel(Protocol):
     """A model on its device, with all that does not concern its passes: the methods of `Runtime` of these names.
@@ -47,6 +49,7 @@ class Parts:
     model: ServedModel
     output_of: Callable[[Answer], RequestOutput]  # of the first answer to a prompt, once all have ended
     start_up: Mapping[str, float] = field(default_factory=dict)  # seconds, as in Runtime
+    products: tuple[ProductTable, ...] = ()  # of a deterministic model
     free_device: Callable[[], None] = lambda: None  # gives unused memory back to the device
 
     @property

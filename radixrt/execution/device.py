@@ -16,7 +16,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ParameterError(f"device is {device!r}: {error}") from error
+        raise ParameterError(f"device is {device!r}; it must be on cpu or cuda, such as 'cuda:0'") from error
     if chosen.type not in ("cpu", "cuda"):
         raise ParameterError(f"device is {device!r}; it must be on cpu or cuda")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():

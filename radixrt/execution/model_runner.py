@@ -25,6 +25,7 @@ from radixrt.execution.pass_builder import MAX_PLAN_PASSES, PassBuilder
 from radixrt.limits import NO_PASSES, PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import Logprobs, Pass, PassResult
+from triton_ops.attention.ordered import SUPERBLOCK
 from triton_ops.implementation import gpu_of, runs_triton
 
 
@@ -79,7 +80,13 @@ class ModelRunner:
         shape = KernelShape(gpu, config.num_heads, config.num_kv_heads, config.head_dim, placement.dtype)
         kernels = runs_triton(placement.impl, device)
         self.planner = tuning.planner or AttentionPlanner(
-            shape, windows, rows.req_to_token, kv_dtype, tree=tree, kernels=kernels
+            shape,
+            windows,
+            rows.req_to_token,
+            kv_dtype,
+            tree=tree,
+            kernels=kernels,
+            superblock=SUPERBLOCK if placement.deterministic else None,
         )
         num_weights = sum(weight.numel() for weight in model.parameters())
         max_batch, max_tokens = captured.max_running_requests, captured.chunked_prefill_size

@@ -213,7 +213,8 @@ class _DecodeWords:
 
     def begin(self, rows: Int32Array, plans: PassPlans[Int32Array], num_passes: int) -> None:
         """Fill in what does not change while the requests `rows` `[B]` decode by these plans."""
-        self.rows, self.passes_left = rows, num_passes
+        most = plans.num_passes
+        self.rows, self.passes_left = rows, num_passes if most is None else min(num_passes, most)
         self._packed.words[:] = self._idle_words
         self._arrays["req_pool_indices"][: len(rows)] = rows
         for place, array in zip(self._packed.plans.arrays(), plans.arrays(), strict=True):

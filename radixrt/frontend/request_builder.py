@@ -23,7 +23,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
 from radixrt.text.builder import TextBuilder
 from radixrt.text.chat import Chat, is_chat
-from radixrt.text.excess import refusal_of_length
+from radixrt.text.excess import refusal_of_chat, refusal_of_length
 from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
@@ -81,11 +81,7 @@ class RequestBuilder:
         params, stop_ids, bad_words = self._terms(read_params(params, self.defaults))
         context, start = self.context_length, params.prompt_logprobs_start
         prompt, num_kept = _unwrapped(prompt), params.truncate_prompt_tokens
-        if isinstance(prompt, str) and self.tokenizer is not None and num_kept is None:
-            refusal = refusal_of_length(self.tokenizer, prompt, context)
-            if refusal is not None:
-                raise PromptError(refusal)
-        namespace, ids = self.namespace(tenant), self.token_ids(prompt)
+        namespace, ids = self.namespace(tenant), self.token_ids(prompt, is_cut=num_kept is not None)
         if num_kept is not None:
             ids = ids[-num_kept:]
         longest = context if params.max_new_tokens == 0 else context - 1
@@ -287,16 +283,18 @@ class RequestBuilder:
         except TokenizerError as error:
             raise ParameterError(f"bad_words holds what cannot be encoded: {error}") from error
 
-    def token_ids(self, prompt: Prompt) -> NDArray[np.int32]:
-        """A prompt as int32 `[n >= 1]`, every id inside the model's vocabulary. Raises PromptError."""
+    def token_ids(self, prompt: Prompt, *, is_cut: bool = False) -> NDArray[np.int32]:
+        """A prompt as int32 `[n >= 1]`, every id inside the model's vocabulary.
+
+        Raises PromptError, also where it is far too long to be encoded, unless it `is_cut`.
+        """
         ids: NDArray[Any]
         prompt = _unwrapped(prompt)
         if isinstance(prompt, str) or is_chat(prompt):
             if self.tokenizer is None:
                 raise PromptError("is text, but the model's folder has no tokenizer: give token ids")
-            encode, encode_chat = self.tokenizer.encode, self.tokenizer.encode_chat
             try:
-                ids = encode(prompt) if isinstance(prompt, str) else encode_chat(prompt)
+                ids = self._encoded(self.tokenizer, prompt, is_cut)
             except TokenizerError as error:
                 raise PromptError(f"cannot be encoded: {error}") from error
         elif is_token_ids(prompt):
@@ -315,6 +313,24 @@ class RequestBuilder:
             outside = ids[(ids < 0) | (ids >= vocab_size)]
             raise PromptError(f"holds token id {outside[0]}; the model's ids are 0 to {vocab_size - 1}")
         return ids.astype(np.int32)
+
+    def _encoded(
+        self,
+        tokenizer: Tokenizer,
+        prompt: str | Chat | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        is_cut: bool,
+    ) -> NDArray[np.int32]:
+        """The token ids of a text or a chat, looked at before each step that takes time and memory."""
+        refusal, is_text = None, isinstance(prompt, str)
+        if not isinstance(prompt, str):
+            chat = Chat.of(prompt)
+            refusal = None if is_cut else refusal_of_chat(tokenizer, chat, self.context_length)
+            prompt = "" if refusal else tokenizer.chat_text(chat)
+        if not (refusal or is_cut):
+            refusal = refusal_of_length(tokenizer, prompt, self.context_length)
+        if refusal:
+            raise PromptError(refusal)
+        return tokenizer.encode(prompt, add_special_tokens=is_text)
 
 
 def builder_without_weights(

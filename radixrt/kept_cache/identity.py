@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layers.placement import Placement
 from layers.rotary import RopeParameters
 from radixrt.kept_cache.cache_file import KVFormat
 from radixrt.models.config import AttentionKind, ModelConfig
@@ -28,11 +29,12 @@ _NOT_OF_KV = {
 
 
 def cache_identity(
-    config: ModelConfig, fingerprint: str, dtype: torch.dtype, kv: KVFormat, scales: Tensor | None
+    config: ModelConfig, fingerprint: str, placement: Placement, kv: KVFormat, scales: Tensor | None
 ) -> dict[str, Any]:
     """Collect everything that KV depends on: JSON values by their names in messages.
 
-    `fingerprint` is `weight_fingerprint` of the model, `dtype` the model's, `scales` are the pool's.
+    `fingerprint` is `weight_fingerprint` of the model, `placement` the model's, `scales` are the pool's. KV of
+    deterministic models has the same bits on the same kind of device alone, by the same torch.
     """
     sizes = config.head_dim, config.context_length  # some kinds of scaling depend on the latter
     own = [field.name for field in fields(config) if field.name not in _NOT_OF_KV]
@@ -49,12 +51,16 @@ def cache_identity(
         "rotated share of a head": each(lambda kind: kind.rope and kind.rope.partial_rotary_factor),
         "rope frequencies": each(lambda kind: kind.rope and _hash(kind.rope.frequencies(*sizes))),
         "sliding window": each(lambda kind: kind.window),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(placement.dtype).removeprefix("torch."),
         "dtype of KV": kv.dtype,
         "weights": fingerprint,
     }
     if scales is not None:  # another GPU may round them otherwise
         identity["scales of KV"] = _hash(scales.cpu())
+    if placement.deterministic:
+        device = placement.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        identity["same bits"] = f"{name}, torch {torch.__version__}"
     read: dict[str, Any] = json.loads(json.dumps(identity, default=sorted))  # as read from a file, sets as lists
     return read
 

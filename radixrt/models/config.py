@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,6 +138,8 @@ class ModelConfig:
 
 def read_architecture(folder: Path) -> str:
     """Return the architecture that `config.json` names, supported or not. Raises ModelError if it names none."""
+    if not os.path.lexists(folder / "config.json"):
+        raise ModelError(f"{folder} has no config.json, so it is no folder of a model in Hugging Face format")
     architectures = read_json(folder / "config.json").get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise ModelError(f"{folder / 'config.json'} names no architecture: architectures is {architectures!r}")

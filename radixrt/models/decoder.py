@@ -90,7 +90,12 @@ class Attention(nn.Module):
         scale = self.head_dim**-0.5 if scale is None else scale
         scoring = Scoring(scale, softcap, config.attention[layer_id].window)
         self.attention = RadixAttention(
-            layer_id, scoring, cos_sin_cache=cos_sin_cache, norm=norm, impl=placement.impl
+            layer_id,
+            scoring,
+            cos_sin_cache=cos_sin_cache,
+            norm=norm,
+            impl=placement.impl,
+            deterministic=placement.deterministic,
         )
 
     def forward(
@@ -127,7 +132,9 @@ class FeedForward(nn.Module):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         parts = {"gate_proj": inner, "up_proj": inner}
         self.gate_up = StackedLinear(hidden, parts, packed_as=packed_as, bias=bias, placement=placement)
-        self.activation = partial(ACTIVATIONS[config.activation], impl=placement.impl)
+        self.activation = partial(
+            ACTIVATIONS[config.activation], impl=placement.impl, deterministic=placement.deterministic
+        )
         self.down = Linear(inner, hidden, bias=bias, placement=placement)
 
     def forward(self, hidden: Tensor, *, split_k_ok: bool = False) -> Tensor:
@@ -236,7 +243,7 @@ class Decoder(nn.Module):
         )
 
     def build_head(self) -> LogitsHead:
-        return LogitsHead(self.head_weight(), impl=self.placement.impl)
+        return LogitsHead(self.head_weight(), placement=self.placement)
 
     def head_weight(self) -> nn.Parameter:
         """The embedding's weight, or a new one."""

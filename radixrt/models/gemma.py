@@ -122,7 +122,7 @@ class Gemma2(Decoder):
         return last.after_feed_forward_norm
 
     def build_head(self) -> LogitsHead:
-        return LogitsHead(self.head_weight(), softcap=self.config.logits_softcap, impl=self.placement.impl)
+        return LogitsHead(self.head_weight(), softcap=self.config.logits_softcap, placement=self.placement)
 
 
 class Gemma3(Gemma2):

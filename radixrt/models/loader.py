@@ -75,6 +75,11 @@ def load_model(
         )
     # Nothing of any size is made before all names, shapes and sizes are known to be right.
     placement = Placement(_resolve_dtype(dtype, config, device), device, impl, deterministic)
+    if deterministic and placement.dtype == torch.float16 and device.type == "cuda":
+        raise ModelError(
+            "deterministic is True, but the weights are to be float16, in which attention on a GPU cannot promise "
+            "equal bits; use dtype='bfloat16' or 'float32', or leave deterministic out"
+        )
     skeleton = decoder(replace(config, context_length=2), replace(placement, device=torch.device("meta")))
     if files is not None:
         _check_stored(skeleton, config, files, stored)
@@ -132,6 +137,8 @@ def _found_folder(source: str | Path, weights: bool, revision: str | None) -> Pa
         if revision is not None:
             raise ModelError(f"revision is {revision!r}, which is for hub ids, but {source} is a folder")
         return folder
+    if folder.is_file():
+        raise ModelError(f"{source} is a file; a model is a folder in Hugging Face format, or a hub id")
     if isinstance(source, Path) or str(source).count("/") > 1 or str(source)[:1] in ("/", ".", "~"):
         raise ModelError(f"there is no folder {source}")
     patterns = [*TEXT_PATTERNS, "*.safetensors"] if weights else [*TEXT_PATTERNS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -39,6 +40,7 @@ class RunFigures(CountsHits):
         scheduling_seconds: the host's, for planning and booking passes; the device may compute meanwhile.
         passes: of the model.
         most_running: the most requests that ran at once.
+        products: of a deterministic run, `ProductTable.to_json` of each shape of weights.
     """
 
     started: float = 0.0
@@ -55,6 +57,7 @@ class RunFigures(CountsHits):
     scheduling_seconds: float = 0.0
     passes: int = 0
     most_running: int = 0
+    products: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def idle_seconds(self) -> float:
@@ -182,6 +185,7 @@ class BatchReport(CountsHits):
                 "hit_rate": run.hit_rate,
                 "idle_seconds": run.idle_seconds,
                 "tokens_per_second": run.tokens_per_second,
+                "products": [*run.products],
             },
             "cost": None if cost is None else dict(vars(cost)),
             "timeline": columns(self.timeline),
@@ -224,6 +228,8 @@ def time_figures(report: BatchReport) -> dict[str, str]:
         "time": f"{run.seconds:.1f} s ({passes}, {run.tokens_per_second:,.0f} generated tokens/s)",
         "time spent": f"{parts}; {duration(run.scheduling_seconds)} of the host's in scheduling",
     }
+    if run.products:
+        figures["products"] = _products(run)
     if cost is not None:
         figures["cost"] = f"{money(cost.run)} at {money(cost.price_per_hour)} an hour"
         if cost.per_million_tokens is not None:
@@ -278,6 +284,12 @@ def _recomputed(run: RunFigures) -> dict[str, str]:
     share = _ratio(run.recomputed_tokens, run.prompt_tokens)
     told = f"{run.recomputed_tokens:,} tokens ({share:.2%} of the prompts'), for lack of memory"
     return {"computed again": told}
+
+
+def _products(run: RunFigures) -> str:
+    replaced = sum(bool(table["ordered"]) for table in run.products)
+    where = f"replaced at some of them in {replaced}" if replaced else "kept in all"
+    return f"the same bits at all sizes of a pass; torch's own are {where} of {len(run.products)} shapes"
 
 
 def _ratio(part: float, whole: float) -> float:

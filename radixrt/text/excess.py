@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from radixrt.errors import TokenizerError
+from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
 _CHARACTERS = 8  # for each token that is allowed: shorter texts are encoded whole
@@ -25,11 +26,22 @@ def exceeds(tokenizer: Tokenizer, text: str, num_tokens: int) -> bool:
     return False
 
 
-def refusal_of_length(tokenizer: Tokenizer, text: str, context_length: int) -> str | None:
-    """Why a prompt is refused without being encoded whole; None if it is not."""
+def refusal_of_length(tokenizer: Tokenizer, text: str, context_length: int, where: str = "") -> str | None:
+    """Why a prompt is refused without being encoded whole; None if it is not. `where` the text is, for it."""
     if not exceeds(tokenizer, text, context_length):
         return None
     return (
-        f"has {len(text):,} characters and by far more tokens than a context of {context_length} takes: it may "
-        f"have at most {context_length - 1}"
+        f"has {len(text):,} characters{where} and by far more tokens than a context of {context_length} takes: it "
+        f"may have at most {context_length - 1}"
     )
+
+
+def refusal_of_chat(tokenizer: Tokenizer, chat: Chat, context_length: int) -> str | None:
+    """Why a chat is refused without being rendered; None if it is not.
+
+    What the assistant has said does not count: templates leave parts of it out.
+    """
+    if not tokenizer.has_chat_template:  # whoever renders it says so
+        return None
+    said = (message.get("content") or "" for message in chat.messages if message["role"] != "assistant")
+    return refusal_of_length(tokenizer, "\n".join(said), context_length, " in its messages")

@@ -25,9 +25,12 @@ from radixrt.errors import BatchFileError, JournalError
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.models.config import read_architecture
 from radixrt.models.registry import find_architecture
+from radixrt.planning.simulated import NoWeights
 from radixrt.sampling_params import LOGPROBS_MODES, SamplingParams
+from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.file_limit import file_limit
+from tests.support.small_tokenizers import chat_tokenizer
 
 DEFAULTS = SamplingParams(max_new_tokens=7)
 
@@ -112,6 +115,15 @@ def test_what_lines_ask_for(
     assert [type(entry) for entry in found.read([2, 0, 3])] == [SoundLine, SoundLine, LineError]
 
 
+def test_lines_that_are_no_json_at_all_are_told_what_a_line_is(
+    tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer
+) -> None:
+    hint = '  a line is a JSON object, such as {"prompt": "..."}'
+    assert scan([b"Who?", b"What?"], tmp_path, builder, tokenizer).summary().endswith(hint)
+    assert hint not in scan([b"Who?", {"token_ids": [3]}], tmp_path, builder, tokenizer).summary()
+    assert hint not in scan([{"prompt": 3}], tmp_path, builder, tokenizer).summary()
+
+
 def test_hashes_tell_inputs_apart(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer) -> None:
     def hashes(lines: list[Any]) -> tuple[str, str]:
         found = scan(lines, tmp_path, builder, tokenizer)
@@ -128,6 +140,10 @@ def test_hashes_tell_inputs_apart(tmp_path: Path, builder: RequestBuilder, token
     same_tokens = hashes([{"token_ids": [5, 6], "metadata": 1}, {"token_ids": [7]}])
     assert same_tokens[0] != first[0]
     assert same_tokens[1] == first[1]
+    # Runs that were begun when an empty text was a bad line, in which no line has tokens, go on.
+    as_text = scan([{"prompt": ""}, {"token_ids": [7]}], tmp_path, builder, tokenizer)
+    assert [len(as_text.tokens[place]) for place in range(2)] == [1, 1]
+    assert as_text.tokens_hash == hashes([{"token_ids": []}, {"token_ids": [7]}])[1]
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path, builder: RequestBuilder) -> None:
@@ -305,6 +321,37 @@ def test_a_text_far_too_long_is_not_encoded(
         "it may have at most 19"
     )
     assert max(longest) < 1000
+
+
+def test_a_chat_far_too_long_is_not_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = chat_tokenizer(tmp_path)
+    builder = RequestBuilder(NoWeights(tokenizer.vocab_size).config, tokenizer, context_length=80)
+    rendered: list[Chat] = []
+    own = Tokenizer.chat_texts
+
+    def chat_texts(self: Tokenizer, chats: list[Chat]) -> Any:
+        rendered.extend(chats)
+        return own(self, chats)
+
+    monkeypatch.setattr(Tokenizer, "chat_texts", chat_texts)
+    chats = ["ab " * 10**5, "a", "ab " * 10**4]
+    lines: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": content}]} for content in chats]
+    lines[2]["truncate_prompt_tokens"] = 5
+    found = scan_lines(
+        enumerate(json.dumps(line).encode() for line in lines),
+        tmp_path,
+        parser=LineParser(DEFAULTS),
+        tokenizer=tokenizer,
+        check=lambda prompt, params, line: builder.build(prompt, params, index=line),
+        context_length=80,
+    )
+    assert found.is_bad.tolist() == [True, False, False]
+    assert found.problems[0].message == (
+        "the prompt has 300,000 characters in its messages and by far more tokens than a context of 80 takes: "
+        "it may have at most 79"
+    )
+    assert [len(chat.messages[0]["content"]) for chat in rendered] == [1, 30_000]
+    assert len(found.tokens[2]) == 5
 
 
 def test_a_text_that_is_cut_may_be_long(tmp_path: Path, builder: RequestBuilder, tokenizer: Tokenizer) -> None:

@@ -327,7 +327,7 @@ def test_interrupt_while_the_model_loads(
     ("options", "message"),
     [
         ("--seed -1", "seed is -1"),
-        ("--device tpu", "device is 'tpu'"),
+        ("--device tpu", "device is 'tpu'; it must be on cpu or cuda, such as 'cuda:0'"),
         ("--device cuda:9", "device is 'cuda:9', but torch sees"),
         ("--dtype int8", "dtype 'int8' is not supported"),
         ("--load-cache nope", "--load-cache nope: there is no such file"),

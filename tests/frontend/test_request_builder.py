@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.request_builder import RequestBuilder, listed_prompts
 from radixrt.planning.simulated import NoWeights
+from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.small_tokenizers import chat_tokenizer
 
 
 @pytest.fixture
@@ -196,3 +199,41 @@ def test_a_text_far_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(lengths) < 1000
     cut = builder.build("ab " * 2000, {"truncate_prompt_tokens": 5})
     assert cut.prompt_len == 5
+
+
+def test_a_chat_far_too_long_is_neither_rendered_nor_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = chat_tokenizer(tmp_path)
+    builder = RequestBuilder(NoWeights(tokenizer.vocab_size).config, tokenizer, context_length=20)
+    encoded, rendered = [], []
+    encode, render = Tokenizer.encode, Tokenizer.chat_text
+
+    def noted(self: Tokenizer, text: str, **options: bool) -> Any:
+        encoded.append(len(text))
+        return encode(self, text, **options)
+
+    def rendering(self: Tokenizer, chat: Chat) -> str:
+        rendered.append(chat)
+        return render(self, chat)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    monkeypatch.setattr(Tokenizer, "chat_text", rendering)
+    long = "ab " * 10**5
+    for messages in (
+        [{"role": "user", "content": long}],
+        [{"role": "system", "content": long}, {"role": "user", "content": [{"type": "text", "text": "a"}]}],
+    ):
+        refusal = r"has 300,00\d characters in its messages and by far more tokens than a context of 20 takes"
+        with pytest.raises(PromptError, match=refusal):
+            builder.build(messages)
+    with pytest.raises(PromptError, match="in its messages"):
+        builder.build_scored([messages], [[3]], None)
+    assert not rendered
+    # What the assistant has said may be left out by the template: here it is not.
+    said = [{"role": "assistant", "content": long}, {"role": "user", "content": "a"}]
+    with pytest.raises(PromptError, match=r"has 300,\d+ characters and by far more tokens"):
+        builder.build(said)
+    assert len(rendered) == 1
+    assert max(encoded) < 1000
+    assert builder.build(said, {"truncate_prompt_tokens": 5}).prompt_len == 5

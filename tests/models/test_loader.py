@@ -675,8 +675,13 @@ def test_a_damaged_config_is_named(folder: Path, text: str) -> None:
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config.json cannot be read: .*No such file"):
+    with pytest.raises(ModelError, match=r"test_a_folder_.* has no config.json, so it is no folder of a model"):
         load_model(tmp_path)
+
+
+def test_a_file_in_place_of_a_folder_is_refused(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"config.json is a file; a model is a folder in Hugging Face format"):
+        load_model(str(folder / "config.json"))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "evil"])

@@ -21,6 +21,7 @@ from rich.console import Console
 
 import radixrt
 import radixrt.frontend.request_builder
+from layers.products import ProductTable
 from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.meter import Meter
 from radixrt.cli import main
@@ -285,6 +286,29 @@ def test_json_has_all_figures() -> None:
     }
     assert found["timeline"]["running"] == [sample.running for sample in SAMPLES]
     assert replace(REPORT, output_path=None, price_per_hour=None).to_json()["output"] is None
+
+
+def test_products_of_a_deterministic_run() -> None:
+    """The table as it is, and a line."""
+    tables = [
+        ProductTable(64, 32, False, (1, 2, 32, 40), equal=(1, 2, 40)),
+        ProductTable(32, 64, True, (1, 2, 32, 40), equal=(32, 40)),
+        ProductTable(64, 64, False, (1, 2, 32, 40), equal=(1, 2, 32, 40)),
+    ]
+    run = replace(RUN, products=tuple(table.to_json() for table in tables))
+    found = replace(REPORT, run=run).to_json()
+    assert json.loads(json.dumps(found)) == found
+    assert found["run"]["products"][1]["ordered"] == [1, 2]
+    assert "torch's own are replaced at some of them in 2 of 3 shapes" in printed(replace(REPORT, run=run))
+    kept = replace(RUN, products=(tables[2].to_json(),))
+    assert "torch's own are kept in all of 1 shapes" in printed(replace(REPORT, run=kept))
+    assert "torch's own" not in printed(REPORT)
+
+
+def test_a_batch_says_how_its_products_were_computed(files: tuple[Path, Path]) -> None:
+    runtime, table = FakeRuntime(), ProductTable(64, 32, False, (1, 2), equal=(1, 2))
+    runtime.products = (table,)
+    assert run_batch(runtime, *files).run.products == (table.to_json(),)
 
 
 some_tokens, some_seconds = st.integers(0, 10**15), st.floats(0, 1e9)

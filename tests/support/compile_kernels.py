@@ -41,6 +41,9 @@ NUM_SMS = {80: 108, 86: 84, 89: 128, 90: 132}
 MAX_SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 """Bytes of shared memory that one program can have."""
 MAX_SPILLED = 32  # bytes a thread, eight registers: 13 of 4,440 variants for sm_80, sm_89 and sm_90 spill some
+# Of kernels that add up finished superblocks: they spill there, once for hundreds of keys, and nothing within one
+# (counted in their machine code for heads of 128).
+MAX_SPILLED_BY = {"ordered_kernel": 1400}
 PROCESSES = 2
 
 
@@ -84,7 +87,7 @@ class Compiled:
         if self.error is not None:
             return [self.error]
         faults = []
-        if self.spilled > MAX_SPILLED:
+        if self.spilled > MAX_SPILLED_BY.get(self.kernel, MAX_SPILLED):
             faults.append(f"spills {self.spilled} bytes a thread")
         if self.shared > MAX_SHARED[self.arch]:
             faults.append(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from layers.products import ProductTable
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.errors import PromptError
 from radixrt.frontend.request_builder import Prompt, RequestBuilder
@@ -28,7 +29,7 @@ CAPACITY = 500
 class BytesBuilder(RequestBuilder):
     """Text is its bytes in UTF-8."""
 
-    def token_ids(self, prompt: Prompt) -> npt.NDArray[np.int32]:
+    def token_ids(self, prompt: Prompt, *, is_cut: bool = False) -> npt.NDArray[np.int32]:
         if is_chat(prompt):
             prompt = "".join(message["content"] for message in Chat.of(prompt).messages)
         if isinstance(prompt, str):
@@ -36,7 +37,7 @@ class BytesBuilder(RequestBuilder):
                 prompt = list(prompt.encode())
             except UnicodeEncodeError as error:
                 raise PromptError(f"cannot be encoded: {error}") from None
-        return super().token_ids(prompt)
+        return super().token_ids(prompt, is_cut=is_cut)
 
 
 class FakeRuntime:
@@ -65,6 +66,7 @@ class FakeRuntime:
         self.seed = 0
         self.limits = RunLimits(pool_tokens=100_000)
         self.reuses_prefixes = True
+        self.products: tuple[ProductTable, ...] = ()
         self.weights = "those"
         self.passed = Activity()
         self.prompt_tokens = self.cached_tokens = 0

@@ -23,6 +23,7 @@ from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import Extends, extend_attention
+from triton_ops.attention.ordered import SUPERBLOCK, ordered_decode, ordered_extend
 from triton_ops.attention.plan import AttentionPlan, SharedItems
 from triton_ops.attention.shared import shared_rows
 from triton_ops.attention.soft_cap import soft_cap
@@ -31,6 +32,7 @@ from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.kv.kv_copy import kv_copy
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.kv.view import KVView
+from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_softmax import topk_softmax
@@ -72,8 +74,10 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _extend_cases()
     yield from _decode_cases()
     yield from _tree_cases()
+    yield from _ordered_attention_cases()
     yield from _elementwise_cases()
     yield from _linear_cases()
+    yield from _ordered_cases()
     yield from _expert_cases()
     yield from _sampling_cases()
     yield from _kv_copy_cases()
@@ -225,6 +229,49 @@ def _tree(shape: AttentionShape) -> None:
     decode_attention(q, shape.kv(), plan.to(q.device), shape.scoring(), impl="triton")
 
 
+def _ordered_attention_cases() -> Iterator[KernelCase]:
+    """Deterministic attention, which is not over e4m3: decodes whole, cut, and with shared prefixes."""
+    for batch, prefix, extend in ((4, 1024, 512), (4, 1024, 16), (4, 4000, 1), (64, 1000, 1)):
+        shape = partial(AttentionShape, batch, prefix, extend)
+        for head_dim in HEAD_DIMS:
+            for dtype in (torch.bfloat16, torch.float32):
+                yield _ordered_case(shape(dtype, head_dim), few=dtype == torch.bfloat16 and head_dim == 128)
+        for options in (("softcap", "window"), ("sinks",), ("alibi_slopes",)):
+            yield _ordered_case(shape(options=options), few=options == ("softcap", "window"))
+        for group in (1, 2, 7, 8, 16):
+            yield _ordered_case(shape(group=group), few=False)
+
+
+def _ordered_case(shape: AttentionShape, *, few: bool) -> KernelCase:
+    wgmma = shape.extend * shape.group >= 64 and shape.dtype != torch.float32
+    if shape.extend > 1:
+        return KernelCase(ordered_extend, str(shape), partial(_ordered_extend, shape), few, wgmma)
+    return KernelCase(ordered_decode, str(shape), partial(_ordered_decode, shape), few, False)
+
+
+def _ordered_extend(shape: AttentionShape) -> None:
+    counts = np.full(shape.batch, shape.extend, np.int32)
+    starts = np.arange(shape.batch, dtype=np.int32) * shape.extend
+    numbers = (np.arange(shape.batch, dtype=np.int32), np.full_like(counts, shape.prefix), starts, counts)
+    q = torch.empty(int(counts.sum()), 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)
+    extends, scoring = Extends(*map(torch.from_numpy, numbers)), shape.scoring()
+    ordered_extend(q[:, : 8 * shape.group], shape.kv(), extends, None, scoring, impl="triton")
+
+
+def _ordered_decode(shape: AttentionShape) -> None:
+    """Many requests share what they can, few are cut."""
+    rows = np.arange(shape.batch, dtype=np.int32)
+    lens, scoring = np.full_like(rows, shape.prefix + 1), shape.scoring()
+    if shape.batch > 4 and scoring.window is None:
+        plan = AttentionPlan.tree(
+            rows, lens, lens // 16 * 16, _all_share(shape, shape.batch), superblock=SUPERBLOCK
+        )
+    else:
+        plan = AttentionPlan.flat(rows, lens, max_item_len=1, sliding_window=scoring.window, superblock=SUPERBLOCK)
+    q = torch.empty(shape.batch, 8 * shape.group, shape.head_dim, dtype=shape.dtype)
+    ordered_decode(q, shape.kv(), torch.from_numpy(rows), plan.to(q.device), scoring, impl="triton")
+
+
 def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:
     """A prefix that all query rows read."""
     rows = np.arange(num_rows, dtype=np.int32)
@@ -367,6 +414,22 @@ def _linear_cases() -> Iterator[KernelCase]:
             )
             call = partial(add_rms_norm, parts, residual, norm_weight, 1e-5, impl="triton")
             yield KernelCase(add_rms_norm, f"{name}, {len(parts)} parts", call, few)
+
+
+# --- ordered projections ---
+
+
+def _ordered_cases() -> Iterator[KernelCase]:
+    """Every tile, whole steps and not, with a bias and without."""
+    for num_columns, depth in ((1024, 3072), (28_672, 4096), (100, 80)):
+        for num_rows, dtype, has_bias in product((1, 32, 64, 4096), SHORT_NAMES, (False, True)):
+            name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}{', bias' * has_bias}"
+            few = dtype == torch.bfloat16 and (num_columns, has_bias) in ((28_672, False), (100, True))
+            wgmma = dtype != torch.float32 and (num_rows > 64 or num_columns == 28_672)
+            empty = partial(torch.empty, dtype=dtype)
+            bias = empty(num_columns) if has_bias else None
+            call = partial(ordered_linear, empty(num_rows, depth), empty(num_columns, depth), bias, impl="triton")
+            yield KernelCase(ordered_linear, name, call, few, wgmma)
 
 
 # --- experts ---

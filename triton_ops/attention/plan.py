@@ -139,7 +139,7 @@ class AttentionPlan(SharingPlan[Array]):
         shared: SharedItems = NOTHING_SHARED,
     ) -> AttentionPlan[Int32Array]:
         """The host plan of these narrow items and the shared ones. Rows that no item covers get empty narrow ones,
-        of up to EMPTY_ROWS in a run each.
+        of up to EMPTY_ROWS in a run each. A row's lists of partial results ascend by where the items start.
 
         Raises ValueError where the items' arrays differ in length, or an item's rows are not of the batch.
         """
@@ -160,7 +160,7 @@ class AttentionPlan(SharingPlan[Array]):
         names = ("item_req_pool_indices", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
         columns: dict[str, Any] = dict(zip(names, items, strict=True))
         return AttentionPlan(
-            **columns, **_merging(items[3], items[4], shared, covered, with_tails=True), seq_lens=seq
+            **columns, **_merging(items[3], items[4], items[1], shared, covered, with_tails=True), seq_lens=seq
         )
 
     @staticmethod
@@ -171,6 +171,7 @@ class AttentionPlan(SharingPlan[Array]):
         max_item_len: int | None = None,
         sliding_window: int | None = None,
         req_to_token: Int32Array | None = None,
+        superblock: int | None = None,
     ) -> AttentionPlan[Int32Array]:
         """The host plan without sharing: each request's own context, the longest items first.
 
@@ -178,10 +179,13 @@ class AttentionPlan(SharingPlan[Array]):
         with `sliding_window` they begin where the window does. A `seq_len` of 0 marks a padded row. With the
         host's `req_to_token`, items of about the same length that begin at the same slot are neighbours: the L2
         cache has their KV for all but the first.
+
+        With a `superblock` the plan is for `ordered_decode`: contexts longer than `max_item_len` are cut at all
+        its multiples, and windows are read from a multiple of 16 on.
         """
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
         begin = np.zeros_like(seq) if sliding_window is None else _clipped(seq, sliding_window)
-        query, start, length = _longest_first(begin, seq, max_item_len)
+        query, start, length = _longest_first(begin, seq, max_item_len, superblock)
         if req_to_token is not None and length.size:
             alike = length // max(int(length.max()) // LENGTH_CLASSES, 1)
             first = req_to_token[rows[query], np.minimum(start, req_to_token.shape[1] - 1)]
@@ -197,6 +201,7 @@ class AttentionPlan(SharingPlan[Array]):
         shared: SharedItems,
         *,
         max_item_len: int | None = None,
+        superblock: int | None = None,
     ) -> AttentionPlan[Int32Array]:
         """The host plan in which each request reads its positions from `tail_starts` `[R]` on by itself, and those
         before in the `shared` items that have its rows: the caller sees to it that they hold each of them once.
@@ -204,7 +209,7 @@ class AttentionPlan(SharingPlan[Array]):
         Tails are cut as contexts in `flat`, the longest items first. A `seq_len` of 0 marks a padded row.
         """
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
-        query, start, length = _longest_first(np.asarray(tail_starts, np.int32), seq, max_item_len)
+        query, start, length = _longest_first(np.asarray(tail_starts, np.int32), seq, max_item_len, superblock)
         return AttentionPlan.of_items(rows[query], start, length, query, np.ones_like(query), seq, shared)
 
 
@@ -248,12 +253,13 @@ class ExtendPlan(SharingPlan[Array]):
         sliding_window: int | None = None,
         tail_starts: ArrayLike | None = None,
         shared: SharedItems = NOTHING_SHARED,
+        superblock: int | None = None,
     ) -> ExtendPlan[Int32Array]:
         """The host plan, the items that read most first.
 
         KV longer than `max_item_len` is cut into items of about the same length (None: one item a tile); with
         `sliding_window` it begins where the window of the tile's first token does. `tail_starts` `[B]`, at most
-        the `prefix_lens`, and `shared` are as in `AttentionPlan.tree`.
+        the `prefix_lens`, and `shared` are as in `AttentionPlan.tree`, `superblock` as in `AttentionPlan.flat`.
 
         Raises ValueError where the rows of a shared item are not of the pass.
         """
@@ -267,7 +273,7 @@ class ExtendPlan(SharingPlan[Array]):
         begin = np.zeros_like(first) if tail_starts is None else np.asarray(tail_starts, np.int32)[request]
         if sliding_window is not None:
             begin = np.maximum(begin, _clipped(position + 1, sliding_window))
-        tile, start, length = _longest_first(begin, position + tokens, max_item_len)
+        tile, start, length = _longest_first(begin, position + tokens, max_item_len, superblock)
 
         first_row, count = (loc[request] + first)[tile], tokens[tile]
         covered = _covered(first_row, count, shared, num_rows)
@@ -282,7 +288,7 @@ class ExtendPlan(SharingPlan[Array]):
             item_query_starts=first[tile],
             item_starts=start,
             item_lens=length,
-            **_merging(first_row, count, shared, covered, with_tails=False),
+            **_merging(first_row, count, start, shared, covered, with_tails=False),
             seq_lens=seq_lens,
         )
 
@@ -310,14 +316,15 @@ def _rows_of(shared: SharedItems) -> Int32Array:
 def _merging(
     first: Int32Array,
     count: Int32Array,
+    begin: Int32Array,
     shared: SharedItems,
     covered: NDArray[np.int64],
     *,
     with_tails: bool,
 ) -> dict[str, Int32Array]:
-    """The fields that say how results merge: `item_partials` of items with `count` query rows from `first` on, and
-    those of a `SharingPlan` but `seq_lens`. `with_tails`: an item of one row that no other item covers, but for
-    shared ones, takes in what these computed; there is `tail_partial_starts`, too.
+    """The fields that say how results merge: `item_partials` of items with `count` query rows from `first` on,
+    whose keys start at `begin`, and those of a `SharingPlan` but `seq_lens`. `with_tails`: an item of one row that
+    no other item covers, but for shared ones, takes in what these computed; there is `tail_partial_starts`, too.
 
     Partial results are numbered in the order of the items, those of the shared ones after the others.
     """
@@ -333,8 +340,10 @@ def _merging(
         alone |= takes
     partial_counts = np.where(alone, 0, count)
     partials = np.cumsum(partial_counts, dtype=np.int32) - partial_counts
-    rows = np.concatenate([pairs(first, partial_counts)[1], shared_rows])
-    num_own = rows.size - shared_rows.size
+    item, own_rows = pairs(first, partial_counts)
+    rows = np.concatenate([own_rows, shared_rows])
+    num_own = own_rows.size
+    begins = np.concatenate([begin[item], np.repeat(shared.starts, shared.query_lens)])
     rows += num_rows * taken[rows]  # lists of rows that are taken in come after the others
     starts = np.zeros(2 * num_rows + 1, np.int32)
     np.cumsum(np.bincount(rows, minlength=2 * num_rows), out=starts[1:])
@@ -343,7 +352,7 @@ def _merging(
         **{f"shared_{name}": array for name, array in vars(shared).items()},
         "shared_partials": num_own + np.cumsum(shared.query_lens, dtype=np.int32) - shared.query_lens,
         "row_partial_starts": starts[: num_rows + 1] if starts[num_rows] else _NONE,
-        "row_partials": np.argsort(rows, kind="stable").astype(np.int32),
+        "row_partials": np.lexsort((begins, rows)).astype(np.int32),
     }
     if with_tails:
         merging["tail_partial_starts"] = starts[num_rows:] if starts[num_rows] < starts[-1] else _NONE
@@ -376,10 +385,13 @@ def _clipped(ends: Int32Array, window: int) -> Int32Array:
 
 
 def _longest_first(
-    begin: Int32Array, end: Int32Array, max_len: int | None
+    begin: Int32Array, end: Int32Array, max_len: int | None, superblock: int | None
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """The pieces that `_cut` makes, but for those of no tokens."""
-    index, start, length = _cut(begin, end, max_len)
+    """The pieces that `_cut` or `_cut_at_superblocks` makes, but for those of no tokens."""
+    if superblock is None:
+        index, start, length = _cut(begin, end, max_len)
+    else:
+        index, start, length = _cut_at_superblocks(begin // 16 * 16, end, max_len, superblock)
     order = np.argsort(-length, kind="stable")[: np.count_nonzero(length)]
     return index[order], start[order], length[order]
 
@@ -399,3 +411,17 @@ def _cut(begin: Int32Array, end: Int32Array, max_len: int | None) -> tuple[Int32
     index, nth = pairs(0, pieces)
     start = begin[index] + nth * step[index]
     return index, start, np.clip(end[index] - start, 0, step[index])
+
+
+def _cut_at_superblocks(
+    begin: Int32Array, end: Int32Array, max_len: int | None, superblock: int
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Each range [begin, end), cut at all multiples of `superblock` if it is longer than `max_len`: as `_cut`."""
+    first = begin // superblock
+    pieces = np.ones_like(begin)
+    if max_len is not None:
+        pieces = np.where(end - begin > max_len, np.maximum(-(-end // superblock) - first, 1), 1)
+    index, nth = pairs(0, pieces)
+    start = np.where(nth == 0, begin[index], (first[index] + nth) * superblock)
+    stop = np.where(nth + 1 == pieces[index], end[index], (first[index] + nth + 1) * superblock)
+    return index, start.astype(np.int32), np.maximum(stop - start, 0).astype(np.int32)

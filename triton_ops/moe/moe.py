@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -9,11 +11,19 @@ from torch.nn.functional import linear
 from triton_ops.activations.elementwise import row_and_columns
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
+from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.tuning import ELEMENTWISE, expert_config, expert_rows
 
 
 def moe(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, impl: Impl = "auto"
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    deterministic: bool = False,
+    impl: Impl = "auto",
 ) -> Tensor:
     """For each token, the sum of its experts' outputs `down(silu(gate(x)) * up(x))` times their weights.
 
@@ -23,16 +33,19 @@ def moe(
         experts: int64 `[num_tokens, top_k]`, each below `num_experts`, no two of a token's the same.
         gate_up: `[num_experts, 2 * intermediate_size, hidden_size]` in x's dtype: gate over up.
         down: `[num_experts, hidden_size, intermediate_size]` in x's dtype.
+        deterministic: the bits of a token's result depend on its own row, weights and experts alone. The kernels
+            see to that in any case: see `_expert_product_kernel`.
 
     Returns:
-        `[num_tokens, hidden_size]` in x's dtype, summed in float32.
+        `[num_tokens, hidden_size]` in x's dtype: experts' outputs in that dtype, summed in float32 in the order in
+        which a token has them.
 
     Experts without tokens cost nothing. On a GPU the torch form waits for the device, to read how many tokens each
     expert has; the kernels do not.
     """
     if runs_triton(impl, x.device):
         return _launch(x, weights, experts, gate_up, down)
-    return _moe_fast_cpu(x, weights, experts, gate_up, down)
+    return _moe_fast_cpu(x, weights, experts, gate_up, down, deterministic)
 
 
 def moe_reference(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -46,19 +59,24 @@ def moe_reference(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, 
     return out
 
 
-def _moe_fast_cpu(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _moe_fast_cpu(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, deterministic: bool
+) -> Tensor:
     """Expert by expert, the rows of each together."""
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    product = partial(ordered_linear, impl="torch") if deterministic else linear
     top_k = experts.shape[1]
+    parts = x.new_empty(experts.numel(), x.shape[1])
     order = experts.flatten().argsort(stable=True)  # token and choice, by expert
     counts = torch.bincount(experts.flatten(), minlength=gate_up.shape[0])
     for expert, chosen in enumerate(torch.split(order, counts.tolist())):
         if chosen.shape[0] == 0:
             continue
-        tokens = chosen // top_k
-        activated = silu_and_mul(linear(x[tokens], gate_up[expert]), impl="torch")
-        computed = linear(activated, down[expert])
-        out.index_add_(0, tokens, computed.float() * weights.flatten()[chosen].unsqueeze(1))
+        gated = product(x[chosen // top_k], gate_up[expert])
+        parts[chosen] = product(silu_and_mul(gated, deterministic=deterministic, impl="torch"), down[expert])
+    # One choice after the other: a token's sum does not depend on which of its experts came first.
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for part, weight in zip(parts.view(-1, top_k, x.shape[1]).unbind(1), weights.unbind(1), strict=True):
+        out += part.float() * weight.unsqueeze(1)
     return out.to(x.dtype)
 
 
@@ -146,6 +164,9 @@ def _expert_product_kernel(
 
     Row r in the order of experts is row `order[r]` in the order of tokens. If CHOICES is above 0, row
     `order[r] // CHOICES` of `a` is read, otherwise row r. If TO_ORDER, row `order[r]` is written, otherwise row r.
+
+    A sum over INNER is one chain in ascending order, of single elements in float32 and of groups of 16 otherwise,
+    whatever ROWS and COLUMNS are: the bits of a row do not depend on its tile.
     """
     num_columns: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) // num_columns

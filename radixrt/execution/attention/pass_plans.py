@@ -39,6 +39,7 @@ class PassPlans(Generic[Array]):
 
     decode: Mapping[Window, AttentionPlan[Array]]
     extend: Mapping[Window, ExtendPlan[Array]] = field(default_factory=dict)
+    num_passes: int | None = None  # of growing decodes that the plans serve, at most; None: any number
 
     @property
     def shape(self: PassPlans[Int32Array]) -> PlanShape:

@@ -12,6 +12,7 @@ from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.pass_plans import CUT, WHOLE, Capacity, PassPlans, PlanShape, Window, padded_plan
 from radixrt.execution.attention.shared_segments import SharedSegments
 from radixrt.execution.attention.tuning import H200, PlanTuning
+from triton_ops.attention.ordered import STATE_NUMBERS
 from triton_ops.attention.plan import EMPTY_ROWS, NOTHING_SHARED, AttentionPlan, ExtendPlan, Int32Array
 
 HostArrays = Mapping[str, Int32Array]  # those of `InputMetadata.host_arrays`
@@ -22,6 +23,9 @@ class AttentionPlanner:
 
     Plans for kernels cut long contexts so that all multiprocessors have work. With `tree`, layers without a window
     read what requests share once, wherever that is cheaper. References need none of this, nor plans of extends.
+
+    Plans for deterministic attention have a `superblock`: contexts are cut at its multiples; extends are not
+    cut and share nothing.
     """
 
     def __init__(
@@ -34,12 +38,13 @@ class AttentionPlanner:
         tree: bool = False,
         kernels: bool = True,
         tuning: PlanTuning | None = None,
+        superblock: int | None = None,
     ) -> None:
         self._shape, self._windows, self._req_to_token = shape, windows, req_to_token
-        self._kernels, self._tuning = kernels, tuning or H200
+        self._kernels, self._tuning, self._superblock = kernels, tuning or H200, superblock
         self._segments: SharedSegments | None = None  # nothing is shared
         if kernels and tree and None in windows:
-            self._segments = SharedSegments(shape, kv_dtype.itemsize, self._tuning)
+            self._segments = SharedSegments(shape, kv_dtype.itemsize, self._tuning, superblock)
 
     def max_partial_bytes(self, num_decodes: int, num_tokens: int) -> int:
         """The most memory that partial results of decodes, and of `num_tokens` of extends, take in a layer."""
@@ -47,7 +52,8 @@ class AttentionPlanner:
         decodes = self._decode_capacity(num_decodes, plans, None)
         extends = self._extend_capacity(num_cut, 0, plans, None)
         num_partials = sum(capacity.num_partials for capacity in (*decodes, *extends))
-        return num_partials * self._shape.num_heads * 4 * (self._shape.head_dim + 1)  # float32, and log-sum-exps
+        beside = 1 if self._superblock is None else STATE_NUMBERS  # each float32
+        return num_partials * self._shape.num_heads * 4 * (self._shape.head_dim + beside)
 
     def shapes(self, num_decodes: int, num_tokens: int = 0) -> tuple[PlanShape, ...]:
         """The shapes of padded plans in passes of so many decodes and tokens of extends, the sharing one last."""
@@ -79,7 +85,7 @@ class AttentionPlanner:
         plans, shape = self._decodes(rows, seq_lens, shapes or self.shapes(len(rows)))
         for window, plan in plans.items():
             plans[window] = padded_plan(plan, len(rows), *self._decode_capacity(len(rows), shape, window))
-        return PassPlans(plans)
+        return PassPlans(plans, num_passes=self._num_passes(plans))
 
     def plan_padded_extends(
         self,
@@ -135,15 +141,30 @@ class AttentionPlanner:
         for window in self._windows:
             read = np.maximum(seq_lens - tail_starts, 0) if window is None else seq_lens.clip(max=window)
             item_len = self._shape.decode_item_len(read) if cuts else None
+            # A tail that goes on from an open superblock is not cut.
+            if self._superblock and item_len and (any_shared or not self._can_cut(read, seq_lens, item_len)):
+                item_len = None
             if segments is not None and window is None and (any_shared or not (flat or cuts)):
-                if not cuts:  # nobody is to wait for a long tail
+                if not cuts and self._superblock is None:  # nobody is to wait for a long tail
                     fair = int(read.sum(dtype=np.int64)) // self._shape.decode_wave
                     head_lens = read - max(self._tuning.long_tail, fair)
                     tail_starts, shared = segments.with_heads(rows, tail_starts, head_lens, shared)
-                plans[window] = AttentionPlan.tree(rows, seq_lens, tail_starts, shared, max_item_len=item_len)
+                plans[window] = AttentionPlan.tree(
+                    rows,
+                    seq_lens,
+                    tail_starts,
+                    shared,
+                    max_item_len=item_len,
+                    superblock=self._superblock,
+                )
             else:
                 plans[window] = AttentionPlan.flat(
-                    rows, seq_lens, max_item_len=item_len, sliding_window=window, req_to_token=self._req_to_token
+                    rows,
+                    seq_lens,
+                    max_item_len=item_len,
+                    sliding_window=window,
+                    req_to_token=self._req_to_token,
+                    superblock=self._superblock,
                 )
         return plans, candidates[-1] if PassPlans(plans).shape.cuts else candidates[0]
 
@@ -155,7 +176,7 @@ class AttentionPlanner:
         rows, prefix, first_rows, counts = (host[name][:count] for name in names)
         is_short_pass = num_tokens <= self._tuning.max_cut_tokens
         tail_starts, shared = np.zeros_like(rows), NOTHING_SHARED
-        if self._segments is not None and window is None and is_short_pass:
+        if self._segments is not None and self._superblock is None and window is None and is_short_pass:
             is_short = counts <= self._tuning.short_extend * self._segments.rows_at_once
             tail_starts, shared = self._segments.find(
                 self._req_to_token,
@@ -165,7 +186,7 @@ class AttentionPlanner:
                 capacity=self._segments.capacity(num_tokens, whole_tiles=True),
             )
         tile_tokens, max_item_len = self._shape.tile_tokens(None if pads else counts), None
-        if is_short_pass or not pads:
+        if (is_short_pass or not pads) and self._superblock is None:
             max_item_len = self._shape.extend_item_len(prefix - tail_starts, counts, tile_tokens, window)
         return ExtendPlan.of_extends(
             prefix,
@@ -176,7 +197,31 @@ class AttentionPlanner:
             sliding_window=window,
             tail_starts=tail_starts,
             shared=shared,
+            superblock=self._superblock,
         )
+
+    def _can_cut(self, read: Int32Array, seq_lens: Int32Array, item_len: int) -> bool:
+        """Whether padded plans have room for contexts cut at superblocks, of which `read` tokens are read."""
+        assert self._superblock is not None
+        first = (seq_lens - read) // self._superblock
+        pieces = np.where(read > item_len, -(-seq_lens // self._superblock) - first, 1)
+        return int(pieces.sum()) <= self._shape.max_decode_items(len(seq_lens))
+
+    def _num_passes(self, plans: Mapping[Window, AttentionPlan[Int32Array]]) -> int | None:
+        """How many passes the plans of decodes serve at most while contexts grow; None: any number.
+
+        An item that leaves a partial result has keys of one superblock.
+        """
+        size = self._superblock
+        if size is None:
+            return None
+        left = size
+        for plan in plans.values():
+            ends = plan.item_starts + plan.item_lens
+            grows = (plan.item_partials >= 0) & (plan.item_lens > 0)
+            grows &= ends == plan.seq_lens[plan.item_query_starts]
+            left = int((-ends[grows] % size).min(initial=left))
+        return left + 1
 
     def _decode_capacity(self, count: int, shape: PlanShape, window: Window) -> tuple[Capacity, Capacity]:
         """For requests' own items, and for shared ones."""

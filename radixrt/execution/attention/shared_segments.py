@@ -17,9 +17,15 @@ from triton_ops.attention.plan import NOTHING_SHARED, SharedItems, pairs
 class SharedSegments:
     """Chooses the segments of KV, in elements of `kv_bytes`, that are read once for several requests: so that the
     whole pass is cheapest.
+
+    With a `superblock` they are for deterministic attention: each has tokens of one superblock, from its beginning
+    on, and ends with it or at a multiple of 16.
     """
 
-    def __init__(self, shape: KernelShape, kv_bytes: int, tuning: PlanTuning) -> None:
+    def __init__(
+        self, shape: KernelShape, kv_bytes: int, tuning: PlanTuning, superblock: int | None = None
+    ) -> None:
+        self._superblock = superblock
         self.rows_at_once = shape.shared_rows  # query rows that an item may have
         self._tuning = tuning
         num_programs = tuning.shared_programs_per_sm * shape.gpu.num_sms
@@ -82,6 +88,9 @@ class SharedSegments:
         read_separately = separate[ends] - separate[tree.firsts]
         kept = self._worthwhile(tree, sizes, read_separately)
         kept = self._within(tree, kept, sizes, read_separately, capacity)
+        if self._superblock is not None:
+            each = separate[1:] - separate[:-1]
+            return self._in_superblocks(tree, kept, requests, req_pool_indices, each, capacity)
         chosen = kept.nonzero()[0]
         if not chosen.size:
             return tail_starts, NOTHING_SHARED
@@ -113,6 +122,72 @@ class SharedSegments:
             query_starts=(first_query[first][segment] + first_row).astype(np.int32),
             query_lens=np.minimum(height[segment], size[segment] - first_row).astype(np.int32),
             queries=queries.astype(np.int32),
+        )
+
+    def _in_superblocks(
+        self,
+        tree: SlotTree,
+        kept: BoolArray,
+        requests: Int64Array,
+        req_pool_indices: Int32Array,
+        saved: Float64Array,
+        capacity: Capacity,
+    ) -> tuple[Int32Array, SharedItems]:
+        """What `find` returns, of the `kept` nodes `[N]` of `requests` in depth-first order, of one row each, that
+        save so many seconds a token each. A node's rows share the superblocks that end within it. What it has of
+        the next one is shared by those rows that no node below shares more with.
+        """
+        size, tail_starts = self._superblock, np.zeros(len(req_pool_indices), np.int32)
+        assert size is not None
+        stops = tree.stops // 16 * 16
+        kept = kept & (stops > np.append(stops, 0)[tree.nearest_kept_ancestor(kept)])
+        chosen = kept.nonzero()[0]
+        above = np.append(stops, 0)[tree.nearest_kept_ancestor(kept)[chosen]]
+        first, count, stop = tree.firsts[chosen], tree.sizes[chosen], stops[chosen]
+        # The last of the nodes that have a row is the lowest one: they come level by level.
+        node, row = pairs(first.astype(np.int32), count)
+        lowest = np.full(len(requests), -1)
+        lowest[row] = node
+        # In this order, a node before those below it, its rows are neighbours, and those that it is the lowest of
+        # come first.
+        rank = np.empty(len(chosen) + 1, np.int64)
+        rank[np.lexsort((-count, first))] = np.arange(len(chosen))
+        rank[-1] = len(chosen)
+        by_node = rank[lowest].argsort(kind="stable")
+        begins = np.searchsorted(rank[lowest][by_node], np.arange(len(chosen) + 1))
+        first, own = begins[rank[:-1]], np.diff(begins)[rank[:-1]]
+        open_rows = np.where(stop % size > 0, own, 0)
+
+        closed = stop // size - above // size
+        of, nth = pairs(0, closed)
+        opens = open_rows.nonzero()[0]
+        start = np.concatenate([(above[of] // size + nth) * size, stop[opens] // size * size])
+        length = np.concatenate([np.full(len(of), size), stop[opens] % size])
+        rows = np.concatenate([count[of], open_rows[opens]])
+        place = np.concatenate([first[of], first[opens]])
+        tiles, share = self._tiles(rows)
+        items, partials = int(tiles.sum()), int(rows.sum())
+        tails = np.where(lowest >= 0, np.append(stop, 0)[lowest], 0)
+        if not items or items > capacity.num_items or partials > capacity.num_partials:
+            return tail_starts, NOTHING_SHARED
+        work = float(length @ (share * tiles)) + items * self._item
+        seconds = ceil(items / self._wave) * self._wave * work / items + self._partial * partials
+        if self._tuning.costs.launches + seconds >= float(tails @ saved):
+            return tail_starts, NOTHING_SHARED
+        tail_starts[requests] = tails
+        height = -(-rows // tiles)
+        sort = (-(length * share)).argsort(kind="stable")
+        nth_segment, nth_tile = pairs(0, tiles[sort])
+        segment = sort[nth_segment]
+        first_row = nth_tile * height[segment]
+        queries = requests[by_node].astype(np.int32)
+        return tail_starts, SharedItems(
+            req_pool_indices=req_pool_indices[queries[place]][segment].astype(np.int32),
+            starts=start[segment].astype(np.int32),
+            lens=length[segment].astype(np.int32),
+            query_starts=(place[segment] + first_row).astype(np.int32),
+            query_lens=np.minimum(height[segment], rows[segment] - first_row).astype(np.int32),
+            queries=queries,
         )
 
     def with_heads(

@@ -107,13 +107,17 @@ def draw_logprobs(
     `[S, vocab_size]`, or of what `sample_processed` returned, for the rows that `filtered` has.
     """
     rows = arrays["logprob_rows"]
-    if filtered is not None and len(filtered) == len(rows):
-        logits = filtered
-    elif filtered is not None:
-        logits = logits.index_select(0, rows).float()
-        logits.index_copy_(0, arrays["filtered_logprobs"].long(), filtered)
-    elif len(rows) < len(token_ids):
-        logits = logits.index_select(0, rows)
     if len(rows) < len(token_ids):
         token_ids = token_ids.index_select(0, rows)
-    return token_logprobs(logits, token_ids, min(num_top, logits.shape[1]), impl=impl)
+    num_top = min(num_top, logits.shape[1])
+    if filtered is not None and len(filtered) == len(rows):
+        return token_logprobs(filtered, token_ids, num_top, impl=impl)
+    own = logits.index_select(0, rows) if len(rows) < len(logits) else logits
+    found = token_logprobs(own, token_ids, num_top, impl=impl)
+    if filtered is not None:
+        # By themselves: a kernel's order depends on the dtype, and no row's dtype may depend on its neighbours.
+        places = arrays["filtered_logprobs"].long()
+        others = token_logprobs(filtered, token_ids.index_select(0, places), num_top, impl=impl)
+        for whole, part in zip(found, others, strict=True):
+            whole.index_copy_(0, places, part)
+    return found

@@ -178,6 +178,7 @@ def test_operations_see_only_the_rows_that_ask(monkeypatch: pytest.MonkeyPatch) 
         ("sample top_ks top_ps min_ps", 3),
         ("filtered_logits top_ks top_ps min_ps", 2),
         ("token_logprobs", 3),
+        ("token_logprobs", 2),
     ]
     assert operations(answer(0, Params(temperature=0)), drawn_from(1, temperature=0)) == [
         ("greedy", 2),
@@ -288,3 +289,34 @@ def exactly(logits: Tensor, params: Params) -> Tensor:
         return own.log_softmax(-1)
     names = (params.temperature, params.top_k, params.top_p, params.min_p)
     return sample_distribution(own.unsqueeze(0), *(torch.tensor([value]) for value in names))[0].log()
+
+
+def test_what_others_want_changes_no_log_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels add logits of 16 and of 32 bits in another order: a row is computed in its own dtype, whoever is
+    beside it.
+    """
+    seen = []
+
+    def recorded(logits: Tensor, token_ids: Tensor, num_top: int, **given: Any) -> tuple[Tensor, ...]:
+        seen.append((logits.dtype, len(logits)))
+        return token_logprobs(logits, token_ids, num_top, **given)
+
+    monkeypatch.setattr(sampler, "token_logprobs", recorded)
+    logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    raw, last = Params(logprobs=4), torch.zeros(3, dtype=torch.int32)
+    alone = draw([answer(0, raw)], [0], logits[:1], last).logprobs
+    among = draw([answer(0, raw), drawn_from(1, top_k=3), answer(2, raw)], [0, 1, 2], logits, last).logprobs
+    other = draw([drawn_from(1, top_k=3)], [1], logits[1:2], last).logprobs
+    assert alone is not None
+    assert among is not None
+    assert other is not None
+    assert seen == [
+        (torch.bfloat16, 1),
+        (torch.bfloat16, 3),
+        (torch.float32, 1),
+        (torch.float32, 1),
+    ]
+    for single, several in zip(alone, among, strict=True):
+        assert torch.equal(single[0], several[0])
+    for single, several in zip(other, among, strict=True):
+        assert torch.equal(single[0], several[1])

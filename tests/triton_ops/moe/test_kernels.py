@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from layers.products import revealing_inputs
+from tests.support.interpreter import require_interpreter
+from tests.support.row_bits import ROWS, differing_counts
 from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_softmax import topk_softmax
 
@@ -130,3 +133,22 @@ def test_experts_of_other_shapes_are_refused(kernel_device: torch.device) -> Non
         tensors = dict(zip(("x", "gate_up", "down"), wrong, strict=True))
         with pytest.raises(ValueError, match=message):
             moe(**tensors, weights=weights, experts=experts, impl="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_tiles_change_no_bit(dtype: torch.dtype) -> None:
+    """As tensor cores add, whether an expert has few tokens or many: tiles have 16 to 64 rows here."""
+    require_interpreter()
+    num_experts, hidden, inner, cpu = 2, 80, 72, torch.device("cpu")
+    x, gate_up, _ = revealing_inputs(ROWS, num_experts * 2 * inner, hidden, dtype, cpu)
+    _, down, _ = revealing_inputs(1, num_experts * hidden, inner, dtype, cpu)
+    matrices = gate_up.view(num_experts, 2 * inner, hidden), down.view(num_experts, hidden, inner)
+    generator = torch.Generator(cpu).manual_seed(0)
+    weights = torch.rand(ROWS, 2, generator=generator)
+    experts = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(ROWS)])
+    from tests.support.tensor_cores import tensor_cores  # imports the interpreter
+
+    with tensor_cores():
+        assert not differing_counts(
+            lambda *rows: moe(*rows, *matrices, impl="triton"), x / 256, weights, experts, counts=(13, 40)
+        )

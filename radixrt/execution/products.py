@@ -1,0 +1,96 @@
+"""The comparison of a model's products at start-up: where torch's have the same bits at every size of a pass."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from layers.linear import Linear
+from layers.moe import SparseMoE
+from layers.products import ProductTable, compare_products, same_bits
+from layers.vocabulary import LogitsHead
+from radixrt.errors import ModelError
+from radixrt.execution.graphs import MAX_CAPTURED_BATCH, ladder
+from radixrt.limits import PassLimits
+from radixrt.models.decoder import Decoder
+
+ROWS_STEP = 128  # between numbers of rows beyond those of captured batches
+MAX_ROWS_ON_CPU = 64  # of a call: more are hardly faster there, and take long to compare
+EXPERT_ROWS = (1, 16, 64, 256, 1024, 4096)  # for experts of any number: each tile that `expert_rows` knows
+
+
+def product_rows(max_rows: int, *, on_gpu: bool) -> list[int]:
+    """Numbers of rows, ascending, that products of up to `max_rows` rows are compared at, and padded to; on a CPU
+    products of more than the last one are cut.
+    """
+    if not on_gpu:
+        return ladder(MAX_ROWS_ON_CPU)
+    return [*ladder(MAX_CAPTURED_BATCH), *range(MAX_CAPTURED_BATCH + ROWS_STEP, max_rows + ROWS_STEP, ROWS_STEP)]
+
+
+def compare_all(decoder: Decoder, limits: PassLimits, max_scored_at_once: int) -> tuple[ProductTable, ...]:
+    """Compare the products of each shape in a deterministic model, and tell its layers where they may use torch's.
+    Of other models nothing is compared.
+
+    Callers make the model's device the current one, in inference mode. Passes are up to `limits`; logits of
+    prompts are computed for `max_scored_at_once` tokens at a time. The tables hold for other weights, too.
+
+    Raises ModelError where a row's bits depend on the rows beside it even so.
+    """
+    placement, tables = decoder.placement, dict[tuple[object, ...], ProductTable]()
+    if not placement.deterministic:
+        return ()
+    on_gpu = placement.device.type == "cuda"
+    tokens = limits.max_running_requests + limits.chunked_prefill_size
+    drawn = max(limits.max_samples, max_scored_at_once)
+    try:
+        for layer in decoder.modules():
+            if not isinstance(layer, Linear | LogitsHead):
+                continue
+            is_linear = isinstance(layer, Linear)
+            (columns, depth), has_bias = layer.weight.shape, is_linear and layer.bias is not None
+            key = columns, depth, has_bias, is_linear
+            if key not in tables:
+                tables[key] = compare_products(
+                    columns,
+                    depth,
+                    has_bias=has_bias,
+                    counts=product_rows(tokens if is_linear else drawn, on_gpu=on_gpu),
+                    dtype=placement.dtype,
+                    device=placement.device,
+                    impl=placement.impl,
+                )
+            assert layer.product is not None
+            layer.product.table = tables[key]
+        experts = {layer.down.shape: layer for layer in decoder.modules() if isinstance(layer, SparseMoE)}
+        for layer in experts.values():
+            _check_experts(layer, tokens if on_gpu else MAX_ROWS_ON_CPU)
+    except ValueError as error:
+        raise ModelError(
+            f"deterministic is True, but {error}: choose another device or dtype, or leave deterministic out"
+        ) from error
+    return tuple(tables.values())
+
+
+def _check_experts(layer: SparseMoE, max_rows: int) -> None:
+    """Raise ValueError unless the bits of a row are the same beside any number of rows."""
+    weight = layer.down
+    counts = [*takewhile(lambda count: count <= max_rows, EXPERT_ROWS)]
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(counts[-1], weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+
+    def computed(rows: Tensor) -> Tensor:
+        result: Tensor = layer(rows)
+        return result
+
+    expected = computed(x)
+    moved = computed(x.roll(1, 0)).roll(-1, 0)
+    if not same_bits(moved, expected) or not all(
+        same_bits(computed(x[:count]), expected[:count]) for count in counts
+    ):
+        raise ValueError(
+            f"in experts of {weight.dtype} with weights {[*weight.shape[1:]]} on {weight.device}, the bits of a "
+            "row depend on the rows beside it"
+        )

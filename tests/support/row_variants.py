@@ -1,0 +1,118 @@
+"""Whether kernels have the same code and launch at several numbers of rows: then a row's bits cannot depend on it.
+
+python tests/support/row_variants.py
+
+prints JSON: "variants", for each operation the names of its kernels of which there is more than one variant; and
+"sums", for each variant of `token_logprobs`, of which other rows decide, the layouts that its sums of floats run
+over. Run it in a process without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from tests.support.compile_kernels import Recorder, Variant
+from tests.support.kernel_cases import ExpertShape, KernelCase, LogitsShape
+from triton_ops.activations.gelu_and_mul import gelu_and_mul
+from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.attention.soft_cap import soft_cap
+from triton_ops.implementation import GPU
+from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
+from triton_ops.kv.view import KVView
+from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
+
+COUNTS = (1, 2, 3, 15, 16, 17, 64, 511, 512)
+FILTERS = ("top_ks", "top_ps", "min_ps")
+
+
+def calls(count: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Each operation on so many rows, by name."""
+    for size in (1024, 100):
+        row, gated, weight = bf16(count, size), bf16(count, 2 * size), bf16(size)
+        for offset in (None, 1.0):
+            norm = {"eps": 1e-6, "offset": offset, "impl": "triton"}
+            yield f"rms_norm {size} {offset}", partial(rms_norm, row, weight, **norm)
+            yield f"add_rms_norm {size} {offset}", partial(add_rms_norm, row, row, weight, before=weight, **norm)
+            yield f"rms_norm_add {size} {offset}", partial(rms_norm_add, row, row, weight, **norm)
+        yield f"silu_and_mul {size}", partial(silu_and_mul, gated, impl="triton")
+        yield f"gelu_and_mul {size}", partial(gelu_and_mul, gated, approximate="tanh", impl="triton")
+        yield f"soft_cap {size}", partial(soft_cap, row, 30.0, impl="triton")
+    # Norms over all heads read parts of a packed projection.
+    heads = bf16(count, 24, 128)[:, 16:20].flatten(1)
+    yield "rms_norm of heads", partial(rms_norm, heads, bf16(512), 1e-6, impl="triton")
+    yield "qk_norm_rope_store", partial(prepare_heads, count)
+    for vocab_size in (151_936, 50_257):
+        logits = LogitsShape(count, vocab_size, torch.bfloat16)
+        yield f"sample {vocab_size}", logits.sample
+        yield f"sample, filtered {vocab_size}", partial(logits.sample, *FILTERS)
+        yield f"filtered_logits {vocab_size}", partial(logits.filtered_logits, *FILTERS)
+        yield f"greedy {vocab_size}", logits.greedy
+        yield f"token_logprobs {vocab_size}", partial(logits.token_logprobs, 5)
+        yield f"apply_penalties {vocab_size}", logits.apply_penalties
+        yield f"finite_rows {vocab_size}", logits.finite_rows
+    experts = ExpertShape(count, 128, 8, 2048, 768, torch.bfloat16)
+    yield "topk_softmax", partial(experts.topk_softmax, True)
+    yield "experts", experts.moe
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def prepare_heads(count: int) -> None:
+    q, k, v = bf16(count, 24, 128).split([16, 4, 4], dim=1)
+    slots = torch.arange(count, dtype=torch.int32)
+    kv = KVView(bf16(512, 4, 128), bf16(512, 4, 128), slots[None])
+    rotation = Rotation(torch.empty(1000, 128), slots)
+    qk_norm_rope_store(
+        q, k, v, kv, slots, norm=HeadNorm(bf16(128), bf16(128), 1e-6), rotation=rotation, impl="triton"
+    )
+
+
+def several_variants() -> dict[str, list[str]]:
+    recorders: dict[str, Recorder] = {}
+    for count in COUNTS:
+        for name, call in calls(count):
+            recorder = recorders.setdefault(name, Recorder(GPU(90, 132)))
+            recorder.record([KernelCase(call, name, call)])
+    found = {}
+    for name, recorder in recorders.items():
+        numbers = Counter(variant.source.fn.__name__ for variant in recorder.variants.values())
+        found[name] = sorted(kernel for kernel, number in numbers.items() if number > 1)
+    return found
+
+
+def logprob_sums(dtype: torch.dtype) -> list[list[str]]:
+    recorder, logits = Recorder(GPU(90, 132)), LogitsShape(64, 151_936, dtype)
+    for num_top in (0, 1, 20):
+        call = partial(logits.token_logprobs, num_top)
+        recorder.record([KernelCase(call, f"top {num_top}", call)])
+    blocks = [variant for variant in recorder.variants.values() if variant.source.fn.__name__ == "_block_kernel"]
+    return [_float_sums(variant) for variant in blocks]
+
+
+def _float_sums(variant: Variant) -> list[str]:
+    target = GPUTarget("cuda", variant.arch, 32)
+    code = triton.compile(variant.source, target=target, options=dict(variant.options.__dict__)).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", code, re.MULTILINE))
+    found = []
+    for reduction in re.split(r'(?="tt\.reduce")', code)[1:]:
+        body, _, kind = reduction.partition("})")
+        operand = re.match(r" : \(tensor<[^,]*, (#\w+)>\)", kind)
+        if "arith.addf" in body and operand is not None:
+            found.append(layouts[operand[1]])
+    return found
+
+
+if __name__ == "__main__":
+    sums = {str(dtype): logprob_sums(dtype) for dtype in (torch.bfloat16, torch.float32)}
+    print(json.dumps({"variants": several_variants(), "sums": sums}))

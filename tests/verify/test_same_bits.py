@@ -1,0 +1,128 @@
+"""Deterministic Runtimes: the same bits in every situation, of families that differ in what their layers do."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixrt.config import RuntimeConfig
+from radixrt.sampling_params import SamplingParams
+from radixrt.verify import verify
+from tests.support.checkpoints import gemma2, gemma3, llama, qwen3, qwen3_moe, write
+from tests.support.interpreter import require_interpreter
+
+FAMILIES = {
+    "Llama": llama,
+    "Qwen3": qwen3,
+    "Gemma 2": gemma2,  # softcaps, and windows in every second layer
+    "Gemma 3": gemma3,
+    "Qwen3-MoE": qwen3_moe,
+}
+# Every change of what is cached, of cuts and company; options that make another Runtime are in the long test.
+USUAL = (
+    "warm",
+    "cut-0",
+    "together",
+    "shuffled-0",
+    "samples",
+    "jitter-0",
+    "chunks-64",
+    "small-pool-jitter",
+)
+
+
+def prompts(longest: int) -> list[list[int]]:
+    """With shared beginnings of odd lengths: of all, of some, and of one another's whole text."""
+    chance = random.Random(5)
+
+    def text(length: int) -> list[int]:
+        return [chance.randrange(3, 101) for _ in range(length)]
+
+    head, part = text(longest), text(23)
+    return [head + text(1), head + part + text(40), head + part + text(7), head, text(9), head[:17] + text(150)]
+
+
+def params(count: int) -> list[SamplingParams]:
+    """Greedy ones and others, with all kinds of log-probabilities."""
+    kinds = (
+        {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
+        {"temperature": 0.9, "top_p": 0.9, "logprobs": 1, "repetition_penalty": 1.3},
+        {"temperature": 1.2, "top_k": 7, "logprobs": 2, "logprobs_mode": "processed_logprobs"},
+    )
+    return [SamplingParams(max_new_tokens=9, ignore_eos=True, **kinds[i % 3]) for i in range(count)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+def test_the_same_bits_in_every_situation(family: str, dtype: str, tmp_path: Path) -> None:
+    folder = write(FAMILIES[family](seed=2), tmp_path)
+    config = RuntimeConfig(folder, dtype=dtype, device="cpu", deterministic=True)
+    asked = prompts(141)
+    result = verify(asked, params(len(asked)), config=config, only=USUAL, seeds=[0])
+    assert result.same_bits, result.outcomes
+    assert len(result.outcomes) == len(USUAL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_bits_with_every_option(family: str, tmp_path: Path) -> None:
+    folder = write(FAMILIES[family](seed=3), tmp_path)
+    config = RuntimeConfig(folder, dtype="float32", device="cpu", deterministic=True)
+    asked = prompts(141)
+    result = verify(asked, params(len(asked)), config=config)
+    assert result.same_bits, result.outcomes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_bits_on_a_gpu(family: str, dtype: str, tmp_path: Path) -> None:
+    """Kernels, captured and not, trees and flat plans; contexts of several superblocks, answers of 64 tokens."""
+    folder = write(FAMILIES[family](seed=2, max_position_embeddings=8192), tmp_path)
+    config = RuntimeConfig(folder, dtype=dtype, deterministic=True, max_total_tokens=100_000)
+    asked = prompts(2500)
+    result = verify(asked, [replace(each, max_new_tokens=64) for each in params(len(asked))], config=config)
+    assert result.same_bits, result.outcomes
+
+
+@pytest.mark.parametrize("fault", ["products", "attention"])
+def test_a_part_that_is_not_deterministic_is_found(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are without the option."""
+    folder = write(llama(seed=2), tmp_path)
+    if fault == "attention":
+        import radixrt.models.decoder
+
+        class Plain(radixrt.models.decoder.RadixAttention):
+            def __init__(self, *arguments: Any, **keywords: Any) -> None:
+                super().__init__(*arguments, **keywords | {"deterministic": False})
+
+        monkeypatch.setattr(radixrt.models.decoder, "RadixAttention", Plain)
+    else:
+        monkeypatch.setattr("layers.products.ProductTable.rows_for", lambda self, num_rows: num_rows)
+    asked = prompts(141)
+    config = RuntimeConfig(folder, dtype="float32", device="cpu", deterministic=True)
+    only = ("together", "chunks-64", "warm", "batch-1")
+    result = verify(asked, params(len(asked)), config=config, only=only, seeds=[0])
+    assert not result.same_bits
+
+
+def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
+    """Small, as each pass takes it a second."""
+    require_interpreter()
+    from tests.support.tensor_cores import tensor_cores  # imports Triton's interpreter
+
+    folder = write(llama(seed=2, num_hidden_layers=2), tmp_path)
+    config = RuntimeConfig(folder, dtype="float32", device="cpu", impl="triton", deterministic=True)
+    chance = random.Random(1)
+    head = [chance.randrange(3, 101) for _ in range(21)]
+    asked = [head + [chance.randrange(3, 101) for _ in range(n)] for n in (1, 30)]
+    with tensor_cores():
+        one = SamplingParams(max_new_tokens=3, temperature=0.0, logprobs=1, ignore_eos=True)
+        result = verify(asked, one, config=config, only=("warm", "together", "chunks-64"), seeds=[0])
+    assert result.same_bits, result.outcomes

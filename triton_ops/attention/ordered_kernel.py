@@ -1,0 +1,225 @@
+"""The kernel of deterministic attention: decodes, extends and shared segments, by the canonical sum."""
+
+from __future__ import annotations
+
+from triton_ops.attention.ordered_softmax import add_superblock, finish_ordered, ordered_tile, sum_places
+from triton_ops.attention.softmax import LOG2_E
+from triton_ops.implementation import tl, triton
+
+
+@triton.jit
+def ordered_kernel(
+    q, k_buffer, v_buffer, req_to_token, seq_lens,
+    req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens, item_requests,
+    item_req_pool_indices, item_starts, item_lens, item_query_starts, item_query_lens, item_queries, item_partials,
+    taken_starts, taken,
+    k_scale, v_scale, sinks, alibi_slopes, out, lse, partial_out, partial_sum, partial_base,
+    total_out, total_sums, total_bases, scale, softcap, window,
+    q_row_stride, q_head_stride, slot_stride, slot_head_stride, table_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, SUPERBLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_LSE: tl.constexpr, EXTENDS: tl.constexpr, LISTED: tl.constexpr, HAS_TAKEN: tl.constexpr,
+    TOTAL_IN_MEMORY: tl.constexpr,
+):  # fmt: skip
+    """A program is one item and KV head; its tile's rows are the item's query rows times the heads of the group.
+
+    Keys are read through the pool, those of the pass's new tokens too. EXTENDS: items are those of an
+    `ExtendPlan`, else of an `AttentionPlan`, LISTED: its shared ones. HAS_TAKEN: items go on from partial results.
+    A tile with TOTAL_IN_MEMORY keeps the sum of finished superblocks there: registers have no room for it.
+    """
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    # With a window every tile is masked, and in small ones masks cost less than a second loop.
+    MASK_ALL: tl.constexpr = HAS_WINDOW or BLOCK_M == 16 or q.dtype.element_ty == tl.float32
+    item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    place = tl.arange(0, 16)[None, :]
+    start = tl.load(item_starts + item)
+    end = start + tl.load(item_lens + item)
+    first_partial = tl.load(item_partials + item)
+    first_query = tl.load(item_query_starts + item)
+    if EXTENDS:
+        request = tl.load(item_requests + item)
+        line = tl.load(req_pool_indices + request)
+        query_len = tl.minimum(tl.load(extend_seq_lens + request) - first_query, BLOCK_M // GROUP)
+        first_position = tl.load(prefix_lens + request) + first_query
+        first_query += tl.load(extend_start_loc + request)
+    else:
+        line = tl.load(item_req_pool_indices + item)
+        query_len = tl.load(item_query_lens + item)
+    if query_len > 0:
+        in_tile = m < query_len * GROUP
+        # Beyond the end the last row is read again: a mask unknown to the compiler takes many registers.
+        nth = tl.minimum(m // GROUP, query_len - 1)
+        row = first_query + nth
+        if LISTED:
+            row = tl.load(item_queries + row)
+        position = first_position + nth if EXTENDS else tl.load(seq_lens + row) - 1
+        row = row.to(tl.int64)
+        head = kv_head * GROUP + m % GROUP
+        in_head = (d < HEAD_DIM)[None, :]
+        queries = tl.load(
+            q + row[:, None] * q_row_stride + head[:, None] * q_head_stride + d[None, :], mask=in_head, other=0.0
+        )
+        slopes = tl.zeros([BLOCK_M], tl.float32)
+        if HAS_ALIBI:
+            slopes = tl.load(alibi_slopes + head)
+        slots = req_to_token + line.to(tl.int64) * table_stride
+        k_head = k_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
+        v_head = v_buffer + kv_head.to(tl.int64) * slot_head_stride + d[None, :]
+        if k_scale is not None:
+            scale *= tl.load(k_scale + kv_head)
+        # Of these tokens every row sees all, whatever the window.
+        seen_by_all = tl.minimum(tl.min(position, 0) + 1, end)
+        last = tl.maximum(end - 1, 0)
+        at = row * NUM_HEADS + head
+
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        row_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+        base = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        total_sum = tl.zeros([BLOCK_M], tl.float32)
+        total_base = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if HAS_TAKEN:
+            # What is open is the last partial result of the row: the item goes on from its state.
+            is_open = start % SUPERBLOCK > 0
+            first_taken, end_taken = tl.load(taken_starts + row), tl.load(taken_starts + row + 1)
+            num_closed = tl.max(end_taken - first_taken, 0) - is_open.to(tl.int32)
+            if first_partial < 0:
+                for nth_taken in range(num_closed):
+                    part = tl.load(taken + first_taken + nth_taken).to(tl.int64) * NUM_HEADS + head
+                    part_out = tl.load(
+                        partial_out + part[:, None] * HEAD_DIM + d[None, :], mask=in_head, other=0.0
+                    )
+                    part_sum = sum_places(tl.load(partial_sum + part[:, None] * 16 + place))
+                    part_base = tl.load(partial_base + part)
+                    total, total_sum, total_base = add_superblock(
+                        total, total_sum, total_base, part_out, part_sum, part_base
+                    )
+            if is_open:
+                part = tl.load(taken + end_taken - 1).to(tl.int64) * NUM_HEADS + head
+                acc = tl.load(partial_out + part[:, None] * HEAD_DIM + d[None, :], mask=in_head, other=0.0)
+                row_sum = tl.load(partial_sum + part[:, None] * 16 + place)
+                base = tl.load(partial_base + part)
+
+        for block in range(start // SUPERBLOCK, (end + SUPERBLOCK - 1) // SUPERBLOCK):
+            block_start = tl.maximum(block * SUPERBLOCK, start)
+            block_end = tl.minimum((block + 1) * SUPERBLOCK, end)
+            if block * SUPERBLOCK > start:
+                if TOTAL_IN_MEMORY:
+                    has_total = (block - 1) * SUPERBLOCK > start
+                    tl.debug_barrier()
+                    before = tl.load(
+                        total_out + at[:, None] * HEAD_DIM + d[None, :], mask=in_head & has_total, other=0.0
+                    )
+                    before_sum = tl.load(total_sums + at, mask=has_total, other=0.0)
+                    before_base = tl.load(total_bases + at, mask=has_total, other=float("-inf"))
+                    before, before_sum, before_base = add_superblock(
+                        before, before_sum, before_base, acc, sum_places(row_sum), base
+                    )
+                    tl.debug_barrier()
+                    tl.store(total_out + at[:, None] * HEAD_DIM + d[None, :], before, mask=in_head)
+                    tl.store(total_sums + at, before_sum)
+                    tl.store(total_bases + at, before_base)
+                else:
+                    total, total_sum, total_base = add_superblock(
+                        total, total_sum, total_base, acc, sum_places(row_sum), base
+                    )
+                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                row_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+                base = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            # Whole tiles that all rows see, then the masked rest.
+            whole = tl.minimum(block_end, seen_by_all)
+            peeled = block_start + tl.maximum(whole - block_start, 0) // BLOCK_N * BLOCK_N
+            if MASK_ALL:
+                peeled = block_start
+            # The next tile's slots are carried along, so that loads do not wait for other loads. Beyond the end
+            # the last position is read again: other slots may hold NaN, and 0 * NaN is NaN.
+            slot = tl.load(slots + tl.minimum(block_start + n, last))
+            for first in tl.range(block_start, peeled, BLOCK_N, num_stages=NUM_STAGES):
+                offset = slot.to(tl.int64)[:, None] * slot_stride
+                slot = tl.load(slots + tl.minimum(first + BLOCK_N + n, last))
+                keys = tl.load(k_head + offset, mask=in_head, other=0.0)
+                values = tl.load(v_head + offset, mask=in_head, other=0.0)
+                acc, row_sum, base = ordered_tile(
+                    queries, keys, values, acc, row_sum, base, first + n, position, slopes, in_tile[:, None],
+                    scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
+                )  # fmt: skip
+            for first in tl.range(peeled, block_end, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
+                offset = slot.to(tl.int64)[:, None] * slot_stride
+                slot = tl.load(slots + tl.minimum(first + BLOCK_N + n, last))
+                keys = tl.load(k_head + offset, mask=in_head, other=0.0)
+                values = tl.load(v_head + offset, mask=in_head, other=0.0)
+                key = first + n
+                visible = (key < block_end)[None, :] & (key[None, :] <= position[:, None])
+                if HAS_WINDOW:
+                    visible = visible & (key[None, :] > position[:, None] - window)
+                acc, row_sum, base = ordered_tile(
+                    queries, keys, values, acc, row_sum, base, key, position, slopes, visible,
+                    scale, softcap, True, HAS_SOFTCAP, HAS_ALIBI,
+                )  # fmt: skip
+
+        stored = in_tile[:, None] & in_head
+        if first_partial < 0:
+            before, before_sum, before_base = total, total_sum, total_base
+            if TOTAL_IN_MEMORY:
+                has_total = (end - 1) // SUPERBLOCK * SUPERBLOCK > start
+                tl.debug_barrier()
+                before = tl.load(
+                    total_out + at[:, None] * HEAD_DIM + d[None, :], mask=in_head & has_total, other=0.0
+                )
+                before_sum = tl.load(total_sums + at, mask=has_total, other=0.0)
+                before_base = tl.load(total_bases + at, mask=has_total, other=float("-inf"))
+            total, total_sum, total_base = add_superblock(
+                before, before_sum, before_base, acc, sum_places(row_sum), base
+            )
+            sink = total_base
+            if HAS_SINKS:
+                sink = tl.load(sinks + head)
+            result, result_lse = finish_ordered(total, total_sum, total_base, sink, HAS_SINKS)
+            if v_scale is not None:
+                result *= tl.load(v_scale + kv_head)
+            tl.store(out + at[:, None] * HEAD_DIM + d[None, :], result.to(out.dtype.element_ty), mask=stored)
+            if HAS_LSE:
+                tl.store(lse + at, result_lse / LOG2_E, mask=in_tile)
+        else:
+            # The state of its one superblock, which may be open.
+            part = (first_partial + m // GROUP).to(tl.int64) * NUM_HEADS + head
+            tl.store(partial_out + part[:, None] * HEAD_DIM + d[None, :], acc, mask=stored)
+            tl.store(partial_sum + part[:, None] * 16 + place, row_sum, mask=in_tile[:, None])
+            tl.store(partial_base + part, base, mask=in_tile)
+
+
+@triton.jit
+def ordered_merge_kernel(
+    partial_out, partial_sum, partial_base, row_partial_starts, row_partials, v_scale, sinks, out, lse,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Add a row's partial results one after the other, in the order of the plan; a row without any is left."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(row_partial_starts + row), tl.load(row_partial_starts + row + 1)
+    if start < end:
+        d = tl.arange(0, BLOCK_D)[None, :]
+        one = tl.zeros([1], tl.int64)
+        total = tl.zeros([1, BLOCK_D], tl.float32)
+        total_sum = tl.zeros([1], tl.float32)
+        total_base = tl.full([1], float("-inf"), tl.float32)
+        for index in range(start, end):
+            part = tl.load(row_partials + index).to(tl.int64) * NUM_HEADS + head
+            part_out = tl.load(partial_out + part * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+            part_sum = sum_places(tl.load(partial_sum + part * 16 + tl.arange(0, 16)[None, :]))
+            part_base = tl.load(partial_base + part + one)
+            total, total_sum, total_base = add_superblock(
+                total, total_sum, total_base, part_out, part_sum, part_base
+            )
+        sink = tl.load(sinks + head + one) if HAS_SINKS else total_base
+        result, result_lse = finish_ordered(total, total_sum, total_base, sink, HAS_SINKS)
+        if v_scale is not None:
+            result *= tl.load(v_scale + head // GROUP)
+        at = row.to(tl.int64) * NUM_HEADS + head
+        tl.store(out + at * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+        if HAS_LSE:
+            tl.store(lse + at + one, result_lse / LOG2_E)

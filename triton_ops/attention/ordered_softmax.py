@@ -1,0 +1,122 @@
+"""The canonical sum of deterministic attention: every kernel and the form for CPUs add in this one order.
+
+For a query, keys form superblocks at absolute multiples of a number, and groups of 16 at absolute multiples of 16:
+
+- a score becomes a multiple of 2^-14 in base 2 (of 2^-17 for products in float32), by adding a large number, and
+  its weight is `exp2(score - base)` with an integer base: to rescale by another base is exact, so it does not
+  matter which tile found which maximum;
+- within a superblock the groups are added one after the other, in one chain of products of weights and values, and
+  to 16 sums of weights, one for each place in a group;
+- the results of superblocks, (sum of values, sums of weights, base), are added in ascending order.
+
+Keys that a query does not see have a weight of 0, which changes no sum, so tiles may reach beyond what it sees.
+The bits of the result depend on nothing else where a product's bits do not depend on its tile (on Hopper in
+bfloat16, and where `tl.dot` adds in order): docs/same-bits.md.
+"""
+
+from __future__ import annotations
+
+from triton_ops.attention.softmax import LOG2_E
+from triton_ops.implementation import tl, triton
+
+# Floats from 512 to 1024 are multiples of 2^-14, those from 64 to 128 of 2^-17. Scores further from 0 are on other
+# grids, and rescaled as exactly.
+OFFSET: tl.constexpr = 768.0 if tl is None else tl.constexpr(768.0)
+FLOAT32_OFFSET: tl.constexpr = 96.0 if tl is None else tl.constexpr(96.0)
+# Results below this, relative to weights of 1, are zero: rescaling is exact only as far as floats are normal.
+TINY: tl.constexpr = 2.0**-80 if tl is None else tl.constexpr(2.0**-80)
+GROUP_KEYS = 16
+
+
+@triton.jit
+def ordered_tile(
+    q, k, v, acc, row_sum, base, key_positions, positions, slopes, visible, scale, softcap,
+    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Add the keys `k [BLOCK_N, BLOCK_D]` and their values to the superblock of the rows `q [BLOCK_M, BLOCK_D]`.
+
+    `acc [BLOCK_M, BLOCK_D]` is the sum of weighted values, `row_sum [BLOCK_M, 16]` those of weights, both in units
+    of `exp2(base [BLOCK_M])`; -inf: nothing was seen. `scale` and `softcap` are as in
+    `attend_tile`.
+    """
+    v = v.to(q.dtype)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    fixed: tl.constexpr = FLOAT32_OFFSET if q.dtype == tl.float32 else OFFSET
+    # Multiply-adds are written out: left to the compiler, they might differ from kernel to kernel.
+    if HAS_ALIBI:
+        distance = key_positions.to(tl.float32)[None, :] - positions.to(tl.float32)[:, None]
+        offset = tl.fma((slopes * LOG2_E)[:, None], distance, tl.zeros_like(scores) + fixed)
+    else:
+        offset = tl.zeros_like(scores) + fixed
+    if HAS_SOFTCAP:
+        bent = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap * LOG2_E)) + 1.0)
+        scores = tl.fma(bent, tl.zeros_like(scores) + softcap * LOG2_E, offset)
+    else:
+        scores = tl.fma(scores, tl.zeros_like(scores) + scale, offset)
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    greatest = tl.maximum(base, tl.ceil(tl.max(scores, 1)) - fixed)
+    finite = tl.where(greatest == float("-inf"), 0.0, greatest)
+    weights = tl.exp2(scores - (finite + fixed)[:, None]).to(q.dtype)
+    keep = tl.exp2(base - finite)
+    acc = tl.dot(weights, v, acc * keep[:, None], input_precision="ieee")
+    row_sum = _add_weights(row_sum * keep[:, None], weights.to(tl.float32))
+    return acc, row_sum, greatest
+
+
+@triton.jit
+def _add_weights(sums, weights):
+    """`sums [BLOCK_M, 16]` and the `weights [BLOCK_M, BLOCK_N]` of 1, 2 or 4 groups. What is added to what is
+    written out, as the order of tl.sum depends on the layout; no number leaves its thread for it.
+    """
+    ROWS: tl.constexpr = weights.shape[0]
+    GROUPS: tl.constexpr = weights.shape[1] // 16
+    tl.static_assert(GROUPS == 1 or GROUPS == 2 or GROUPS == 4, "BLOCK_N must be 16, 32 or 64")
+    if GROUPS == 1:
+        sums += weights
+    elif GROUPS == 2:
+        first, second = tl.split(tl.permute(tl.reshape(weights, [ROWS, 2, 16]), [0, 2, 1]))
+        sums = (sums + first) + second
+    else:
+        evens, odds = tl.split(tl.permute(tl.reshape(weights, [ROWS, 2, 2, 16]), [0, 3, 1, 2]))
+        first, third = tl.split(evens)
+        second, fourth = tl.split(odds)
+        sums = (((sums + first) + second) + third) + fourth
+    return sums
+
+
+@triton.jit
+def sum_places(sums):
+    """`[BLOCK_M, 16]` to `[BLOCK_M]`."""
+    ROWS: tl.constexpr = sums.shape[0]
+    even, odd = tl.split(tl.reshape(sums, [ROWS, 8, 2]))
+    even, odd = tl.split(tl.reshape(even + odd, [ROWS, 4, 2]))
+    even, odd = tl.split(tl.reshape(even + odd, [ROWS, 2, 2]))
+    even, odd = tl.split(even + odd)
+    return even + odd
+
+
+@triton.jit
+def add_superblock(total, total_sum, total_base, acc, row_sum, base):
+    """The superblocks before, and the next one, with sums of weights `[BLOCK_M]`; exact where one is empty."""
+    greatest = tl.maximum(total_base, base)
+    finite = tl.where(greatest == float("-inf"), 0.0, greatest)
+    # Products with powers of two are exact, so it does not matter which of them is fused with the addition.
+    left, right = tl.exp2(total_base - finite), tl.exp2(base - finite)
+    return total * left[:, None] + acc * right[:, None], total_sum * left + row_sum * right, greatest
+
+
+@triton.jit
+def finish_ordered(total, total_sum, total_base, sinks, HAS_SINKS: tl.constexpr):
+    """The softmax's result and its log-sum-exp in base 2, as `finish_rows` has them."""
+    if HAS_SINKS:
+        sink = sinks * LOG2_E
+        base = tl.ceil(sink)
+        total, total_sum, total_base = add_superblock(
+            total, total_sum, total_base, tl.zeros_like(total), tl.exp2(sink - base), base
+        )
+    total = tl.where(tl.abs(total) < TINY, 0.0, total)
+    empty = total_sum == 0.0
+    out = total / tl.where(empty, 1.0, total_sum)[:, None]
+    lse = tl.where(empty, float("-inf"), total_base + tl.log2(tl.where(empty, 1.0, total_sum)))
+    return out, lse

@@ -1,0 +1,142 @@
+"""A linear projection in one order: the bits of a row of the result depend on that row and the weights alone.
+
+Libraries choose another kernel at other numbers of rows, which may cut the sum into parts or add it up in another
+order. Here the sum over K is one chain, in ascending order, whatever the number of rows:
+
+- The kernel adds one step of K after the other to one accumulator. Its tiles differ from one number of rows to the
+  next, the chain does not: in float32 it adds element by element, and a tensor core adds groups of 16 elements.
+- On a CPU every call of torch has `BLOCK_ROWS` rows, zeros among them, and each begins where memory is aligned, so
+  that all of them take the same path.
+
+Whether a device keeps to it is checked by comparison: see `layers.products`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triton_ops.activations.elementwise import as_rows
+from triton_ops.implementation import Impl, cdiv, gpu_of, runs_triton, tl, triton
+from triton_ops.tuning import ordered_linear_config
+
+BLOCK_ROWS = 16  # of a call of torch: enough for its kernels to have no rest of rows
+_ALIGNMENT = 64  # bytes
+
+
+def ordered_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: Impl = "auto") -> Tensor:
+    """`x W^T + b`, summed in float32 and rounded once: `[M, N]` in x's dtype.
+
+    Args:
+        x: `[M, K]`, float16, bfloat16 or float32. Rows that are not contiguous are copied first.
+        weight: `[N, K]` in x's dtype, contiguous.
+        bias: `[N]` in x's dtype, contiguous; None: 0.
+
+    Raises ValueError where shapes or dtypes disagree.
+    """
+    _check(x, weight, bias)
+    if runs_triton(impl, x.device):
+        return _launch(x, weight, bias)
+    return _ordered_blocks(x, weight, bias)
+
+
+def ordered_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What `ordered_linear` means, in float64."""
+    out = x.double() @ weight.double().T
+    return out if bias is None else out + bias.double()
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """torch's product of `x [M, K]`, whose order may depend on M, in `out` `[M, N]`."""
+    if bias is None:
+        return torch.mm(x, weight.T, out=out)
+    return torch.addmm(bias, x, weight.T, out=out)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    num_columns, depth = weight.shape
+    if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
+        named = "" if bias is None else f" and {bias.dtype}"
+        raise ValueError(f"x, weight and bias must have one dtype, but are {x.dtype}, {weight.dtype}{named}")
+    if x.dim() != 2 or x.shape[1] != depth or not weight.is_contiguous():
+        raise ValueError(
+            f"x must be [M, K] and weight contiguous [N, K], but they are {[*x.shape]} and {[*weight.shape]} with "
+            f"strides {[*weight.stride()]}"
+        )
+    if bias is not None and (bias.shape != (num_columns,) or not bias.is_contiguous()):
+        raise ValueError(f"bias must be contiguous [{num_columns}], but is {[*bias.shape]}")
+
+
+def _ordered_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A call for every `BLOCK_ROWS` rows of a padded copy."""
+    (num_rows, depth), unit = x.shape, _ALIGNMENT // x.itemsize
+    size, stride = cdiv(max(1, num_rows), BLOCK_ROWS) * BLOCK_ROWS, cdiv(depth, unit) * unit
+    rows, out = x.new_zeros(size, stride)[:, :depth], x.new_empty(size, len(weight))
+    rows[:num_rows] = x
+    for block, to in zip(torch.split(rows, BLOCK_ROWS), torch.split(out, BLOCK_ROWS), strict=True):
+        plain_linear(block, weight, bias, to)
+    return out[:num_rows]
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    (num_rows, depth), num_columns = x.shape, weight.shape[0]
+    out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
+    if num_rows:
+        rows, config = as_rows(x), ordered_linear_config(gpu_of(x.device), num_rows, num_columns, x.dtype)
+        _ordered_kernel[(cdiv(num_rows, config.rows), cdiv(num_columns, config.columns))](
+            rows,
+            weight,
+            bias,
+            out,
+            num_rows,
+            rows.stride(0),
+            num_columns,
+            depth,
+            WHOLE_STEPS=depth % config.depth == 0,
+            ROWS=config.rows,
+            COLUMNS=config.columns,
+            DEPTH=config.depth,
+            STAGES=config.stages,
+            num_warps=config.num_warps,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _ordered_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    x_stride,
+    num_columns,
+    depth,
+    WHOLE_STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program computes a tile. The weight's, of which more rows are needed at a time, is the first operand.
+
+    Programs that follow each other read the same weights.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[:, None].to(tl.int64)
+    is_row, is_column = row < num_rows, column < num_columns
+    inner = tl.arange(0, DEPTH)[None, :]
+    xs = x_ptr + row * x_stride + inner
+    weights = weight_ptr + column * depth + inner
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for start in tl.range(0, depth, DEPTH, num_stages=STAGES):
+        # Elements beyond the end add zeros, which change no sum.
+        is_inner = is_row if WHOLE_STEPS else is_row & (start + inner < depth)
+        is_weight = is_column if WHOLE_STEPS else is_column & (start + inner < depth)
+        weight = tl.load(weights + start, mask=is_weight, other=0.0)
+        x = tl.load(xs + start, mask=is_inner, other=0.0)
+        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    out = out_ptr + row * num_columns + tl.trans(column)
+    tl.store(out, tl.trans(total).to(out_ptr.dtype.element_ty), mask=is_row & tl.trans(is_column))
