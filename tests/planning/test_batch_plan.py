@@ -371,6 +371,28 @@ def test_the_model_predicts_what_the_scheduler_does(name: str, planned: bool, pa
     assert model.timeline.passes.sum() == pytest.approx(real.passes, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("count", "steps", "length", "new", "most"),
+    [pytest.param(500, 12, 60, 1, 163, id="proofs"), pytest.param(60, 25, 80, 16, 390, id="conversations")],
+)
+def test_chains_take_the_passes_that_their_tokens_need(
+    count: int, steps: int, length: int, new: int, most: int
+) -> None:
+    """In a pool of four of the longest requests: 1.3 times the passes that fill it, and the plan knows them."""
+    rng = np.random.default_rng(0)
+    chains = [rng.integers(0, 30_000, steps * length).astype(np.int32) for _ in range(count)]
+    store = TokenStore.of([chain[: length * (k + 1)] for chain in chains for k in range(steps)])
+    demands = Demands.of(store.lengths, new)
+    plan = plan_batch(store, demands)
+    limits = RunLimits(4 * plan.longest_request)
+    real = rehearse(store, plan.run.order, demands, limits, plan.keep)
+    assert real.passes <= most
+    assert real.hit_rate == plan.statistics.best_hit_rate
+    assert plan.predict(limits).hit_rate == real.hit_rate
+    model = model_run(plan.order, plan.tree, demands, plan.run.order, limits, plan.keep)
+    assert model.timeline.passes.sum() == pytest.approx(real.passes, rel=0.05)
+
+
 def test_short_runs_are_rehearsed_and_long_ones_modelled(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = plan_of(SMALL["fewshot"]())
     limits = RunLimits(1000, chunked_prefill_size=64)
