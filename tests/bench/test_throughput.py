@@ -113,7 +113,7 @@ def test_everything_at_once(
     monkeypatch.setattr(benchmark, "Runtime", runtime)
     options = shlex.split("""
         --scale cpu --repeat 2 --device cpu --bandwidth 1e6 --flops 1e9
-        --no-prefix-cache --no-overlap --no-graphs --flat
+        --no-prefix-cache --no-overlap --no-graphs --flat --deterministic
         --baseline transformers --idle --step --start-up
         --workload unshared --workload docqa --workload samples
     """)
@@ -149,7 +149,9 @@ def test_everything_at_once(
             workload["workload"] == "samples"  # its lengths do not vary
         )
         assert workload["hit_rate"] == pytest.approx(workload["best_hit_rate"], abs=0.02)
-        assert set(workload["ablations"]) == {"no-prefix-cache", "no-overlap", "no-graphs", "flat"}
+        assert set(workload["ablations"]) == {
+            *("no-prefix-cache", "no-overlap", "no-graphs", "flat", "deterministic")
+        }
         for ablation in workload["ablations"].values():
             for run, ours in zip(ablation["runs"], workload["runs"], strict=True):
                 assert run["prompt_tokens"] == ours["prompt_tokens"]  # the same lists
