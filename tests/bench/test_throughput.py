@@ -120,15 +120,12 @@ def test_everything_at_once(
     report = tmp_path / "out.json"
     assert main(["bench", "throughput", *options, "--json", str(report), "--trace", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert f"{3 * (2 * 5 + 1) + 3}/{3 * (2 * 5 + 1) + 3}" in shown.err
+    assert f"{3 * (2 * 6 + 1) + 3}/{3 * (2 * 6 + 1) + 3}" in shown.err
     for words in ("decode step of 5 requests", "start-up with compiled kernels", "no prefix cache", "aten::mm"):
         assert words in shown.out
     assert re.search(r"docqa +│ +6 │", shown.out), shown.out
 
-    own = [
-        {name: options.get(name) for name in ("enable_prefix_cache", "overlap", "cuda_graphs", "attention")}
-        for options in made
-    ]
+    own = [{name: options.get(name) for name in set().union(*ABLATIONS.values())} for options in made]
     nothing = dict.fromkeys(own[0])
     assert own == [
         nothing,
@@ -136,6 +133,7 @@ def test_everything_at_once(
         nothing | {"overlap": False},
         nothing | {"cuda_graphs": False},
         nothing | {"attention": "flat"},
+        nothing | {"deterministic": True},
     ]
 
     written = json.loads(report.read_text())
