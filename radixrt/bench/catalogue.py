@@ -223,6 +223,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "no-overlap": {"overlap": False},
     "no-graphs": {"cuda_graphs": False},
     "flat": {"attention": "flat"},
+    "deterministic": {"deterministic": True},
 }
 """By name: options of the Runtime."""
 BASELINES = ("transformers", "vllm", "sglang")
@@ -236,6 +237,7 @@ GROUPS = {
     "tree": "decode over shared prefixes, read once, compared with flat attention (bound by bytes or products)",
     "extend": "causal attention of new tokens over a prefix and themselves (bound by products, or by exp)",
     "short-extend": "16 new tokens on a prefix of 32,768 (bound by bytes)",
+    "same-bits": "deterministic attention beside the other one: decode and extend (bound as these)",
     "elementwise": "norms, gated activations, rotary embedding and KV store (bound by bytes)",
     "sampling": "draws, greedy choices and log-probabilities (bound by the bytes of the logits, once)",
     "linear": "output projections of small batches, with the norm that follows (bound by bytes, or by products)",

@@ -248,6 +248,9 @@ def _add_throughput(benchmarks: Any) -> None:
     option("--no-overlap", action="store_true", help="again with passes that wait for one another's results")
     option("--no-graphs", action="store_true", help="again without captured graphs")
     option("--flat", action="store_true", help="again with attention that reads shared KV once for each request")
+    option(
+        "--deterministic", action="store_true", help="again with the same bits whatever runs beside (same-bits.md)"
+    )
     option("--baseline", choices=BASELINES, help="again with this engine, which must be installed; each list once")
     option(
         "--baseline-limit", type=float, metavar="SECONDS", help="time limit of the baseline for each list (120)"

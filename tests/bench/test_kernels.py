@@ -25,7 +25,7 @@ import radixrt
 from radixrt.bench.catalogue import GROUPS
 from radixrt.bench.kernels import elementwise, kv_copy, linear, run, sampling
 from radixrt.bench.kernels import tree as tree_bench
-from radixrt.bench.kernels.attention import decode_case, extend_case
+from radixrt.bench.kernels.attention import decode_case, extend_case, ordered_case
 from radixrt.bench.kernels.attention_inputs import AttentionShape, attention_inputs
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected, PlanFigures, worst_error
 from radixrt.bench.kernels.goals import GOALS, GROUP_GOALS, PUBLISHED, Goal, goal_of
@@ -270,6 +270,19 @@ def test_attention_cases(case: Case[Any], kernel_device: torch.device) -> None:
     assert len(flash) == ("scattered" not in case.name)
     assert all(m.reason for m in result.measurements if m.name.startswith("FlashInfer"))
     assert "FlexAttention" not in [m.name for m in result.measurements]
+
+
+@pytest.mark.parametrize("prefix_and_extend", [(37, 1), (20, 50)])
+def test_same_bits_cases(prefix_and_extend: tuple[int, int], kernel_device: torch.device) -> None:
+    """Deterministic attention beside the other one, which computes the same."""
+    prefix, extend = prefix_and_extend
+    case = ordered_case(replace(SMALL, prefix=prefix, extend=extend))
+    result = measure(case, CARD, PretendedTimer(), kernel_device, compiled=False)
+    assert [measurement.name for measurement in result.measurements] == ["radixrt, deterministic", "radixrt"]
+    for measurement in result.measurements:
+        assert measurement.reason is None
+        assert measurement.error is not None
+        assert measurement.error < 1e-5
 
 
 @pytest.fixture
@@ -793,7 +806,7 @@ def test_command_errors(
     fails([], "needs an NVIDIA GPU")
     fails(
         ["--only", "dekode"],
-        "one of: decode, decode-fp8, tree, extend, short-extend, elementwise, sampling, linear",
+        "one of: decode, decode-fp8, tree, extend, short-extend, same-bits, elementwise, sampling, linear",
     )
     fails(["--only", "decode/B=3*"], "none of decode's: 'B=1 L=8192 scattered', ")
     fails(["--json", str(tmp_path)], "is in the way of the report")

@@ -113,22 +113,19 @@ def test_everything_at_once(
     monkeypatch.setattr(benchmark, "Runtime", runtime)
     options = shlex.split("""
         --scale cpu --repeat 2 --device cpu --bandwidth 1e6 --flops 1e9
-        --no-prefix-cache --no-overlap --no-graphs --flat
+        --no-prefix-cache --no-overlap --no-graphs --flat --deterministic
         --baseline transformers --idle --step --start-up
         --workload unshared --workload docqa --workload samples
     """)
     report = tmp_path / "out.json"
     assert main(["bench", "throughput", *options, "--json", str(report), "--trace", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert f"{3 * (2 * 5 + 1) + 3}/{3 * (2 * 5 + 1) + 3}" in shown.err
+    assert f"{3 * (2 * 6 + 1) + 3}/{3 * (2 * 6 + 1) + 3}" in shown.err
     for words in ("decode step of 5 requests", "start-up with compiled kernels", "no prefix cache", "aten::mm"):
         assert words in shown.out
     assert re.search(r"docqa +│ +6 │", shown.out), shown.out
 
-    own = [
-        {name: options.get(name) for name in ("enable_prefix_cache", "overlap", "cuda_graphs", "attention")}
-        for options in made
-    ]
+    own = [{name: options.get(name) for name in set().union(*ABLATIONS.values())} for options in made]
     nothing = dict.fromkeys(own[0])
     assert own == [
         nothing,
@@ -136,6 +133,7 @@ def test_everything_at_once(
         nothing | {"overlap": False},
         nothing | {"cuda_graphs": False},
         nothing | {"attention": "flat"},
+        nothing | {"deterministic": True},
     ]
 
     written = json.loads(report.read_text())
@@ -149,7 +147,9 @@ def test_everything_at_once(
             workload["workload"] == "samples"  # its lengths do not vary
         )
         assert workload["hit_rate"] == pytest.approx(workload["best_hit_rate"], abs=0.02)
-        assert set(workload["ablations"]) == {"no-prefix-cache", "no-overlap", "no-graphs", "flat"}
+        assert set(workload["ablations"]) == {
+            *("no-prefix-cache", "no-overlap", "no-graphs", "flat", "deterministic")
+        }
         for ablation in workload["ablations"].values():
             for run, ours in zip(ablation["runs"], workload["runs"], strict=True):
                 assert run["prompt_tokens"] == ours["prompt_tokens"]  # the same lists

@@ -30,6 +30,7 @@ from radixrt.execution.attention.flat import KernelShape
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import Extends, extend_attention
+from triton_ops.attention.ordered import SUPERBLOCK, ordered_decode, ordered_extend
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import E4M3, quantise
@@ -107,6 +108,35 @@ def our_extend(inputs: AttentionInputs) -> Call:
     return Call(run, _result)
 
 
+def our_ordered_decode(inputs: AttentionInputs) -> Call:
+    """Deterministic attention, by the plan of a steady batch."""
+    shape, kv, scoring = inputs.shape, inputs.kv(), Scoring(inputs.shape.scale)
+    seq_lens = [shape.length] * shape.batch
+    item_len = _kernel_shape(inputs).decode_item_len(np.array(seq_lens, np.int32))
+    plan = AttentionPlan.flat(range(shape.batch), seq_lens, max_item_len=item_len, superblock=SUPERBLOCK)
+    own = plan.to(inputs.q.device)
+
+    def run() -> Tensor:
+        return ordered_decode(inputs.q, kv, inputs.rows, own, scoring, impl="triton")
+
+    return Call(run, _result)
+
+
+def our_ordered_extend(inputs: AttentionInputs) -> Call:
+    """The same for extends."""
+    kernel, kv, scoring = _kernel_shape(inputs), inputs.kv(), Scoring(inputs.shape.scale)
+    lens = inputs.prefix_lens, inputs.extend_start_loc, inputs.extend_seq_lens
+    prefix, starts, counts = (x.cpu().numpy() for x in lens)
+    tile = kernel.tile_tokens(counts)
+    plan = ExtendPlan.of_extends(prefix, starts, counts, tile_tokens=tile, superblock=SUPERBLOCK)
+    own, extends = plan.to(inputs.q.device), Extends(inputs.rows, *lens)
+
+    def run() -> Tensor:
+        return ordered_extend(inputs.q, kv, extends, own, scoring, impl="triton")
+
+    return Call(run, _result)
+
+
 def _result(out: Any) -> tuple[Tensor]:
     return (out,)
 
@@ -162,6 +192,20 @@ def extend_case(shape: AttentionShape, group: str = "extend") -> Case[AttentionI
     )
 
 
+def ordered_case(shape: AttentionShape) -> Case[AttentionInputs]:
+    """Beside the other kernels on the same inputs: "vs" is the speed-up, below 1 what equal bits cost."""
+    if shape.extend == 1:
+        case, ours, other = decode_case(shape), our_ordered_decode, our_decode
+    else:
+        case, ours, other = extend_case(shape), our_ordered_extend, our_extend
+    return replace(
+        case,
+        group="same-bits",
+        variant="",
+        contenders=(Contender("radixrt, deterministic", ours), Contender("radixrt", other)),
+    )
+
+
 def attention_cases() -> Iterator[Case[AttentionInputs]]:
     """The shapes of the goals, and of the published times."""
     for batch, length in ((1, 8192), (64, 2048), (256, 1024), (256, 8192)):
@@ -170,6 +214,12 @@ def attention_cases() -> Iterator[Case[AttentionInputs]]:
         yield decode_case(replace(shape, scattered=False))
     for batch, length in ((1, 8192), (8, 32_768), (64, 2048), (64, 4096), (256, 2048), (256, 8192)):
         yield e4m3_decode_case(AttentionShape(batch, length - 1, 1))
+    for batch, length in ((1, 8192), (8, 2048), (32, 2048), (64, 2048), (256, 1024), (256, 8192)):
+        yield ordered_case(AttentionShape(batch, length - 1, 1))
+    for prefix in (0, 1024, 4096, 16_384):
+        yield ordered_case(AttentionShape(1, prefix, 8192))
+    for batch, prefix, extend in ((32, 1024, 128), (8, 4096, 16)):
+        yield ordered_case(AttentionShape(batch, prefix, extend))
     for batch, prefix, extend in ((1, 0, 8192), (8, 0, 2048), (32, 1024, 128), (8, 4096, 512)):
         yield extend_case(AttentionShape(batch, prefix, extend))
     for batch, heads, length, head_dim in (

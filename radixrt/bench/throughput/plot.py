@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from radixrt.bench.throughput.figures import ShapeFigures, WorkloadFigures
 
 OURS, BASELINE, BOUND, GOAL = "#1b6ca8", "#c9c9c9", "#2b2b2b", "#d1495b"
-ABLATED = ("#5f9fca", "#86b8d9", "#a9cbe3", "#cfe2ef")
+ABLATED = ("#5f9fca", "#86b8d9", "#a9cbe3", "#cfe2ef", "#e4eef6")
 BAR = 0.28  # inches
 
 Bar = tuple[str, float, str]
