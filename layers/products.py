@@ -77,6 +77,8 @@ class Product:
     ) -> Tensor:
         """`x [..., K]`, `weight [N, K]` and `bias [N]` to `[..., N]`: `out`, if it is given."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
+        if rows.device.type == "cpu" and rows.data_ptr() % 64:
+            rows = rows.clone()  # a CPU's path depends on alignment, too
         if out is None:
             out = x.new_empty(*x.shape[:-1], weight.shape[0])
         results = out.view(len(rows), len(weight))

@@ -142,6 +142,8 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
     with torch.inference_mode(), on_device, room_for_passes():
         products = compare_all(decoder, limits, Tuning.max_scored_at_once)
     if products:
+        if on_gpu:
+            torch.cuda.empty_cache()  # of what was compared: the pool measures what is free
         seconds["products"] = time.perf_counter() - products_began
     own_defaults = generation_defaults(folder)
     defaults = own_defaults if config.generation_config == "auto" else SamplingParams()

@@ -141,7 +141,12 @@ def shared_config(gpu: GPU, head_dim: int, dtype: torch.dtype, *, e4m3: bool = F
 
 
 def ordered_attention_config(
-    gpu: GPU, head_dim: int, dtype: torch.dtype, *, kind: Literal["decode", "long", "short", "shared"]
+    gpu: GPU,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    kind: Literal["decode", "long", "short", "shared"],
+    alibi: bool = False,
 ) -> AttentionConfig:
     """For deterministic attention of queries of `dtype`: tiles of decodes, of long and short extends, of shared
     items. None of these was measured: they are like those of the other kernels, with registers and warps that
@@ -150,7 +155,7 @@ def ordered_attention_config(
     if kind == "shared":
         return shared_config(gpu, head_dim, dtype)
     if kind != "decode":
-        return extend_config(gpu, head_dim, dtype, short=kind == "short")
+        return extend_config(gpu, head_dim, dtype, short=kind == "short", alibi=alibi)
     _check_vendor(gpu)
     if dtype == torch.float32:
         return AttentionConfig(DECODE_ROWS, 16, num_warps=8, num_stages=1, max_registers=128)

@@ -1,8 +1,11 @@
-"""The comparison of a model's products at start-up: where torch's have the same bits at every size of a pass."""
+"""The comparisons of a deterministic model at start-up: where torch's products have the same bits at every size of
+a pass, and whether attention has the same bits however it is cut.
+"""
 
 from __future__ import annotations
 
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +13,16 @@ from torch import Tensor
 from layers.linear import Linear
 from layers.moe import SparseMoE
 from layers.products import ProductTable, compare_products, same_bits
+from layers.radix_attention import RadixAttention
 from layers.vocabulary import LogitsHead
 from radixrt.errors import ModelError
 from radixrt.execution.graphs import MAX_CAPTURED_BATCH, ladder
 from radixrt.limits import PassLimits
 from radixrt.models.decoder import Decoder
+from triton_ops.attention.extend import Extends
+from triton_ops.attention.ordered import SUPERBLOCK, ordered_decode, ordered_extend
+from triton_ops.attention.plan import AttentionPlan
+from triton_ops.kv.view import KVView
 
 ROWS_STEP = 128  # between numbers of rows beyond those of captured batches
 MAX_ROWS_ON_CPU = 64  # of a call: more are hardly faster there, and take long to compare
@@ -64,6 +72,8 @@ def compare_all(decoder: Decoder, limits: PassLimits, max_scored_at_once: int) -
                 )
             assert layer.product is not None
             layer.product.table = tables[key]
+        for attention in {layer.scoring.window is None: layer for layer in _attention_layers(decoder)}.values():
+            _check_attention(decoder, attention)
         experts = {layer.down.shape: layer for layer in decoder.modules() if isinstance(layer, SparseMoE)}
         for layer in experts.values():
             _check_experts(layer, tokens if on_gpu else MAX_ROWS_ON_CPU)
@@ -94,3 +104,41 @@ def _check_experts(layer: SparseMoE, max_rows: int) -> None:
             f"in experts of {weight.dtype} with weights {[*weight.shape[1:]]} on {weight.device}, the bits of a "
             "row depend on the rows beside it"
         )
+
+
+def _attention_layers(decoder: Decoder) -> list[RadixAttention]:
+    return [layer for layer in decoder.modules() if isinstance(layer, RadixAttention)]
+
+
+def _check_attention(decoder: Decoder, layer: RadixAttention) -> None:
+    """Raise ValueError unless the last of some tokens has the same bits in an extend, a short one, and in decodes
+    of a whole and of a cut context: whether a device's products add in one order in tiles of all sizes.
+    """
+    placement, config, window = decoder.placement, decoder.config, layer.scoring.window
+    device = placement.device
+    superblock = SUPERBLOCK if device.type == "cuda" else 64  # on a CPU it is known, or interpreted
+    length = superblock * 2 + 50
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(placement.dtype)
+
+    k, v = (random(length, config.num_kv_heads, config.head_dim) for _ in range(2))
+    q = random(length, config.num_heads, config.head_dim)
+    table = torch.arange(length, dtype=torch.int32, device=device).view(1, -1)
+    kv, row = KVView(k, v, table), torch.zeros(1, dtype=torch.int32, device=device)
+    common: dict[str, Any] = {"superblock": superblock, "impl": placement.impl}
+
+    def extended(start: int) -> Tensor:
+        counts = (torch.tensor([n], dtype=torch.int32, device=device) for n in (start, 0, length - start))
+        return ordered_extend(q[start:], kv, Extends(row, *counts), None, layer.scoring, **common)[-1]
+
+    def decoded(max_item_len: int | None) -> Tensor:
+        plan = AttentionPlan.flat(
+            [0], [length], max_item_len=max_item_len, sliding_window=window, superblock=superblock
+        ).to(device)
+        return ordered_decode(q[-1:], kv, row, plan, layer.scoring, **common)[0]
+
+    expected = extended(0)
+    if not all(same_bits(other, expected) for other in (extended(length - 3), decoded(None), decoded(1))):
+        raise ValueError(f"the bits of attention in {placement.dtype} on {device} depend on how it is cut")

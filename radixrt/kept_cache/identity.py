@@ -16,6 +16,7 @@ from layers.placement import Placement
 from layers.rotary import RopeParameters
 from radixrt.kept_cache.cache_file import KVFormat
 from radixrt.models.config import AttentionKind, ModelConfig
+from triton_ops.implementation import triton
 
 _PIECE = 2**22  # elements at a time, to bound the memory
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -58,11 +59,17 @@ def cache_identity(
     if scales is not None:  # another GPU may round them otherwise
         identity["scales of KV"] = _hash(scales.cpu())
     if placement.deterministic:
-        device = placement.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        identity["same bits"] = f"{name}, torch {torch.__version__}"
+        identity["same bits"] = _bits_of(placement.device)
     read: dict[str, Any] = json.loads(json.dumps(identity, default=sorted))  # as read from a file, sets as lists
     return read
+
+
+def _bits_of(device: torch.device) -> str:
+    """On what the bits of deterministic models depend besides."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}"
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return f"{device.type} {capability}, {threads} threads, torch {torch.__version__}"
 
 
 def _scaling(rope: RopeParameters) -> dict[str, Any] | None:

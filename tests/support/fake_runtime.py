@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from layers.products import ProductTable
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.errors import PromptError
 from radixrt.frontend.request_builder import Prompt, RequestBuilder
@@ -20,6 +20,9 @@ from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
 from radixrt.text.chat import Chat, is_chat
 from radixrt.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from layers.products import ProductTable  # imports torch
 
 VOCAB_SIZE = 1000
 CONTEXT_LENGTH = 50

@@ -38,7 +38,7 @@ from triton_ops.tuning import (
 SUPERBLOCK = 1024  # keys
 # On a CPU, and the query rows of a product there: torch's path depends on the shape, so it is always the same.
 CPU_SUPERBLOCK, CPU_ROWS = 128, 16
-LOG2_E = math.log2(math.e)
+LOG2_E, LOG_2 = math.log2(math.e), math.log(2.0)
 STATE_NUMBERS = 16 + 1  # of a partial result and head, besides the values: sums of weights, and the base
 
 
@@ -123,7 +123,8 @@ def ordered_extend(
             tile_tokens=extend_tile_tokens(gpu, head_dim, group, q.dtype, short=short),
         ).to(q.device)
     kind: Literal["long", "short"] = "short" if plan.tile_tokens * group <= SHORT_ROWS else "long"
-    config = ordered_attention_config(gpu, head_dim, q.dtype, kind=kind)
+    alibi = scoring.alibi_slopes is not None
+    config = ordered_attention_config(gpu, head_dim, q.dtype, kind=kind, alibi=alibi)
     if plan.tile_tokens != config.block_rows(group) // group:
         raise ValueError(f"the plan's tiles have {plan.tile_tokens} tokens, the kernel's another number")
     if plan.item_requests.shape[0] == 0:
@@ -202,12 +203,13 @@ def _in_torch(
                 scores += slopes * (keys - position[:, None]).view(CPU_ROWS, 1, 1, -1)
             scores.masked_fill_(~visible.view(CPU_ROWS, 1, 1, -1), -torch.inf)
             base = scores.amax(-1, keepdim=True).ceil_()
-            weights = scores.sub_(base.clamp(min=torch.finfo(torch.float32).min)).exp2_()
+            # Not exp2, which takes another path at the end of each thread's share.
+            weights = scores.sub_(base.clamp(min=torch.finfo(torch.float32).min)).mul_(LOG_2).exp_()
             total, total_base = _add(total, total_base, _product(weights, v), base)
         if scoring.sinks is not None:
             sink = (scoring.sinks * LOG2_E).view(1, num_kv_heads, group, 1).expand_as(total_base)
             alone = torch.zeros_like(total)
-            alone[..., width:] = (sink - sink.ceil()).exp2()
+            alone[..., width:] = ((sink - sink.ceil()) * LOG_2).exp()
             total, total_base = _add(total, total_base, alone, sink.ceil())
         sums = total[..., width]
         result = (total[..., :head_dim] / sums[..., None])[:count]

@@ -35,7 +35,7 @@ def ordered_kernel(
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    place = tl.arange(0, 16)[None, :]
+    lane = tl.arange(0, 16)[None, :]
     start = tl.load(item_starts + item)
     end = start + tl.load(item_lens + item)
     first_partial = tl.load(item_partials + item)
@@ -49,6 +49,19 @@ def ordered_kernel(
     else:
         line = tl.load(item_req_pool_indices + item)
         query_len = tl.load(item_query_lens + item)
+    if not (EXTENDS or LISTED):  # a constant: not to be joined with what is loaded
+        if start == end:
+            # An item of nothing has rows that no other has, and may have more than a tile.
+            for tile in range(tl.cdiv(query_len * GROUP, BLOCK_M)):
+                nth = tile * BLOCK_M + m
+                place = (first_query + nth // GROUP).to(tl.int64) * NUM_HEADS + kv_head * GROUP + nth % GROUP
+                is_row = nth < query_len * GROUP
+                nothing = tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty)
+                mask = is_row[:, None] & (d < HEAD_DIM)[None, :]
+                tl.store(out + place[:, None] * HEAD_DIM + d[None, :], nothing, mask=mask)
+                if HAS_LSE:
+                    tl.store(lse + place, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
+            query_len = 0
     if query_len > 0:
         in_tile = m < query_len * GROUP
         # Beyond the end the last row is read again: a mask unknown to the compiler takes many registers.
@@ -93,7 +106,7 @@ def ordered_kernel(
                     part_out = tl.load(
                         partial_out + part[:, None] * HEAD_DIM + d[None, :], mask=in_head, other=0.0
                     )
-                    part_sum = sum_places(tl.load(partial_sum + part[:, None] * 16 + place))
+                    part_sum = sum_places(tl.load(partial_sum + part[:, None] * 16 + lane))
                     part_base = tl.load(partial_base + part)
                     total, total_sum, total_base = add_superblock(
                         total, total_sum, total_base, part_out, part_sum, part_base
@@ -101,7 +114,7 @@ def ordered_kernel(
             if is_open:
                 part = tl.load(taken + end_taken - 1).to(tl.int64) * NUM_HEADS + head
                 acc = tl.load(partial_out + part[:, None] * HEAD_DIM + d[None, :], mask=in_head, other=0.0)
-                row_sum = tl.load(partial_sum + part[:, None] * 16 + place)
+                row_sum = tl.load(partial_sum + part[:, None] * 16 + lane)
                 base = tl.load(partial_base + part)
 
         for block in range(start // SUPERBLOCK, (end + SUPERBLOCK - 1) // SUPERBLOCK):
@@ -188,7 +201,7 @@ def ordered_kernel(
             # The state of its one superblock, which may be open.
             part = (first_partial + m // GROUP).to(tl.int64) * NUM_HEADS + head
             tl.store(partial_out + part[:, None] * HEAD_DIM + d[None, :], acc, mask=stored)
-            tl.store(partial_sum + part[:, None] * 16 + place, row_sum, mask=in_tile[:, None])
+            tl.store(partial_sum + part[:, None] * 16 + lane, row_sum, mask=in_tile[:, None])
             tl.store(partial_base + part, base, mask=in_tile)
 
 

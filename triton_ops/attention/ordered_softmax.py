@@ -2,7 +2,7 @@
 
 For a query, keys form superblocks at absolute multiples of a number, and groups of 16 at absolute multiples of 16:
 
-- a score becomes a multiple of 2^-14 in base 2 (of 2^-17 for products in float32), by adding a large number, and
+- a score becomes a multiple of 2^-14 in base 2 (of 2^-16 for products in float32), by adding a large number, and
   its weight is `exp2(score - base)` with an integer base: to rescale by another base is exact, so it does not
   matter which tile found which maximum;
 - within a superblock the groups are added one after the other, in one chain of products of weights and values, and
@@ -19,10 +19,10 @@ from __future__ import annotations
 from triton_ops.attention.softmax import LOG2_E
 from triton_ops.implementation import tl, triton
 
-# Floats from 512 to 1024 are multiples of 2^-14, those from 64 to 128 of 2^-17. Scores further from 0 are on other
-# grids, and rescaled as exactly.
+# Floats from 512 to 1024 are multiples of 2^-14, those from 128 to 256 of 2^-16. Scores further from 0 are on
+# other grids; rescaling is as exact, but for rows whose greatest score is below about -500, or -100 in float32.
 OFFSET: tl.constexpr = 768.0 if tl is None else tl.constexpr(768.0)
-FLOAT32_OFFSET: tl.constexpr = 96.0 if tl is None else tl.constexpr(96.0)
+FLOAT32_OFFSET: tl.constexpr = 192.0 if tl is None else tl.constexpr(192.0)
 # Results below this, relative to weights of 1, are zero: rescaling is exact only as far as floats are normal.
 TINY: tl.constexpr = 2.0**-80 if tl is None else tl.constexpr(2.0**-80)
 GROUP_KEYS = 16

@@ -194,15 +194,15 @@ def extend_case(shape: AttentionShape, group: str = "extend") -> Case[AttentionI
 
 def ordered_case(shape: AttentionShape) -> Case[AttentionInputs]:
     """Beside the other kernels on the same inputs: "vs" is the speed-up, below 1 what equal bits cost."""
+    case, contenders = extend_case(shape), (our_ordered_extend, our_extend)
     if shape.extend == 1:
-        case, ours, other = decode_case(shape), our_ordered_decode, our_decode
-    else:
-        case, ours, other = extend_case(shape), our_ordered_extend, our_extend
+        case, contenders = decode_case(shape), (our_ordered_decode, our_decode)
+    names = "radixrt, deterministic", "radixrt"
     return replace(
         case,
         group="same-bits",
         variant="",
-        contenders=(Contender("radixrt, deterministic", ours), Contender("radixrt", other)),
+        contenders=tuple(map(Contender, names, contenders)),
     )
 
 

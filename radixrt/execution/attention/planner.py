@@ -15,6 +15,7 @@ from radixrt.execution.attention.tuning import H200, PlanTuning
 from triton_ops.attention.ordered import STATE_NUMBERS
 from triton_ops.attention.plan import EMPTY_ROWS, NOTHING_SHARED, AttentionPlan, ExtendPlan, Int32Array
 
+MAX_SUPERBLOCKS = 1024  # that contexts of deterministic plans are cut into, where they are cut
 HostArrays = Mapping[str, Int32Array]  # those of `InputMetadata.host_arrays`
 
 
@@ -106,7 +107,8 @@ class AttentionPlanner:
         num_new = host["extend_seq_lens"][:num_extends]
         num_tokens, num_padding = int(num_new.sum()), int(num_new[-1])
         extend = {w: self._extends(host, num_live, num_tokens, w, pads=True) for w in self._windows}
-        for plan in extend.values() if num_tokens > self._tuning.max_cut_tokens else ():
+        may_cut = self._superblock is None
+        for plan in extend.values() if num_tokens > self._tuning.max_cut_tokens and may_cut else ():
             fair = self._shape.fair_extend_len(int(plan.item_lens.sum()))
             if plan.item_lens.max(initial=0) > max(fair, self._tuning.long_item):
                 return None
@@ -140,10 +142,12 @@ class AttentionPlanner:
         plans: dict[Window, AttentionPlan[Int32Array]] = {}
         for window in self._windows:
             read = np.maximum(seq_lens - tail_starts, 0) if window is None else seq_lens.clip(max=window)
+            if self._superblock is not None and window is not None:  # from a multiple of 16 on
+                read = seq_lens - np.maximum(seq_lens - window, 0) // 16 * 16
             item_len = self._shape.decode_item_len(read) if cuts else None
-            # A tail that goes on from an open superblock is not cut.
-            if self._superblock and item_len and (any_shared or not self._can_cut(read, seq_lens, item_len)):
-                item_len = None
+            if self._superblock is not None and item_len is not None:
+                # A tail that goes on from an open superblock is not cut.
+                item_len = None if any_shared else self._cut_len(read, seq_lens, item_len)
             if segments is not None and window is None and (any_shared or not (flat or cuts)):
                 if not cuts and self._superblock is None:  # nobody is to wait for a long tail
                     fair = int(read.sum(dtype=np.int64)) // self._shape.decode_wave
@@ -200,12 +204,20 @@ class AttentionPlanner:
             superblock=self._superblock,
         )
 
-    def _can_cut(self, read: Int32Array, seq_lens: Int32Array, item_len: int) -> bool:
-        """Whether padded plans have room for contexts cut at superblocks, of which `read` tokens are read."""
+    def _cut_len(self, read: Int32Array, seq_lens: Int32Array, item_len: int) -> int:
+        """The least length from `item_len` on, doubled, above which contexts may be cut at superblocks, if `read`
+        tokens of each are read: padded plans have room for no more pieces.
+        """
         assert self._superblock is not None
-        first = (seq_lens - read) // self._superblock
-        pieces = np.where(read > item_len, -(-seq_lens // self._superblock) - first, 1)
-        return int(pieces.sum()) <= self._shape.max_decode_items(len(seq_lens))
+        pieces = -(-seq_lens // self._superblock) - (seq_lens - read) // self._superblock
+        while int(np.where(read > item_len, pieces, 1).sum()) > self._max_items(len(seq_lens)):
+            item_len *= 2
+        return item_len
+
+    def _max_items(self, count: int) -> int:
+        """The most items of contexts that are cut."""
+        most = self._shape.max_decode_items(count)
+        return most if self._superblock is None else max(most, MAX_SUPERBLOCKS)
 
     def _num_passes(self, plans: Mapping[Window, AttentionPlan[Int32Array]]) -> int | None:
         """How many passes the plans of decodes serve at most while contexts grow; None: any number.
@@ -227,7 +239,7 @@ class AttentionPlanner:
         """For requests' own items, and for shared ones."""
         own = Capacity(count)
         if shape.cuts:  # rows without tokens are items, too
-            most = self._shape.max_decode_items(count) + -(-count // EMPTY_ROWS)
+            most = self._max_items(count) + -(-count // EMPTY_ROWS)
             own = Capacity(most, most)
         segments = self._segments if shape.shares and window is None else None
         return own, segments.capacity(count) if segments else Capacity()
@@ -238,7 +250,7 @@ class AttentionPlanner:
         """The same for extends."""
         tile_tokens, extra = self._shape.tile_tokens(), self._shape.max_extra_extend_items
         num_items = num_tokens // tile_tokens + num_extends
-        if num_tokens > self._tuning.max_cut_tokens:
+        if num_tokens > self._tuning.max_cut_tokens or self._superblock is not None:
             return Capacity(num_items), Capacity()
         own = Capacity(num_items + extra, num_tokens + extra * tile_tokens)
         segments = self._segments if shape.shares and window is None else None

@@ -11,6 +11,7 @@ from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.pass_plans import Capacity
 from radixrt.execution.attention.slot_tree import SlotTree, depth_first
 from radixrt.execution.attention.tuning import PlanTuning
+from triton_ops.attention.ordered import STATE_NUMBERS
 from triton_ops.attention.plan import NOTHING_SHARED, SharedItems, pairs
 
 
@@ -36,7 +37,7 @@ class SharedSegments:
         self._reread = self._token * costs.bandwidth / costs.reread_bandwidth
         # Of a token and a tile of rows, which takes as long if it has fewer.
         self._tile = 4 * shape.num_heads * head_dim * self.rows_at_once / costs.operations
-        row_bytes = shape.num_heads * (4 * head_dim + 4)
+        row_bytes = shape.num_heads * 4 * (head_dim + (1 if superblock is None else STATE_NUMBERS))
         self._partial = costs.partial_crossings * row_bytes / costs.bandwidth  # of a row
         self._item = costs.item * shape.num_kv_heads / num_programs
 
@@ -44,7 +45,8 @@ class SharedSegments:
         """What plans of `count` query rows are to have room for; `whole_tiles`: also if all items have those."""
         wave, tuning = self._wave, self._tuning
         num_items = ceil(tuning.max_waves * wave)
-        num_partials = max(tuning.mean_partials * count, ceil(wave) * min(count, self.rows_at_once))
+        mean_partials = tuning.mean_partials * (1 if self._superblock is None else 2)  # one a superblock
+        num_partials = max(mean_partials * count, ceil(wave) * min(count, self.rows_at_once))
         return Capacity(num_items + whole_tiles * (num_partials // self.rows_at_once), num_partials)
 
     def find(
@@ -132,14 +134,16 @@ class SharedSegments:
         req_pool_indices: Int32Array,
         saved: Float64Array,
         capacity: Capacity,
+        limit: int | None = None,
     ) -> tuple[Int32Array, SharedItems]:
         """What `find` returns, of the `kept` nodes `[N]` of `requests` in depth-first order, of one row each, that
         save so many seconds a token each. A node's rows share the superblocks that end within it. What it has of
-        the next one is shared by those rows that no node below shares more with.
+        the next one is shared by those rows that no node below shares more with. Nothing is shared from position
+        `limit` on: if all is more than there is room for, the first superblocks are.
         """
         size, tail_starts = self._superblock, np.zeros(len(req_pool_indices), np.int32)
         assert size is not None
-        stops = tree.stops // 16 * 16
+        stops = tree.stops // 16 * 16 if limit is None else np.minimum(tree.stops // 16 * 16, limit)
         kept = kept & (stops > np.append(stops, 0)[tree.nearest_kept_ancestor(kept)])
         chosen = kept.nonzero()[0]
         above = np.append(stops, 0)[tree.nearest_kept_ancestor(kept)[chosen]]
@@ -168,8 +172,13 @@ class SharedSegments:
         tiles, share = self._tiles(rows)
         items, partials = int(tiles.sum()), int(rows.sum())
         tails = np.where(lowest >= 0, np.append(stop, 0)[lowest], 0)
-        if not items or items > capacity.num_items or partials > capacity.num_partials:
+        if not items:
             return tail_starts, NOTHING_SHARED
+        excess = max(items / capacity.num_items, partials / capacity.num_partials)
+        if excess > 1.0:
+            longest = int(stop.max())
+            limit = min(int(longest / excess), longest - 1) // size * size
+            return self._in_superblocks(tree, kept, requests, req_pool_indices, saved, capacity, limit)
         work = float(length @ (share * tiles)) + items * self._item
         seconds = ceil(items / self._wave) * self._wave * work / items + self._partial * partials
         if self._tuning.costs.launches + seconds >= float(tails @ saved):

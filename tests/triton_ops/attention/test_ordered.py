@@ -22,7 +22,7 @@ from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.extend import Extends
 from triton_ops.attention.ordered import ordered_decode, ordered_extend
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan
-from triton_ops.implementation import Impl, gpu_of
+from triton_ops.implementation import GPU, Impl, gpu_of
 
 SUPERBLOCK = 64  # of the kernel: short, so that short contexts have several
 HEADS, GROUP = 4, 2
@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # In the interpreter, which takes seconds for each, all others are long tests.
 FEW = ((torch.float32, "window"), (torch.bfloat16, "plain"), (torch.bfloat16, "softcap"))
 few_options = interpreted_only(lambda given: (given["dtype"], named(OPTIONS, given["options"])) in FEW)
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 def named(values: dict[str, Any], value: Any) -> str:
@@ -244,3 +244,39 @@ def check_reads(plan: AttentionPlan[Any], lens: list[int]) -> None:
             assert (start, of) == (position, row)
             position = end
         assert own[row] == (position, length)
+
+
+def test_many_empty_rows_are_zero(impl: Impl) -> None:
+    """More than a tile has, in one item: what is there already does not stay."""
+    lens = [0] * 9 + [20] + [0] * 2
+    case = make_case(lens)
+    plan = AttentionPlan.flat(case.rows.numpy(force=True), lens, superblock=SUPERBLOCK).to(case.rows.device)
+    q = torch.ones(12, 8, 16)
+    out, lse = torch.full(q.shape, torch.nan), torch.full(q.shape[:2], torch.nan)
+    ordered_decode(q, case.kv, case.rows, plan, Scoring(SCALE), out=out, lse=lse, superblock=SUPERBLOCK, impl=impl)
+    empty = [row for row, length in enumerate(lens) if not length]
+    assert (out[empty] == 0).all()
+    assert (lse[empty] == -torch.inf).all()
+    assert out[9].isfinite().all()
+
+
+@pytest.mark.parametrize("window", [512, 1024, 4096, None])
+def test_plans_have_room(window: int | None) -> None:
+    """For all that is cut and shared, in padded plans of any lengths."""
+    chance = np.random.default_rng(0)
+    shape = KernelShape(GPU(90, 132), 32, 8, 128, torch.bfloat16)
+    for count in (1, 2, 60, 130, 512):
+        table = np.arange(count * 20_000, dtype=np.int32).reshape(count, 20_000)
+        table[:, :9000] = table[0, :9000]  # all share them
+        planner = AttentionPlanner(shape, (window,), table, torch.bfloat16, tree=True, superblock=1024)
+        rows = np.arange(count, dtype=np.int32)
+        lens = chance.integers(9010, 19_000, count).astype(np.int32)
+        plans = planner.plan_padded_decodes(rows, lens)
+        again = planner.plan_padded_decodes(rows, lens - 1, [plans.shape])
+        for plan, other in zip(plans.decode.values(), again.decode.values(), strict=True):
+            assert [x.shape for x in plan.arrays()] == [x.shape for x in other.arrays()]
+        if window is None and count >= 60:
+            shared = plans.decode[None].shared_starts[plans.decode[None].shared_query_lens > 0]
+            assert shared.max(initial=0) >= 1024, "the first superblocks are shared, if not all"
+        elif window is None:
+            assert len(plans.decode[None].item_lens[plans.decode[None].item_lens > 0]) > count, "long ones are cut"
