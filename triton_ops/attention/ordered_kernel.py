@@ -49,7 +49,7 @@ def ordered_kernel(
     else:
         line = tl.load(item_req_pool_indices + item)
         query_len = tl.load(item_query_lens + item)
-    if not (EXTENDS or LISTED):  # a constant: not to be joined with what is loaded
+    if not (EXTENDS or LISTED):  # noqa: SIM102 a constant is not joined with what is loaded
         if start == end:
             # An item of nothing has rows that no other has, and may have more than a tile.
             for tile in range(tl.cdiv(query_len * GROUP, BLOCK_M)):

@@ -108,17 +108,17 @@ def agrees() -> bool:
     """Whether decodes have the same bits whole, cut, going on from shared superblocks, and by other tiles: among
     keys that weigh about as much, and where a few weigh more than all before them.
     """
-    return agrees_on(()) and agrees_on((20, 90))
+    return all(agrees_on((), seed) for seed in (3, 4, 5)) and agrees_on((20, 90), 3)
 
 
-def agrees_on(great: tuple[int, ...]) -> bool:
+def agrees_on(great: tuple[int, ...], seed: int) -> bool:
     from tests.support.tensor_cores import tensor_cores  # imports Triton's interpreter
 
     case = make_case([185] * 3, head_dim=16)
     # The same request thrice.
     for row in case.rows[1:]:
         case.req_to_token[row] = case.req_to_token[case.rows[0]]
-    q = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(3)).expand(3, 4, 16).contiguous()
+    q = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(seed)).expand(3, 4, 16).contiguous()
     for position in great:  # in a tile of 32 keys, but not in the first 16
         slot = case.req_to_token[case.rows[0], position].long()
         case.k_buffer[slot] = q[0, ::2]
