@@ -55,7 +55,7 @@ FAULTS = {
     ),
     "the open superblock begins anew": (
         ordered_kernel,
-        "row_sum = tl.load(partial_sum + part[:, None] * 16 + place)",
+        "row_sum = tl.load(partial_sum + part[:, None] * 16 + lane)",
         "row_sum = row_sum",
     ),
 }
