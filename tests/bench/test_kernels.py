@@ -277,7 +277,8 @@ def test_same_bits_cases(prefix_and_extend: tuple[int, int], kernel_device: torc
     """Deterministic attention beside the other one, which computes the same."""
     prefix, extend = prefix_and_extend
     case = ordered_case(replace(SMALL, prefix=prefix, extend=extend))
-    result = measure(case, CARD, PretendedTimer(), kernel_device, compiled=False)
+    machine = replace(CARD, l2_bytes=int(case.work.bytes))
+    result = measure(case, machine, PretendedTimer(), kernel_device, compiled=False)
     assert [measurement.name for measurement in result.measurements] == ["radixrt, deterministic", "radixrt"]
     for measurement in result.measurements:
         assert measurement.reason is None

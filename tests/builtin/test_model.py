@@ -70,5 +70,5 @@ def test_a_wrong_slot_gives_wrong_answers(questions: list[Question], monkeypatch
         return slots
 
     monkeypatch.setattr(RadixTree, "slots_of", mixed_up)
-    _, exact = answer(questions[:80])
+    _, exact = answer(questions[:80], max_running_requests=4)  # few find their prefix in their own pass
     assert exact < 0.6
