@@ -205,7 +205,10 @@ def test_an_extend_that_is_not_finite_ends_alone(folder: Path, launches: Launche
     with runtime_of(folder) as runtime:
         (bad,) = random_prompts(1, least=9, most=9, seed=5)
         runtime.parts.model.decoder.embedding.weight[bad[4]] = float("nan")
-        good = [[token for token in prompt if token != bad[4]] + [3, 4] for prompt in random_prompts(3, seed=6)]
+        good = [
+            [token for token in prompt if token != bad[4]] + [3, 4]
+            for prompt in random_prompts(3, least=5, most=15, seed=6)
+        ]
         outputs = runtime.generate([bad, *good], GREEDY)
     assert extends_of(launches)
     assert outputs[0].finish_reason is FinishReason.ERROR
