@@ -351,7 +351,7 @@ def drop_what_others_hold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "_free_pending", ruthless)
 
 
-@mutant("1:", "9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES, first=30)
+@mutant("1:", "9:", "4:", "5:", "6:", "16:", "freeing", "assert", sizes=TIERED_SIZES, first=17)
 def drop_what_the_host_has_a_copy_of(patch: pytest.MonkeyPatch) -> None:
     """Its node leaves the tree, and its slots on the host with it."""
     unlock = RadixTree.unlock
@@ -403,7 +403,7 @@ def keep_a_freed_row_s_changes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReqToTokenPool, "free", hoarding)
 
 
-@mutant("7:", first=28)
+@mutant("7:", first=10)
 def lose_the_changes_of_a_failed_launch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReqToTokenPool, "give_back", lambda self, changes: None)
 
@@ -513,7 +513,7 @@ def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admission, "_run", shared)
 
 
-@mutant("8:", first=5)
+@mutant("8:", first=22)
 def abort_one_answer_and_not_the_others(patch: pytest.MonkeyPatch) -> None:
     step = Engine.step
 
@@ -523,7 +523,7 @@ def abort_one_answer_and_not_the_others(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "step", alone)
 
 
-@mutant("8:", first=7)
+@mutant("8:", first=23)
 def abort_an_answer_and_keep_what_it_holds(patch: pytest.MonkeyPatch) -> None:
     finish, release = Bookkeeper.finish, Admission.release
 

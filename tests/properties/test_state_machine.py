@@ -285,7 +285,7 @@ def run_machine(examples: int, steps: int) -> None:
 
 
 def test_state_machine_short() -> None:
-    run_machine(examples=60, steps=30)
+    run_machine(examples=35, steps=30)
 
 
 @pytest.mark.long
