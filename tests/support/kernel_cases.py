@@ -425,7 +425,11 @@ def _ordered_cases() -> Iterator[KernelCase]:
     for num_columns, depth in ((1024, 3072), (28_672, 4096), (100, 80)):
         for num_rows, dtype, has_bias in product((1, 32, 64, 4096), SHORT_NAMES, (False, True)):
             name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}{', bias' * has_bias}"
-            few = dtype == torch.bfloat16 and (num_columns, has_bias) in ((28_672, False), (100, True))
+            few = dtype == torch.bfloat16 and (num_columns, has_bias, num_rows) in (
+                (28_672, False, 1),
+                (28_672, False, 4096),
+                (100, True, 32),
+            )
             wgmma = dtype != torch.float32 and (num_rows > 64 or num_columns == 28_672)
             empty = partial(torch.empty, dtype=dtype)
             bias = empty(num_columns) if has_bias else None
