@@ -61,7 +61,8 @@ class Requests:
     """Requests whose every token has a query: what each of them gets, in one pass without a cache, is `out`."""
 
     def __init__(self, case: Case, impl: Impl, options: dict[str, Any]) -> None:
-        self.case, self.scoring = case, Scoring(SCALE, **options)
+        here = {name: x.to(case.rows.device) if isinstance(x, Tensor) else x for name, x in options.items()}
+        self.case, self.scoring = case, Scoring(SCALE, **here)
         self._common = {"superblock": SUPERBLOCK, "impl": impl}
         generator = torch.Generator().manual_seed(1)
         head_dim = case.k_buffer.shape[2]
