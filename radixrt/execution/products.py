@@ -5,7 +5,6 @@ a pass, and whether attention has the same bits however it is cut.
 from __future__ import annotations
 
 from itertools import takewhile
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,17 +126,18 @@ def _check_attention(decoder: Decoder, layer: RadixAttention) -> None:
     q = random(length, config.num_heads, config.head_dim)
     table = torch.arange(length, dtype=torch.int32, device=device).view(1, -1)
     kv, row = KVView(k, v, table), torch.zeros(1, dtype=torch.int32, device=device)
-    common: dict[str, Any] = {"superblock": superblock, "impl": placement.impl}
+    impl = placement.impl
 
     def extended(start: int) -> Tensor:
         counts = (torch.tensor([n], dtype=torch.int32, device=device) for n in (start, 0, length - start))
-        return ordered_extend(q[start:], kv, Extends(row, *counts), None, layer.scoring, **common)[-1]
+        extends = Extends(row, *counts)
+        return ordered_extend(q[start:], kv, extends, None, layer.scoring, superblock=superblock, impl=impl)[-1]
 
     def decoded(max_item_len: int | None) -> Tensor:
         plan = AttentionPlan.flat(
             [0], [length], max_item_len=max_item_len, sliding_window=window, superblock=superblock
         ).to(device)
-        return ordered_decode(q[-1:], kv, row, plan, layer.scoring, **common)[0]
+        return ordered_decode(q[-1:], kv, row, plan, layer.scoring, impl=impl)[0]
 
     expected = extended(0)
     if not all(same_bits(other, expected) for other in (extended(length - 3), decoded(None), decoded(1))):

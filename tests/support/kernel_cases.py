@@ -22,9 +22,9 @@ from triton_ops.activations.gelu_new import gelu_new
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
-from triton_ops.attention.extend import Extends, extend_attention
+from triton_ops.attention.extend import Extends, extend_attention, extend_tile_tokens
 from triton_ops.attention.ordered import SUPERBLOCK, ordered_decode, ordered_extend
-from triton_ops.attention.plan import AttentionPlan, SharedItems
+from triton_ops.attention.plan import AttentionPlan, ExtendPlan, SharedItems
 from triton_ops.attention.shared import shared_rows
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.implementation import GPU, gpu_of
@@ -44,7 +44,7 @@ from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens,
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.penalties import apply_penalties
 from triton_ops.sampling.sample import finite_rows, greedy, sample
-from triton_ops.tuning import MAX_ROW_BYTES, split_k_config
+from triton_ops.tuning import MAX_ROW_BYTES, SHORT_ROWS, split_k_config
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -256,7 +256,19 @@ def _ordered_extend(shape: AttentionShape) -> None:
     numbers = (np.arange(shape.batch, dtype=np.int32), np.full_like(counts, shape.prefix), starts, counts)
     q = torch.empty(int(counts.sum()), 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)
     extends, scoring = Extends(*map(torch.from_numpy, numbers)), shape.scoring()
-    ordered_extend(q[:, : 8 * shape.group], shape.kv(), extends, None, scoring, impl="triton")
+    plan = None
+    if shape.extend * shape.group <= SHORT_ROWS and scoring.window is None:
+        tile_tokens = extend_tile_tokens(
+            gpu_of(torch.get_default_device()), shape.head_dim, shape.group, shape.dtype, short=True
+        )
+        plan = ExtendPlan.of_extends(
+            *numbers[1:],
+            tile_tokens=tile_tokens,
+            tail_starts=numbers[1] // 16 * 16,
+            shared=_all_share(shape, len(q)),
+            superblock=SUPERBLOCK,
+        ).to(q.device)
+    ordered_extend(q[:, : 8 * shape.group], shape.kv(), extends, plan, scoring, impl="triton")
 
 
 def _ordered_decode(shape: AttentionShape) -> None:

@@ -39,6 +39,8 @@ SUPERBLOCK = 1024  # keys
 # On a CPU, and the query rows of a product there: torch's path depends on the shape, so it is always the same.
 CPU_SUPERBLOCK, CPU_ROWS = 128, 16
 LOG2_E, LOG_2 = math.log2(math.e), math.log(2.0)
+# Shared items that go on from each other, at most: one of each length of a chain in a launch of its own.
+MAX_CHAIN = 3
 STATE_NUMBERS = 16 + 1  # of a partial result and head, besides the values: sums of weights, and the base
 
 
@@ -51,17 +53,15 @@ def ordered_decode(
     *,
     out: Tensor | None = None,
     lse: Tensor | None = None,
-    superblock: int = SUPERBLOCK,
     impl: Impl = "auto",
 ) -> Tensor:
     """`decode_attention` by the canonical sum. The arguments are the same, but for these:
 
     Args:
         req_pool_indices: int32 `[num_decodes]`, the rows of `req_to_token`; torch reads whole contexts by them.
-        plan: an ordered one of the same `superblock`: its items begin at multiples of it, but for those that go on
-            from the state of a shared one, at multiples of 16; an item that leaves a partial result has keys of
-            one superblock; lists of partial results ascend.
-        superblock: keys, a multiple of 16.
+        plan: one with a `superblock`, a multiple of 16: its items begin at multiples of it or, where they go on
+            from a state or a window begins, at multiples of 16; one that leaves a partial result has keys of one
+            superblock.
     """
     check_window(scoring, plan)
     if out is None:
@@ -70,16 +70,13 @@ def ordered_decode(
         return _in_torch(q, kv, req_pool_indices, plan.seq_lens - 1, scoring, out, lse)
     if q.shape[0] == 0:
         return out
-    launch = _Launch(q, kv, plan, scoring, out, lse, superblock)
-    gpu, head_dim = gpu_of(q.device), q.shape[2]
-    if plan.shared_req_pool_indices.shape[0]:
-        config = ordered_attention_config(gpu, head_dim, q.dtype, kind="shared")
-        launch(config, config.block_rows(launch.group), "shared", item_queries=plan.shared_queries, LISTED=True)
-    config = ordered_attention_config(gpu, head_dim, q.dtype, kind="decode")
+    launch = _Launch(q, kv, plan, scoring, out, lse)
+    launch.shared()
+    config = ordered_attention_config(gpu_of(q.device), q.shape[2], q.dtype, kind="decode")
     block_m = max(DECODE_ROWS, next_power_of_2(launch.group))
-    launch(config, block_m, "item", HAS_TAKEN=plan.tail_partial_starts.shape[0] > 0)
-    if plan.row_partial_starts.shape[0]:
-        launch.merge()
+    taken = {"taken_starts": plan.tail_partial_starts, "taken": plan.row_partials}
+    launch(config, block_m, "item", **taken, HAS_TAKEN=plan.tail_partial_starts.shape[0] > 0)
+    launch.merge()
     return out
 
 
@@ -99,8 +96,7 @@ def ordered_extend(
 
     Args:
         kv: the pool, which holds the new tokens, too; they are read there.
-        plan: without shared items and cuts, and of items that begin at multiples of 16. None: whole contexts.
-        superblock: as in `ordered_decode`.
+        plan: as in `ordered_decode`. None: whole contexts, by superblocks of `superblock` keys.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -121,6 +117,7 @@ def ordered_extend(
             extends.extend_start_loc.cpu().numpy(),
             counts,
             tile_tokens=extend_tile_tokens(gpu, head_dim, group, q.dtype, short=short),
+            superblock=superblock,
         ).to(q.device)
     kind: Literal["long", "short"] = "short" if plan.tile_tokens * group <= SHORT_ROWS else "long"
     alibi = scoring.alibi_slopes is not None
@@ -130,7 +127,9 @@ def ordered_extend(
     if plan.item_requests.shape[0] == 0:
         return out
     totals = _States.empty(q.shape, 1, q.device)
-    _Launch(q, kv, plan, scoring, out, lse, superblock)(
+    launch = _Launch(q, kv, plan, scoring, out, lse)
+    launch.shared()
+    launch(
         config,
         config.block_rows(group),
         "item",
@@ -145,6 +144,7 @@ def ordered_extend(
         EXTENDS=True,
         TOTAL_IN_MEMORY=True,
     )
+    launch.merge()
     return out
 
 
@@ -252,9 +252,20 @@ class _States:
         return cls(*(torch.empty(size, dtype=torch.float32, device=device) for size in sizes))
 
 
-_ITEM_FIELDS = ("starts", "lens", "query_starts", "query_lens", "partials", "req_pool_indices")
-_OF_EXTENDS = ("req_pool_indices", "prefix_lens", "extend_start_loc", "extend_seq_lens", "item_requests")
-_OTHERS = ("item_queries", "total_out", "total_sums", "total_bases")
+_ITEM_FIELDS = (
+    "starts",
+    "lens",
+    "query_starts",
+    "query_lens",
+    "queries",
+    "partials",
+    "sources",
+    "levels",
+    "req_pool_indices",
+    "requests",
+)
+_OF_EXTENDS = ("req_pool_indices", "prefix_lens", "extend_start_loc", "extend_seq_lens")
+_OF_SOME = ("taken_starts", "taken", "total_out", "total_sums", "total_bases")
 _FLAGS = {"EXTENDS": False, "LISTED": False, "HAS_TAKEN": False, "TOTAL_IN_MEMORY": False}
 
 
@@ -269,17 +280,25 @@ class _Launch:
         scoring: Scoring,
         out: Tensor,
         lse: Tensor | None,
-        superblock: int,
     ) -> None:
         check_arguments(q, kv, scoring, out, lse)
-        if superblock % 16:
-            raise ValueError(f"superblock must be a multiple of 16, but is {superblock}")
+        if plan.superblock % 16 or not plan.superblock:
+            raise ValueError(f"the plan's superblock must be a multiple of 16, but is {plan.superblock}")
         self._q, self._kv, self._plan, self._scoring = q, kv, plan, scoring
-        self._result, self._superblock = result_arguments(scoring, out, lse), superblock
+        self._result = result_arguments(scoring, out, lse)
         self._partials = _States.empty((plan.row_partials.shape[0], *q.shape[1:]), STATE_NUMBERS - 1, q.device)
+        self._num_shared = plan.shared_req_pool_indices.shape[0]
         self.group = q.shape[1] // kv.k.shape[1]
 
-    def __call__(self, config: AttentionConfig, block_m: int, items: str, **others: Any) -> None:
+    def shared(self) -> None:
+        """Launch for the plan's shared items: those that others go on from first."""
+        config = ordered_attention_config(gpu_of(self._q.device), self._q.shape[2], self._q.dtype, kind="shared")
+        for level in range(MAX_CHAIN if self._num_shared else 0):
+            self(config, config.block_rows(self.group), "shared", level=level, LISTED=True)
+
+    def __call__(
+        self, config: AttentionConfig, block_m: int, items: str, *, level: int = 0, **others: Any
+    ) -> None:
         """Launch for the plan's fields that begin with `items`. `others`: the kernel's arguments that differ."""
         plan, partials = self._plan, self._partials
         of_items: dict[str, Any] = {
@@ -288,26 +307,31 @@ class _Launch:
         num_items = len(getattr(plan, f"{items}_lens"))
         common = kernel_arguments(self._q, self._kv, self._scoring, Partials(partials.out, partials.sums), config)
         del common["partial_lse"]
+        early = self._num_shared > 0 and gpu_of(self._q.device).overlaps_launches
         ordered_kernel[(num_items * self._kv.k.shape[1],)](
             **{
-                **dict.fromkeys((*_OF_EXTENDS, *_OTHERS)),
+                **dict.fromkeys((*_OF_EXTENDS, *_OF_SOME)),
                 **_FLAGS,
                 **common,
                 **self._result,
                 **of_items,
+                "level": level,
                 "seq_lens": plan.seq_lens,
-                "taken_starts": getattr(plan, "tail_partial_starts", None),
-                "taken": plan.row_partials,
                 "partial_sum": partials.sums,
                 "partial_base": partials.bases,
                 "BLOCK_M": block_m,
-                "SUPERBLOCK": self._superblock,
+                "SUPERBLOCK": plan.superblock,
+                "HAS_SOURCES": self._num_shared > 0,
+                "EARLY": early,
                 **others,
-            }
+            },
+            **({"launch_pdl": True} if early else {}),
         )
 
     def merge(self) -> None:
-        """Add the partial results of rows that several items cover."""
+        """Add the partial results of rows that several items cover, if there are such rows."""
+        if not self._plan.row_partial_starts.shape[0]:
+            return
         num_heads, head_dim = self._q.shape[1:]
         partials, plan, result = self._partials, self._plan, self._result
         ordered_merge_kernel[(self._q.shape[0], num_heads)](

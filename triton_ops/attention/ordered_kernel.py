@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from triton_ops.attention.ordered_softmax import add_superblock, finish_ordered, ordered_tile, sum_places
 from triton_ops.attention.softmax import LOG2_E
-from triton_ops.implementation import tl, triton
+from triton_ops.implementation import gdc_launch_dependents, gdc_wait, tl, triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["level"])
 def ordered_kernel(
     q, k_buffer, v_buffer, req_to_token, seq_lens,
     req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens, item_requests,
     item_req_pool_indices, item_starts, item_lens, item_query_starts, item_query_lens, item_queries, item_partials,
-    taken_starts, taken,
+    item_sources, item_levels, level, taken_starts, taken,
     k_scale, v_scale, sinks, alibi_slopes, out, lse, partial_out, partial_sum, partial_base,
     total_out, total_sums, total_bases, scale, softcap, window,
     q_row_stride, q_head_stride, slot_stride, slot_head_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, SUPERBLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_LSE: tl.constexpr, EXTENDS: tl.constexpr, LISTED: tl.constexpr, HAS_TAKEN: tl.constexpr,
-    TOTAL_IN_MEMORY: tl.constexpr,
+    HAS_LSE: tl.constexpr, EXTENDS: tl.constexpr, LISTED: tl.constexpr, HAS_SOURCES: tl.constexpr,
+    HAS_TAKEN: tl.constexpr, TOTAL_IN_MEMORY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program is one item and KV head; its tile's rows are the item's query rows times the heads of the group.
 
     Keys are read through the pool, those of the pass's new tokens too. EXTENDS: items are those of an
-    `ExtendPlan`, else of an `AttentionPlan`, LISTED: its shared ones. HAS_TAKEN: items go on from partial results.
-    A tile with TOTAL_IN_MEMORY keeps the sum of finished superblocks there: registers have no room for it.
+    `ExtendPlan`, else of an `AttentionPlan`. LISTED: they are the shared ones of `level`. HAS_SOURCES: items may
+    go on from states. HAS_TAKEN: they take partial results in. A tile with TOTAL_IN_MEMORY keeps the sum of
+    finished superblocks there: registers have no room for it. EARLY: it begins while the launch before it runs.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     # With a window every tile is masked, and in small ones masks cost less than a second loop.
@@ -49,6 +50,12 @@ def ordered_kernel(
     else:
         line = tl.load(item_req_pool_indices + item)
         query_len = tl.load(item_query_lens + item)
+    if LISTED:
+        query_len = tl.where(tl.load(item_levels + item) == level, query_len, 0)
+    if EARLY:
+        if LISTED:
+            gdc_launch_dependents()
+        gdc_wait()  # without rows, too: later launches rely on all before them
     if not (EXTENDS or LISTED):  # noqa: SIM102 a constant is not joined with what is loaded
         if start == end:
             # An item of nothing has rows that no other has, and may have more than a tile.
@@ -92,30 +99,21 @@ def ordered_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         row_sum = tl.zeros([BLOCK_M, 16], tl.float32)
         base = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if HAS_SOURCES:
+            source = tl.load(item_sources + item)
+            if source >= 0:
+                part = (source + nth).to(tl.int64) * NUM_HEADS + head
+                acc, row_sum, base = _load_state(partial_out, partial_sum, partial_base, part, HEAD_DIM, BLOCK_D)
         total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total_sum = tl.zeros([BLOCK_M], tl.float32)
         total_base = tl.full([BLOCK_M], float("-inf"), tl.float32)
         if HAS_TAKEN:
-            # What is open is the last partial result of the row: the item goes on from its state.
-            is_open = start % SUPERBLOCK > 0
             first_taken, end_taken = tl.load(taken_starts + row), tl.load(taken_starts + row + 1)
-            num_closed = tl.max(end_taken - first_taken, 0) - is_open.to(tl.int32)
-            if first_partial < 0:
-                for nth_taken in range(num_closed):
-                    part = tl.load(taken + first_taken + nth_taken).to(tl.int64) * NUM_HEADS + head
-                    part_out = tl.load(
-                        partial_out + part[:, None] * HEAD_DIM + d[None, :], mask=in_head, other=0.0
-                    )
-                    part_sum = sum_places(tl.load(partial_sum + part[:, None] * 16 + lane))
-                    part_base = tl.load(partial_base + part)
-                    total, total_sum, total_base = add_superblock(
-                        total, total_sum, total_base, part_out, part_sum, part_base
-                    )
-            if is_open:
-                part = tl.load(taken + end_taken - 1).to(tl.int64) * NUM_HEADS + head
-                acc = tl.load(partial_out + part[:, None] * HEAD_DIM + d[None, :], mask=in_head, other=0.0)
-                row_sum = tl.load(partial_sum + part[:, None] * 16 + lane)
-                base = tl.load(partial_base + part)
+            for nth_taken in range(tl.max(end_taken - first_taken, 0)):
+                part = tl.load(taken + first_taken + nth_taken).to(tl.int64) * NUM_HEADS + head
+                total, total_sum, total_base = _add_partial(
+                    total, total_sum, total_base, partial_out, partial_sum, partial_base, part, HEAD_DIM, BLOCK_D
+                )
 
         for block in range(start // SUPERBLOCK, (end + SUPERBLOCK - 1) // SUPERBLOCK):
             block_start = tl.maximum(block * SUPERBLOCK, start)
@@ -221,12 +219,9 @@ def ordered_merge_kernel(
         total_sum = tl.zeros([1], tl.float32)
         total_base = tl.full([1], float("-inf"), tl.float32)
         for index in range(start, end):
-            part = tl.load(row_partials + index).to(tl.int64) * NUM_HEADS + head
-            part_out = tl.load(partial_out + part * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-            part_sum = sum_places(tl.load(partial_sum + part * 16 + tl.arange(0, 16)[None, :]))
-            part_base = tl.load(partial_base + part + one)
-            total, total_sum, total_base = add_superblock(
-                total, total_sum, total_base, part_out, part_sum, part_base
+            part = tl.load(row_partials + index).to(tl.int64) * NUM_HEADS + head + one
+            total, total_sum, total_base = _add_partial(
+                total, total_sum, total_base, partial_out, partial_sum, partial_base, part, HEAD_DIM, BLOCK_D
             )
         sink = tl.load(sinks + head + one) if HAS_SINKS else total_base
         result, result_lse = finish_ordered(total, total_sum, total_base, sink, HAS_SINKS)
@@ -236,3 +231,24 @@ def ordered_merge_kernel(
         tl.store(out + at * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
         if HAS_LSE:
             tl.store(lse + at + one, result_lse / LOG2_E)
+
+
+@triton.jit
+def _load_state(
+    partial_out, partial_sum, partial_base, part, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """What the partial results `part [BLOCK_M]` of heads have: `acc`, `row_sum` and `base` of `ordered_tile`."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    acc = tl.load(partial_out + part[:, None] * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+    row_sum = tl.load(partial_sum + part[:, None] * 16 + tl.arange(0, 16)[None, :])
+    return acc, row_sum, tl.load(partial_base + part)
+
+
+@triton.jit
+def _add_partial(
+    total, total_sum, total_base, partial_out, partial_sum, partial_base, part,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The superblocks before, and the partial results `part [BLOCK_M]` of the next one."""
+    acc, row_sum, base = _load_state(partial_out, partial_sum, partial_base, part, HEAD_DIM, BLOCK_D)
+    return add_superblock(total, total_sum, total_base, acc, sum_places(row_sum), base)

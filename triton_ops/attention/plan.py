@@ -61,17 +61,24 @@ class SharingPlan(Generic[Array]):
     A plan has items of its own, too, of KV that a request reads by itself. The result of a query row is the merge,
     by log-sum-exp, of the partial results of all items that cover it, in any order.
 
-    All fields are int32, tensors on the device of the pass or numpy arrays. Of S shared items with Q rows in all,
-    R query rows, P partial results:
+    Plans for ordered attention have a `superblock` (0 in others). An item that begins within one *goes on* from
+    the state in which the item before it left each of its rows; that state is no result of the row then.
+
+    All other fields are int32, tensors on the device of the pass or numpy arrays. Of S shared items with Q rows in
+    all, R query rows, P partial results:
 
     - `shared_req_pool_indices`, `shared_starts`, `shared_lens`, `shared_query_starts`, `shared_query_lens` [S] and
       `shared_queries` [Q]: as in `SharedItems`; an item without rows costs next to nothing,
     - `shared_partials` [S]: the number of its first row's partial result, the others' follow,
+    - `shared_sources` [S] and `item_sources`, of the plan's own items, or without a `superblock` both [0]: the
+      number of the state from which an item's first row goes on, the others' follow; -1: it begins from nothing,
+    - `shared_levels` [S] or [0]: how many items in a row go on from each other before a shared one,
     - `row_partial_starts` [R + 1] or, where nothing merges so, [0]; `row_partials` [P]: row r is merged from the
       partial results `row_partials[row_partial_starts[r] : row_partial_starts[r + 1]]`,
     - `seq_lens` [R]: the tokens up to each row's own position, with it.
     """
 
+    superblock: int
     shared_req_pool_indices: Array
     shared_starts: Array
     shared_lens: Array
@@ -79,6 +86,9 @@ class SharingPlan(Generic[Array]):
     shared_query_lens: Array
     shared_queries: Array
     shared_partials: Array
+    shared_sources: Array
+    shared_levels: Array
+    item_sources: Array
     row_partial_starts: Array
     row_partials: Array
     seq_lens: Array
@@ -137,11 +147,14 @@ class AttentionPlan(SharingPlan[Array]):
         query_lens: ArrayLike,
         seq_lens: ArrayLike,
         shared: SharedItems = NOTHING_SHARED,
+        *,
+        superblock: int | None = None,
     ) -> AttentionPlan[Int32Array]:
         """The host plan of these narrow items and the shared ones. Rows that no item covers get empty narrow ones,
         of up to EMPTY_ROWS in a run each. A row's lists of partial results ascend by where the items start.
 
-        Raises ValueError where the items' arrays differ in length, or an item's rows are not of the batch.
+        Raises ValueError where the items' arrays differ in length, or an item's rows are not of the batch; with a
+        `superblock`, where an item begins within one and its rows have no neighbouring states to go on from.
         """
         seq = np.asarray(seq_lens, np.int32)
         items = np.array([req_pool_indices, starts, lens, query_starts, query_lens], np.int32)
@@ -160,7 +173,9 @@ class AttentionPlan(SharingPlan[Array]):
         names = ("item_req_pool_indices", "item_starts", "item_lens", "item_query_starts", "item_query_lens")
         columns: dict[str, Any] = dict(zip(names, items, strict=True))
         return AttentionPlan(
-            **columns, **_merging(items[3], items[4], items[1], shared, covered, with_tails=True), seq_lens=seq
+            **columns,
+            **_merging(items[3], items[4], items[1], shared, covered, with_tails=True, superblock=superblock),
+            seq_lens=seq,
         )
 
     @staticmethod
@@ -191,7 +206,9 @@ class AttentionPlan(SharingPlan[Array]):
             first = req_to_token[rows[query], np.minimum(start, req_to_token.shape[1] - 1)]
             order = _neighbours((alike.astype(np.int64) << 32) + first)
             query, start, length = query[order], start[order], length[order]
-        return AttentionPlan.of_items(rows[query], start, length, query, np.ones_like(query), seq)
+        return AttentionPlan.of_items(
+            rows[query], start, length, query, np.ones_like(query), seq, superblock=superblock
+        )
 
     @staticmethod
     def tree(
@@ -210,7 +227,9 @@ class AttentionPlan(SharingPlan[Array]):
         """
         rows, seq = np.asarray(req_pool_indices, np.int32), np.asarray(seq_lens, np.int32)
         query, start, length = _longest_first(np.asarray(tail_starts, np.int32), seq, max_item_len, superblock)
-        return AttentionPlan.of_items(rows[query], start, length, query, np.ones_like(query), seq, shared)
+        return AttentionPlan.of_items(
+            rows[query], start, length, query, np.ones_like(query), seq, shared, superblock=superblock
+        )
 
 
 @dataclass(frozen=True)
@@ -273,7 +292,11 @@ class ExtendPlan(SharingPlan[Array]):
         begin = np.zeros_like(first) if tail_starts is None else np.asarray(tail_starts, np.int32)[request]
         if sliding_window is not None:
             begin = np.maximum(begin, _clipped(position + 1, sliding_window))
-        tile, start, length = _longest_first(begin, position + tokens, max_item_len, superblock)
+        most: int | Int32Array | None = max_item_len
+        if superblock is not None and shared.req_pool_indices.size:
+            # What merges with shared items is cut, too: a state has keys of one superblock.
+            most = np.where(begin > 0, 0, np.iinfo(np.int32).max if max_item_len is None else max_item_len)
+        tile, start, length = _longest_first(begin, position + tokens, most, superblock)
 
         first_row, count = (loc[request] + first)[tile], tokens[tile]
         covered = _covered(first_row, count, shared, num_rows)
@@ -288,7 +311,7 @@ class ExtendPlan(SharingPlan[Array]):
             item_query_starts=first[tile],
             item_starts=start,
             item_lens=length,
-            **_merging(first_row, count, start, shared, covered, with_tails=False),
+            **_merging(first_row, count, start, shared, covered, with_tails=False, superblock=superblock),
             seq_lens=seq_lens,
         )
 
@@ -321,7 +344,8 @@ def _merging(
     covered: NDArray[np.int64],
     *,
     with_tails: bool,
-) -> dict[str, Int32Array]:
+    superblock: int | None,
+) -> dict[str, Any]:
     """The fields that say how results merge: `item_partials` of items with `count` query rows from `first` on,
     whose keys start at `begin`, and those of a `SharingPlan` but `seq_lens`. `with_tails`: an item of one row that
     no other item covers, but for shared ones, takes in what these computed; there is `tail_partial_starts`, too.
@@ -333,30 +357,97 @@ def _merging(
     alone = several[first + count] == several[first]
     shared_rows = _rows_of(shared)
     taken = np.zeros(num_rows, np.int32)
+    takers = _NONE
     if with_tails and shared_rows.size:
         by_others = covered - np.bincount(shared_rows, minlength=num_rows)
         takes = (count == 1) & (by_others[np.minimum(first, num_rows - 1)] == 1)
-        taken[first[takes]] = 1
+        takers = np.flatnonzero(takes).astype(np.int32)
+        taken[first[takers]] = 1
         alone |= takes
     partial_counts = np.where(alone, 0, count)
     partials = np.cumsum(partial_counts, dtype=np.int32) - partial_counts
     item, own_rows = pairs(first, partial_counts)
     rows = np.concatenate([own_rows, shared_rows])
-    num_own = own_rows.size
+    num_own, num_partials = own_rows.size, own_rows.size + shared_rows.size
     begins = np.concatenate([begin[item], np.repeat(shared.starts, shared.query_lens)])
     rows += num_rows * taken[rows]  # lists of rows that are taken in come after the others
+    shared_partials = num_own + np.cumsum(shared.query_lens, dtype=np.int32) - shared.query_lens
+    item_sources = shared_sources = shared_levels = _NONE
+    if superblock is None:
+        results = np.lexsort((begins, rows))
+    else:
+        # Items that take results in have none of their own, but go on from a state like others.
+        chains = _Chains.of(
+            np.append(rows, first[takers] + num_rows), np.append(begins, begin[takers]), superblock
+        )
+        numbers = np.where(alone, num_partials, partials)
+        numbers[takers] += np.arange(takers.size, dtype=np.int32)
+        item_sources = chains.sources_of(
+            numbers, np.where(alone, 0, count) + np.isin(np.arange(count.size), takers)
+        )
+        shared_sources = chains.sources_of(shared_partials, shared.query_lens)
+        shared_levels = chains.levels[np.where(shared.query_lens > 0, shared_partials, 0)]
+        results = chains.results[chains.results < num_partials]
     starts = np.zeros(2 * num_rows + 1, np.int32)
-    np.cumsum(np.bincount(rows, minlength=2 * num_rows), out=starts[1:])
-    merging = {
+    np.cumsum(np.bincount(rows[results], minlength=2 * num_rows), out=starts[1:])
+    # As long as there are partial results, as is the memory for them.
+    row_partials = np.zeros(num_partials, np.int32)
+    row_partials[: results.size] = results
+    merging: dict[str, Any] = {
+        "superblock": superblock or 0,
         "item_partials": np.where(alone, -1, partials).astype(np.int32),
+        "item_sources": item_sources,
         **{f"shared_{name}": array for name, array in vars(shared).items()},
-        "shared_partials": num_own + np.cumsum(shared.query_lens, dtype=np.int32) - shared.query_lens,
+        "shared_partials": shared_partials,
+        "shared_sources": shared_sources,
+        "shared_levels": shared_levels,
         "row_partial_starts": starts[: num_rows + 1] if starts[num_rows] else _NONE,
-        "row_partials": np.lexsort((begins, rows)).astype(np.int32),
+        "row_partials": row_partials,
     }
     if with_tails:
         merging["tail_partial_starts"] = starts[num_rows:] if starts[num_rows] < starts[-1] else _NONE
     return merging
+
+
+@dataclass(frozen=True)
+class _Chains:
+    """Which of n states go on from which others, int32: the one before of the same row, within a superblock.
+
+    - `sources` [n]: the state that each goes on from, or -1,
+    - `levels` [n]: how many come before it in its chain,
+    - `results`: the last ones of all chains, by row, ascending.
+    """
+
+    sources: Int32Array
+    levels: Int32Array
+    results: Int32Array
+
+    @classmethod
+    def of(cls, rows: Int32Array, begins: Int32Array, superblock: int) -> _Chains:
+        """Of states of these `rows` [n], whose keys begin at `begins` [n]."""
+        order = np.lexsort((begins, rows)).astype(np.int32)
+        places = np.arange(order.size, dtype=np.int32)
+        goes_on = begins[order] % superblock > 0
+        goes_on &= np.diff(rows[order], prepend=-1) == 0
+        next_ones = np.flatnonzero(goes_on)
+        sources, levels = np.full(order.size, -1, np.int32), np.empty(order.size, np.int32)
+        sources[order[next_ones]] = order[next_ones - 1]
+        levels[order] = places - np.maximum.accumulate(np.where(goes_on, 0, places))
+        is_result = np.ones(order.size, bool)
+        is_result[next_ones - 1] = False
+        return cls(sources, levels, order[is_result])
+
+    def sources_of(self, numbers: Int32Array, counts: Int32Array) -> Int32Array:
+        """The source of the first of `counts` [S] states that are numbered from `numbers` [S] on; -1 of none.
+
+        Raises ValueError where those of the others do not follow it.
+        """
+        found = np.where(counts > 0, np.append(self.sources, -1)[np.where(counts > 0, numbers, -1)], -1)
+        item, number = pairs(numbers, counts)
+        expected = np.where(found[item] < 0, -1, found[item] + number - numbers[item])
+        if not np.array_equal(self.sources[number], expected):
+            raise ValueError("the rows of an item go on from states that are not neighbours")
+        return found.astype(np.int32)
 
 
 def pairs(first: Int32Array | int, count: NDArray[np.integer[Any]]) -> tuple[Int32Array, Int32Array]:
@@ -385,10 +476,11 @@ def _clipped(ends: Int32Array, window: int) -> Int32Array:
 
 
 def _longest_first(
-    begin: Int32Array, end: Int32Array, max_len: int | None, superblock: int | None
+    begin: Int32Array, end: Int32Array, max_len: int | Int32Array | None, superblock: int | None
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
     """The pieces that `_cut` or `_cut_at_superblocks` makes, but for those of no tokens."""
     if superblock is None:
+        assert not isinstance(max_len, np.ndarray)
         index, start, length = _cut(begin, end, max_len)
     else:
         index, start, length = _cut_at_superblocks(begin // 16 * 16, end, max_len, superblock)
@@ -414,7 +506,7 @@ def _cut(begin: Int32Array, end: Int32Array, max_len: int | None) -> tuple[Int32
 
 
 def _cut_at_superblocks(
-    begin: Int32Array, end: Int32Array, max_len: int | None, superblock: int
+    begin: Int32Array, end: Int32Array, max_len: int | Int32Array | None, superblock: int
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Each range [begin, end), cut at all multiples of `superblock` if it is longer than `max_len`: as `_cut`."""
     first = begin // superblock

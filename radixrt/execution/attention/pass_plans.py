@@ -107,7 +107,13 @@ def padded_plan(plan: Plan, num_rows: int, own: Capacity, shared: Capacity, **fi
         "seq_lens": max(len(plan.seq_lens), shares * num_rows),
         "tail_partial_starts": shares * (num_rows + 1),
     }
-    fillers["row_partial_starts"] = plan.row_partial_starts.max(initial=0)
+    if not plan.superblock:
+        lengths |= dict.fromkeys(("item_sources", "shared_sources", "shared_levels"), 0)
+    fillers |= {
+        "row_partial_starts": plan.row_partial_starts.max(initial=0),
+        "item_sources": -1,
+        "shared_sources": -1,
+    }
     arrays: dict[str, Any] = {}
     for name, array in vars(plan).items():
         length = lengths[name] if name in lengths else num_items.get(name.partition("_")[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,8 +26,7 @@ class AttentionPlanner:
     Plans for kernels cut long contexts so that all multiprocessors have work. With `tree`, layers without a window
     read what requests share once, wherever that is cheaper. References need none of this, nor plans of extends.
 
-    Plans for deterministic attention have a `superblock`: contexts are cut at its multiples; extends are not
-    cut and share nothing.
+    Plans for deterministic attention have a `superblock`: KV is cut at its multiples.
     """
 
     def __init__(
@@ -146,8 +146,7 @@ class AttentionPlanner:
                 read = seq_lens - np.maximum(seq_lens - window, 0) // 16 * 16
             item_len = self._shape.decode_item_len(read) if cuts else None
             if self._superblock is not None and item_len is not None:
-                # A tail that goes on from an open superblock is not cut.
-                item_len = None if any_shared else self._cut_len(read, seq_lens, item_len)
+                item_len = self._cut_len(seq_lens - read, seq_lens, item_len, self._max_items(len(rows)))
             if segments is not None and window is None and (any_shared or not (flat or cuts)):
                 if not cuts and self._superblock is None:  # nobody is to wait for a long tail
                     fair = int(read.sum(dtype=np.int64)) // self._shape.decode_wave
@@ -180,7 +179,7 @@ class AttentionPlanner:
         rows, prefix, first_rows, counts = (host[name][:count] for name in names)
         is_short_pass = num_tokens <= self._tuning.max_cut_tokens
         tail_starts, shared = np.zeros_like(rows), NOTHING_SHARED
-        if self._segments is not None and self._superblock is None and window is None and is_short_pass:
+        if self._segments is not None and window is None and is_short_pass:
             is_short = counts <= self._tuning.short_extend * self._segments.rows_at_once
             tail_starts, shared = self._segments.find(
                 self._req_to_token,
@@ -190,27 +189,36 @@ class AttentionPlanner:
                 capacity=self._segments.capacity(num_tokens, whole_tiles=True),
             )
         tile_tokens, max_item_len = self._shape.tile_tokens(None if pads else counts), None
-        if (is_short_pass or not pads) and self._superblock is None:
+        if is_short_pass or not pads:
             max_item_len = self._shape.extend_item_len(prefix - tail_starts, counts, tile_tokens, window)
-        return ExtendPlan.of_extends(
+        plan = partial(
+            ExtendPlan.of_extends,
             prefix,
             first_rows,
             counts,
             tile_tokens=tile_tokens,
-            max_item_len=max_item_len,
             sliding_window=window,
-            tail_starts=tail_starts,
-            shared=shared,
             superblock=self._superblock,
         )
+        if self._superblock is None or max_item_len is None:
+            return plan(max_item_len=max_item_len, tail_starts=tail_starts, shared=shared)
+        # Superblocks decide about the number of pieces: there may be no room for so many.
+        own = self._extend_capacity(num_tokens, count, CUT, window)[0]
+        if len(shared.lens):
+            found = plan(max_item_len=max_item_len, tail_starts=tail_starts, shared=shared)
+            if _fits(found, own):
+                return found
+        while not _fits(found := plan(max_item_len=max_item_len), own):
+            max_item_len *= 2
+        return found
 
-    def _cut_len(self, read: Int32Array, seq_lens: Int32Array, item_len: int) -> int:
-        """The least length from `item_len` on, doubled, above which contexts may be cut at superblocks, if `read`
-        tokens of each are read: padded plans have room for no more pieces.
+    def _cut_len(self, starts: Int32Array, ends: Int32Array, item_len: int, most: int) -> int:
+        """The least length from `item_len` on, doubled, above which contexts from `starts` to `ends` may be cut at
+        superblocks: padded plans have room for `most` pieces.
         """
         assert self._superblock is not None
-        pieces = -(-seq_lens // self._superblock) - (seq_lens - read) // self._superblock
-        while int(np.where(read > item_len, pieces, 1).sum()) > self._max_items(len(seq_lens)):
+        pieces = -(-ends // self._superblock) - starts // self._superblock
+        while int(np.where(ends - starts > item_len, pieces, 1).sum()) > most:
             item_len *= 2
         return item_len
 
@@ -229,10 +237,10 @@ class AttentionPlanner:
             return None
         left = size
         for plan in plans.values():
-            ends = plan.item_starts + plan.item_lens
-            grows = (plan.item_partials >= 0) & (plan.item_lens > 0)
-            grows &= ends == plan.seq_lens[plan.item_query_starts]
-            left = int((-ends[grows] % size).min(initial=left))
+            leaves = np.flatnonzero((plan.item_partials >= 0) & (plan.item_lens > 0))
+            ends = plan.item_starts[leaves] + plan.item_lens[leaves]
+            ends = ends[ends == plan.seq_lens[plan.item_query_starts[leaves]]]
+            left = int((-ends % size).min(initial=left))
         return left + 1
 
     def _decode_capacity(self, count: int, shape: PlanShape, window: Window) -> tuple[Capacity, Capacity]:
@@ -250,8 +258,14 @@ class AttentionPlanner:
         """The same for extends."""
         tile_tokens, extra = self._shape.tile_tokens(), self._shape.max_extra_extend_items
         num_items = num_tokens // tile_tokens + num_extends
-        if num_tokens > self._tuning.max_cut_tokens or self._superblock is not None:
+        if num_tokens > self._tuning.max_cut_tokens:
             return Capacity(num_items), Capacity()
         own = Capacity(num_items + extra, num_tokens + extra * tile_tokens)
         segments = self._segments if shape.shares and window is None else None
         return own, segments.capacity(num_tokens, whole_tiles=True) if segments else Capacity()
+
+
+def _fits(plan: ExtendPlan[Int32Array], own: Capacity) -> bool:
+    """Whether the plan's own items, and their partial results, are no more than there is room for."""
+    num_partials = len(plan.row_partials) - int(plan.shared_query_lens.sum())
+    return len(plan.item_lens) <= own.num_items and num_partials <= own.num_partials

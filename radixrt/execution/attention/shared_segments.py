@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,16 +12,26 @@ from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.pass_plans import Capacity
 from radixrt.execution.attention.slot_tree import SlotTree, depth_first
 from radixrt.execution.attention.tuning import PlanTuning
-from triton_ops.attention.ordered import STATE_NUMBERS
+from triton_ops.attention.ordered import MAX_CHAIN, STATE_NUMBERS
 from triton_ops.attention.plan import NOTHING_SHARED, SharedItems, pairs
+
+
+class _Segments(NamedTuple):
+    """S segments of KV that requests share; int64 arrays `[S]`."""
+
+    first: Int64Array  # of its requests, which are neighbours
+    num_rows: Int64Array  # of their query rows
+    start: Int64Array  # KV position
+    length: Int64Array  # tokens
+    piece_len: Int64Array  # of the pieces that it is cut into
 
 
 class SharedSegments:
     """Chooses the segments of KV, in elements of `kv_bytes`, that are read once for several requests: so that the
     whole pass is cheapest.
 
-    With a `superblock` they are for deterministic attention: each has tokens of one superblock, from its beginning
-    on, and ends with it or at a multiple of 16.
+    With a `superblock` they are for deterministic attention: each has tokens of one superblock, and ends with it
+    or at a multiple of 16, where others go on from its state.
     """
 
     def __init__(
@@ -90,25 +101,118 @@ class SharedSegments:
         read_separately = separate[ends] - separate[tree.firsts]
         kept = self._worthwhile(tree, sizes, read_separately)
         kept = self._within(tree, kept, sizes, read_separately, capacity)
+        each = separate[1:] - separate[:-1]
         if self._superblock is not None:
-            each = separate[1:] - separate[:-1]
-            return self._in_superblocks(tree, kept, requests, req_pool_indices, each, capacity)
+            found = self._in_superblocks(tree, kept, first_query, each, capacity)
+        else:
+            found = self._in_pieces(tree, kept, first_query, each, capacity, float(lens.sum()))
+        if found is None:
+            return tail_starts, NOTHING_SHARED
+        tails, segments = found
+        tail_starts[requests] = tails
+        queries = requests if query_rows is None else pairs(*(of[requests] for of in query_rows))[1]
+        return tail_starts, self._items(segments, requests, req_pool_indices, first_query, queries)
+
+    def _in_pieces(
+        self,
+        tree: SlotTree,
+        kept: BoolArray,
+        first_query: Int64Array,
+        read_separately: Float64Array,
+        capacity: Capacity,
+        num_tokens: float,
+    ) -> tuple[Int64Array, _Segments] | None:
+        """Where each of the R requests of `tree`, which have `num_tokens` in all, reads by itself from, `[R]`, and
+        the segments that the `kept` nodes `[N]` share; None where it is not worth it.
+
+        `first_query` `[R + 1]` and `read_separately` `[R]` are those of each request.
+        """
         chosen = kept.nonzero()[0]
         if not chosen.size:
-            return tail_starts, NOTHING_SHARED
-        first, size = tree.firsts[chosen], sizes[chosen]
+            return None
+        first, end = tree.firsts[chosen], tree.firsts[chosen] + tree.sizes[chosen]
+        rows = first_query[end] - first_query[first]
         start = np.append(tree.stops, 0)[tree.nearest_kept_ancestor(kept)[chosen]]
         length = tree.stops[chosen] - start
-        begun = np.bincount(first, length, len(requests) + 1)
-        tails = (begun - np.bincount(ends[chosen], length, len(requests) + 1))[:-1].cumsum()
-        own = self._token * float(lens.sum() - tails.sum())
-        piece_len, seconds = self._cut(length, size, capacity, own)
-        saved = float(tails @ (separate[1:] - separate[:-1]))
+        tails = _read_before(first, end, length, len(first_query))
+        own = self._token * (num_tokens - float(tails.sum()))
+        piece_len, seconds = self._cut(length, rows, capacity, own)
         partials = int((first_query[1:] - first_query[:-1])[tails > 0].sum())
-        if self._tuning.costs.launches + seconds + self._partial * partials >= saved:
-            return tail_starts, NOTHING_SHARED
-        tail_starts[requests] = tails
+        if self._tuning.costs.launches + seconds + self._partial * partials >= float(tails @ read_separately):
+            return None
+        return tails, _Segments(first, rows, start, length, piece_len)
 
+    def _in_superblocks(
+        self,
+        tree: SlotTree,
+        kept: BoolArray,
+        first_query: Int64Array,
+        read_separately: Float64Array,
+        capacity: Capacity,
+    ) -> tuple[Int64Array, _Segments] | None:
+        """The same, cut at all borders of superblocks.
+
+        What a node has of its last superblock leaves a state, from which nodes below and tails go on. If all is
+        more than there is room for, the first superblocks are shared.
+        """
+        size = self._superblock
+        assert size is not None
+        limit = int(tree.stops.max()) + 1
+        while True:
+            stops = np.minimum(tree.stops // 16 * 16, limit)
+            kept = self._reachable(tree, kept, stops, size)
+            chosen = kept.nonzero()[0]
+            if not chosen.size:
+                return None
+            above = np.append(stops, 0)[tree.nearest_kept_ancestor(kept)[chosen]]
+            first, end, stop = tree.firsts[chosen], tree.firsts[chosen] + tree.sizes[chosen], stops[chosen]
+            of, nth = pairs(0, -(-stop // size) - above // size)
+            start = np.where(nth == 0, above[of], (above[of] // size + nth) * size)
+            length = np.minimum((above[of] // size + nth + 1) * size, stop[of]) - start
+            rows = (first_query[end] - first_query[first])[of]
+            tiles, share = self._tiles(rows)
+            excess = max(int(tiles.sum()) / capacity.num_items, int(rows.sum()) / capacity.num_partials)
+            if excess <= 1.0:
+                break
+            longest = int(stop.max())
+            limit = min(int(longest / excess), longest - 1) // size * size
+        tails = _read_before(first, end, stop - above, len(first_query))
+        items, partials = int(tiles.sum()), int(rows.sum())
+        work = float(length @ (share * tiles)) + items * self._item
+        seconds = ceil(items / self._wave) * self._wave * work / items + self._partial * partials
+        if self._tuning.costs.launches + seconds >= float(tails @ read_separately):
+            return None
+        return tails, _Segments(first[of], rows, start, length, length)
+
+    def _reachable(self, tree: SlotTree, kept: BoolArray, stops: Int64Array, size: int) -> BoolArray:
+        """Those of the `kept` nodes that end at `stops` after what is kept above them, without those that would go
+        on from a state after `MAX_CHAIN` items that go on from each other.
+        """
+        kept = kept.copy()
+        # Of the nearest kept node at or above each, with one for none: where it ends, and the items before its
+        # state that go on from each other, and itself.
+        ends, chain = np.zeros(len(kept) + 1, np.int64), np.zeros(len(kept) + 1, np.int64)
+        for here in tree.levels:
+            above, before = ends[tree.parents[here]], chain[tree.parents[here]]
+            kept[here] &= (stops[here] > above) & (before < MAX_CHAIN)
+            after = np.where(stops[here] // size > above // size, 0, before) + 1
+            after[stops[here] % size == 0] = 0
+            ends[:-1][here] = np.where(kept[here], stops[here], above)
+            chain[:-1][here] = np.where(kept[here], after, before)
+        return kept
+
+    def _items(
+        self,
+        segments: _Segments,
+        requests: Int64Array,
+        req_pool_indices: Int32Array,
+        first_query: Int64Array,
+        queries: Int64Array,
+    ) -> SharedItems:
+        """Cut segments of `requests` in depth-first order into items, those that take longest first; the tiles of
+        a piece are neighbours.
+        """
+        first, size, start, length, piece_len = segments
         tiles, share = self._tiles(size)
         height = -(-size // tiles)
         sort = (-(piece_len * share)).argsort(kind="stable")
@@ -116,87 +220,13 @@ class SharedSegments:
         segment = sort[nth_segment]
         nth_piece, nth_tile = np.divmod(nth, tiles[segment])
         piece_start, first_row = nth_piece * piece_len[segment], nth_tile * height[segment]
-        queries = requests if query_rows is None else pairs(*(each[requests] for each in query_rows))[1]
-        return tail_starts, SharedItems(
+        return SharedItems(
             req_pool_indices=req_pool_indices[requests[first]][segment].astype(np.int32),
             starts=(start[segment] + piece_start).astype(np.int32),
             lens=np.minimum(piece_len[segment], length[segment] - piece_start).astype(np.int32),
             query_starts=(first_query[first][segment] + first_row).astype(np.int32),
             query_lens=np.minimum(height[segment], size[segment] - first_row).astype(np.int32),
             queries=queries.astype(np.int32),
-        )
-
-    def _in_superblocks(
-        self,
-        tree: SlotTree,
-        kept: BoolArray,
-        requests: Int64Array,
-        req_pool_indices: Int32Array,
-        saved: Float64Array,
-        capacity: Capacity,
-        limit: int | None = None,
-    ) -> tuple[Int32Array, SharedItems]:
-        """What `find` returns, of the `kept` nodes `[N]` of `requests` in depth-first order, of one row each, that
-        save so many seconds a token each. A node's rows share the superblocks that end within it. What it has of
-        the next one is shared by those rows that no node below shares more with. Nothing is shared from position
-        `limit` on: if all is more than there is room for, the first superblocks are.
-        """
-        size, tail_starts = self._superblock, np.zeros(len(req_pool_indices), np.int32)
-        assert size is not None
-        stops = tree.stops // 16 * 16 if limit is None else np.minimum(tree.stops // 16 * 16, limit)
-        kept = kept & (stops > np.append(stops, 0)[tree.nearest_kept_ancestor(kept)])
-        chosen = kept.nonzero()[0]
-        above = np.append(stops, 0)[tree.nearest_kept_ancestor(kept)[chosen]]
-        first, count, stop = tree.firsts[chosen], tree.sizes[chosen], stops[chosen]
-        # The last of the nodes that have a row is the lowest one: they come level by level.
-        node, row = pairs(first.astype(np.int32), count)
-        lowest = np.full(len(requests), -1)
-        lowest[row] = node
-        # In this order, a node before those below it, its rows are neighbours, and those that it is the lowest of
-        # come first.
-        rank = np.empty(len(chosen) + 1, np.int64)
-        rank[np.lexsort((-count, first))] = np.arange(len(chosen))
-        rank[-1] = len(chosen)
-        by_node = rank[lowest].argsort(kind="stable")
-        begins = np.searchsorted(rank[lowest][by_node], np.arange(len(chosen) + 1))
-        first, own = begins[rank[:-1]], np.diff(begins)[rank[:-1]]
-        open_rows = np.where(stop % size > 0, own, 0)
-
-        closed = stop // size - above // size
-        of, nth = pairs(0, closed)
-        opens = open_rows.nonzero()[0]
-        start = np.concatenate([(above[of] // size + nth) * size, stop[opens] // size * size])
-        length = np.concatenate([np.full(len(of), size), stop[opens] % size])
-        rows = np.concatenate([count[of], open_rows[opens]])
-        place = np.concatenate([first[of], first[opens]])
-        tiles, share = self._tiles(rows)
-        items, partials = int(tiles.sum()), int(rows.sum())
-        tails = np.where(lowest >= 0, np.append(stop, 0)[lowest], 0)
-        if not items:
-            return tail_starts, NOTHING_SHARED
-        excess = max(items / capacity.num_items, partials / capacity.num_partials)
-        if excess > 1.0:
-            longest = int(stop.max())
-            limit = min(int(longest / excess), longest - 1) // size * size
-            return self._in_superblocks(tree, kept, requests, req_pool_indices, saved, capacity, limit)
-        work = float(length @ (share * tiles)) + items * self._item
-        seconds = ceil(items / self._wave) * self._wave * work / items + self._partial * partials
-        if self._tuning.costs.launches + seconds >= float(tails @ saved):
-            return tail_starts, NOTHING_SHARED
-        tail_starts[requests] = tails
-        height = -(-rows // tiles)
-        sort = (-(length * share)).argsort(kind="stable")
-        nth_segment, nth_tile = pairs(0, tiles[sort])
-        segment = sort[nth_segment]
-        first_row = nth_tile * height[segment]
-        queries = requests[by_node].astype(np.int32)
-        return tail_starts, SharedItems(
-            req_pool_indices=req_pool_indices[queries[place]][segment].astype(np.int32),
-            starts=start[segment].astype(np.int32),
-            lens=length[segment].astype(np.int32),
-            query_starts=(place[segment] + first_row).astype(np.int32),
-            query_lens=np.minimum(height[segment], rows[segment] - first_row).astype(np.int32),
-            queries=queries,
         )
 
     def with_heads(
@@ -351,3 +381,10 @@ class SharedSegments:
         chosen_by[(items > capacity.num_items) | (partials > capacity.num_partials)] = np.inf
         best = int(chosen_by.argmin())
         return piece_len[best].astype(np.int64), float(seconds(wave)[best])
+
+
+def _read_before(first: Int64Array, end: Int64Array, length: Int64Array, count: int) -> Int64Array:
+    """How many tokens requests have in segments of those from `first` to `end`, exclusively: `[count - 1]`."""
+    begun = np.bincount(first, length, count)
+    before: Int64Array = (begun - np.bincount(end, length, count))[:-1].cumsum().astype(np.int64)
+    return before

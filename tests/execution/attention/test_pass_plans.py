@@ -100,7 +100,7 @@ def test_arrays_lie_where_the_shape_says() -> None:
     for window, plan in plans.extend.items():
         assert device.extend[window].tile_tokens == plan.tile_tokens
         for name, array in vars(plan).items():
-            assert name == "tile_tokens" or (getattr(device.extend[window], name).numpy() == array).all()
+            assert isinstance(array, int) or (getattr(device.extend[window], name).numpy() == array).all()
     assert list(plans.numbered()) == [f"plan {number}" for number in range(len(plans.arrays()))]
 
 

@@ -17,10 +17,11 @@ from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from tests.support.attention_cases import Case, make_case, share
 from tests.support.attention_checks import interpreted_only
+from tests.support.ordered_reads import check_ordered_reads
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.extend import Extends
-from triton_ops.attention.ordered import ordered_decode, ordered_extend
+from triton_ops.attention.ordered import MAX_CHAIN, ordered_decode, ordered_extend
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan
 from triton_ops.implementation import GPU, Impl, gpu_of
 
@@ -63,7 +64,7 @@ class Requests:
     def __init__(self, case: Case, impl: Impl, options: dict[str, Any]) -> None:
         here = {name: x.to(case.rows.device) if isinstance(x, Tensor) else x for name, x in options.items()}
         self.case, self.scoring = case, Scoring(SCALE, **here)
-        self._common = {"superblock": SUPERBLOCK, "impl": impl}
+        self._impl: Impl = impl
         generator = torch.Generator().manual_seed(1)
         head_dim = case.k_buffer.shape[2]
         self.q = [
@@ -72,7 +73,12 @@ class Requests:
         self.out, self.lse = zip(*self.extended([0] * len(self.q)), strict=True)
 
     def extended(
-        self, prefix_lens: list[int], requests: list[int] | None = None, tile_tokens: int | None = None
+        self,
+        prefix_lens: list[int],
+        requests: list[int] | None = None,
+        *,
+        tile_tokens: int | None = None,
+        plan: ExtendPlan | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
         """Results and log-sum-exps of what comes after the prefix of each of the `requests`."""
         chosen = list(range(len(self.q))) if requests is None else requests
@@ -81,13 +87,14 @@ class Requests:
         extends = Extends(self.case.rows[chosen], prefix, (lens.cumsum(0) - lens).int(), lens)
         q = torch.cat([self.q[i][start:] for i, start in zip(chosen, prefix_lens, strict=True)])
         lse = torch.empty(q.shape[:2])
-        plan = None
         if tile_tokens is not None:
             numbers = (x.numpy(force=True) for x in (prefix, extends.extend_start_loc, lens))
             plan = ExtendPlan.of_extends(
                 *numbers, tile_tokens=tile_tokens, sliding_window=self.scoring.window, superblock=SUPERBLOCK
             ).to(q.device)
-        out = ordered_extend(q, self.case.kv, extends, plan, self.scoring, lse=lse, **self._common)
+        out = ordered_extend(
+            q, self.case.kv, extends, plan, self.scoring, lse=lse, superblock=SUPERBLOCK, impl=self._impl
+        )
         sizes = lens.tolist()
         return list(zip(out.split(sizes), lse.split(sizes), strict=True))
 
@@ -96,7 +103,7 @@ class Requests:
         q = torch.stack([self.q[i][n - 1] for i, n in zip(requests, lens, strict=True)])
         lse = torch.empty(q.shape[:2])
         rows = self.case.rows[requests]
-        return ordered_decode(q, self.case.kv, rows, plan, self.scoring, lse=lse, **self._common), lse
+        return ordered_decode(q, self.case.kv, rows, plan, self.scoring, lse=lse, impl=self._impl), lse
 
     def check_decodes(self, plan: AttentionPlan, lens: list[int], requests: list[int] | None = None) -> None:
         chosen = list(range(len(self.q))) if requests is None else requests
@@ -181,7 +188,7 @@ def test_rows_without_tokens_are_zero(impl: Impl) -> None:
     q = torch.ones(3, HEADS, 16)
     plan = AttentionPlan.flat(case.rows.numpy(force=True), [0, 70, 0], superblock=SUPERBLOCK).to(q.device)
     lse = torch.empty(3, HEADS)
-    out = ordered_decode(q, case.kv, case.rows, plan, Scoring(SCALE), lse=lse, superblock=SUPERBLOCK, impl=impl)
+    out = ordered_decode(q, case.kv, case.rows, plan, Scoring(SCALE), lse=lse, impl=impl)
     assert (out[[0, 2]] == 0).all()
     assert (lse[[0, 2]] == -torch.inf).all()
     assert out[1].isfinite().all()
@@ -191,7 +198,10 @@ FREE = PlanTuning(costs=TreeCosts(item=0.0, launches=-1.0, partial_crossings=0.0
 TREES = {
     "fan": ([(-1, 300), (0, 9), (0, 70), (0, 1)], [1, 2, 3]),
     "forks": ([(-1, 100), (0, 50), (0, 30), (1, 200), (1, 7), (2, 64)], [3, 4, 4, 5, 5, 2]),
-    "levels within a superblock": ([(-1, 70), (0, 17), (1, 20), (2, 3), (0, 1), (1, 2), (2, 1)], [3, 4, 5, 6, 3]),
+    "levels within a superblock": (  # which end at 64, 80, 96, 112 and 128
+        [(-1, 70), (0, 20), (1, 10), (2, 14), (3, 20), (4, 3), (4, 5), (3, 2), (2, 1), (1, 4)],
+        [5, 6, 7, 8, 9],
+    ),
     "whole superblocks": ([(-1, 64), (0, 64), (1, 64), (2, 65), (2, 1), (1, 3)], [3, 4, 5, 3]),
     "a forest": ([(-1, 40), (-1, 130), (0, 3), (0, 4), (1, 100), (1, 16), (5, 1), (5, 2)], [2, 3, 4, 6, 7, 4]),
 }
@@ -215,36 +225,29 @@ def test_trees_have_the_bits_of_flat_plans(tree: Any, dtype: torch.dtype, impl: 
     planner = AttentionPlanner(shape, (None,), table, dtype, tree=True, tuning=FREE, superblock=SUPERBLOCK)
     plan = planner.plan_padded_decodes(rows, np.array(lens, np.int32)).decode[None]
     assert any(plan.shared_lens)
-    check_reads(plan, lens)
-    opens = [start % SUPERBLOCK for start in plan.item_starts[plan.item_lens > 0]]
-    assert any(opens) == (tree is not TREES["whole superblocks"]), "an item goes on from an open superblock"
+    check_ordered_reads(plan, lens, superblock=SUPERBLOCK)
+    assert any(plan.item_sources >= 0) == (tree is not TREES["whole superblocks"]), "tails go on from a superblock"
+    if tree is TREES["levels within a superblock"]:
+        assert plan.shared_levels.max() == MAX_CHAIN - 1, "and so do shared items"
     requests.check_decodes(plan.to(case.rows.device), lens)
 
-
-def check_reads(plan: AttentionPlan[Any], lens: list[int]) -> None:
-    """Each row's partial results and its own item cover its positions once, in ascending order, by superblocks."""
-    shared = {}
-    for i, (first, count) in enumerate(zip(plan.shared_query_starts, plan.shared_query_lens, strict=True)):
-        start, end = plan.shared_starts[i], plan.shared_starts[i] + plan.shared_lens[i]
-        assert start % SUPERBLOCK == 0 or not count
-        assert end - start <= SUPERBLOCK
-        assert end % 16 == 0
-        shared |= {plan.shared_partials[i] + j: (start, end, plan.shared_queries[first + j]) for j in range(count)}
-    own = {
-        row: (start, start + length)
-        for row, start, length, count in zip(
-            plan.item_query_starts, plan.item_starts, plan.item_lens, plan.item_query_lens, strict=True
-        )
-        if count and length
+    # Extends of the last few tokens, in tiles.
+    counts = np.minimum(np.array([1, 9, 20, 3, 40, 2], np.int32)[: len(lens)], lens)
+    prefix = np.array(lens, np.int32) - counts
+    host = {
+        "req_pool_indices": rows,
+        "seq_lens": np.array(lens, np.int32),
+        "prefix_lens": prefix,
+        "extend_start_loc": counts.cumsum(dtype=np.int32) - counts,
+        "extend_seq_lens": counts,
     }
-    for row, length in enumerate(lens):
-        taken = plan.row_partials[plan.tail_partial_starts[row] : plan.tail_partial_starts[row + 1]]
-        position = 0
-        for part in taken:
-            start, end, of = shared[part]
-            assert (start, of) == (position, row)
-            position = end
-        assert own[row] == (position, length)
+    extends = planner.plan(host, len(rows)).extend[None]
+    positions = [int(p) + 1 + j for p, n in zip(prefix, counts, strict=True) for j in range(n)]
+    check_ordered_reads(extends, positions, host, superblock=SUPERBLOCK)
+    found = requests.extended(prefix.tolist(), plan=extends.to(case.rows.device))
+    for i, (start, (out, lse)) in enumerate(zip(prefix, found, strict=True)):
+        assert same_bits(out, requests.out[i][start:]), (i, start)
+        assert same_bits(lse, requests.lse[i][start:]), (i, start)
 
 
 def test_many_empty_rows_are_zero(impl: Impl) -> None:
@@ -254,7 +257,7 @@ def test_many_empty_rows_are_zero(impl: Impl) -> None:
     plan = AttentionPlan.flat(case.rows.numpy(force=True), lens, superblock=SUPERBLOCK).to(case.rows.device)
     q = torch.ones(12, 8, 16)
     out, lse = torch.full(q.shape, torch.nan), torch.full(q.shape[:2], torch.nan)
-    ordered_decode(q, case.kv, case.rows, plan, Scoring(SCALE), out=out, lse=lse, superblock=SUPERBLOCK, impl=impl)
+    ordered_decode(q, case.kv, case.rows, plan, Scoring(SCALE), out=out, lse=lse, impl=impl)
     empty = [row for row, length in enumerate(lens) if not length]
     assert (out[empty] == 0).all()
     assert (lse[empty] == -torch.inf).all()

@@ -48,15 +48,20 @@ FAULTS = {
         "tl.load(row_partials + index)",
         "tl.load(row_partials + (end - 1 - (index - start)))",
     ),
-    "a superblock is taken in twice": (
+    "a superblock is not taken in": (
         ordered_kernel,
-        "num_closed = tl.max(end_taken - first_taken, 0) - is_open.to(tl.int32)",
-        "num_closed = tl.max(end_taken - first_taken, 0)",
+        "for nth_taken in range(tl.max(end_taken - first_taken, 0))",
+        "for nth_taken in range(1, tl.max(end_taken - first_taken, 0))",
     ),
     "the open superblock begins anew": (
         ordered_kernel,
-        "row_sum = tl.load(partial_sum + part[:, None] * 16 + lane)",
-        "row_sum = row_sum",
+        "if source >= 0:",
+        "if source >= 1000:",
+    ),
+    "levels run side by side": (
+        ordered_kernel,
+        "tl.load(item_levels + item) == level",
+        "level == 0",
     ),
 }
 
@@ -122,11 +127,11 @@ def agrees_on(great: tuple[int, ...], seed: int) -> bool:
         slot = case.req_to_token[case.rows[0], position].long()
         case.k_buffer[slot] = q[0, ::2]
     rows = case.rows.numpy()
-    scoring, common = Scoring(0.4), {"superblock": SUPERBLOCK, "impl": "triton"}
+    scoring = Scoring(0.4)
 
     def decoded(plan: AttentionPlan) -> list[torch.Tensor]:
         lse = torch.empty(3, 4)
-        out = ordered.ordered_decode(q, case.kv, case.rows, plan, scoring, lse=lse, **common)  # type: ignore[arg-type]
+        out = ordered.ordered_decode(q, case.kv, case.rows, plan, scoring, lse=lse, impl="triton")
         return [torch.cat([out.flatten(1), lse], 1)[row] for row in range(3)]
 
     with tensor_cores():
@@ -138,14 +143,18 @@ def agrees_on(great: tuple[int, ...], seed: int) -> bool:
         last = extends.extend_start_loc + extends.extend_seq_lens - 1
         wide[last.long()] = q
         lse = torch.empty(wide.shape[:2])
-        out = ordered.ordered_extend(wide, case.kv, extends, None, scoring, lse=lse, **common)  # type: ignore[arg-type]
+        out = ordered.ordered_extend(
+            wide, case.kv, extends, None, scoring, lse=lse, superblock=SUPERBLOCK, impl="triton"
+        )
         found += list(torch.cat([out.flatten(1), lse], 1)[last.long()])
     return all(same_bits(other, found[0]) for other in found)
 
 
 def sharing(rows: Int32Array) -> AttentionPlan[Int32Array]:
-    """Two superblocks and 48 tokens of the third one are read once."""
-    starts, lens = np.array([0, 64, 128], np.int32), np.array([64, 64, 48], np.int32)
-    lines, first = np.full(3, rows[0], np.int32), np.zeros(3, np.int32)
-    shared = SharedItems(lines, starts, lens, first, first + 3, np.arange(3, dtype=np.int32))
-    return AttentionPlan.tree(rows, [185] * 3, [176] * 3, shared, superblock=SUPERBLOCK)
+    """Two superblocks and 48 tokens of the third one are read once, 16 of these by two rows only, before the other
+    32 in the plan.
+    """
+    starts, lens = np.array([160, 0, 64, 128], np.int32), np.array([16, 64, 64, 32], np.int32)
+    first, count = np.zeros(4, np.int32), np.array([2, 3, 3, 3], np.int32)
+    shared = SharedItems(np.full(4, rows[0], np.int32), starts, lens, first, count, np.arange(3, dtype=np.int32))
+    return AttentionPlan.tree(rows, [185] * 3, [176, 176, 160], shared, superblock=SUPERBLOCK)
