@@ -33,7 +33,7 @@ from radixrt.bench.kernels.measurement import Measurement, Result, copies_beyond
 from radixrt.bench.kernels.roofline import Machine, Work, decode_work, extend_work
 from radixrt.bench.kernels.run import Options, choose_cases, describe, run_benchmark
 from radixrt.bench.kernels.table import Report
-from radixrt.bench.kernels.tree import FLAT, tree_case, tree_shape
+from radixrt.bench.kernels.tree import FLAT, ordered_tree_case, tree_case, tree_shape
 from radixrt.cli import main
 from radixrt.errors import ParameterError
 from radixrt.execution.attention import planner as attention_planner
@@ -474,6 +474,17 @@ def test_tree_cases(levels: list[tuple[int, int]], flat_factor: float, kernel_de
     assert 1 <= tree.plan.read_factor < 1.01
     assert (tree.plan.shared_items > 0) == (len(levels) > 1)
     assert "flashinfer" in (cascade.reason or "")
+
+
+@pytest.mark.parametrize("levels", [((1, 40), (2, 24), (4, 9))])
+def test_deterministic_trees(levels: Any, kernel_device: torch.device) -> None:
+    """Beside the others: both read each token once."""
+    case = ordered_tree_case(tree_shape(*levels, attention=SMALL))
+    machine = replace(CARD, l2_bytes=int(case.work.bytes))
+    for measurement in measure(case, machine, PretendedTimer(), kernel_device).measurements:
+        assert measurement.reason is None, measurement.traceback
+        assert (measurement.error or 0) < 1e-5
+        assert measurement.plan is not None
 
 
 class Cascade:

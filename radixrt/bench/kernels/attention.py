@@ -110,14 +110,19 @@ def our_extend(inputs: AttentionInputs) -> Call:
 
 def our_ordered_decode(inputs: AttentionInputs) -> Call:
     """Deterministic attention, by the plan of a steady batch."""
-    shape, kv, scoring = inputs.shape, inputs.kv(), Scoring(inputs.shape.scale)
+    shape = inputs.shape
     seq_lens = [shape.length] * shape.batch
     item_len = _kernel_shape(inputs).decode_item_len(np.array(seq_lens, np.int32))
     plan = AttentionPlan.flat(range(shape.batch), seq_lens, max_item_len=item_len, superblock=SUPERBLOCK)
-    own = plan.to(inputs.q.device)
+    return planned_ordered_decode(inputs, plan.to(inputs.q.device))
+
+
+def planned_ordered_decode(inputs: AttentionInputs, plan: AttentionPlan) -> Call:
+    """The same by this plan."""
+    kv, scoring = inputs.kv(), Scoring(inputs.shape.scale)
 
     def run() -> Tensor:
-        return ordered_decode(inputs.q, kv, inputs.rows, own, scoring, impl="triton")
+        return ordered_decode(inputs.q, kv, inputs.rows, plan, scoring, impl="triton")
 
     return Call(run, _result)
 

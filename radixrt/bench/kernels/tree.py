@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixrt.bench.kernels.attention import planned_decode
+from radixrt.bench.kernels.attention import planned_decode, planned_ordered_decode
 from radixrt.bench.kernels.attention_inputs import (
     AttentionInputs,
     AttentionShape,
@@ -24,6 +24,7 @@ from radixrt.bench.kernels.case import Call, Case, Contender, PlanFigures
 from radixrt.bench.kernels.roofline import Work, tree_work
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.planner import AttentionPlanner
+from triton_ops.attention.ordered import SUPERBLOCK
 from triton_ops.implementation import gpu_of
 
 PLANNINGS = 9  # of the same batch; their median is the time
@@ -97,7 +98,7 @@ def tree_shape(*levels: tuple[int, int], attention: AttentionShape | None = None
     return TreeShape(levels, AttentionShape(batch, length - 1, 1, *heads))
 
 
-def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool) -> Call:
+def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool, deterministic: bool = False) -> Call:
     """Our decode by the engine's plan for a captured pass of these requests, made once, as for a steady batch.
 
     Without `tree` the plan shares nothing, but requests that read the same tokens are neighbours.
@@ -106,7 +107,8 @@ def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool) -> Call
     heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
     kernel = KernelShape(gpu_of(device), *heads, attention.dtype)
     table = inputs.req_to_token.numpy(force=True)
-    planner = AttentionPlanner(kernel, (None,), table, attention.dtype, tree=tree)
+    superblock = SUPERBLOCK if deterministic else None
+    planner = AttentionPlanner(kernel, (None,), table, attention.dtype, tree=tree, superblock=superblock)
     rows, lens = inputs.rows.numpy(force=True), inputs.seq_lens.numpy(force=True)
     seconds = []
     for _ in range(PLANNINGS):
@@ -117,7 +119,8 @@ def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool) -> Call
     read = int(plan.item_lens.sum()) + int(plan.shared_lens.sum())
     shared_items = int(np.count_nonzero(plan.shared_lens))
     figures = PlanFigures(median(seconds), read / shape.distinct, shared_items)
-    return replace(planned_decode(inputs, plan.to(device)), plan=figures)
+    planned = planned_ordered_decode if deterministic else planned_decode
+    return replace(planned(inputs, plan.to(device)), plan=figures)
 
 
 def tree_case(shape: TreeShape) -> Case[AttentionInputs]:
@@ -143,6 +146,14 @@ def tree_case(shape: TreeShape) -> Case[AttentionInputs]:
     )
 
 
+def ordered_tree_case(shape: TreeShape) -> Case[AttentionInputs]:
+    """Deterministic trees beside the others: "vs" is the speed-up, below 1 what equal bits cost."""
+    ours = partial(our_decode, shape=shape, tree=True)
+    contenders = Contender("radixrt, deterministic", partial(ours, deterministic=True)), Contender("radixrt", ours)
+    case = tree_case(shape)
+    return replace(case, group="same-bits", contenders=contenders, never_slower_than=None, sizes={})
+
+
 def tree_cases() -> Iterator[Case[AttentionInputs]]:
     """The shapes of the goals; a tree of four levels, a wide one, a deep one, a chain; and requests that share one
     token, or nothing.
@@ -155,6 +166,10 @@ def tree_cases() -> Iterator[Case[AttentionInputs]]:
     yield tree_case(tree_shape(*((1, 256) for _ in range(4)), (256, 128)))
     yield tree_case(tree_shape((1, 1), (256, 2048)))
     yield tree_case(tree_shape((256, 2048)))
+    for prefix, batch, tail in ((2048, 512, 200), (8192, 256, 128)):
+        yield ordered_tree_case(tree_shape((1, prefix), (batch, tail)))
+    yield ordered_tree_case(tree_shape((4, 8192), (256, 100)))
+    yield ordered_tree_case(tree_shape((1, 1500), (36, 240), (144, 175), (432, 40)))
 
 
 def tree_sweep() -> Iterator[Case[AttentionInputs]]:
