@@ -90,7 +90,7 @@ class Product:
     def _compute(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         count = 0 if self.table is None else self.table.rows_for(len(rows))
         if not count:
-            out.copy_(ordered_linear(rows, weight, bias, impl=self.impl))
+            ordered_linear(rows, weight, bias, out=out, impl=self.impl)
         elif count == len(rows):
             plain_linear(rows, weight, bias, out)
         else:

@@ -238,6 +238,20 @@ def test_which_product_computes_what(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_the_ordered_product_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = []
+
+    def recorded(*given: Any, out: Tensor, **keywords: Any) -> Tensor:
+        places.append(out.data_ptr())
+        return ordered_linear(*given, out=out, **keywords)
+
+    monkeypatch.setattr(products, "ordered_linear", recorded)
+    product, weight, out = Product("torch"), random(8, 32), torch.empty(20, 8)
+    product.table = ProductTable(8, 32, False, (1, 16), equal=())
+    product(random(20, 32), weight, out=out)
+    assert places == [out.data_ptr(), out[16:].data_ptr()]
+
+
 def test_other_layers_compute_as_before() -> None:
     layer = Linear(96, 48, bias=False, placement=Placement(torch.float32, CPU))
     layer.weight.copy_(random(48, 96))

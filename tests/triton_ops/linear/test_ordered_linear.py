@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from layers.products import compare_products, revealing_inputs
 from tests.support.interpreter import require_interpreter
 from tests.support.row_bits import ROWS, differing_counts, threads
-from triton_ops.implementation import GPU
+from triton_ops.implementation import GPU, Impl
 from triton_ops.linear.ordered_linear import ordered_linear, ordered_linear_reference
 from triton_ops.tuning import ordered_linear_config
 
@@ -68,6 +68,20 @@ def test_kernel_reads_strided_rows(kernel_device: torch.device) -> None:
     for x in (packed[:, 64:128], packed[::2, :64], packed[:, ::3], packed[:1].expand(5, -1)[:, :64]):
         for impl in ("triton", "torch"):
             assert_close(ordered_linear(x, weight, impl=impl), x, weight, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_result_is_put_where_it_is_wanted(impl: Impl, kernel_device: torch.device) -> None:
+    """In the very tensor, whole blocks and a rest, wherever it begins, and nowhere else."""
+    for num_rows in (0, 1, 16, 37):
+        x, weight, bias = product_of((num_rows, 24, 48), torch.float32, kernel_device, bias=True)
+        expected = ordered_linear(x, weight, bias, impl=impl)
+        for first in (16, 3):
+            memory = torch.full((num_rows * 24 + 32,), torch.nan, device=kernel_device)
+            out = memory[first : first + num_rows * 24].view(num_rows, 24)
+            assert ordered_linear(x, weight, bias, out=out, impl=impl) is out
+            assert torch.equal(out, expected)
+            assert int(memory.isnan().sum()) == 32
 
 
 def test_rows_are_apart(kernel_device: torch.device) -> None:
@@ -135,6 +149,13 @@ def test_what_disagrees_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ordered_linear(*wrong)
+    for out, message in (
+        (x.new_empty(3, 9), r"out must be contiguous \[3, 8\] in torch.float16, but is \[3, 9\] in torch.float16"),
+        (x.new_empty(3, 8).float(), r"is \[3, 8\] in torch.float32"),
+        (x.new_empty(8, 3).T, r"with strides \[1, 3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ordered_linear(x, weight, out=out)
 
 
 def test_configurations() -> None:
