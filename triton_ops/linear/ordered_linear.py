@@ -133,7 +133,8 @@ def _ordered_kernel(
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A program computes a tile. The weight's, of which more rows are needed at a time, is the first operand.
+    """A program computes a tile. Of the weight's, 64 columns or more are the first operand, as a wgmma takes them;
+    fewer are the second one, which may have as few as 8.
 
     Programs that follow each other read the same weights.
     """
@@ -143,15 +144,21 @@ def _ordered_kernel(
     inner = tl.arange(0, DEPTH)[None, :]
     xs = x_ptr + row * x_stride + inner
     weights = weight_ptr + column * depth + inner
-    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    total = tl.zeros((COLUMNS, ROWS) if COLUMNS >= 64 else (ROWS, COLUMNS), tl.float32)
     for start in tl.range(0, depth, DEPTH, num_stages=STAGES):
         # Elements beyond the end add zeros, which change no sum.
         is_inner = is_row if WHOLE_STEPS else is_row & (start + inner < depth)
         is_weight = is_column if WHOLE_STEPS else is_column & (start + inner < depth)
         weight = tl.load(weights + start, mask=is_weight, other=0.0)
         x = tl.load(xs + start, mask=is_inner, other=0.0)
-        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+        if COLUMNS >= 64:
+            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+        else:
+            total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+    if COLUMNS >= 64:
+        total = tl.trans(total)
+    column, is_column = tl.trans(column), tl.trans(is_column)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)
-    out = out_ptr + row * num_columns + tl.trans(column)
-    tl.store(out, tl.trans(total).to(out_ptr.dtype.element_ty), mask=is_row & tl.trans(is_column))
+    out = out_ptr + row * num_columns + column
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row & is_column)

@@ -159,17 +159,22 @@ def test_what_disagrees_is_refused() -> None:
 
 
 def test_configurations() -> None:
-    """Tiles have the rows that there are, within what a program can hold."""
+    """Tiles of few rows are as small as it takes to occupy the GPU; they fit into the shared memory of any."""
     gpu = GPU(capability=90, num_sms=132)
-    for dtype, largest in ((torch.float32, 64), (torch.bfloat16, 128)):
-        for num_rows in (1, 2, 16, 17, 33, 64, 65, 512, 16_896):
-            config = ordered_linear_config(gpu, num_rows, 4096, dtype)
-            assert config.rows == min(largest, max(16, 1 << (num_rows - 1).bit_length()))
-    # Few columns are cut into more tiles.
-    assert (
-        ordered_linear_config(gpu, 1, 1024, torch.bfloat16).columns
-        < ordered_linear_config(gpu, 1, 28_672, torch.bfloat16).columns
-    )
+
+    def tile(num_rows: int, num_columns: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
+        config = ordered_linear_config(gpu, num_rows, num_columns, dtype)
+        step = (config.rows + config.columns) * config.depth * dtype.itemsize
+        assert (config.stages - 1) * step <= 96 << 10
+        return config.rows, config.columns
+
+    for num_rows in (1, 8, 16):
+        found = [tile(num_rows, columns) for columns in (576, 1024, 2048, 2560, 4096, 5120, 28_672)]
+        assert found == [(16, 8), (16, 8), (16, 16), (16, 16), (16, 32), (16, 32), (16, 64)]
+    assert [tile(num_rows, 1024) for num_rows in (24, 32, 64)] == [(16, 16), (16, 16), (32, 16)]
+    assert [tile(num_rows, 28_672) for num_rows in (24, 32, 64)] == [(32, 64), (32, 64), (64, 64)]
+    assert tile(65, 1024) == tile(16_896, 1024) == (128, 128)
+    assert [tile(num_rows, 1024, torch.float32) for num_rows in (1, 33, 512)] == [(16, 64), (64, 64), (64, 64)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
