@@ -43,6 +43,11 @@ def honest(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tenso
     return out.copy_(ordered(x, weight, bias))
 
 
+def never(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Agrees at no number of rows."""
+    return out.fill_(torch.nan)
+
+
 # -- the comparison --------------------------------------------------------------------------------------------
 
 
@@ -108,7 +113,21 @@ def test_a_device_whose_rows_know_their_place_is_refused() -> None:
 
     for wrong in (by_place, by_count):
         with pytest.raises(ValueError, match=r"torch.float32 with weights \[64, 64\] on cpu, the bits of a row"):
-            compared(64, 64, ordered=wrong)
+            compared(64, 64, ordered=wrong, plain=never)
+    # Where torch's product serves, the ordered one may do what it likes.
+    assert compared(64, 64, ordered=by_count, plain=honest).equal == LADDER
+
+
+def test_the_comparison_is_in_one_place() -> None:
+    """Memory for each number of rows would be asked of the device anew."""
+    places = set()
+
+    def seen(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        places.add((x.data_ptr() if len(x) > 16 else 0, out.data_ptr()))
+        return honest(x, weight, bias, out)
+
+    compared(64, 64, plain=seen)
+    assert len(places) == 2
 
 
 def test_same_bits() -> None:
