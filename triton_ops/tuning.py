@@ -256,7 +256,7 @@ class OrderedLinearConfig:
     num_warps: int
 
 
-FEW_ROWS = 64  # of x: up to so many, reading the weight takes longer than the sums
+_FEW_ROWS = 64  # of x: up to so many, reading the weight takes longer than the sums
 _FEW_ROWS_TILES = [(rows, columns) for rows in (64, 32, 16) for columns in (64, 32, 16, 8)]
 
 
@@ -271,7 +271,7 @@ def ordered_linear_config(gpu: GPU, num_rows: int, num_columns: int, dtype: torc
     _check_vendor(gpu)
     if dtype == torch.float32:
         return OrderedLinearConfig(min(64, max(16, next_power_of_2(num_rows))), 64, 32, 3, 4)
-    if num_rows > FEW_ROWS:
+    if num_rows > _FEW_ROWS:
         return OrderedLinearConfig(128, 128, 64, 3, 8)
 
     def num_read(tile: tuple[int, int]) -> int:
