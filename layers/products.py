@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class Product:
     def _compute(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         count = 0 if self.table is None else self.table.rows_for(len(rows))
         if not count:
-            out.copy_(ordered_linear(rows, weight, bias, impl=self.impl))
+            ordered_linear(rows, weight, bias, out=out, impl=self.impl)
         elif count == len(rows):
             plain_linear(rows, weight, bias, out)
         else:
@@ -98,9 +99,16 @@ class Product:
             out.copy_(plain_linear(padded, weight, bias, out.new_empty(count, len(weight)))[: len(rows)])
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_INTEGERS[tensor.itemsize])
+
+
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are the same to the last bit, NaN and the signs of 0 included."""
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    return torch.equal(_bits(left), _bits(right))
 
 
 def compare_products(
@@ -119,7 +127,8 @@ def compare_products(
 
     Inputs are `revealing_inputs`, not the model's, since libraries choose by shape.
 
-    Raises ValueError where the bits of a row depend on its place, or on the number of rows, in `ordered_linear`.
+    Raises ValueError where the bits of a row depend on its place in `ordered_linear`, or on the number of rows at
+    those numbers that it is left to serve.
     """
     if ordered is None:
 
@@ -129,24 +138,30 @@ def compare_products(
     x, weight, bias = revealing_inputs(counts[-1], columns, depth, dtype, device)
     given = weight, bias if has_bias else None
     expected = ordered(x, *given)
-    moved = ordered(x.roll(1, 0), *given).roll(-1, 0)
-    if not same_bits(moved, expected) or not all(
-        same_bits(ordered(x[:count], *given), expected[:count]) for count in counts if count <= 8 * BLOCK_ROWS
+    # Results of all numbers of rows are in the same memory, and the device is waited for once.
+    found, differs = torch.empty_like(expected), torch.empty(expected.shape, dtype=torch.bool, device=device)
+
+    def any_differs(count: int) -> Tensor:
+        # One product of a few rows tells little: several take a block's.
+        flags = []
+        for first in range(0, max(1, min(BLOCK_ROWS, len(x)) - count + 1), count):
+            rows = slice(first, first + count)
+            result = plain(x[rows].clone() if first else x[rows], *given, found[:count])
+            flags.append(torch.ne(_bits(result), _bits(expected[rows]), out=differs[:count]).any())
+        return torch.stack(flags).any()
+
+    wrong = torch.stack([any_differs(count) for count in counts]).tolist()
+    equal = tuple(count for count, differ in zip(counts, wrong, strict=True) if not differ)
+    table = ProductTable(columns, depth, has_bias, tuple(counts), equal)
+    if not same_bits(ordered(x.roll(1, 0), *given), expected.roll(1, 0)) or not all(
+        same_bits(ordered(x[:count], *given), expected[:count])
+        for count in takewhile(lambda count: count <= 8 * BLOCK_ROWS, table.ordered)
     ):
         raise ValueError(
             f"in products of {dtype} with weights {[columns, depth]} on {device}, the bits of a row depend on "
             "the rows beside it"
         )
-
-    def is_equal(count: int) -> bool:
-        # One product of a few rows tells little: several take a block's.
-        for first in range(0, max(1, min(BLOCK_ROWS, len(x)) - count + 1), count):
-            rows = slice(first, first + count)
-            if not same_bits(plain(x[rows].clone(), *given, torch.empty_like(expected[rows])), expected[rows]):
-                return False
-        return True
-
-    return ProductTable(columns, depth, has_bias, tuple(counts), tuple(filter(is_equal, counts)))
+    return table
 
 
 def revealing_inputs(

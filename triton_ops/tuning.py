@@ -256,19 +256,31 @@ class OrderedLinearConfig:
     num_warps: int
 
 
+_FEW_ROWS = 64  # of x: up to so many, reading the weight takes longer than the sums
+_FEW_ROWS_TILES = [(rows, columns) for rows in (64, 32, 16) for columns in (64, 32, 16, 8)]
+
+
+@lru_cache(maxsize=4096)
 def ordered_linear_config(gpu: GPU, num_rows: int, num_columns: int, dtype: torch.dtype) -> OrderedLinearConfig:
-    """For an ordered product of `num_rows` rows. None of these was measured: for few rows they are like those of
-    `split_k_config`, without parts, and for many like those of `expert_config`.
+    """For an ordered product of `num_rows` rows. None of these was measured: for many rows they are like those of
+    `expert_config`.
+
+    Of few rows the tile is the one with which the busiest multiprocessor reads least, or all of them together:
+    where there are too few programs for all, smaller ones read less each. Six steps of up to 16 KB are under way.
     """
     _check_vendor(gpu)
-    rows = max(16, next_power_of_2(num_rows))
     if dtype == torch.float32:
-        return OrderedLinearConfig(min(64, rows), 64, 32, 3, 4)
-    if rows > 64:
+        return OrderedLinearConfig(min(64, max(16, next_power_of_2(num_rows))), 64, 32, 3, 4)
+    if num_rows > _FEW_ROWS:
         return OrderedLinearConfig(128, 128, 64, 3, 8)
-    # Of few columns narrow tiles occupy more multiprocessors.
-    columns = 64 if cdiv(num_columns, 64) * cdiv(num_rows, rows) >= gpu.num_sms else 32
-    return OrderedLinearConfig(rows, columns, 64, 4, 4)
+
+    def num_read(tile: tuple[int, int]) -> int:
+        rows, columns = tile
+        return max(gpu.num_sms, cdiv(num_rows, rows) * cdiv(num_columns, columns)) * (rows + columns)
+
+    rows, columns = min(_FEW_ROWS_TILES, key=num_read)
+    depth = min(256, next_power_of_2(8192 // (rows + columns) + 1) // 2)
+    return OrderedLinearConfig(rows, columns, depth, stages=7, num_warps=4)
 
 
 # --- experts ---

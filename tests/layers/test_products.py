@@ -43,6 +43,11 @@ def honest(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tenso
     return out.copy_(ordered(x, weight, bias))
 
 
+def never(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Agrees at no number of rows."""
+    return out.fill_(torch.nan)
+
+
 # -- the comparison --------------------------------------------------------------------------------------------
 
 
@@ -108,7 +113,21 @@ def test_a_device_whose_rows_know_their_place_is_refused() -> None:
 
     for wrong in (by_place, by_count):
         with pytest.raises(ValueError, match=r"torch.float32 with weights \[64, 64\] on cpu, the bits of a row"):
-            compared(64, 64, ordered=wrong)
+            compared(64, 64, ordered=wrong, plain=never)
+    # Where torch's product serves, the ordered one may do what it likes.
+    assert compared(64, 64, ordered=by_count, plain=honest).equal == LADDER
+
+
+def test_the_comparison_is_in_one_place() -> None:
+    """Memory for each number of rows would be asked of the device anew."""
+    places = set()
+
+    def seen(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        places.add((x.data_ptr() if len(x) > 16 else 0, out.data_ptr()))
+        return honest(x, weight, bias, out)
+
+    compared(64, 64, plain=seen)
+    assert len(places) == 2
 
 
 def test_same_bits() -> None:
@@ -236,6 +255,20 @@ def test_which_product_computes_what(monkeypatch: pytest.MonkeyPatch) -> None:
         *[("plain_linear", 64)] * 2,
         ("ordered_linear", 22),
     ]
+
+
+def test_the_ordered_product_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = []
+
+    def recorded(*given: Any, out: Tensor, **keywords: Any) -> Tensor:
+        places.append(out.data_ptr())
+        return ordered_linear(*given, out=out, **keywords)
+
+    monkeypatch.setattr(products, "ordered_linear", recorded)
+    product, weight, out = Product("torch"), random(8, 32), torch.empty(20, 8)
+    product.table = ProductTable(8, 32, False, (1, 16), equal=())
+    product(random(20, 32), weight, out=out)
+    assert places == [out.data_ptr(), out[16:].data_ptr()]
 
 
 def test_other_layers_compute_as_before() -> None:

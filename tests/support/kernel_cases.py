@@ -434,15 +434,19 @@ def _linear_cases() -> Iterator[KernelCase]:
 
 def _ordered_cases() -> Iterator[KernelCase]:
     """Every tile, whole steps and not, with a bias and without."""
-    for num_columns, depth in ((1024, 3072), (28_672, 4096), (100, 80)):
+    for num_columns, depth in ((1024, 3072), (4096, 14_336), (28_672, 4096), (100, 80)):
         for num_rows, dtype, has_bias in product((1, 32, 64, 4096), SHORT_NAMES, (False, True)):
             name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}{', bias' * has_bias}"
             few = dtype == torch.bfloat16 and (num_columns, has_bias, num_rows) in (
+                (1024, False, 1),
+                (4096, False, 64),
                 (28_672, False, 1),
                 (28_672, False, 4096),
                 (100, True, 32),
             )
-            wgmma = dtype != torch.float32 and (num_rows > 64 or num_columns == 28_672)
+            wgmma = dtype != torch.float32 and (
+                num_rows > 64 or num_columns == 28_672 or (num_columns, num_rows) == (4096, 64)
+            )
             empty = partial(torch.empty, dtype=dtype)
             bias = empty(num_columns) if has_bias else None
             call = partial(ordered_linear, empty(num_rows, depth), empty(num_columns, depth), bias, impl="triton")

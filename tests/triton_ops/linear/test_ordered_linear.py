@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch.nn.functional import linear
 from layers.products import compare_products, revealing_inputs
 from tests.support.interpreter import require_interpreter
 from tests.support.row_bits import ROWS, differing_counts, threads
-from triton_ops.implementation import GPU
+from triton_ops.implementation import GPU, Impl
 from triton_ops.linear.ordered_linear import ordered_linear, ordered_linear_reference
 from triton_ops.tuning import ordered_linear_config
 
@@ -70,6 +72,20 @@ def test_kernel_reads_strided_rows(kernel_device: torch.device) -> None:
             assert_close(ordered_linear(x, weight, impl=impl), x, weight, None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_result_is_put_where_it_is_wanted(impl: Impl, kernel_device: torch.device) -> None:
+    """In the very tensor, whole blocks and a rest, wherever it begins, and nowhere else."""
+    for num_rows in (0, 1, 16, 37):
+        x, weight, bias = product_of((num_rows, 24, 48), torch.float32, kernel_device, bias=True)
+        expected = ordered_linear(x, weight, bias, impl=impl)
+        for first in (16, 3):
+            memory = torch.full((num_rows * 24 + 32,), torch.nan, device=kernel_device)
+            out = memory[first : first + num_rows * 24].view(num_rows, 24)
+            assert ordered_linear(x, weight, bias, out=out, impl=impl) is out
+            assert torch.equal(out, expected)
+            assert int(memory.isnan().sum()) == 32
+
+
 def test_rows_are_apart(kernel_device: torch.device) -> None:
     x, weight, _ = product_of((40, 48, 64), torch.float16, kernel_device, bias=False)
     clean = ordered_linear(x, weight, impl="triton")
@@ -108,6 +124,11 @@ def test_torch_adds_in_other_orders() -> None:
     assert 1 in differing_counts(lambda rows: linear(rows, weight), x)
 
 
+def never(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """In place of torch's product: the ordered one is to serve all numbers of rows, and is compared at them."""
+    return out.fill_(torch.nan)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
@@ -117,9 +138,10 @@ def test_torch_adds_in_other_orders() -> None:
 def test_on_a_gpu(columns: int, depth: int, dtype: torch.dtype) -> None:
     """The order of the kernel is one at all sizes, and the library's at some of them."""
     counts, cuda = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 512, 640, 1024, 2048), torch.device("cuda")
+    compare = partial(compare_products, columns, depth, counts=counts, dtype=dtype, device=cuda)
     for has_bias in (False, True):
-        table = compare_products(columns, depth, has_bias=has_bias, counts=counts, dtype=dtype, device=cuda)
-        assert table.equal or dtype == torch.float32
+        assert not compare(has_bias=has_bias, plain=never).equal
+        assert compare(has_bias=has_bias).equal or dtype == torch.float32
 
 
 def test_what_disagrees_is_refused() -> None:
@@ -135,20 +157,32 @@ def test_what_disagrees_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ordered_linear(*wrong)
+    for out, message in (
+        (x.new_empty(3, 9), r"out must be contiguous \[3, 8\] in torch.float16, but is \[3, 9\] in torch.float16"),
+        (x.new_empty(3, 8).float(), r"is \[3, 8\] in torch.float32"),
+        (x.new_empty(8, 3).T, r"with strides \[1, 3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ordered_linear(x, weight, out=out)
 
 
 def test_configurations() -> None:
-    """Tiles have the rows that there are, within what a program can hold."""
+    """Tiles of few rows are as small as it takes to occupy the GPU; they fit into the shared memory of any."""
     gpu = GPU(capability=90, num_sms=132)
-    for dtype, largest in ((torch.float32, 64), (torch.bfloat16, 128)):
-        for num_rows in (1, 2, 16, 17, 33, 64, 65, 512, 16_896):
-            config = ordered_linear_config(gpu, num_rows, 4096, dtype)
-            assert config.rows == min(largest, max(16, 1 << (num_rows - 1).bit_length()))
-    # Few columns are cut into more tiles.
-    assert (
-        ordered_linear_config(gpu, 1, 1024, torch.bfloat16).columns
-        < ordered_linear_config(gpu, 1, 28_672, torch.bfloat16).columns
-    )
+
+    def tile(num_rows: int, num_columns: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
+        config = ordered_linear_config(gpu, num_rows, num_columns, dtype)
+        step = (config.rows + config.columns) * config.depth * dtype.itemsize
+        assert (config.stages - 1) * step <= 96 << 10
+        return config.rows, config.columns
+
+    for num_rows in (1, 8, 16):
+        found = [tile(num_rows, columns) for columns in (576, 1024, 2048, 2560, 4096, 5120, 28_672)]
+        assert found == [(16, 8), (16, 8), (16, 16), (16, 16), (16, 32), (16, 32), (16, 64)]
+    assert [tile(num_rows, 1024) for num_rows in (24, 32, 64)] == [(16, 16), (16, 16), (32, 16)]
+    assert [tile(num_rows, 28_672) for num_rows in (24, 32, 64)] == [(32, 64), (32, 64), (64, 64)]
+    assert tile(65, 1024) == tile(16_896, 1024) == (128, 128)
+    assert [tile(num_rows, 1024, torch.float32) for num_rows in (1, 33, 512)] == [(16, 64), (64, 64), (64, 64)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -161,4 +195,4 @@ def test_tiles_of_the_kernel_change_no_bit(columns: int, depth: int, dtype: torc
 
     with tensor_cores():
         for has_bias in (False, True):
-            compare_products(columns, depth, has_bias=has_bias, **given)
+            compare_products(columns, depth, has_bias=has_bias, plain=never, **given)
