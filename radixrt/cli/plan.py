@@ -26,11 +26,13 @@ _EXAMPLE = """\
 example:
   radixrt plan questions.jsonl --model Qwen/Qwen3-0.6B --max-new-tokens 32
   radixrt plan questions.jsonl --html plan.html
+  radixrt plan questions.jsonl --replicas 4 --card h100
 
 Nothing is run, and no weights are read: the model's tokenizer and config.json are enough. Hits and time are those
 of a run in the planned order with the options given here. The time is for --card: that at its peak speed by the
 engine's measured multiples of it (docs/lab-notebook/2026-11-22-five-lists.md), and 1 to 3 ms a pass. Answers are
-expected to have max_new_tokens; --mean-new-tokens sets a lower expectation.
+expected to have max_new_tokens; --mean-new-tokens sets a lower expectation. With --replicas the prompts are cut
+into as many ranges of equal predicted work, each where prompts share least.
 """
 
 _CARDS = (
@@ -64,6 +66,7 @@ def add_plan_command(commands: Any) -> None:
     add_line_option(option)
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     option("--prefixes", type=int, default=20, metavar="N", help="number of shared prefixes to show (20)")
+    option("--replicas", type=int, default=1, metavar="N", help="cards that the prompts are spread over (1)")
     add_options(parser, "the run", _OPTIONS)
     card = parser.add_argument_group("the card").add_argument
     card("--card", default="h200", metavar="NAME", help=_CARDS)
@@ -87,11 +90,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     from radixrt.frontend.request_builder import builder_without_weights
     from radixrt.planning.batch_plan import plan_batch
     from radixrt.planning.cards import find_card
+    from radixrt.planning.shards import pieces_of, shards
     from radixrt.report.outline import decoded_by
     from radixrt.report.plan_page import plan_page
     from radixrt.report.plan_view import print_plan
 
     check_int("max_line_bytes", arguments.max_line_bytes, 1, 2**40)
+    check_int("replicas", arguments.replicas, 1, 1024)
     if arguments.prefixes < 0:
         raise ParameterError(f"prefixes is {arguments.prefixes}; it must be at least 0")
     page = None
@@ -132,12 +137,16 @@ def _plan(arguments: argparse.Namespace) -> int:
                 f"{limits.pool_tokens:,}: raise --max-total-tokens"
             )
         expectation = plan.expect(limits, shape, card.speed)
+        ranges = None
+        if arguments.replicas > 1:
+            ranges = shards(pieces_of(plan, arguments.replicas, limits, shape, card.speed), arguments.replicas)
         told: dict[str, Any] = {
             "expectation": expectation,
             "kv_bytes": shape.kv_bytes,
             "card": card.title,
             "mean_is_given": mean_is_given,
             "show": decoded_by(builder.tokenizer),
+            "shards": ranges,
         }
         print_plan(plan, console, max_prefixes=arguments.prefixes, **told)
         if page is not None:

@@ -4,8 +4,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import numpy as np
+
 from radixrt.planning.batch_plan import BatchPlan, Expectation, Prediction
 from radixrt.planning.hints import Hint
+from radixrt.planning.shards import Shards
+from radixrt.planning.work import Work
 from radixrt.report.outline import counted
 from radixrt.workloads.statistics import TokenStatistics
 
@@ -19,6 +25,7 @@ def plan_figures(
     kv_bytes: int | None,
     card: str = "",
     mean_is_given: bool = False,
+    shards: Shards | None = None,
 ) -> dict[str, str]:
     """Names and values of a plan's figures, in reading order.
 
@@ -27,6 +34,7 @@ def plan_figures(
         kv_bytes: of one token's keys and values; None omits bytes.
         card: what the time is for.
         mean_is_given: whether answers are expected to have a mean of tokens, rather than their maximum.
+        shards: the same run on several cards; None: on one.
     """
     counts = plan.statistics
 
@@ -66,9 +74,33 @@ def plan_figures(
             if work.min_seconds >= 0.001:
                 assumed = assumed.replace("each", "each answer")
                 figures["time"] += f" (no engine below {seconds(work.min_seconds)}{assumed})"
+            if shards is not None and len(shards) > 1:
+                low, high = work.expected_seconds
+                share = shards.longest_share
+                twice = counted(int(shards.repeated_tokens.sum()), "token")
+                figures[f"time, {len(shards)} replicas"] = (
+                    f"{seconds(share * low)} to {seconds(share * high)} ({1 / share:.2f} times as fast), {twice} "
+                    "computed twice"
+                )
             if card:
                 figures["card"] = card
     return figures
+
+
+REPLICA_COLUMNS = ("replica", "prompts", "answers", "computed twice", "time")
+
+
+def replica_rows(shards: Shards, work: Work) -> list[tuple[str, ...]]:
+    """A row of REPLICA_COLUMNS for each replica."""
+    pieces, rows = shards.pieces, []
+    for replica, (begin, end) in enumerate(pairwise(shards.bounds.tolist())):
+        low, high = (float(shards.shares[replica]) * bound for bound in work.expected_seconds)
+        numbers = len(np.unique(pieces.places[begin:end])), int(pieces.num_answers[begin:end].sum())
+        twice = counted(int(shards.repeated_tokens[replica]), "token")
+        rows.append(
+            (f"{replica}", *(f"{number:,}" for number in numbers), twice, f"{seconds(low)} to {seconds(high)}")
+        )
+    return rows
 
 
 def plan_advice(plan: BatchPlan, expectation: Expectation) -> str:

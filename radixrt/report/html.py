@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from radixrt.report.outline import Prefix, Show, counted, shortened
@@ -71,6 +71,13 @@ def figure_table(figures: Mapping[str, str]) -> str:
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(text)}</td></tr>\n' for name, text in figures.items()
     )
     return f"<table>\n{''.join(rows)}</table>\n"
+
+
+def column_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows under the names of their columns."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>\n" for row in rows)
+    return f"<table>\n<tr>{head}</tr>\n{body}</table>\n"
 
 
 def prefix_branches(top: Prefix, show: Show, saved: int) -> str:

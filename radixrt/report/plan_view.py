@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from radixrt.planning.batch_plan import BatchPlan, Expectation
-from radixrt.report.figures import hint_texts, plan_advice, plan_figures
+from radixrt.planning.shards import Shards
+from radixrt.report.figures import REPLICA_COLUMNS, hint_texts, plan_advice, plan_figures, replica_rows
 from radixrt.report.outline import Prefix, Show, as_ids, counted, outline, shortened
 
 
@@ -22,21 +25,27 @@ def print_plan(
     mean_is_given: bool = False,
     show: Show = as_ids,
     max_prefixes: int = 20,
+    shards: Shards | None = None,
 ) -> None:
     """Print figures, the largest shared prefixes as a tree, and hints.
 
     Args:
-        expectation, kv_bytes, card, mean_is_given: see `plan_figures`.
+        expectation, kv_bytes, card, mean_is_given, shards: see `plan_figures`.
         show: token ids to text.
         max_prefixes: limit on shown prefixes.
     """
-    figures = plan_figures(plan, expectation, kv_bytes, card, mean_is_given)
+    figures = plan_figures(plan, expectation, kv_bytes, card, mean_is_given, shards)
     width = max(map(len, figures)) + 2
     for name, text in figures.items():
         console.print(Text.assemble((f"{name:<{width}}", "dim"), text), soft_wrap=True)
     if expectation is not None:
         console.print()
         console.print(plan_advice(plan, expectation), markup=False, soft_wrap=True)
+    if shards is not None and expectation is not None and expectation.work is not None:
+        table = Table(*REPLICA_COLUMNS, box=SIMPLE_HEAD)
+        for row in replica_rows(shards, expectation.work):
+            table.add_row(*row)
+        console.print(table)
     top = outline(plan, max_prefixes)
     if top.children:
         console.print()

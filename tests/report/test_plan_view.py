@@ -249,6 +249,26 @@ def test_the_command_plans_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "Adele keeps opal" in Page(page.read_text()).said
 
 
+def test_the_command_cuts_a_file_for_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Documents are left whole where cuts allow it."""
+    page = tmp_path / "plan.html"
+    assert main(["plan", str(EXAMPLES), "--replicas", "3", "--html", str(page), "--prefixes", "0"]) == 0
+    shown = capsys.readouterr().out
+    speed = re.search(
+        r"time, 3 replicas +\d.* \((\d\.\d\d) times as fast\), (\d+) tokens? computed twice\n", shown
+    )
+    assert speed is not None
+    assert 2.5 < float(speed[1]) <= 3
+    rows = re.findall(r"^ +([012]) +(\d+) +(\d+) +(\d+) tokens? +\S+", shown, flags=re.MULTILINE)
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert sum(int(row[1]) for row in rows) == sum(int(row[2]) for row in rows) == 343
+    assert sum(int(row[3]) for row in rows) == int(speed[2]) < 300
+    assert rows[0][3] == "0"
+    said = Page(page.read_text()).said
+    assert "computed twice" in said
+    assert "3 replicas" in said
+
+
 def test_the_command_tells_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
         (["nowhere.jsonl"], "cannot read nowhere.jsonl"),
@@ -259,6 +279,7 @@ def test_the_command_tells_what_cannot_be(tmp_path: Path, capsys: pytest.Capture
         ([str(EXAMPLES), "--card", "x100"], "card is 'x100'; it must be one of: h200"),
         ([str(EXAMPLES), "--flops", "1e12"], "give all three, or none"),
         ([str(EXAMPLES), "--prefixes", "-1"], "prefixes is -1"),
+        ([str(EXAMPLES), "--replicas", "0"], "replicas is 0"),
     ):
         assert main(["plan", *options]) == 2
         assert message in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""Cuts a planned run into ranges, one for each replica. Numpy only.
+
+The run is in depth-first order, so a range of it holds whole subtrees, but for the two paths along which it is
+cut: each prefix is computed by one replica, but for what the first prompt of a range shares with the one before.
+Cuts lie where the predicted work on both sides is as wanted, or near there, where prompts share less.
+"""
+
+# Tests: tests/planning/test_shards.py
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from radixrt.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from radixrt.limits import RunLimits
+from radixrt.planning.batch_plan import BatchPlan
+from radixrt.planning.demands import Demands
+from radixrt.workloads.bound import DeviceSpeed, ModelShape
+
+TOLERANCE = 0.02  # of a range's work, that a cut may be off without counting
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A run as P pieces that a replica runs as a whole, in the order of the run.
+
+    A piece is a prompt with its answers, or one answer of a prompt whose answers outweigh a range.
+
+    Attributes:
+        places: `[P]` int64, of the prompts in the run.
+        first_answers, num_answers: `[P]` int64, the answers of the prompt that the piece has.
+        repeated_tokens: `[P]` int64, prompt tokens that the cache has after the piece before; where a range begins
+            with this one, they are computed once more.
+        seconds: `[P]` float64, predicted, after the piece before.
+        repeated_seconds: `[P]` float64, more where a range begins with this one.
+    """
+
+    places: Int64Array
+    first_answers: Int64Array
+    num_answers: Int64Array
+    repeated_tokens: Int64Array
+    seconds: Float64Array
+    repeated_seconds: Float64Array
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @cached_property
+    def seconds_before(self) -> Float64Array:
+        """Those of the pieces before each, and of all, `[P + 1]`."""
+        return np.append(0.0, np.cumsum(self.seconds))
+
+    def cut(self, begin: int, end: int, wanted: float, tolerance: float) -> int:
+        """Where to cut [begin, end) so that about `wanted` seconds of it come before.
+
+        The cut is where the least is repeated, in seconds; what it is off by more than `tolerance` seconds counts
+        as much. Of places that are alike it is the one that is least off.
+        """
+        off = np.abs(self.seconds_before[begin : end + 1] - self.seconds_before[begin] - wanted)
+        # At the end nothing is repeated in this range, but in the next one.
+        repeated = np.append(self.repeated_seconds[begin:end], 0.0)
+        return begin + int(np.lexsort((off, np.maximum(off - tolerance, 0.0) + repeated))[0])
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Ranges of a run for N replicas.
+
+    Attributes:
+        pieces: of the run.
+        bounds: `[N + 1]` int64; replica i has the pieces from bounds[i] to bounds[i + 1], which may be none.
+    """
+
+    pieces: Pieces
+    bounds: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def shares(self) -> Float64Array:
+        """The predicted time of each replica as a share of that of one replica for all, `[N]`."""
+        return self.seconds / max(float(self.pieces.seconds_before[-1]), 1e-30)
+
+    @property
+    def longest_share(self) -> float:
+        """That of the replica that takes longest."""
+        return float(self.shares.max())
+
+    @property
+    def seconds(self) -> Float64Array:
+        """Predicted for each replica, with what it computes once more, `[N]`."""
+        own = np.diff(self.pieces.seconds_before[self.bounds])
+        own += np.where(self._repeats, np.append(self.pieces.repeated_seconds, 0.0)[self.bounds[:-1]], 0.0)
+        return own
+
+    @property
+    def repeated_tokens(self) -> Int64Array:
+        """Tokens that each replica computes though the one before it does, too, `[N]`."""
+        return np.where(self._repeats, np.append(self.pieces.repeated_tokens, 0)[self.bounds[:-1]], 0)
+
+    @property
+    def _repeats(self) -> BoolArray:
+        """Which replicas begin after another one, and have anything."""
+        begin, end = self.bounds[:-1], self.bounds[1:]
+        return (begin > 0) & (end > begin)
+
+
+def shards(pieces: Pieces, num_replicas: int) -> Shards:
+    """Cut a run into ranges of equal predicted work."""
+    bounds = [0]
+    each = float(pieces.seconds_before[-1]) / num_replicas
+    for replica in range(1, num_replicas):
+        before = float(pieces.seconds_before[bounds[-1]])
+        bounds.append(pieces.cut(bounds[-1], len(pieces), replica * each - before, TOLERANCE * each))
+    return Shards(pieces, np.array([*bounds, len(pieces)], dtype=np.int64))
+
+
+def pieces_of(
+    plan: BatchPlan, num_replicas: int, limits: RunLimits, shape: ModelShape, speed: DeviceSpeed
+) -> Pieces:
+    """The pieces of a planned run; see `cut_in_pieces`."""
+    asked = plan.demands[plan.run.order]
+    return cut_in_pieces(asked, plan.run.shared, plan.held, num_replicas, limits, shape, speed)
+
+
+def cut_in_pieces(
+    asked: Demands,
+    shared: Int32Array,
+    held: Int64Array,
+    num_replicas: int,
+    limits: RunLimits,
+    shape: ModelShape,
+    speed: DeviceSpeed,
+) -> Pieces:
+    """The pieces of N prompts, in the order of their run, for so many replicas within `limits` each.
+
+    A prompt takes the seconds of the operations for its tokens that no earlier one has computed, and of its
+    answers' tokens, in passes of as many answers as `limits` allow: their part of the weights' bytes and the KV
+    that they read by themselves, or their operations if these take longer. All at peak speed: only ratios count.
+
+    Args:
+        asked: what they ask for.
+        shared: `[N]` tokens that each shares with the one before it.
+        held: `[N]` leading tokens of each that the cache has at first.
+    """
+    found = np.maximum(np.minimum(asked.match_limits, np.maximum(shared, held)), held)
+    weights = shape.layer_weights + shape.head_weights
+    running = max(1, min(limits.max_running_requests, int(asked.num_answers.sum())))
+    private = asked.lengths - shared + asked.grown / 2
+    token_bytes = weights * shape.bytes_per_value / running + shape.kv_bytes * private
+    token_ops = 2.0 * weights + shape.attention_ops * (asked.lengths + asked.grown / 2)
+    answer = asked.grown * np.maximum(token_bytes / speed.bandwidth, token_ops / speed.flops)
+    prompt = _prefill_seconds(found, asked.lengths, shape, speed)
+    before = _prefill_seconds(held, found, shape, speed)
+
+    # Of a prompt whose answers outweigh a range each is a piece, which finds all of the prompt but its last token.
+    seconds = prompt + asked.num_answers * answer
+    is_split = (asked.num_answers > 1) & (seconds > seconds.sum() / num_replicas)
+    counts = np.where(is_split, asked.num_answers, 1)
+    places = np.repeat(np.arange(len(counts)), counts)
+    nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
+    is_further, is_part = nth > 0, is_split[places]
+    repeated = np.where(is_further, np.maximum(asked.match_limits, found)[places], found[places]) - held[places]
+    return Pieces(
+        places=places,
+        first_answers=nth,
+        num_answers=np.where(is_part, 1, asked.num_answers[places]),
+        repeated_tokens=repeated,
+        seconds=np.where(is_part, answer[places] + np.where(is_further, 0.0, prompt[places]), seconds[places]),
+        repeated_seconds=before[places] + np.where(is_further, prompt[places], 0.0),
+    )
+
+
+def _prefill_seconds(first: Int64Array, last: Int64Array, shape: ModelShape, speed: DeviceSpeed) -> Float64Array:
+    """Seconds at peak speed for the tokens from `first` to `last` of each prompt, `[N]` each."""
+    first, last = first.astype(np.float64), last.astype(np.float64)
+    attended = (last * (last + 1) - first * (first + 1)) / 2
+    seconds: Float64Array = (
+        2.0 * shape.layer_weights * (last - first) + shape.attention_ops * attended
+    ) / speed.flops
+    return seconds
