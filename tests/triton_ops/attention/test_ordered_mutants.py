@@ -35,7 +35,7 @@ FAULTS = {
     ),
     "superblocks begin where the item does": (
         ordered_kernel,
-        "range(start // SUPERBLOCK, (end + SUPERBLOCK - 1) // SUPERBLOCK)",
+        "range(start // SUPERBLOCK, (careful_end + SUPERBLOCK - 1) // SUPERBLOCK)",
         "range(0, 1)",
     ),
     "sums of weights in the order of the layout": (
@@ -97,7 +97,7 @@ def break_source(
 
     used = load("broken_softmax", changed if module is ordered_softmax else str, ordered_softmax)
     kernel = load("broken_kernel", changed if module is ordered_kernel else str, ordered_kernel)
-    for name in ("add_superblock", "finish_ordered", "ordered_tile", "sum_places"):
+    for name in ("add_superblock", "finish_ordered", "ordered_tile", "rebase", "sum_places"):
         monkeypatch.setattr(kernel, name, getattr(used, name))
     for name in ("ordered_kernel", "ordered_merge_kernel"):
         monkeypatch.setattr(ordered, name, getattr(kernel, name))
