@@ -46,7 +46,7 @@ def test_ranges_cover_the_run_once(prompts: Any, num_replicas: int, new_tokens: 
     np.testing.assert_array_equal(counts, plan.demands[plan.run.order].num_answers)
     total = of.seconds_before[-1]
     assert found.seconds.sum() >= total * (1 - 1e-9)
-    # A range is off by two tolerances and by half a piece at each end, or for the sake of as much that is repeated.
+    # A range is off by two tolerances and half a piece at each end, or for the sake of as much that is repeated.
     off = of.seconds.max(initial=0.0) + 2 * of.repeated_seconds.max(initial=0.0)
     assert (np.diff(of.seconds_before[bounds]) <= total / num_replicas * (1 + 2 * TOLERANCE) + off + 1e-12).all()
 

@@ -43,7 +43,9 @@ MAX_SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 MAX_SPILLED = 32  # bytes a thread, eight registers: 13 of 4,440 variants for sm_80, sm_89 and sm_90 spill some
 # Of kernels that add up finished superblocks: they spill there, once for hundreds of keys, and nothing within one
 # (counted in their machine code for heads of 128).
-MAX_SPILLED_BY = {"ordered_kernel": 1400}
+MAX_SPILLED_BY = {"ordered_kernel": 1500}
+# Kernels whose wgmma must be able to overlap.
+OVERLAPPING = {"ordered_kernel"}
 PROCESSES = 2
 
 
@@ -68,6 +70,7 @@ class Compiled:
         registers: a thread.
         spilled: bytes of stack a thread, which in these kernels hold spilled registers alone.
         wgmma: how many of these instructions its PTX has.
+        serialised: whether its machine code waits after each of them.
         error: why it could not be compiled; None if it was.
     """
 
@@ -79,6 +82,7 @@ class Compiled:
     registers: int = 0
     spilled: int = 0
     wgmma: int = 0
+    serialised: bool = False
     error: str | None = None
 
     @property
@@ -93,6 +97,8 @@ class Compiled:
             faults.append(
                 f"wants {self.shared} bytes of shared memory; sm_{self.arch} has {MAX_SHARED[self.arch]}"
             )
+        if self.serialised and self.kernel in OVERLAPPING:
+            faults.append("waits after every wgmma")
         return faults
 
     def __str__(self) -> str:
@@ -172,11 +178,13 @@ def compile_variant(variant: Variant) -> Compiled:
     except Exception as error:  # of any kind: a defect of the kernel, to be reported with the others
         return compiled(error=f"{type(error).__name__}: {_first_words(str(error))}")
     registers, spilled = _resources(kernel.asm["cubin"])
+    wgmma = kernel.asm["ptx"].count("wgmma.mma_async")
     return compiled(
         shared=kernel.metadata.shared,
         registers=registers,
         spilled=spilled,
-        wgmma=kernel.asm["ptx"].count("wgmma.mma_async"),
+        wgmma=wgmma,
+        serialised=wgmma > 0 and _waits(kernel.asm["cubin"]) > 2 * kernel.asm["ptx"].count("wgmma.wait_group"),
     )
 
 
@@ -187,15 +195,25 @@ def _first_words(message: str) -> str:
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers a thread, and bytes of stack a thread."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    shown = _dump(cubin, "-res-usage")
     usage = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", shown)
     if usage is None:
         raise ValueError(f"cuobjdump said: {shown}")
     return int(usage[1]), int(usage[2]) + int(usage[3])
+
+
+def _waits(cubin: bytes) -> int:
+    """How often the machine code waits for wgmma. Where ptxas cannot let them overlap, it waits after each."""
+    return _dump(cubin, "-sass").count("WARPGROUP.DEPBAR")
+
+
+def _dump(cubin: bytes, option: str) -> str:
+    """What cuobjdump shows."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 _variants: list[Variant] = []  # a forked process finds them here: a kernel cannot be pickled

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from triton_ops.attention.ordered_softmax import add_superblock, finish_ordered, ordered_tile, sum_places
-from triton_ops.attention.softmax import LOG2_E
+from triton_ops.attention.ordered_softmax import (
+    add_superblock,
+    finish_ordered,
+    ordered_tile,
+    rebase,
+    sum_places,
+)
+from triton_ops.attention.softmax import LOG2_E, overflows
 from triton_ops.implementation import gdc_launch_dependents, gdc_wait, tl, triton
 
 
@@ -32,6 +38,11 @@ def ordered_kernel(
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     # With a window every tile is masked, and in small ones masks cost less than a second loop.
     MASK_ALL: tl.constexpr = HAS_WINDOW or BLOCK_M == 16 or q.dtype.element_ty == tl.float32
+    # The base that a superblock has after its first tile serves for all others that all rows see. If far greater
+    # scores turn up, its tiles are computed again by the careful loop, which looks for them in each tile. For
+    # ALiBi that loop is the only one: its scores grow from tile to tile.
+    FIXED_BASE: tl.constexpr = not (MASK_ALL or HAS_ALIBI)
+    MASKED_STAGES: tl.constexpr = NUM_STAGES if MASK_ALL else 1
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
@@ -96,14 +107,10 @@ def ordered_kernel(
         last = tl.maximum(end - 1, 0)
         at = row * NUM_HEADS + head
 
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        row_sum = tl.zeros([BLOCK_M, 16], tl.float32)
-        base = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        if HAS_SOURCES:
-            source = tl.load(item_sources + item)
-            if source >= 0:
-                part = (source + nth).to(tl.int64) * NUM_HEADS + head
-                acc, row_sum, base = _load_state(partial_out, partial_sum, partial_base, part, HEAD_DIM, BLOCK_D)
+        acc, row_sum, base = _first_state(
+            partial_out, partial_sum, partial_base, item_sources + item, nth, head,
+            NUM_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, HAS_SOURCES,
+        )  # fmt: skip
         total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total_sum = tl.zeros([BLOCK_M], tl.float32)
         total_base = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -115,10 +122,13 @@ def ordered_kernel(
                     total, total_sum, total_base, partial_out, partial_sum, partial_base, part, HEAD_DIM, BLOCK_D
                 )
 
-        for block in range(start // SUPERBLOCK, (end + SUPERBLOCK - 1) // SUPERBLOCK):
+        # A shared item is of one superblock, or of a part of it.
+        end_block = start // SUPERBLOCK + 1 if LISTED else (end + SUPERBLOCK - 1) // SUPERBLOCK
+        for block in range(start // SUPERBLOCK, end_block):
             block_start = tl.maximum(block * SUPERBLOCK, start)
             block_end = tl.minimum((block + 1) * SUPERBLOCK, end)
-            if block * SUPERBLOCK > start:
+            is_next = False if LISTED else block * SUPERBLOCK > start
+            if is_next:
                 if TOTAL_IN_MEMORY:
                     has_total = (block - 1) * SUPERBLOCK > start
                     tl.debug_barrier()
@@ -138,33 +148,59 @@ def ordered_kernel(
                     total, total_sum, total_base = add_superblock(
                         total, total_sum, total_base, acc, sum_places(row_sum), base
                     )
-                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                row_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+                # The next tile's factor on `acc` and `row_sum` is 0 then. Were they set to 0 here, ptxas would let
+                # every wgmma wait for the one before.
                 base = tl.full([BLOCK_M], float("-inf"), tl.float32)
             # Whole tiles that all rows see, then the masked rest.
             whole = tl.minimum(block_end, seen_by_all)
-            peeled = block_start + tl.maximum(whole - block_start, 0) // BLOCK_N * BLOCK_N
+            rest = block_start + tl.maximum(whole - block_start, 0) // BLOCK_N * BLOCK_N
             if MASK_ALL:
-                peeled = block_start
+                rest = block_start
             # The next tile's slots are carried along, so that loads do not wait for other loads. Beyond the end
             # the last position is read again: other slots may hold NaN, and 0 * NaN is NaN.
             slot = tl.load(slots + tl.minimum(block_start + n, last))
-            for first in tl.range(block_start, peeled, BLOCK_N, num_stages=NUM_STAGES):
+            first_end = block_start
+            has_first = FIXED_BASE if LISTED or not FIXED_BASE else rest > block_start
+            if has_first:
+                # This tile gives the base. A shared item may have no other one, so it is masked there.
+                first_end = block_start + BLOCK_N
+                offset = slot.to(tl.int64)[:, None] * slot_stride
+                slot = tl.load(slots + tl.minimum(first_end + n, last))
+                keys = tl.load(k_head + offset, mask=in_head, other=0.0)
+                values = tl.load(v_head + offset, mask=in_head, other=0.0)
+                acc, row_sum, base = ordered_tile(
+                    queries, keys, values, acc, row_sum, base, block_start + n, position, slopes,
+                    (block_start + n < block_end)[None, :], scale, softcap, LISTED, HAS_SOFTCAP, False,
+                )  # fmt: skip
+            for first in tl.range(first_end, rest, BLOCK_N, num_stages=NUM_STAGES):
                 offset = slot.to(tl.int64)[:, None] * slot_stride
                 slot = tl.load(slots + tl.minimum(first + BLOCK_N + n, last))
                 keys = tl.load(k_head + offset, mask=in_head, other=0.0)
                 values = tl.load(v_head + offset, mask=in_head, other=0.0)
                 acc, row_sum, base = ordered_tile(
                     queries, keys, values, acc, row_sum, base, first + n, position, slopes, in_tile[:, None],
-                    scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI,
+                    scale, softcap, False, HAS_SOFTCAP, HAS_ALIBI, FIXED_BASE,
                 )  # fmt: skip
-            for first in tl.range(peeled, block_end, BLOCK_N, num_stages=NUM_STAGES if MASK_ALL else 1):
+            if FIXED_BASE:
+                rest = tl.maximum(first_end, rest)
+                if overflows(tl.max(row_sum, 1), q.dtype.element_ty):
+                    # An item that goes on from a state has no other superblock.
+                    acc, row_sum, base = _first_state(
+                        partial_out, partial_sum, partial_base, item_sources + item, nth, head,
+                        NUM_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, HAS_SOURCES,
+                    )  # fmt: skip
+                    rest = block_start
+                acc, row_sum, base = rebase(acc, row_sum, base)
+                slot = tl.load(slots + tl.minimum(rest + n, last))
+            for first in tl.range(rest, block_end, BLOCK_N, num_stages=MASKED_STAGES):
                 offset = slot.to(tl.int64)[:, None] * slot_stride
                 slot = tl.load(slots + tl.minimum(first + BLOCK_N + n, last))
                 keys = tl.load(k_head + offset, mask=in_head, other=0.0)
                 values = tl.load(v_head + offset, mask=in_head, other=0.0)
                 key = first + n
-                visible = (key < block_end)[None, :] & (key[None, :] <= position[:, None])
+                visible = (key < block_end)[None, :]
+                if not LISTED:
+                    visible = visible & (key[None, :] <= position[:, None])
                 if HAS_WINDOW:
                     visible = visible & (key[None, :] > position[:, None] - window)
                 acc, row_sum, base = ordered_tile(
@@ -173,7 +209,8 @@ def ordered_kernel(
                 )  # fmt: skip
 
         stored = in_tile[:, None] & in_head
-        if first_partial < 0:
+        is_alone = False if LISTED else first_partial < 0
+        if is_alone:
             before, before_sum, before_base = total, total_sum, total_base
             if TOTAL_IN_MEMORY:
                 has_total = (end - 1) // SUPERBLOCK * SUPERBLOCK > start
@@ -231,6 +268,23 @@ def ordered_merge_kernel(
         tl.store(out + at * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
         if HAS_LSE:
             tl.store(lse + at + one, result_lse / LOG2_E)
+
+
+@triton.jit
+def _first_state(
+    partial_out, partial_sum, partial_base, source, nth, head, NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SOURCES: tl.constexpr,
+):  # fmt: skip
+    """What an item's `nth [BLOCK_M]` rows go on from: states from the number on that `source` points to; or nothing."""
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+    base = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if HAS_SOURCES:
+        first = tl.load(source)
+        if first >= 0:
+            part = (first + nth).to(tl.int64) * NUM_HEADS + head
+            acc, row_sum, base = _load_state(partial_out, partial_sum, partial_base, part, HEAD_DIM, BLOCK_D)
+    return acc, row_sum, base
 
 
 @triton.jit

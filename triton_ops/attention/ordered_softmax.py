@@ -3,8 +3,8 @@
 For a query, keys form superblocks at absolute multiples of a number, and groups of 16 at absolute multiples of 16:
 
 - a score becomes a multiple of 2^-14 in base 2 (of 2^-16 for products in float32), by adding a large number, and
-  its weight is `exp2(score - base)` with an integer base: to rescale by another base is exact, so it does not
-  matter which tile found which maximum;
+  its weight is `exp2(score - base)` with an integer base, cut to bfloat16: to rescale by another base is exact, so
+  it does not matter which tile found which maximum, or whether the base is one;
 - within a superblock the groups are added one after the other, in one chain of products of weights and values, and
   to 16 sums of weights, one for each place in a group;
 - the results of superblocks, (sum of values, sums of weights, base), are added in ascending order.
@@ -23,7 +23,10 @@ from triton_ops.implementation import tl, triton
 # other grids; rescaling is as exact, but for rows whose greatest score is below about -500, or -100 in float32.
 OFFSET: tl.constexpr = 768.0 if tl is None else tl.constexpr(768.0)
 FLOAT32_OFFSET: tl.constexpr = 192.0 if tl is None else tl.constexpr(192.0)
-# Results below this, relative to weights of 1, are zero: rescaling is exact only as far as floats are normal.
+# Weights are cut to bfloat16, as that takes fewer instructions than rounding. With this much added to scores, a
+# multiple of 2^-14, they are right on average.
+CUT: tl.constexpr = 67 * 2.0**-14 if tl is None else tl.constexpr(67 * 2.0**-14)
+# Results below this, in units of the sum of weights, are zero: rescaling is exact as far as floats are normal.
 TINY: tl.constexpr = 2.0**-80 if tl is None else tl.constexpr(2.0**-80)
 GROUP_KEYS = 16
 
@@ -31,23 +34,22 @@ GROUP_KEYS = 16
 @triton.jit
 def ordered_tile(
     q, k, v, acc, row_sum, base, key_positions, positions, slopes, visible, scale, softcap,
-    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, FIXED_BASE: tl.constexpr = False,
 ):  # fmt: skip
     """Add the keys `k [BLOCK_N, BLOCK_D]` and their values to the superblock of the rows `q [BLOCK_M, BLOCK_D]`.
 
     `acc [BLOCK_M, BLOCK_D]` is the sum of weighted values, `row_sum [BLOCK_M, 16]` those of weights, both in units
     of `exp2(base [BLOCK_M])`; -inf: nothing was seen. `scale` and `softcap` are as in
-    `attend_tile`.
+    `attend_tile`. FIXED_BASE: `base` is finite, and stays; weights that are far above it are infinite.
     """
     v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     fixed: tl.constexpr = FLOAT32_OFFSET if q.dtype == tl.float32 else OFFSET
+    offset = tl.zeros_like(scores) + (fixed if q.dtype == tl.float32 else fixed + CUT)
     # Multiply-adds are written out: left to the compiler, they might differ from kernel to kernel.
     if HAS_ALIBI:
         distance = key_positions.to(tl.float32)[None, :] - positions.to(tl.float32)[:, None]
-        offset = tl.fma((slopes * LOG2_E)[:, None], distance, tl.zeros_like(scores) + fixed)
-    else:
-        offset = tl.zeros_like(scores) + fixed
+        offset = tl.fma((slopes * LOG2_E)[:, None], distance, offset)
     if HAS_SOFTCAP:
         bent = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap * LOG2_E)) + 1.0)
         scores = tl.fma(bent, tl.zeros_like(scores) + softcap * LOG2_E, offset)
@@ -55,13 +57,19 @@ def ordered_tile(
         scores = tl.fma(scores, tl.zeros_like(scores) + scale, offset)
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
-    greatest = tl.maximum(base, tl.ceil(tl.max(scores, 1)) - fixed)
-    finite = tl.where(greatest == float("-inf"), 0.0, greatest)
-    weights = tl.exp2(scores - (finite + fixed)[:, None]).to(q.dtype)
-    keep = tl.exp2(base - finite)
-    acc = tl.dot(weights, v, acc * keep[:, None], input_precision="ieee")
-    row_sum = _add_weights(row_sum * keep[:, None], weights.to(tl.float32))
-    return acc, row_sum, greatest
+    finite = base
+    if not FIXED_BASE:
+        greatest = tl.maximum(base, tl.ceil(tl.max(scores, 1)) - fixed)
+        finite = tl.where(greatest == float("-inf"), 0.0, greatest)
+        keep = tl.exp2(base - finite)
+        acc *= keep[:, None]
+        row_sum *= keep[:, None]
+        base = greatest
+    weights = tl.exp2(scores - (finite + fixed)[:, None])
+    if q.dtype != tl.float32:
+        weights = (weights.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+    acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
+    return acc, _add_weights(row_sum, weights), base
 
 
 @triton.jit
@@ -107,6 +115,22 @@ def add_superblock(total, total_sum, total_base, acc, row_sum, base):
 
 
 @triton.jit
+def power_of_two(sums):
+    """The exponents of the greatest powers of two in `sums`, not negative, and the powers' inverses."""
+    biased = sums.to(tl.int32, bitcast=True) >> 23
+    return (biased - 127).to(tl.float32), ((254 - biased) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rebase(acc, row_sum, base):
+    """The state of a superblock in units of its greatest sum of weights: in those of a base far below that, it
+    could be multiplied by factors too small for float32.
+    """
+    exponent, factor = power_of_two(tl.max(row_sum, 1))
+    return acc * factor[:, None], row_sum * factor[:, None], base + exponent
+
+
+@triton.jit
 def finish_ordered(total, total_sum, total_base, sinks, HAS_SINKS: tl.constexpr):
     """The softmax's result and its log-sum-exp in base 2, as `finish_rows` has them."""
     if HAS_SINKS:
@@ -115,6 +139,9 @@ def finish_ordered(total, total_sum, total_base, sinks, HAS_SINKS: tl.constexpr)
         total, total_sum, total_base = add_superblock(
             total, total_sum, total_base, tl.zeros_like(total), tl.exp2(sink - base), base
         )
+    # In these units nothing depends on bases.
+    exponent, factor = power_of_two(total_sum)
+    total, total_sum, total_base = total * factor[:, None], total_sum * factor, total_base + exponent
     total = tl.where(tl.abs(total) < TINY, 0.0, total)
     empty = total_sum == 0.0
     out = total / tl.where(empty, 1.0, total_sum)[:, None]

@@ -18,6 +18,7 @@ from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from tests.support.attention_cases import Case, make_case, share
 from tests.support.attention_checks import interpreted_only
 from tests.support.ordered_reads import check_ordered_reads
+from tests.support.ordered_ways import RISES, RISING_LEN, rising
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.extend import Extends
@@ -192,6 +193,19 @@ def test_rows_without_tokens_are_zero(impl: Impl) -> None:
     assert (out[[0, 2]] == 0).all()
     assert (lse[[0, 2]] == -torch.inf).all()
     assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("name", RISES)
+def test_scores_may_rise_along_a_superblock(name: str, impl: Impl) -> None:
+    """The base of its first tile serves for all others, as far as float32 can hold the weights."""
+    found, case, q, scoring = rising(name, impl)
+    assert all(same_bits(other, found[0]) for other in found)
+    if name != "tiny values":
+        slots = case.req_to_token[case.rows[0], :RISING_LEN].long()
+        out, lse = dense_attention(q[None], case.k_buffer[slots], case.v_buffer[slots], scoring)
+        got, got_lse = found[0].double().split([HEADS * 16, HEADS])
+        torch.testing.assert_close(got / out.abs().max(), out.flatten() / out.abs().max(), atol=1e-2, rtol=2e-2)
+        torch.testing.assert_close(got_lse, lse[0], atol=1e-2, rtol=1e-3)
 
 
 FREE = PlanTuning(costs=TreeCosts(item=0.0, launches=-1.0, partial_crossings=0.0), mean_partials=64)

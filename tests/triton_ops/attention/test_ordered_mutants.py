@@ -7,17 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 
 import triton_ops.attention.ordered as ordered
 from layers.products import same_bits
-from tests.support.attention_cases import make_case
 from tests.support.interpreter import require_interpreter
+from tests.support.ordered_ways import HEADS, all_ways, copies, rising
 from triton_ops.attention import ordered_kernel, ordered_softmax
 from triton_ops.attention.arguments import Scoring
-from triton_ops.attention.plan import AttentionPlan, Int32Array, SharedItems
 
 SUPERBLOCK = 64
 
@@ -35,7 +33,7 @@ FAULTS = {
     ),
     "superblocks begin where the item does": (
         ordered_kernel,
-        "range(start // SUPERBLOCK, (end + SUPERBLOCK - 1) // SUPERBLOCK)",
+        "range(start // SUPERBLOCK, end_block)",
         "range(0, 1)",
     ),
     "sums of weights in the order of the layout": (
@@ -55,13 +53,29 @@ FAULTS = {
     ),
     "the open superblock begins anew": (
         ordered_kernel,
-        "if source >= 0:",
-        "if source >= 1000:",
+        "if first >= 0:",
+        "if first >= 1000:",
     ),
     "levels run side by side": (
         ordered_kernel,
         "tl.load(item_levels + item) == level",
         "level == 0",
+    ),
+}
+# Of the base that a superblock keeps: the scores that show them.
+FAULTS_OF_BASES = {
+    "too great weights stay": (ordered_kernel, "if overflows(", "if False and overflows(", "far"),
+    "the base stays far below": (
+        ordered_kernel,
+        "acc, row_sum, base = rebase(acc, row_sum, base)",
+        "pass",
+        "from far below",
+    ),
+    "what is tiny depends on the base": (
+        ordered_softmax,
+        "total, total_sum, total_base = total * factor[:, None], total_sum * factor, total_base + exponent",
+        "pass",
+        "tiny values",
     ),
 }
 
@@ -78,6 +92,18 @@ def test_the_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monk
     require_interpreter()
     break_source(tmp_path, monkeypatch, *FAULTS[fault])
     assert not agrees()
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_BASES)
+def test_the_fault_of_bases_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_interpreter()
+    *change, scores = FAULTS_OF_BASES[fault]
+    break_source(tmp_path, monkeypatch, *change)
+    from tests.support.tensor_cores import tensor_cores  # imports Triton's interpreter
+
+    with tensor_cores():
+        found, *_ = rising(scores)
+    assert not all(same_bits(other, found[0]) for other in found)
 
 
 def break_source(
@@ -102,7 +128,7 @@ def break_source(
 
     used = load("broken_softmax", changed if module is ordered_softmax else str, ordered_softmax)
     kernel = load("broken_kernel", changed if module is ordered_kernel else str, ordered_kernel)
-    for name in ("add_superblock", "finish_ordered", "ordered_tile", "sum_places"):
+    for name in ("add_superblock", "finish_ordered", "ordered_tile", "rebase", "sum_places"):
         monkeypatch.setattr(kernel, name, getattr(used, name))
     for name in ("ordered_kernel", "ordered_merge_kernel"):
         monkeypatch.setattr(ordered, name, getattr(kernel, name))
@@ -118,43 +144,12 @@ def agrees() -> bool:
 def agrees_on(great: tuple[int, ...], seed: int) -> bool:
     from tests.support.tensor_cores import tensor_cores  # imports Triton's interpreter
 
-    case = make_case([185] * 3, head_dim=16)
-    # The same request thrice.
-    for row in case.rows[1:]:
-        case.req_to_token[row] = case.req_to_token[case.rows[0]]
-    q = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(seed)).expand(3, 4, 16).contiguous()
+    case = copies(185, torch.float32)
+    q = torch.randn(HEADS, 16, generator=torch.Generator().manual_seed(seed))
     for position in great:  # in a tile of 32 keys, but not in the first 16
         slot = case.req_to_token[case.rows[0], position].long()
-        case.k_buffer[slot] = q[0, ::2]
-    rows = case.rows.numpy()
-    scoring = Scoring(0.4)
-
-    def decoded(plan: AttentionPlan) -> list[torch.Tensor]:
-        lse = torch.empty(3, 4)
-        out = ordered.ordered_decode(q, case.kv, case.rows, plan, scoring, lse=lse, impl="triton")
-        return [torch.cat([out.flatten(1), lse], 1)[row] for row in range(3)]
-
+        case.k_buffer[slot] = q[::2]
     with tensor_cores():
-        found = decoded(AttentionPlan.flat(rows, [185] * 3, superblock=SUPERBLOCK).to(q.device))
-        found += decoded(AttentionPlan.flat(rows, [185] * 3, max_item_len=1, superblock=SUPERBLOCK).to(q.device))
-        found += decoded(sharing(rows).to(q.device))
-        extends = case.extends([184 - 40, 184, 0])
-        wide = torch.zeros(int(extends.extend_seq_lens.sum()), 4, 16)
-        last = extends.extend_start_loc + extends.extend_seq_lens - 1
-        wide[last.long()] = q
-        lse = torch.empty(wide.shape[:2])
-        out = ordered.ordered_extend(
-            wide, case.kv, extends, None, scoring, lse=lse, superblock=SUPERBLOCK, impl="triton"
-        )
-        found += list(torch.cat([out.flatten(1), lse], 1)[last.long()])
+        # Two superblocks and 48 tokens of the third one are read once, 32 of these by two copies alone.
+        found = all_ways(case, q, Scoring(0.4), SUPERBLOCK, 176)
     return all(same_bits(other, found[0]) for other in found)
-
-
-def sharing(rows: Int32Array) -> AttentionPlan[Int32Array]:
-    """Two superblocks and 48 tokens of the third one are read once, 16 of these by two rows only, before the other
-    32 in the plan.
-    """
-    starts, lens = np.array([160, 0, 64, 128], np.int32), np.array([16, 64, 64, 32], np.int32)
-    first, count = np.zeros(4, np.int32), np.array([2, 3, 3, 3], np.int32)
-    shared = SharedItems(np.full(4, rows[0], np.int32), starts, lens, first, count, np.arange(3, dtype=np.int32))
-    return AttentionPlan.tree(rows, [185] * 3, [176, 176, 160], shared, superblock=SUPERBLOCK)
