@@ -275,7 +275,7 @@ def _first_state(
     partial_out, partial_sum, partial_base, source, nth, head, NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SOURCES: tl.constexpr,
 ):  # fmt: skip
-    """What an item's `nth [BLOCK_M]` rows go on from: states from the number on that `source` points to; or nothing."""
+    """What an item goes on from in `nth [BLOCK_M]` rows: the states from the number that `source` points to on."""
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_sum = tl.zeros([BLOCK_M, 16], tl.float32)
     base = tl.full([BLOCK_M], float("-inf"), tl.float32)
