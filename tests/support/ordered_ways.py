@@ -73,6 +73,8 @@ RISES = {
     # first, whose values are zero.
     "from far below": np.where(np.arange(RISING_LEN) < 256, 95.0, np.where(_WITHIN < 64, -60.0, 25.0)),
     "tiny values": _WITHIN * 0.3,
+    # What comes before the jump weighs 2^-97, and is to be seen beside tiny values: its own are large.
+    "a jump": np.where(_WITHIN < 80, -50.0, 47.5),
 }
 
 
@@ -85,6 +87,8 @@ def rising(name: str, impl: Impl = "triton") -> tuple[list[Tensor], Case, Tensor
     case.k_buffer[slots, :, 0] = (levels / (8.0 * scoring.scale * math.log2(math.e)))[:, None].to(case.dtype)
     if name == "from far below":
         case.v_buffer[slots[:RISING_SUPERBLOCK]] = 0.0
+    if name == "a jump":
+        case.v_buffer[slots] *= torch.from_numpy(np.where(_WITHIN < 80, 2.0**24, 2.0**-74))[:, None, None]
     if name == "tiny values":
         case.v_buffer[slots] *= 2.0**-79
     q = torch.randn(HEADS, 16, generator=torch.Generator().manual_seed(0)).to(case.dtype)

@@ -107,10 +107,14 @@ def ordered_kernel(
         last = tl.maximum(end - 1, 0)
         at = row * NUM_HEADS + head
 
-        acc, row_sum, base = _first_state(
-            partial_out, partial_sum, partial_base, item_sources + item, nth, head,
-            NUM_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, HAS_SOURCES,
-        )  # fmt: skip
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        row_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+        base = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if HAS_SOURCES:
+            acc, row_sum, base = _go_on(
+                acc, row_sum, base, partial_out, partial_sum, partial_base, item_sources + item, True,
+                nth, head, NUM_HEADS, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
         total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total_sum = tl.zeros([BLOCK_M], tl.float32)
         total_base = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -183,13 +187,17 @@ def ordered_kernel(
                 )  # fmt: skip
             if FIXED_BASE:
                 rest = tl.maximum(first_end, rest)
-                if overflows(tl.max(row_sum, 1), q.dtype.element_ty):
-                    # An item that goes on from a state has no other superblock.
-                    acc, row_sum, base = _first_state(
-                        partial_out, partial_sum, partial_base, item_sources + item, nth, head,
-                        NUM_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, HAS_SOURCES,
-                    )  # fmt: skip
+                again = overflows(tl.max(row_sum, 1), q.dtype.element_ty)
+                if again:
+                    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                    row_sum = tl.zeros([BLOCK_M, 16], tl.float32)
+                    base = tl.full([BLOCK_M], float("-inf"), tl.float32)
                     rest = block_start
+                if HAS_SOURCES:  # such an item has no other superblock
+                    acc, row_sum, base = _go_on(
+                        acc, row_sum, base, partial_out, partial_sum, partial_base, item_sources + item, again,
+                        nth, head, NUM_HEADS, HEAD_DIM, BLOCK_D,
+                    )  # fmt: skip
                 acc, row_sum, base = rebase(acc, row_sum, base)
                 slot = tl.load(slots + tl.minimum(rest + n, last))
             for first in tl.range(rest, block_end, BLOCK_N, num_stages=MASKED_STAGES):
@@ -271,31 +279,22 @@ def ordered_merge_kernel(
 
 
 @triton.jit
-def _first_state(
-    partial_out, partial_sum, partial_base, source, nth, head, NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SOURCES: tl.constexpr,
+def _go_on(
+    acc, row_sum, base, partial_out, partial_sum, partial_base, source, wanted, nth, head,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What an item goes on from in `nth [BLOCK_M]` rows: the states from the number that `source` points to on."""
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_sum = tl.zeros([BLOCK_M, 16], tl.float32)
-    base = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if HAS_SOURCES:
-        first = tl.load(source)
-        if first >= 0:
-            part = (first + nth).to(tl.int64) * NUM_HEADS + head
-            acc, row_sum, base = _load_state(partial_out, partial_sum, partial_base, part, HEAD_DIM, BLOCK_D)
-    return acc, row_sum, base
+    """States from the number on that `source` points to, of an item's `nth [BLOCK_M]` rows, in place of what is
+    given; if they are `wanted`, and there are any.
 
-
-@triton.jit
-def _load_state(
-    partial_out, partial_sum, partial_base, part, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """What the partial results `part [BLOCK_M]` of heads have: `acc`, `row_sum` and `base` of `ordered_tile`."""
-    d = tl.arange(0, BLOCK_D)[None, :]
-    acc = tl.load(partial_out + part[:, None] * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-    row_sum = tl.load(partial_sum + part[:, None] * 16 + tl.arange(0, 16)[None, :])
-    return acc, row_sum, tl.load(partial_base + part)
+    Loads are masked, not skipped: with a branch ptxas lets every wgmma wait for the one before.
+    """
+    first = tl.load(source)
+    exists = wanted & (first >= 0)
+    part = (tl.maximum(first, 0) + nth).to(tl.int64) * NUM_HEADS + head
+    d, lane = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, 16)[None, :]
+    acc = tl.load(partial_out + part[:, None] * HEAD_DIM + d, mask=(d < HEAD_DIM) & exists, other=acc)
+    row_sum = tl.load(partial_sum + part[:, None] * 16 + lane, mask=exists, other=row_sum)
+    return acc, row_sum, tl.load(partial_base + part, mask=exists, other=base)
 
 
 @triton.jit
@@ -304,5 +303,7 @@ def _add_partial(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The superblocks before, and the partial results `part [BLOCK_M]` of the next one."""
-    acc, row_sum, base = _load_state(partial_out, partial_sum, partial_base, part, HEAD_DIM, BLOCK_D)
-    return add_superblock(total, total_sum, total_base, acc, sum_places(row_sum), base)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    acc = tl.load(partial_out + part[:, None] * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+    row_sum = sum_places(tl.load(partial_sum + part[:, None] * 16 + tl.arange(0, 16)[None, :]))
+    return add_superblock(total, total_sum, total_base, acc, row_sum, tl.load(partial_base + part))

@@ -200,7 +200,7 @@ def test_scores_may_rise_along_a_superblock(name: str, impl: Impl) -> None:
     """The base of its first tile serves for all others, as far as float32 can hold the weights."""
     found, case, q, scoring = rising(name, impl)
     assert all(same_bits(other, found[0]) for other in found)
-    if name != "tiny values":
+    if name not in ("tiny values", "a jump"):
         slots = case.req_to_token[case.rows[0], :RISING_LEN].long()
         out, lse = dense_attention(q[None], case.k_buffer[slots], case.v_buffer[slots], scoring)
         got, got_lse = found[0].double().split([HEADS * 16, HEADS])

@@ -53,8 +53,8 @@ FAULTS = {
     ),
     "the open superblock begins anew": (
         ordered_kernel,
-        "if first >= 0:",
-        "if first >= 1000:",
+        "wanted & (first >= 0)",
+        "wanted & (first >= 1000)",
     ),
     "levels run side by side": (
         ordered_kernel,
@@ -64,7 +64,13 @@ FAULTS = {
 }
 # Of the base that a superblock keeps: the scores that show them.
 FAULTS_OF_BASES = {
-    "too great weights stay": (ordered_kernel, "if overflows(", "if False and overflows(", "far"),
+    "too great weights stay": (ordered_kernel, "again = overflows(", "again = (rest < 0) & overflows(", "far"),
+    "what is computed again begins anew": (
+        ordered_kernel,
+        "item_sources + item, again,",
+        "item_sources + item, again & False,",
+        "a jump",
+    ),
     "the base stays far below": (
         ordered_kernel,
         "acc, row_sum, base = rebase(acc, row_sum, base)",
