@@ -74,8 +74,14 @@ def ordered_decode(
     launch.shared()
     config = ordered_attention_config(gpu_of(q.device), q.shape[2], q.dtype, kind="decode")
     block_m = max(DECODE_ROWS, next_power_of_2(launch.group))
-    taken = {"taken_starts": plan.tail_partial_starts, "taken": plan.row_partials}
-    launch(config, block_m, "item", **taken, HAS_TAKEN=plan.tail_partial_starts.shape[0] > 0)
+    launch(
+        config,
+        block_m,
+        "item",
+        taken_starts=plan.tail_partial_starts,
+        taken=plan.row_partials,
+        HAS_TAKEN=plan.tail_partial_starts.shape[0] > 0,
+    )
     launch.merge()
     return out
 

@@ -372,6 +372,7 @@ def _merging(
     begins = np.concatenate([begin[item], np.repeat(shared.starts, shared.query_lens)])
     rows += num_rows * taken[rows]  # lists of rows that are taken in come after the others
     shared_partials = num_own + np.cumsum(shared.query_lens, dtype=np.int32) - shared.query_lens
+    results: NDArray[np.integer[Any]]
     item_sources = shared_sources = shared_levels = _NONE
     if superblock is None:
         results = np.lexsort((begins, rows))

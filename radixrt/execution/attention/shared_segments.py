@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from radixrt.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from radixrt.execution.attention.flat import KernelShape
@@ -207,7 +208,7 @@ class SharedSegments:
         requests: Int64Array,
         req_pool_indices: Int32Array,
         first_query: Int64Array,
-        queries: Int64Array,
+        queries: NDArray[np.integer[Any]],
     ) -> SharedItems:
         """Cut segments of `requests` in depth-first order into items, those that take longest first; the tiles of
         a piece are neighbours.
