@@ -162,6 +162,21 @@ def ordered_attention_config(
     return AttentionConfig(DECODE_ROWS, 64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
 
 
+def training_config(
+    gpu: GPU, head_dim: int, dtype: torch.dtype, *, kind: Literal["forward", "dq", "dkv"]
+) -> AttentionConfig:
+    """For the kernels of `attention_with_grad`, heads of up to 128. "dkv": a tile of `block_n` keys reads `block_m`
+    queries a step. Of the backward pass none was measured.
+    """
+    if kind == "forward":
+        return extend_config(gpu, head_dim, dtype, short=False)
+    _check_vendor(gpu)
+    if dtype == torch.float32:
+        tile = 32 if head_dim <= 64 else 16
+        return AttentionConfig(tile, tile, 8, 1)
+    return AttentionConfig(64, 64, 4, 2)
+
+
 # --- linear ---
 
 SPLIT_K_COLUMNS = 64  # of the output a program: the rows of a wgmma, which a small batch would not fill
