@@ -166,7 +166,8 @@ def training_config(
     gpu: GPU, head_dim: int, dtype: torch.dtype, *, kind: Literal["forward", "dq", "dkv"]
 ) -> AttentionConfig:
     """For the kernels of `attention_with_grad`, heads of up to 128. "dkv": a tile of `block_n` keys reads `block_m`
-    queries a step. Of the backward pass none was measured.
+    rows of queries a step. None of the backward pass was measured: tiles of 128 rows, as those of 64 would read more
+    of L2 than it can give, and with few spills as many warps side by side as there is room for.
     """
     if kind == "forward":
         return extend_config(gpu, head_dim, dtype, short=False)
@@ -174,7 +175,15 @@ def training_config(
     if dtype == torch.float32:
         tile = 32 if head_dim <= 64 else 16
         return AttentionConfig(tile, tile, 8, 1)
-    return AttentionConfig(64, 64, 4, 2)
+    if not gpu.has_wgmma:
+        return AttentionConfig(64, 64, 4 if head_dim <= 32 else 8, 2)
+    if kind == "dq":
+        return (
+            AttentionConfig(128, 64, 8, 3, max_registers=128) if head_dim <= 64 else AttentionConfig(128, 64, 8, 2)
+        )
+    if head_dim in (16, 32):  # padded heads need registers for their masks
+        return AttentionConfig(32, 128, 4, 3, max_registers=168)
+    return AttentionConfig(32, 128, 8, 3, max_registers=128) if head_dim <= 64 else AttentionConfig(32, 128, 8, 2)
 
 
 # --- linear ---

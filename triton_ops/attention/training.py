@@ -51,7 +51,13 @@ def attention_with_grad(
     if causal and q.shape[2] != k.shape[2]:
         mask = _visible(q, k)
     return scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
 
 

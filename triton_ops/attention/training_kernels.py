@@ -26,7 +26,9 @@ def forward_kernel(
     """
     row, first = _query_tile(len_q, BLOCK_M)
     batch, head = row // NUM_HEADS, row % NUM_HEADS
-    whole_end, key_end = _key_range(first, len_q, len_k, BLOCK_M, BLOCK_N, CAUSAL, q.dtype.element_ty == tl.float32)
+    whole_end, key_end = _key_range(
+        first, len_q, len_k, BLOCK_M, BLOCK_N, CAUSAL, q.dtype.element_ty == tl.float32
+    )
     token = first + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     queries = _load_rows(_head(q, q_strides, batch, head), q_strides, token, len_q, HEAD_DIM, BLOCK_D)
@@ -68,7 +70,9 @@ def dq_kernel(
     """
     row, first = _query_tile(len_q, BLOCK_M)
     batch, head = row // NUM_HEADS, row % NUM_HEADS
-    whole_end, key_end = _key_range(first, len_q, len_k, BLOCK_M, BLOCK_N, CAUSAL, q.dtype.element_ty == tl.float32)
+    whole_end, key_end = _key_range(
+        first, len_q, len_k, BLOCK_M, BLOCK_N, CAUSAL, q.dtype.element_ty == tl.float32
+    )
     token = first + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     queries = _load_rows(_head(q, q_strides, batch, head), q_strides, token, len_q, HEAD_DIM, BLOCK_D)
@@ -104,60 +108,62 @@ def dkv_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """A program is one KV head's tile of BLOCK_N keys, and goes through the queries of all heads of the group: no
-    other adds to its results. Scores are transposed, `[BLOCK_N, BLOCK_M]`, so that they stay in registers as left
-    factors of the next products.
+    """A program is one KV head's tile of BLOCK_N keys, and goes through the queries of all heads of the group, side by
+    side in its steps: no other adds to its results. Scores are transposed, `[BLOCK_N, BLOCK_M]`, so that they stay in
+    registers as left factors of the next products.
     """
     num_tiles = tl.cdiv(len_k, BLOCK_N)
-    row, first = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles * BLOCK_N
-    batch, kv_head = row // (NUM_HEADS // GROUP), row % (NUM_HEADS // GROUP)
+    head, first = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles * BLOCK_N
+    batch, kv_head = head // (NUM_HEADS // GROUP), head % (NUM_HEADS // GROUP)
     key = first + tl.arange(0, BLOCK_N)
     keys = _load_rows(_head(k, k_strides, batch, kv_head), k_strides, key, len_k, HEAD_DIM, BLOCK_D)
     values = _load_rows(_head(v, v_strides, batch, kv_head), v_strides, key, len_k, HEAD_DIM, BLOCK_D)
+    q_heads = _head(q, q_strides, batch, kv_head * GROUP)
+    d_out_heads = _head(d_out, d_out_strides, batch, kv_head * GROUP)
+    lse += head.to(tl.int64) * GROUP * len_q
+    delta += head.to(tl.int64) * GROUP * len_q
     k_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     v_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    query_start, whole_start = 0, 0
+    start, whole_start = 0, 0
     if CAUSAL:
         # The first key is seen from token first - offset on, all keys from the last one's on.
         offset = len_k - len_q
-        query_start = tl.maximum(first - offset, 0) // BLOCK_M * BLOCK_M
         last = tl.minimum(first + BLOCK_N, len_k) - 1
-        whole_start = tl.minimum(tl.cdiv(tl.maximum(last - offset, 0), BLOCK_M) * BLOCK_M, len_q)
+        start = tl.maximum(first - offset, 0) * GROUP // BLOCK_M * BLOCK_M
+        whole_start = tl.cdiv(tl.maximum(last - offset, 0) * GROUP, BLOCK_M) * BLOCK_M
         if q.dtype.element_ty == tl.float32:
-            whole_start = len_q
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
-        q_head = _head(q, q_strides, batch, head)
-        d_out_head = _head(d_out, d_out_strides, batch, head)
-        at = (batch * NUM_HEADS + head).to(tl.int64) * len_q
-        if CAUSAL:
-            for start in tl.range(query_start, whole_start, BLOCK_M, num_stages=1):
-                k_acc, v_acc = _add_queries(
-                    keys, values, k_acc, v_acc, key, start, q_head, d_out_head, lse + at, delta + at,
-                    q_strides, d_out_strides, scale, len_q, len_k, HEAD_DIM, BLOCK_D, BLOCK_M, True,
-                )  # fmt: skip
-        for start in tl.range(whole_start, len_q, BLOCK_M, num_stages=NUM_STAGES):
+            whole_start = len_q * GROUP
+        for row in tl.range(start, tl.minimum(whole_start, len_q * GROUP), BLOCK_M, num_stages=2):
             k_acc, v_acc = _add_queries(
-                keys, values, k_acc, v_acc, key, start, q_head, d_out_head, lse + at, delta + at,
-                q_strides, d_out_strides, scale, len_q, len_k, HEAD_DIM, BLOCK_D, BLOCK_M, False,
+                keys, values, k_acc, v_acc, key, row, q_heads, d_out_heads, lse, delta, q_strides, d_out_strides,
+                scale, len_q, len_k, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, True,
             )  # fmt: skip
+    for row in tl.range(whole_start, len_q * GROUP, BLOCK_M, num_stages=NUM_STAGES):
+        k_acc, v_acc = _add_queries(
+            keys, values, k_acc, v_acc, key, row, q_heads, d_out_heads, lse, delta, q_strides, d_out_strides,
+            scale, len_q, len_k, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, False,
+        )  # fmt: skip
     _store_rows(_head(dk, dk_strides, batch, kv_head), dk_strides, k_acc * scale, key, len_k, HEAD_DIM, BLOCK_D)
     _store_rows(_head(dv, dv_strides, batch, kv_head), dv_strides, v_acc, key, len_k, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
 def _add_queries(
-    keys, values, k_acc, v_acc, key, start, q_head, d_out_head, lse, delta, q_strides, d_out_strides, scale,
-    len_q, len_k,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
+    keys, values, k_acc, v_acc, key, row, q_heads, d_out_heads, lse, delta, q_strides, d_out_strides, scale,
+    len_q, len_k, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the BLOCK_M queries from `start` on give to the gradients of the tile's keys and values."""
-    token = start + tl.arange(0, BLOCK_M)
-    queries = _load_rows(q_head, q_strides, token, len_q, HEAD_DIM, BLOCK_D)
-    grads = _load_rows(d_out_head, d_out_strides, token, len_q, HEAD_DIM, BLOCK_D)
+    """Add what BLOCK_M rows from `row` on, tokens times heads of the group, give to the gradients of the tile."""
+    row += tl.arange(0, BLOCK_M)
+    token, head = tl.minimum(row // GROUP, len_q - 1), row % GROUP
+    d = tl.arange(0, BLOCK_D)[None, :]
+    at = (token.to(tl.int64) * q_strides[2] + head.to(tl.int64) * q_strides[1])[:, None] + d
+    queries = load_heads(q_heads + at, d < HEAD_DIM, HEAD_DIM == BLOCK_D)
+    at = (token.to(tl.int64) * d_out_strides[2] + head.to(tl.int64) * d_out_strides[1])[:, None] + d
+    grads = load_heads(d_out_heads + at, d < HEAD_DIM, HEAD_DIM == BLOCK_D)
     # Rows beyond the end weigh nothing.
-    base = tl.load(lse + token, mask=token < len_q, other=float("inf"))
-    means = tl.load(delta + token, mask=token < len_q, other=0.0)
+    base = tl.load(lse + head * len_q + token, mask=row < len_q * GROUP, other=float("inf"))
+    means = tl.load(delta + head * len_q + token)
     weights = _weigh(keys, queries, base[None, :], scale)
     if MASKED:
         weights = tl.where(_visible(token[None, :], key[:, None], len_q, len_k, True), weights, 0.0)
