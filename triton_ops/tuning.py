@@ -165,9 +165,10 @@ def ordered_attention_config(
 def training_config(
     gpu: GPU, head_dim: int, dtype: torch.dtype, *, kind: Literal["forward", "dq", "dkv"]
 ) -> AttentionConfig:
-    """For the kernels of `attention_with_grad`, heads of up to 128. "dkv": a tile of `block_n` keys reads `block_m`
-    rows of queries a step. None of the backward pass was measured: tiles of 128 rows, as those of 64 would read more
-    of L2 than it can give, and with few spills as many warps side by side as there is room for.
+    """For the kernels of `attention_with_grad`, heads of up to 128. "dkv": a tile of `block_n` keys reads
+    `block_m` rows of queries a step. Of the backward pass none was measured. On Hopper tiles have 128 rows, as
+    those of 64 would read more of L2 than it can give, and of small heads two or three run side by side on a
+    multiprocessor.
     """
     if kind == "forward":
         return extend_config(gpu, head_dim, dtype, short=False)
@@ -177,13 +178,13 @@ def training_config(
         return AttentionConfig(tile, tile, 8, 1)
     if not gpu.has_wgmma:
         return AttentionConfig(64, 64, 4 if head_dim <= 32 else 8, 2)
+    if head_dim > 64:
+        return AttentionConfig(128, 64, 8, 2) if kind == "dq" else AttentionConfig(32, 128, 8, 2)
     if kind == "dq":
-        return (
-            AttentionConfig(128, 64, 8, 3, max_registers=128) if head_dim <= 64 else AttentionConfig(128, 64, 8, 2)
-        )
+        return AttentionConfig(128, 64, 8, 3, max_registers=128)
     if head_dim in (16, 32):  # padded heads need registers for their masks
         return AttentionConfig(32, 128, 4, 3, max_registers=168)
-    return AttentionConfig(32, 128, 8, 3, max_registers=128) if head_dim <= 64 else AttentionConfig(32, 128, 8, 2)
+    return AttentionConfig(32, 128, 8, 3, max_registers=128)
 
 
 # --- linear ---

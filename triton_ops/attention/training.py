@@ -35,8 +35,8 @@ def attention_with_grad(
     float16, bfloat16 or float32 with heads of at most 128.
 
     The kernels are FlashAttention-2 (Dao, 2023): the forward pass keeps the log-sum-exps, from which the backward
-    pass computes the probabilities again. Nothing is added atomically: the same inputs have the same gradients, bit
-    by bit. Second derivatives are torch's alone.
+    pass computes the probabilities again. Nothing is added atomically: the same inputs have the same gradients, to
+    the bit. They have no second derivatives.
     """
     _check(q, k, v)
     if runs_triton(impl, q.device):
@@ -47,17 +47,10 @@ def attention_with_grad(
             )
         result: Tensor = _Attention.apply(q, k, v, scale, causal)  # type: ignore[no-untyped-call]
         return result
-    mask = None
-    if causal and q.shape[2] != k.shape[2]:
-        mask = _visible(q, k)
+    mask = _visible(q, k) if causal and q.shape[2] != k.shape[2] else None
+    gqa = q.shape[1] != k.shape[1]
     return scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=causal and mask is None,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=gqa
     )
 
 
@@ -84,8 +77,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     same = q.dim() == k.dim() == 4 and k.shape == v.shape and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
     if not (same and q.dtype == k.dtype == v.dtype and q.numel() and k.numel() and q.shape[1] % k.shape[1] == 0):
         raise ValueError(
-            "attention takes q [batch, num_heads, len_q, head_dim] and k, v [batch, num_kv_heads, len_k, head_dim] "
-            "of one dtype, num_heads a multiple of num_kv_heads, none of them empty, but they are "
+            "attention takes q [batch, num_heads, len_q, head_dim] and k, v [batch, num_kv_heads, len_k, "
+            "head_dim] of one dtype, num_heads a multiple of num_kv_heads, none of them empty, but they are "
             + ", ".join(f"{[*x.shape]} {x.dtype}" for x in (q, k, v))
         )
 

@@ -4,9 +4,9 @@ All tensors are `[batch, heads, length, head_dim]` with any strides but that of 
 Query i sees the keys up to `i + len_k - len_q` if CAUSAL, else all. `lse` and `delta` are float32
 `[batch, num_heads, len_q]`, contiguous.
 
-Beyond the end of a tensor its last row is read again: a mask unknown to the compiler takes many registers. Scores are
-masked in the tiles of the diagonal and of the last keys alone, except those of float32, whose products leave no
-registers for a second loop.
+Beyond the end of a tensor its last row is read again: a mask unknown to the compiler takes many registers. Scores
+are masked in the tiles of the diagonal and of the last keys alone, except those of float32, whose products leave
+no registers for a second loop.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ def forward_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """A program is one head's tile of BLOCK_M queries. `lse` gets the log-sum-exps in base 2, infinity where a query
-    sees nothing: subtracted from any score, it leaves a weight of 0.
+    """A program is one head's tile of BLOCK_M queries. `lse` gets the log-sum-exps in base 2, infinity where a
+    query sees nothing: subtracted from any score, it leaves a weight of 0.
     """
     row, first = _query_tile(len_q, BLOCK_M)
     batch, head = row // NUM_HEADS, row % NUM_HEADS
-    whole_end, key_end = _key_range(
-        first, len_q, len_k, BLOCK_M, BLOCK_N, CAUSAL, q.dtype.element_ty == tl.float32
-    )
+    MASK_ALL: tl.constexpr = q.dtype.element_ty == tl.float32
+    whole_end, key_end = _key_range(first, len_q, len_k, BLOCK_M, BLOCK_N, CAUSAL, MASK_ALL)
     token = first + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     queries = _load_rows(_head(q, q_strides, batch, head), q_strides, token, len_q, HEAD_DIM, BLOCK_D)
@@ -65,14 +64,13 @@ def dq_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """A program is one head's tile of BLOCK_M queries. It also writes their `delta`, the sums of d_out * out, which
-    `dkv_kernel` reads.
+    """A program is one head's tile of BLOCK_M queries. It also writes their `delta`, the sums of d_out * out,
+    which `dkv_kernel` reads.
     """
     row, first = _query_tile(len_q, BLOCK_M)
     batch, head = row // NUM_HEADS, row % NUM_HEADS
-    whole_end, key_end = _key_range(
-        first, len_q, len_k, BLOCK_M, BLOCK_N, CAUSAL, q.dtype.element_ty == tl.float32
-    )
+    MASK_ALL: tl.constexpr = q.dtype.element_ty == tl.float32
+    whole_end, key_end = _key_range(first, len_q, len_k, BLOCK_M, BLOCK_N, CAUSAL, MASK_ALL)
     token = first + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     queries = _load_rows(_head(q, q_strides, batch, head), q_strides, token, len_q, HEAD_DIM, BLOCK_D)
@@ -108,9 +106,9 @@ def dkv_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """A program is one KV head's tile of BLOCK_N keys, and goes through the queries of all heads of the group, side by
-    side in its steps: no other adds to its results. Scores are transposed, `[BLOCK_N, BLOCK_M]`, so that they stay in
-    registers as left factors of the next products.
+    """A program is one KV head's tile of BLOCK_N keys, and goes through the queries of all heads of the group,
+    side by side in its steps: no other adds to its results. Scores are transposed, `[BLOCK_N, BLOCK_M]`, so that they
+    stay in registers as left factors of the next products.
     """
     num_tiles = tl.cdiv(len_k, BLOCK_N)
     head, first = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles * BLOCK_N
@@ -191,8 +189,8 @@ def _score_gradients(weights, left, right, means):
 
 @triton.jit
 def _query_tile(len_q, BLOCK_M: tl.constexpr):
-    """The program's row of `[batch * num_heads]` and its first query. Programs of a head are next to one another, as
-    they read the same keys; those that see most keys come first.
+    """The program's row of `[batch * num_heads]` and its first query. Programs of a head are next to one another,
+    as they read the same keys; those that see most keys come first.
     """
     num_tiles = tl.cdiv(len_q, BLOCK_M)
     tile = num_tiles - 1 - tl.program_id(0) % num_tiles
@@ -203,7 +201,7 @@ def _query_tile(len_q, BLOCK_M: tl.constexpr):
 def _key_range(
     first, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK_ALL: tl.constexpr
 ):
-    """The end of the tiles of keys that all queries from `first` on see whole, and the end of all that any sees."""
+    """The end of the tiles of keys that all queries of a tile see whole, and the end of all that any sees."""
     seen_by_all, seen = len_k, len_k
     if CAUSAL:
         seen_by_all = tl.minimum(tl.maximum(first + len_k - len_q + 1, 0), len_k)
