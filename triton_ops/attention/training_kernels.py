@@ -107,8 +107,8 @@ def dkv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """A program is one KV head's tile of BLOCK_N keys, and goes through the queries of all heads of the group,
-    side by side in its steps: no other adds to its results. Scores are transposed, `[BLOCK_N, BLOCK_M]`, so that they
-    stay in registers as left factors of the next products.
+    side by side in its steps: no other adds to its results. Scores are transposed, `[BLOCK_N, BLOCK_M]`, so that
+    they stay in registers as left factors of the next products.
     """
     num_tiles = tl.cdiv(len_k, BLOCK_N)
     head, first = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles * BLOCK_N
