@@ -167,7 +167,7 @@ def training_config(
 ) -> AttentionConfig:
     """For the kernels of `attention_with_grad`, heads of up to 128. "dkv": a tile of `block_n` keys reads
     `block_m` rows of queries a step. Of the backward pass none was measured. On Hopper tiles have 128 rows, as
-    those of 64 would read more of L2 than it can give, and of small heads two or three run side by side on a
+    those of 64 would read twice as much of L2, and of small heads two or three run side by side on a
     multiprocessor.
     """
     if kind == "forward":

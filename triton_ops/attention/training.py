@@ -98,7 +98,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """First for q, which leaves the sums of d_out * out behind, then for k and v."""
         q, k, v, out, lse = ctx.saved_tensors

@@ -68,6 +68,7 @@ SHAPES = [
     Shape(100, 130, head_dim=16, num_heads=3, group=3, batch=2),
     Shape(1, 100),
     Shape(1, 1, head_dim=16),
+    Shape(200, 210, head_dim=16, num_heads=1),  # whole tiles below the diagonal, of queries and of keys
 ]
 
 
