@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from triton_ops.attention.training_kernels import dkv_kernel, dq_kernel, forward_kernel
 from triton_ops.implementation import Impl, cdiv, gpu_of, next_power_of_2, runs_triton
@@ -47,11 +47,18 @@ def attention_with_grad(
             )
         result: Tensor = _Attention.apply(q, k, v, scale, causal)  # type: ignore[no-untyped-call]
         return result
+    return _in_torch(q, k, v, scale, causal)
+
+
+def _in_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    # Not all of torch's kernels give 0 where a query sees nothing.
+    blind = max(0, q.shape[2] - k.shape[2]) if causal else 0
+    q, gqa = q[:, :, blind:], q.shape[1] != k.shape[1]
     mask = _visible(q, k) if causal and q.shape[2] != k.shape[2] else None
-    gqa = q.shape[1] != k.shape[1]
-    return scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=gqa
     )
+    return pad(out, (0, 0, blind, 0)) if blind else out
 
 
 def training_reference(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> Tensor:
