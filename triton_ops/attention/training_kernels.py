@@ -214,7 +214,7 @@ def _key_range(
 @triton.jit
 def _visible(token, key, len_q, len_k, CAUSAL: tl.constexpr):
     """Whether queries `token` see keys `key`."""
-    return key <= token + (len_k - len_q) if CAUSAL else (key < len_k) & (token < len_q)
+    return key <= token + (len_k - len_q) if CAUSAL else key < len_k
 
 
 @triton.jit
