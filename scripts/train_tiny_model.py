@@ -29,10 +29,11 @@ from typing import Any
 import sentencepiece
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from radixrt.builtin import task
 from radixrt.builtin.task import Question, ValueKind
+from triton_ops.attention.training import attention_with_grad
 
 # The annotations of transformers do not pass strict checks, so that its classes are used untyped.
 _Model: Any = LlamaForCausalLM
@@ -312,6 +313,17 @@ class Recipe:
     max_gradient_norm: float = 1.0
 
 
+def _attention(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """As transformers calls it. Under autocast the rotary embedding leaves q and k in float32."""
+    out = attention_with_grad(q.to(v.dtype), k.to(v.dtype), v, scale=scaling, causal=True)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register("attention_with_grad", _attention)
+
+
 def build_model(recipe: Recipe) -> Any:
     """Build the `LlamaForCausalLM` of a recipe with random float32 weights, on the CPU."""
     return _Model(
@@ -328,7 +340,7 @@ def build_model(recipe: Recipe) -> Any:
             tie_word_embeddings=True,
             bos_token_id=BOS_ID,
             eos_token_id=EOS_ID,
-            attn_implementation="sdpa",
+            attn_implementation="attention_with_grad",
         )
     )
 

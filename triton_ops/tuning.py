@@ -162,6 +162,31 @@ def ordered_attention_config(
     return AttentionConfig(DECODE_ROWS, 64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
 
 
+def training_config(
+    gpu: GPU, head_dim: int, dtype: torch.dtype, *, kind: Literal["forward", "dq", "dkv"]
+) -> AttentionConfig:
+    """For the kernels of `attention_with_grad`, heads of up to 128. "dkv": a tile of `block_n` keys reads
+    `block_m` rows of queries a step. Of the backward pass none was measured. On Hopper tiles have 128 rows, as
+    those of 64 would read twice as much of L2, and of small heads two or three run side by side on a
+    multiprocessor.
+    """
+    if kind == "forward":
+        return extend_config(gpu, head_dim, dtype, short=False)
+    _check_vendor(gpu)
+    if dtype == torch.float32:
+        tile = 32 if head_dim <= 64 else 16
+        return AttentionConfig(tile, tile, 8, 1)
+    if not gpu.has_wgmma:
+        return AttentionConfig(64, 64, 4 if head_dim <= 32 else 8, 2)
+    if head_dim > 64:
+        return AttentionConfig(128, 64, 8, 2) if kind == "dq" else AttentionConfig(32, 128, 8, 2)
+    if kind == "dq":
+        return AttentionConfig(128, 64, 8, 3, max_registers=128)
+    if head_dim in (16, 32):  # padded heads need registers for their masks
+        return AttentionConfig(32, 128, 4, 3, max_registers=168)
+    return AttentionConfig(32, 128, 8, 3, max_registers=128)
+
+
 # --- linear ---
 
 SPLIT_K_COLUMNS = 64  # of the output a program: the rows of a wgmma, which a small batch would not fill

@@ -238,6 +238,7 @@ GROUPS = {
     "extend": "causal attention of new tokens over a prefix and themselves (bound by products, or by exp)",
     "short-extend": "16 new tokens on a prefix of 32,768 (bound by bytes)",
     "same-bits": "deterministic attention beside the other one: decode and extend (bound as these)",
+    "backward": "attention for training, forward and backward pass together (bound by products, or by exp)",
     "elementwise": "norms, gated activations, rotary embedding and KV store (bound by bytes)",
     "sampling": "draws, greedy choices and log-probabilities (bound by the bytes of the logits, once)",
     "linear": "output projections of small batches, with the norm that follows (bound by bytes, or by products)",

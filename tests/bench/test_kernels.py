@@ -27,10 +27,11 @@ from radixrt.bench.kernels import elementwise, kv_copy, linear, run, sampling
 from radixrt.bench.kernels import tree as tree_bench
 from radixrt.bench.kernels.attention import decode_case, extend_case, ordered_case
 from radixrt.bench.kernels.attention_inputs import AttentionShape, attention_inputs
+from radixrt.bench.kernels.backward import TrainingShape, backward_case
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected, PlanFigures, worst_error
 from radixrt.bench.kernels.goals import GOALS, GROUP_GOALS, PUBLISHED, Goal, goal_of
 from radixrt.bench.kernels.measurement import Measurement, Result, copies_beyond_l2, measure
-from radixrt.bench.kernels.roofline import Machine, Work, decode_work, extend_work
+from radixrt.bench.kernels.roofline import Machine, Work, decode_work, extend_work, training_work
 from radixrt.bench.kernels.run import Options, choose_cases, describe, run_benchmark
 from radixrt.bench.kernels.table import Report
 from radixrt.bench.kernels.tree import FLAT, ordered_tree_case, tree_case, tree_shape
@@ -284,6 +285,29 @@ def test_same_bits_cases(prefix_and_extend: tuple[int, int], kernel_device: torc
         assert measurement.reason is None
         assert measurement.error is not None
         assert measurement.error < 1e-5
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_backward_cases(causal: bool, kernel_device: torch.device) -> None:
+    """With the kernels themselves; torch's own computes the same."""
+    case = backward_case(TrainingShape(1, 64, 2, 1, 16, causal, torch.float32))
+    machine = replace(CARD, l2_bytes=int(case.work.bytes))
+    ours, flash, _ = measure(case, machine, PretendedTimer(), kernel_device).measurements
+    assert ours.reason is None, ours.traceback
+    assert (ours.error or 0) < 1e-5
+    assert flash.reason is not None or (flash.error or 0) < 1e-5, flash
+
+
+def test_work_of_training() -> None:
+    """What the forward pass has, and the backward pass with it: q, k, v and the result, then these again with four
+    gradients.
+    """
+    full, causal = (training_work(2, 64, 4, 2, 16, 2, causal=causal) for causal in (False, True))
+    forward = extend_work([(0, 64)] * 2, 4, 2, 16, 2)
+    assert causal.flops == 3.5 * forward.flops
+    assert causal.exps == 2 * forward.exps
+    assert full.flops == 7 * 2 * 16 * 4 * 2 * 64**2
+    assert full.bytes == causal.bytes == 3 * forward.bytes
 
 
 @pytest.fixture
@@ -818,7 +842,7 @@ def test_command_errors(
     fails([], "needs an NVIDIA GPU")
     fails(
         ["--only", "dekode"],
-        "one of: decode, decode-fp8, tree, extend, short-extend, same-bits, elementwise, sampling, linear",
+        "one of: decode, decode-fp8, tree, extend, short-extend, same-bits, backward, elementwise, sampling",
     )
     fails(["--only", "decode/B=3*"], "none of decode's: 'B=1 L=8192 scattered', ")
     fails(["--json", str(tmp_path)], "is in the way of the report")

@@ -203,6 +203,22 @@ def test_training_end_to_end(tmp_path):
         assert (tmp_path / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
+def test_attention_of_the_training_is_that_of_transformers(processor, device):
+    """Loss and gradients, in the training's own precision."""
+    recipe = training.Recipe(hidden_size=64, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
+    model = training.build_model(recipe).to(device)
+    batches = [training.BatchMaker(processor, device, seed=1).documents(4, 96, 64, 0.5)]
+    found = []
+    for implementation in ("attention_with_grad", "sdpa"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        (loss,), _ = training._losses(model, batches)
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for own, other in zip(*found, strict=True):
+        assert (own - other).norm() <= 0.02 * other.norm()
+
+
 def test_training_stops_if_the_first_stage_does_not_learn(tmp_path):
     stage = training.Stage(64, document_tokens=40, rows=2, repeats=0.5, several=0.0, max_steps=1, target=0.9)
     recipe = training.Recipe(stages=(stage, stage), hidden_size=32, intermediate_size=32, num_layers=1)

@@ -27,6 +27,7 @@ from triton_ops.attention.ordered import SUPERBLOCK, ordered_decode, ordered_ext
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, SharedItems
 from triton_ops.attention.shared import shared_rows
 from triton_ops.attention.soft_cap import soft_cap
+from triton_ops.attention.training import attention_with_grad
 from triton_ops.implementation import GPU, gpu_of
 from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.kv.kv_copy import kv_copy
@@ -75,6 +76,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _decode_cases()
     yield from _tree_cases()
     yield from _ordered_attention_cases()
+    yield from _training_cases()
     yield from _elementwise_cases()
     yield from _linear_cases()
     yield from _ordered_cases()
@@ -292,6 +294,23 @@ def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:
     first = rows[::most]
     lens = np.minimum(num_rows - first, most)
     return SharedItems(0 * first, 0 * first, np.full_like(first, shape.prefix), first, lens, rows)
+
+
+def _training_cases() -> Iterator[KernelCase]:
+    """Forward and backward, causal and full."""
+    for head_dim in (16, 20, 32, 48, 64, 80, 128):
+        for dtype, group, causal in product(SHORT_NAMES, (1, 4), (True, False)):
+            few = dtype == torch.bfloat16 and (head_dim, group) in ((32, 1), (64, 4))
+            name = f"d {head_dim}, {SHORT_NAMES[dtype]}, group {group}, {'causal' if causal else 'full'}"
+            call = partial(_train, head_dim, dtype, group, causal)
+            yield KernelCase(attention_with_grad, name, call, few, wgmma=dtype != torch.float32)
+
+
+def _train(head_dim: int, dtype: torch.dtype, group: int, causal: bool) -> None:
+    """Heads in the order of a model's projections."""
+    packed = torch.empty(2, 512, 8 * (group + 2), head_dim, dtype=dtype, requires_grad=True)
+    q, k, v = packed.transpose(1, 2).split([8 * group, 8, 8], dim=1)
+    attention_with_grad(q, k, v, scale=0.1, causal=causal, impl="triton").sum().backward()
 
 
 # --- elementwise ---

@@ -9,12 +9,20 @@ import torch
 
 from triton_ops import implementation
 from triton_ops.implementation import GPU, Vendor, runs_triton
-from triton_ops.tuning import copy_config, decode_config, extend_config, shared_config, split_k_config
+from triton_ops.tuning import (
+    copy_config,
+    decode_config,
+    extend_config,
+    shared_config,
+    split_k_config,
+    training_config,
+)
 
 CONFIGS: dict[str, Callable[[GPU], object]] = {
     "decode": lambda gpu: decode_config(gpu, 128, torch.bfloat16, alibi=False),
     "extend": lambda gpu: extend_config(gpu, 128, torch.bfloat16, short=False),
     "shared": lambda gpu: shared_config(gpu, 128, torch.bfloat16),
+    "training": lambda gpu: training_config(gpu, 128, torch.bfloat16, kind="dkv"),
     "split-K": lambda gpu: split_k_config(gpu, 16, 1024, 2048, torch.bfloat16),
     "copy": lambda gpu: copy_config(gpu, from_host=False, to_host=False),
 }

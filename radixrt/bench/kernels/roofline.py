@@ -120,3 +120,18 @@ def extend_work(
         flops=4 * head_dim * num_heads * pairs,
         exps=num_heads * pairs,
     )
+
+
+def training_work(
+    batch: int, length: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, *, causal: bool
+) -> Work:
+    """Forward and backward pass of `batch` sequences: two products and five, scores being computed in both. The
+    forward pass reads q, k and v and writes the result; the backward pass reads these and the result's gradient,
+    and writes three more.
+    """
+    pairs = batch * (length * (length + 1) // 2 if causal else length**2)
+    return Work(
+        bytes=6 * itemsize * head_dim * batch * length * (num_heads + num_kv_heads),
+        flops=14 * head_dim * num_heads * pairs,
+        exps=2 * num_heads * pairs,
+    )

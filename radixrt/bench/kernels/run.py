@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from radixrt.bench.catalogue import GROUPS, matching_cases
 from radixrt.bench.kernels.attention import attention_cases, attention_sweep
+from radixrt.bench.kernels.backward import backward_cases
 from radixrt.bench.kernels.case import Case
 from radixrt.bench.kernels.elementwise import elementwise_cases, elementwise_sweep
 from radixrt.bench.kernels.kv_copy import kv_copy_cases
@@ -53,6 +54,7 @@ def choose_cases(options: Options) -> list[Case[Any]]:
     cases: list[Case[Any]] = [
         *attention_cases(),
         *tree_cases(),
+        *backward_cases(),
         *elementwise_cases(),
         *sampling_cases(),
         *linear_cases(),
