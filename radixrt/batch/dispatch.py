@@ -4,8 +4,6 @@ Only the parent of the replicas has a Dispatch. It hands out a few seconds of wo
 of a range can still be taken by others: a replica that has none left takes the later half of the one with most.
 """
 
-# Tests: tests/batch/test_dispatch.py
-
 from __future__ import annotations
 
 from collections import deque

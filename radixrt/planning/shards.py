@@ -5,8 +5,6 @@ cut: each prefix is computed by one replica, but for what the first prompt of a 
 Cuts lie where the predicted work on both sides is as wanted, or near there, where prompts share less.
 """
 
-# Tests: tests/planning/test_shards.py
-
 from __future__ import annotations
 
 from dataclasses import dataclass
