@@ -82,56 +82,6 @@ LISTS: dict[str, Callable[[], list[WorkloadPrompt]]] = {
 }
 
 
-@dataclass
-class HostRunner(ConstantRunner):
-    """Builds each pass as for an H100, and computes nothing. `first_launch`: the CPU's clock at the first pass."""
-
-    builder: PassBuilder | None = None
-    first_launch: tuple[float, float] | None = None
-    passes: int = 0
-    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
-
-    def launch(self, pass_: Pass) -> Pass:
-        assert self.builder is not None
-        self.builder.build(pass_)
-        self.first_launch = self.first_launch or (time.process_time(), time.perf_counter())
-        self.passes += 1
-        return pass_
-
-    def collect(self, handle: object) -> PassResult:
-        assert isinstance(handle, Pass)
-        return super().collect(handle)
-
-    def draw(self, count: int) -> Int32Array:
-        return self.rng.integers(0, VOCAB_SIZE, count, np.int32)
-
-
-def host_runtime(max_running: int, context_length: int) -> tuple[Runtime, HostRunner]:
-    """A Runtime whose model is as large as Qwen3-0.6B, and is not there."""
-    runner, limits = HostRunner(), RunLimits(POOL_TOKENS, max_running, CHUNK)
-    parts = simulated_parts(runner, limits, context_length, vocab_size=VOCAB_SIZE)
-    shape = KernelShape(GPU(90, 132), num_heads=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    rows = parts.cache.rows
-    planner = AttentionPlanner(shape, [None], rows.req_to_token, torch.bfloat16, tree=True)
-    runner.builder = PassBuilder(
-        planner, captured_shapes(max_running, CHUNK, NUM_WEIGHTS), padding_row=rows.max_requests - 1
-    )
-    for _ in runner.builder.idle_passes():
-        pass
-    return Runtime.from_parts(parts), runner
-
-
-@dataclass(frozen=True)
-class Run:
-    """CPU seconds of a call, until its first pass (also in seconds of the clock) and in all, and those by part."""
-
-    first: float
-    first_wall: float
-    total: float
-    passes: int
-    parts: dict[str, float]
-
-
 class Meter:
     """Adds up the CPU seconds of parts while it is entered."""
 
@@ -140,6 +90,10 @@ class Meter:
         self._open: list[str] = []
         self._since = 0.0
         self._originals: list[tuple[type, str, Any]] = []
+
+    def so_far(self) -> dict[str, float]:
+        self._book()
+        return dict(self.seconds)
 
     def _book(self) -> None:
         now = time.process_time()
@@ -174,6 +128,62 @@ class Meter:
             setattr(owner, name, original)
 
 
+@dataclass
+class HostRunner(ConstantRunner):
+    """Builds each pass as for an H100, and computes nothing. `first_launch`: the CPU's clock at the first pass."""
+
+    builder: PassBuilder | None = None
+    meter: Meter | None = None
+    first_launch: tuple[float, float] | None = None
+    first_parts: dict[str, float] = field(default_factory=dict)
+    passes: int = 0
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def launch(self, pass_: Pass) -> Pass:
+        assert self.builder is not None
+        self.builder.build(pass_)
+        if not self.passes:
+            self.first_launch = time.process_time(), time.perf_counter()
+            if self.meter is not None:
+                self.first_parts = self.meter.so_far()
+        self.passes += 1
+        return pass_
+
+    def collect(self, handle: object) -> PassResult:
+        assert isinstance(handle, Pass)
+        return super().collect(handle)
+
+    def draw(self, count: int) -> Int32Array:
+        return self.rng.integers(0, VOCAB_SIZE, count, np.int32)
+
+
+def host_runtime(max_running: int, context_length: int) -> tuple[Runtime, HostRunner]:
+    """A Runtime whose model is as large as Qwen3-0.6B, and is not there."""
+    runner, limits = HostRunner(), RunLimits(POOL_TOKENS, max_running, CHUNK)
+    parts = simulated_parts(runner, limits, context_length, vocab_size=VOCAB_SIZE)
+    shape = KernelShape(GPU(90, 132), num_heads=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    rows = parts.cache.rows
+    planner = AttentionPlanner(shape, [None], rows.req_to_token, torch.bfloat16, tree=True)
+    runner.builder = PassBuilder(
+        planner, captured_shapes(max_running, CHUNK, NUM_WEIGHTS), padding_row=rows.max_requests - 1
+    )
+    for _ in runner.builder.idle_passes():
+        pass
+    return Runtime.from_parts(parts), runner
+
+
+@dataclass(frozen=True)
+class Run:
+    """CPU seconds of a call, until its first pass (also in seconds of the clock) and in all, and those by part."""
+
+    first: float
+    first_wall: float
+    total: float
+    passes: int
+    first_parts: dict[str, float]
+    parts: dict[str, float]
+
+
 def measure(prompts: list[WorkloadPrompt], max_running: int, *, as_lists: bool, by_part: bool) -> Run:
     """Answer the prompts in a Runtime of their own. Measuring parts itself takes time: totals are without it."""
     longest = max(len(prompt.prompt_ids) + prompt.max_new_tokens for prompt in prompts)
@@ -186,7 +196,8 @@ def measure(prompts: list[WorkloadPrompt], max_running: int, *, as_lists: bool, 
     if by_part:
         with meter:  # before the Runtime is made, which keeps some of the methods
             runtime, runner = host_runtime(max_running, longest + 1)
-            meter._book()
+            runner.meter = meter
+            meter.so_far()
             meter.seconds.clear()
             began, began_wall = time.process_time(), time.perf_counter()
             runtime.generate(given, params)
@@ -198,7 +209,9 @@ def measure(prompts: list[WorkloadPrompt], max_running: int, *, as_lists: bool, 
         total = time.process_time() - began
     assert runner.first_launch is not None
     first, first_wall = runner.first_launch
-    return Run(first - began, first_wall - began_wall, total, runner.passes, dict(meter.seconds))
+    return Run(
+        first - began, first_wall - began_wall, total, runner.passes, runner.first_parts, dict(meter.seconds)
+    )
 
 
 def main() -> None:
@@ -211,7 +224,10 @@ def main() -> None:
     given = parser.parse_args()
     for name in given.lists or LISTS:
         prompts = LISTS[name]()
-        table = Table("part", title=f"{name}: {len(prompts):,} prompts; CPU seconds, medians of {given.repeat}")
+        table = Table(
+            "part",
+            title=f"{name}: {len(prompts):,} prompts; CPU seconds, medians of {given.repeat}; ms up to the first pass",
+        )
         columns: list[dict[str, str]] = []
         for running in given.running or (512, 2048):
             if given.profile:
@@ -219,7 +235,9 @@ def main() -> None:
                 continue
             table.add_column(f"{running} running", justify="right")
             runs = [measure(prompts, running, as_lists=given.as_lists, by_part=False) for _ in range(given.repeat)]
-            parted = [measure(prompts, running, as_lists=given.as_lists, by_part=True) for _ in range(given.repeat)]
+            parted = [
+                measure(prompts, running, as_lists=given.as_lists, by_part=True) for _ in range(given.repeat)
+            ]
             total, passes = median(run.total for run in runs), runs[0].passes
             column = {
                 "total": f"{total:.3f}",
@@ -230,7 +248,11 @@ def main() -> None:
                 "the same by the clock, least": f"{1000 * min(run.first_wall for run in runs):.1f}",
             }
             for part in (*PARTS, "other"):
-                column[part] = f"{median(run.parts.get(part, 0.0) for run in parted):.3f}"
+                seconds, first = (
+                    median(found.get(part, 0.0) for found in each)
+                    for each in ([run.parts for run in parted], [run.first_parts for run in parted])
+                )
+                column[part] = f"{seconds:.3f} {1000 * first:.1f}"
             columns.append(column)
         if columns:
             for part in columns[0]:

@@ -168,9 +168,14 @@ class PrefixCache(CountsHits):
         """Passes launched and not yet ended."""
         return self.passes_launched - self.passes_ended
 
+    @property
+    def may_match(self) -> bool:
+        """Whether there is a prefix that can be matched."""
+        return bool(self.tree.roots) and self.enabled and not self.force_miss
+
     def match(self, namespace: Namespace, tokens: Tokens, limit: int) -> Match:
         """The part of `tokens` `[n]` that need not be computed: at most `limit` tokens of it."""
-        return self.tree.match(namespace, tokens, limit if self.enabled and not self.force_miss else 0)
+        return self.tree.match(namespace, tokens, limit if self.may_match else 0)
 
     def leader(self, match: Match, tokens: Tokens, limit: int) -> Lease | None:
         """The lease that is computing the token after `match`, just made with the same arguments.

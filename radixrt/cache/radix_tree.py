@@ -28,8 +28,7 @@ EMPTY = np.zeros(0, dtype=np.int32)
 DEVICE, HOST = 0, 1  # the tiers: indices of what a node and a tree have of each
 
 
-@dataclass(frozen=True)
-class Namespace:
+class Namespace(NamedTuple):
     """The root under which a prefix lives. No match ever crosses from one namespace to another."""
 
     weights_version: int = 0

@@ -12,7 +12,7 @@ import numpy as np
 from memory_pool.slot_allocator import Slots
 from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.schedule.answer import Answer, rows_of
+from radixrt.schedule.answer import Answer, place_of, rows_of
 from radixrt.schedule.policy import OutputEstimate, SchedulerConfig, admission_order
 from radixrt.schedule.request_table import RequestTable
 from radixrt.schedule.sampling_table import SamplingTable
@@ -127,10 +127,10 @@ class Admission:
 
     def enqueue(self, answer: Answer) -> None:
         """Put an answer in its place in the queue, after those that share it."""
-        bisect.insort(self.waiting, answer, key=lambda other: other.place)
+        bisect.insort(self.waiting, answer, key=place_of)
 
     def leave_queue(self, answer: Answer) -> None:
-        at = bisect.bisect_left(self.waiting, answer.place, key=lambda other: other.place)
+        at = bisect.bisect_left(self.waiting, answer.place, key=place_of)
         while self.waiting[at] is not answer:  # the answers to one prompt arrive together
             at += 1
         del self.waiting[at]
