@@ -78,6 +78,7 @@ LISTS: dict[str, Callable[[], list[WorkloadPrompt]]] = {
     "judging": judging,
     "classification": classification,
     "samples": samples,
+    "samples2048": lambda: samples(prompts=64, new_tokens=128),
     "chain": chain,
 }
 
@@ -226,7 +227,7 @@ def main() -> None:
         prompts = LISTS[name]()
         table = Table(
             "part",
-            title=f"{name}: {len(prompts):,} prompts; CPU seconds, medians of {given.repeat}; ms up to the first pass",
+            title=f"{name}: {len(prompts):,} prompts; CPU s, medians of {given.repeat}; ms up to the first pass",
         )
         columns: list[dict[str, str]] = []
         for running in given.running or (512, 2048):

@@ -191,8 +191,9 @@ class PrefixCache(CountsHits):
             node, end = match.node.parent, length - match.inside
         newcomer: Lease | None = None
         while node is not None:
-            for lease in self.frontiers.get((node, int(tokens[end])), ()):
-                if np.array_equal(lease.tokens[end : length + 1], tokens[end : length + 1]):
+            for lease in self.frontiers.get((node, tokens.item(end)), ()):
+                # The frontier's own token is the same already.
+                if end == length or np.array_equal(lease.tokens[end : length + 1], tokens[end : length + 1]):
                     if lease.begun < self.passes_launched:
                         return lease
                     newcomer = newcomer or lease

@@ -12,7 +12,7 @@ import numpy as np
 from memory_pool.slot_allocator import Slots
 from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.schedule.answer import Answer, place_of, rows_of
+from radixrt.schedule.answer import Answer, place_of
 from radixrt.schedule.policy import OutputEstimate, SchedulerConfig, admission_order
 from radixrt.schedule.request_table import RequestTable
 from radixrt.schedule.sampling_table import SamplingTable
@@ -67,6 +67,9 @@ class Admission:
         self.sampling = SamplingTable(rows.max_requests)
         self.estimate = OutputEstimate()
         self.changes = 0  # times that an answer has begun or stopped running
+        self._running_rows: list[int] = []  # of `running`
+        self._rows = np.zeros(0, np.int32)  # the same, as they were at some number of changes
+        self._rows_at = 0
         self.num_retractions = 0
         self.paced: Callable[[Iterable[Any]], Iterable[Any]] = iter  # walks a long list
         self._cache, self._config = cache, config
@@ -125,6 +128,12 @@ class Admission:
             promised += demand - chunk.end
         return chunks
 
+    def running_rows(self) -> Int32Array:
+        """`[n]`, of `running`; the same array until that changes."""
+        if self._rows_at != self.changes:
+            self._rows, self._rows_at = np.array(self._running_rows, np.int32), self.changes
+        return self._rows
+
     def enqueue(self, answer: Answer) -> None:
         """Put an answer in its place in the queue, after those that share it."""
         bisect.insort(self.waiting, answer, key=place_of)
@@ -152,7 +161,8 @@ class Admission:
         self._cache.release(lease, reusable_len)
         answer.stop()
         answer.resumable_after = self._cache.passes_launched
-        self.running.remove(answer)
+        at = self.running.index(answer)
+        del self.running[at], self._running_rows[at]
         self.changes += 1
 
     def _run(self, answer: Answer, lease: Lease) -> None:
@@ -161,11 +171,12 @@ class Admission:
         answer.run(lease, self.table)
         self.sampling.admit(lease.row, answer)
         self.running.append(answer)
+        self._running_rows.append(lease.row)
         self.changes += 1
 
     def _promised(self) -> int:
         """Slots that all running answers are still expected to ask for."""
-        table, rows = self.table, rows_of(self.running)
+        table, rows = self.table, self.running_rows()
         total_lens, max_lens, prompt_lens = table.total_lens(rows), table.max_lens[rows], table.prompt_lens[rows]
         num_output = table.known_lens[rows] - prompt_lens
         expected = self.estimate.expected_each(max_lens - total_lens, num_output, table.may_stop[rows])

@@ -51,7 +51,7 @@ class RequestTable:
         self.prompt_lens[row], self.max_lens[row] = request.prompt_len, request.max_len
         self.stops[row] = NO_TOKEN
         has_few_stops = len(request.stop_ids) <= MAX_STOPS
-        if has_few_stops:
+        if has_few_stops and request.stop_ids:
             self.stops[row, : len(request.stop_ids)] = list(request.stop_ids)
         has_more = request.params.logprobs is not None or request.make_text is not None
         self.is_special[row] = has_more or not has_few_stops

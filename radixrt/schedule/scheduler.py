@@ -158,7 +158,7 @@ class Scheduler:
         changes = self._admission.changes
         if self._grouped_at == changes and self._passes_left > 0:
             return
-        running, rows, table = self.running, rows_of(self.running), self._admission.table
+        running, rows, table = self.running, self._admission.running_rows(), self._admission.table
         extends = table.allocated_lens[rows] < table.extend_lens[rows]
         remaining = table.max_lens[rows] - table.total_lens(rows)
         decodes = ~extends & (remaining > 0)
