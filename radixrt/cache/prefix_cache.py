@@ -313,7 +313,11 @@ class PrefixCache(CountsHits):
         if lender is not None and lender.committed < (lent := min(computed, lease.lent_end)):
             self.commit(lender, lender.tokens, lent)  # this lease has read it, and is finite
         own = self._slots_of(lease, start, computed)
-        node, canonical = self.tree.insert(lease.node, tokens[start:computed], own)
+        above, begin = self._published(lease, computed)
+        node, canonical = self.tree.insert(above, tokens[begin:computed], own[begin - start :])
+        if begin > start:
+            assert lender is not None  # it has published what is before
+            canonical = np.concatenate([self._slots_of(lender, start, begin), canonical])
         duplicates = len(canonical)
         if not np.array_equal(own[:duplicates], canonical):
             self.rows.write(lease.row, start, canonical)
@@ -464,6 +468,20 @@ class PrefixCache(CountsHits):
             if not lender.released and (best is None or end > best.end):
                 best = Loan(lender, end)
         return best
+
+    def _published(self, lease: Lease, computed: int) -> tuple[Node, int]:
+        """A node on the path of positions [committed, computed) of a lease that need not be walked to, and where
+        it ends: the end of what its lender has published for it, or the lease's own node.
+        """
+        lender = lease.lender
+        if lender is not None and lease.committed < lease.lent_end <= min(computed, lender.committed):
+            node, end = lender.node, lender.committed
+            while end > lease.lent_end:
+                assert node.parent is not None  # it is below the lease's node
+                node, end = node.parent, end - len(node.tokens)
+            if end > lease.committed:  # else it ends inside an edge
+                return node, end
+        return lease.node, lease.committed
 
     def _bequeath(self, lease: Lease) -> int:
         """End the loans of a released lease: who borrowed most of it owns that, and lends it to the others.
