@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import itemgetter
@@ -111,8 +112,7 @@ class CacheStats(CountsHits):
         return self.host_capacity - self.host_free
 
 
-@dataclass(frozen=True)
-class Pending:
+class Pending(NamedTuple):
     """What becomes free once pass number `after` has ended: slots, and what a released lease holds beside them."""
 
     after: int
@@ -354,8 +354,10 @@ class PrefixCache(CountsHits):
     def pass_ended(self) -> None:
         """Count the oldest pass in flight as ended, and free what waited for it alone."""
         self.passes_ended += 1
+        ended: list[Pending] = []
         while self.pending and self.pending[0].after <= self.passes_ended:
-            self._free_pending(self.pending.popleft())
+            ended.append(self.pending.popleft())
+        self._free_pending(ended)
 
     def begin_adoption(self, snapshot: TreeSnapshot, weights_version: int) -> Adoption:
         """Choose the part of a faultless snapshot that is new and finds free slots, most recently used first.
@@ -445,14 +447,17 @@ class PrefixCache(CountsHits):
         if self.in_flight:
             self.pending.append(pending)
         else:
-            self._free_pending(pending)
+            self._free_pending([pending])
 
-    def _free_pending(self, pending: Pending) -> None:
-        self.slots.free(pending.slots)
-        if (lease := pending.lease) is not None:
-            self.slots.free(self.tree.unlock(lease.node, lease.reusable_len))
-            self.rows.free(lease.row)
-            self.leases.remove(lease)
+    def _free_pending(self, ended: Iterable[Pending]) -> None:
+        freed: list[Slots] = [EMPTY]
+        for pending in ended:
+            freed.append(pending.slots)
+            if (lease := pending.lease) is not None:
+                freed.append(self.tree.unlock(lease.node, lease.reusable_len))
+                self.rows.free(lease.row)
+                self.leases.remove(lease)
+        self.slots.free(np.concatenate(freed[::-1]))  # the first are the last to be had again
 
     def _longest(self, node: Node, tokens: Tokens, start: int, limit: int) -> Loan | None:
         """The newcomer at `node`, where `tokens[start]` follows, that computes most of `tokens[:limit]`."""

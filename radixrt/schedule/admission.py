@@ -17,6 +17,8 @@ from radixrt.schedule.policy import OutputEstimate, SchedulerConfig, admission_o
 from radixrt.schedule.request_table import RequestTable
 from radixrt.schedule.sampling_table import SamplingTable
 
+_NONE = np.zeros(0, np.int32)
+
 
 class ExtendChunk(NamedTuple):
     """Known tokens [start, end), one at least, of an answer's extend that one pass computes."""
@@ -48,7 +50,7 @@ class ExtendChunk(NamedTuple):
         """Positions after which the prompt's next token is to be scored, ascending."""
         scored = self.answer.next_scored
         if scored is None:
-            return np.zeros(0, dtype=np.int32)
+            return _NONE
         # A pass before this one, still in flight, may score some of them: positions are launched once, in order.
         first, end = max(self.start, scored - 1), min(self.end, self.answer.request.prompt_len - 1)
         return np.arange(first, end, dtype=np.int32)

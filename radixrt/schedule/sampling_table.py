@@ -37,9 +37,9 @@ class SamplingTable:
         """Fill a row; it may hold the parameters of an answer that was released."""
         request, params = answer.request, answer.request.params
         # A greedy row has no use for filters, and must not make others go through them.
-        self._temperatures[row] = params.temperature
-        is_random = bool(self._temperatures[row])  # as float32
-        filters = (params.top_k, params.top_p, params.min_p) if is_random else (0, 1.0, 0.0)
+        temperature = np.float32(params.temperature)
+        self._temperatures[row] = temperature
+        filters = (params.top_k, params.top_p, params.min_p) if temperature else (0, 1.0, 0.0)
         values = (request.seed, answer.sample_index, *filters)
         for column, value in zip(self._columns.values(), values, strict=True):
             column[row] = value

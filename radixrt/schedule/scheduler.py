@@ -229,7 +229,6 @@ class Scheduler:
         starts, lens = column(chunk.start for chunk in chunks), column(len(chunk.slots) for chunk in chunks)
         scored = [chunk.scored_positions() for chunk in chunks]
         offsets = np.cumsum(lens, dtype=np.int32) - lens - starts  # from a position to its token in the pass
-        asked = [chunk.answer.request.prompt_ids[at + 1] for chunk, at in zip(chunks, scored, strict=True)]
         return {
             "req_pool_indices": rows_of([chunk.answer for chunk in chunks]),
             "prefix_lens": starts,
@@ -238,9 +237,19 @@ class Scheduler:
             "out_cache_loc": np.concatenate([chunk.slots for chunk in chunks]),
             "num_samples": self._limited(column(chunk.num_samples for chunk in chunks), num_decodes),
             "num_scored": column(map(len, scored)),
-            "scored": np.concatenate([at + offset for at, offset in zip(scored, offsets, strict=True)]),
-            "scored_targets": np.concatenate(asked),
+            **self._scored_columns(chunks, scored, offsets),
         }
+
+    def _scored_columns(
+        self, chunks: Sequence[ExtendChunk], scored: Sequence[Int32Array], offsets: Int32Array
+    ) -> dict[str, Int32Array]:
+        """The new tokens that are `scored`, by their positions in each chunk, and the prompts' next tokens."""
+        tokens, targets = [_NONE], [_NONE]
+        for chunk, at, offset in zip(chunks, scored, offsets, strict=True):
+            if len(at):  # seldom
+                tokens.append(at + offset)
+                targets.append(chunk.answer.request.prompt_ids[at + 1])
+        return {"scored": np.concatenate(tokens), "scored_targets": np.concatenate(targets)}
 
     def _limited(self, num_samples: Int32Array, num_decodes: int) -> Int32Array:
         """Leave to later passes the first tokens of answers for which this one has no rows of logits."""

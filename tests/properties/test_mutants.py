@@ -30,7 +30,7 @@ from radixrt.execution.attention.pass_plans import Capacity, PassPlans
 from radixrt.execution.attention.shared_segments import SharedSegments
 from radixrt.execution.pass_builder import PackedPass, PassBuilder
 from radixrt.output import FinishReason
-from radixrt.schedule import admission, booking, policy
+from radixrt.schedule import admission, booking, policy, scheduler
 from radixrt.schedule.admission import Admission
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Bookkeeper
@@ -115,7 +115,7 @@ def drop_the_remap(patch: pytest.MonkeyPatch) -> None:
 @mutant("5:", "7:", "6:", "2:", "4:")
 def free_while_pending(patch: pytest.MonkeyPatch) -> None:
     """Slots are let go at once, though a pass in flight reads them."""
-    patch.setattr(PrefixCache, "_defer_free", PrefixCache._free_pending)
+    patch.setattr(PrefixCache, "_defer_free", lambda self, pending: self._free_pending([pending]))
 
 
 @mutant("6:", "7:")
@@ -341,12 +341,13 @@ def drop_what_others_hold(patch: pytest.MonkeyPatch) -> None:
     """What nobody after it needs goes, although a request beside it still reads it."""
     settle = PrefixCache._free_pending
 
-    def ruthless(self: PrefixCache, pending: Any) -> None:
-        lease = pending.lease
-        if lease is not None and lease.reusable_len is not None:
-            for step in self.tree.path(lease.node):
-                step.lock = 1
-        settle(self, pending)
+    def ruthless(self: PrefixCache, ended: Any) -> None:
+        for pending in ended:
+            lease = pending.lease
+            if lease is not None and lease.reusable_len is not None:
+                for step in self.tree.path(lease.node):
+                    step.lock = 1
+            settle(self, [pending])
 
     patch.setattr(PrefixCache, "_free_pending", ruthless)
 
@@ -1116,12 +1117,12 @@ def learn_nothing_from_too_little_memory(patch: pytest.MonkeyPatch) -> None:
 
 @found_by(test_scheduler.test_the_least_urgent_yield)
 def let_the_latest_yield_however_urgent(patch: pytest.MonkeyPatch) -> None:
-    make_room, place = Scheduler._make_room, Answer.place
+    make_room, place_of = Scheduler._make_room, scheduler.place_of
 
     def blind(self: Scheduler, per_pass: int) -> None:
-        patch.setattr(Answer, "place", property(lambda self: (0, self.arrival)))
+        patch.setattr(scheduler, "place_of", lambda answer: (0, answer.arrival))
         make_room(self, per_pass)
-        patch.setattr(Answer, "place", place)
+        patch.setattr(scheduler, "place_of", place_of)
 
     patch.setattr(Scheduler, "_make_room", blind)
 
