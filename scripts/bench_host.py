@@ -8,10 +8,13 @@ All that the host does is real: checks, radix tree, scheduler, attention plans, 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import functools
+import pstats
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -92,6 +95,11 @@ class Meter:
         self._since = 0.0
         self._originals: list[tuple[type, str, Any]] = []
 
+    def start(self) -> None:
+        """Forget what was added up before."""
+        self.seconds.clear()
+        self._since = time.process_time()
+
     def so_far(self) -> dict[str, float]:
         self._book()
         return dict(self.seconds)
@@ -120,7 +128,6 @@ class Meter:
                 original = getattr(owner, name)
                 self._originals.append((owner, name, original))
                 setattr(owner, name, self._timed(part, original))
-        self._since = time.process_time()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -185,7 +192,14 @@ class Run:
     parts: dict[str, float]
 
 
-def measure(prompts: list[WorkloadPrompt], max_running: int, *, as_lists: bool, by_part: bool) -> Run:
+def measure(
+    prompts: list[WorkloadPrompt],
+    max_running: int,
+    *,
+    as_lists: bool = False,
+    by_part: bool = False,
+    profile: AbstractContextManager[object] | None = None,
+) -> Run:
     """Answer the prompts in a Runtime of their own. Measuring parts itself takes time: totals are without it."""
     longest = max(len(prompt.prompt_ids) + prompt.max_new_tokens for prompt in prompts)
     given = [prompt.prompt_ids.tolist() if as_lists else prompt.prompt_ids for prompt in prompts]
@@ -194,25 +208,18 @@ def measure(prompts: list[WorkloadPrompt], max_running: int, *, as_lists: bool, 
         for prompt in prompts
     ]
     meter = Meter()
-    if by_part:
-        with meter:  # before the Runtime is made, which keeps some of the methods
-            runtime, runner = host_runtime(max_running, longest + 1)
-            runner.meter = meter
-            meter.so_far()
-            meter.seconds.clear()
-            began, began_wall = time.process_time(), time.perf_counter()
-            runtime.generate(given, params)
-            total = time.process_time() - began
-    else:
+    with meter if by_part else nullcontext():  # before the Runtime is made, which keeps some of the methods
         runtime, runner = host_runtime(max_running, longest + 1)
+        runner.meter = meter
+        meter.start()
         began, began_wall = time.process_time(), time.perf_counter()
-        runtime.generate(given, params)
+        with profile or nullcontext():
+            runtime.generate(given, params)
         total = time.process_time() - began
     assert runner.first_launch is not None
     first, first_wall = runner.first_launch
-    return Run(
-        first - began, first_wall - began_wall, total, runner.passes, runner.first_parts, dict(meter.seconds)
-    )
+    parts = meter.seconds if by_part else {}
+    return Run(first - began, first_wall - began_wall, total, runner.passes, runner.first_parts, dict(parts))
 
 
 def main() -> None:
@@ -262,20 +269,8 @@ def main() -> None:
 
 
 def _profile(prompts: list[WorkloadPrompt], running: int, *, as_lists: bool) -> None:
-    import cProfile
-    import pstats
-
     profiler = cProfile.Profile()
-    generate = Runtime.generate
-
-    def profiled(self: Runtime, *args: Any) -> Any:
-        return profiler.runcall(generate, self, *args)
-
-    Runtime.generate = profiled  # type: ignore[method-assign,assignment]
-    try:
-        measure(prompts, running, as_lists=as_lists, by_part=False)
-    finally:
-        Runtime.generate = generate  # type: ignore[method-assign]
+    measure(prompts, running, as_lists=as_lists, profile=profiler)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
 
 
