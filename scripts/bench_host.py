@@ -145,11 +145,18 @@ class HostRunner(ConstantRunner):
     first_launch: tuple[float, float] | None = None
     first_parts: dict[str, float] = field(default_factory=dict)
     passes: int = 0
+    steady: list[float] = field(default_factory=list)  # seconds from a pass to the next of the same decodes
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    _rows: Int32Array | None = None
+    _launched: float = 0.0
 
     def launch(self, pass_: Pass) -> Pass:
         assert self.builder is not None
         self.builder.build(pass_)
+        rows, now = pass_.req_pool_indices, time.process_time()
+        if rows is self._rows:
+            self.steady.append(now - self._launched)
+        self._rows, self._launched = rows, now
         if not self.passes:
             self.first_launch = time.process_time(), time.perf_counter()
             if self.meter is not None:
@@ -188,6 +195,7 @@ class Run:
     first_wall: float
     total: float
     passes: int
+    steady: float | None  # median from a pass to the next of the same decodes; None: there are none
     first_parts: dict[str, float]
     parts: dict[str, float]
 
@@ -219,7 +227,15 @@ def measure(
     assert runner.first_launch is not None
     first, first_wall = runner.first_launch
     parts = meter.seconds if by_part else {}
-    return Run(first - began, first_wall - began_wall, total, runner.passes, runner.first_parts, dict(parts))
+    return Run(
+        first - began,
+        first_wall - began_wall,
+        total,
+        runner.passes,
+        median(runner.steady) if runner.steady else None,
+        runner.first_parts,
+        dict(parts),
+    )
 
 
 def main() -> None:
@@ -247,11 +263,13 @@ def main() -> None:
                 measure(prompts, running, as_lists=given.as_lists, by_part=True) for _ in range(given.repeat)
             ]
             total, passes = median(run.total for run in runs), runs[0].passes
+            steady = min((run.steady for run in runs if run.steady is not None), default=None)
             column = {
                 "total": f"{total:.3f}",
                 "passes": f"{passes}",
                 "ms a request": f"{1000 * total / len(prompts):.3f}",
                 "ms a pass": f"{1000 * total / passes:.3f}",
+                "ms a pass of the same decodes": "-" if steady is None else f"{1000 * steady:.3f}",
                 "ms to the first pass": f"{1000 * median(run.first for run in runs):.1f}",
                 "the same by the clock, least": f"{1000 * min(run.first_wall for run in runs):.1f}",
             }
