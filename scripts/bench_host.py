@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -195,7 +195,7 @@ class Run:
     first_wall: float
     total: float
     passes: int
-    steady: float | None  # median from a pass to the next of the same decodes; None: there are none
+    steady: float | None  # mean from a pass to the next of the same decodes; None: there are none
     first_parts: dict[str, float]
     parts: dict[str, float]
 
@@ -232,7 +232,7 @@ def measure(
         first_wall - began_wall,
         total,
         runner.passes,
-        median(runner.steady) if runner.steady else None,
+        fmean(runner.steady) if runner.steady else None,
         runner.first_parts,
         dict(parts),
     )

@@ -54,10 +54,13 @@ class SamplingTable:
         self, answers: Sequence[Answer], rows_of_pass: Int32Array, seq_lens: Int32Array, num_samples: Int32Array
     ) -> SamplingInputs:
         """The draws of a pass of B `answers`, each of which samples `num_samples` `[B]` tokens."""
-        logits_rows = np.repeat(np.arange(len(answers), dtype=np.int32), num_samples)
-        rows, positions = rows_of_pass.take(logits_rows), seq_lens.take(logits_rows)
-        first = np.cumsum(num_samples) - num_samples
-        samples = (np.arange(len(logits_rows)) - first.take(logits_rows)).astype(np.int32)
+        logits_rows, rows, positions = np.arange(len(answers), dtype=np.int32), rows_of_pass, seq_lens
+        samples = np.zeros_like(logits_rows)
+        if np.count_nonzero(num_samples != 1):
+            first = np.cumsum(num_samples) - num_samples
+            logits_rows = np.repeat(logits_rows, num_samples)
+            rows, positions = rows_of_pass.take(logits_rows), seq_lens.take(logits_rows)
+            samples = (np.arange(len(logits_rows)) - first.take(logits_rows)).astype(np.int32)
 
         num_top = self._num_top.take(rows)
         has_logprobs = num_top != NO_LOGPROBS
