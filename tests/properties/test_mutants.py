@@ -456,7 +456,8 @@ def ignore_the_priority(patch: pytest.MonkeyPatch) -> None:
         self.waiting.sort(key=lambda answer: answer.arrival)
         return answers
 
-    patch.setattr(Answer, "place", property(lambda self: (0, self.arrival)))
+    place = property(lambda self: (0, self.arrival), lambda self, place: None)
+    patch.setattr(Answer, "place", place, raising=False)
     patch.setattr(Scheduler, "submit_all", by_arrival)
 
 
@@ -488,10 +489,10 @@ def ignore_the_weights_version(patch: pytest.MonkeyPatch) -> None:
     match, node_at = RadixTree.match, RadixTree.node_at
 
     def stale(self: RadixTree, namespace: Namespace, tokens: np.ndarray, limit: int | None = None) -> Match:
-        return match(self, replace(namespace, weights_version=0), tokens, limit)
+        return match(self, namespace._replace(weights_version=0), tokens, limit)
 
     def at(self: RadixTree, namespace: Namespace, found: Match) -> Node:
-        return node_at(self, replace(namespace, weights_version=0), found)
+        return node_at(self, namespace._replace(weights_version=0), found)
 
     patch.setattr(RadixTree, "match", stale)
     patch.setattr(RadixTree, "node_at", at)
