@@ -41,13 +41,15 @@ class SlotAllocator:
         n = len(slots)
         if n == 0:
             return
-        if slots.min() < 1 or slots.max() > self.capacity:
-            raise ValueError(f"slots from {slots.min()} to {slots.max()} are not all in 1..{self.capacity}")
-        if not self._in_use[slots].all():
+        # As unsigned, the least is above all others if it is negative. Slot 0 is never in use.
+        is_outside = np.maximum.reduce(slots.view(np.uint32)) > self.capacity
+        if is_outside or np.count_nonzero(self._in_use[slots]) < n:
+            if slots.min() < 1 or slots.max() > self.capacity:
+                raise ValueError(f"slots from {slots.min()} to {slots.max()} are not all in 1..{self.capacity}")
             raise ValueError(f"freeing slots that are free already: {slots[~self._in_use[slots]][:8].tolist()}")
         order = np.arange(n, dtype=np.int32)
         self._mark[slots] = order
-        if (self._mark[slots] != order).any():
+        if np.count_nonzero(self._mark[slots] != order):
             raise ValueError(f"freeing slots twice in one call: {slots[self._mark[slots] != order][:8].tolist()}")
         self._in_use[slots] = False
         self._stack[self.num_free : self.num_free + n] = slots[::-1]

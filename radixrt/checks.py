@@ -17,6 +17,8 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 def check_int(name: str, value: object, low: int, high: int) -> int:
     """`value`, an integer or a float such as 3.0, as an int, low <= value <= high. Raises ParameterError."""
+    if type(value) is int and low <= value <= high:  # before others, which are asked for by abstract classes
+        return value
     if isinstance(value, Real) and not isinstance(value, Integral) and (number := float(value)).is_integer():
         value = int(number)  # tables have floats in a column with gaps
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:

@@ -22,7 +22,7 @@ class PendingMatch:
         self._frontier: Frontier | None = None  # of the leader, when it was found
         self.leader_match_len = 0
         self._version = cache.tree.version
-        self._look_up()
+        self._begin(cache.match(namespace, tokens, limit))
 
     def length(self) -> int:
         """Tokens that are in the cache now."""
@@ -62,7 +62,15 @@ class PendingMatch:
         return self._cache.loan(self.match(), self._tokens, self._limit)
 
     def _look_up(self) -> None:
-        match = self._cache.match(self._namespace, self._tokens, self._limit)
+        before = self._match
+        if before.length and before.inside == self._edge and len(before.node.tokens):
+            # Its node still ends there, even if its edge was split: only what follows is new.
+            before = before._replace(inside=len(before.node.tokens))
+            self._begin(self._cache.tree.follow(before, self._tokens[before.length : self._limit]))
+        else:
+            self._begin(self._cache.match(self._namespace, self._tokens, self._limit))
+
+    def _begin(self, match: Match) -> None:
         self._match = match
         self._edge = len(match.node.tokens)
         # With a child for this token the match would go on; None: no child matters.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import itemgetter
@@ -111,8 +112,7 @@ class CacheStats(CountsHits):
         return self.host_capacity - self.host_free
 
 
-@dataclass(frozen=True)
-class Pending:
+class Pending(NamedTuple):
     """What becomes free once pass number `after` has ended: slots, and what a released lease holds beside them."""
 
     after: int
@@ -168,9 +168,14 @@ class PrefixCache(CountsHits):
         """Passes launched and not yet ended."""
         return self.passes_launched - self.passes_ended
 
+    @property
+    def may_match(self) -> bool:
+        """Whether there is a prefix that can be matched."""
+        return bool(self.tree.roots) and self.enabled and not self.force_miss
+
     def match(self, namespace: Namespace, tokens: Tokens, limit: int) -> Match:
         """The part of `tokens` `[n]` that need not be computed: at most `limit` tokens of it."""
-        return self.tree.match(namespace, tokens, limit if self.enabled and not self.force_miss else 0)
+        return self.tree.match(namespace, tokens, limit if self.may_match else 0)
 
     def leader(self, match: Match, tokens: Tokens, limit: int) -> Lease | None:
         """The lease that is computing the token after `match`, just made with the same arguments.
@@ -186,8 +191,9 @@ class PrefixCache(CountsHits):
             node, end = match.node.parent, length - match.inside
         newcomer: Lease | None = None
         while node is not None:
-            for lease in self.frontiers.get((node, int(tokens[end])), ()):
-                if np.array_equal(lease.tokens[end : length + 1], tokens[end : length + 1]):
+            for lease in self.frontiers.get((node, tokens.item(end)), ()):
+                # The frontier's own token is the same already.
+                if end == length or np.array_equal(lease.tokens[end : length + 1], tokens[end : length + 1]):
                     if lease.begun < self.passes_launched:
                         return lease
                     newcomer = newcomer or lease
@@ -307,7 +313,11 @@ class PrefixCache(CountsHits):
         if lender is not None and lender.committed < (lent := min(computed, lease.lent_end)):
             self.commit(lender, lender.tokens, lent)  # this lease has read it, and is finite
         own = self._slots_of(lease, start, computed)
-        node, canonical = self.tree.insert(lease.node, tokens[start:computed], own)
+        above, begin = self._published(lease, computed)
+        node, canonical = self.tree.insert(above, tokens[begin:computed], own[begin - start :])
+        if begin > start:
+            assert lender is not None  # it has published what is before
+            canonical = np.concatenate([self._slots_of(lender, start, begin), canonical])
         duplicates = len(canonical)
         if not np.array_equal(own[:duplicates], canonical):
             self.rows.write(lease.row, start, canonical)
@@ -344,8 +354,10 @@ class PrefixCache(CountsHits):
     def pass_ended(self) -> None:
         """Count the oldest pass in flight as ended, and free what waited for it alone."""
         self.passes_ended += 1
+        ended: list[Pending] = []
         while self.pending and self.pending[0].after <= self.passes_ended:
-            self._free_pending(self.pending.popleft())
+            ended.append(self.pending.popleft())
+        self._free_pending(ended)
 
     def begin_adoption(self, snapshot: TreeSnapshot, weights_version: int) -> Adoption:
         """Choose the part of a faultless snapshot that is new and finds free slots, most recently used first.
@@ -435,14 +447,17 @@ class PrefixCache(CountsHits):
         if self.in_flight:
             self.pending.append(pending)
         else:
-            self._free_pending(pending)
+            self._free_pending([pending])
 
-    def _free_pending(self, pending: Pending) -> None:
-        self.slots.free(pending.slots)
-        if (lease := pending.lease) is not None:
-            self.slots.free(self.tree.unlock(lease.node, lease.reusable_len))
-            self.rows.free(lease.row)
-            self.leases.remove(lease)
+    def _free_pending(self, ended: Iterable[Pending]) -> None:
+        freed: list[Slots] = [EMPTY]
+        for pending in ended:
+            freed.append(pending.slots)
+            if (lease := pending.lease) is not None:
+                freed.append(self.tree.unlock(lease.node, lease.reusable_len))
+                self.rows.free(lease.row)
+                self.leases.remove(lease)
+        self.slots.free(np.concatenate(freed[::-1]))  # the first are the last to be had again
 
     def _longest(self, node: Node, tokens: Tokens, start: int, limit: int) -> Loan | None:
         """The newcomer at `node`, where `tokens[start]` follows, that computes most of `tokens[:limit]`."""
@@ -458,6 +473,20 @@ class PrefixCache(CountsHits):
             if not lender.released and (best is None or end > best.end):
                 best = Loan(lender, end)
         return best
+
+    def _published(self, lease: Lease, computed: int) -> tuple[Node, int]:
+        """A node on the path of positions [committed, computed) of a lease that need not be walked to, and where
+        it ends: the end of what its lender has published for it, or the lease's own node.
+        """
+        lender = lease.lender
+        if lender is not None and lease.committed < lease.lent_end <= min(computed, lender.committed):
+            node, end = lender.node, lender.committed
+            while end > lease.lent_end:
+                assert node.parent is not None  # it is below the lease's node
+                node, end = node.parent, end - len(node.tokens)
+            if end > lease.committed:  # else it ends inside an edge
+                return node, end
+        return lease.node, lease.committed
 
     def _bequeath(self, lease: Lease) -> int:
         """End the loans of a released lease: who borrowed most of it owns that, and lends it to the others.

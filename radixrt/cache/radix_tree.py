@@ -28,8 +28,7 @@ EMPTY = np.zeros(0, dtype=np.int32)
 DEVICE, HOST = 0, 1  # the tiers: indices of what a node and a tree have of each
 
 
-@dataclass(frozen=True)
-class Namespace:
+class Namespace(NamedTuple):
     """The root under which a prefix lives. No match ever crosses from one namespace to another."""
 
     weights_version: int = 0
@@ -95,6 +94,8 @@ NO_MATCH = Match(Node(EMPTY, None, DEFAULT_NAMESPACE, [EMPTY, None]), 0, 0)
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
     """How many leading tokens of two arrays of one length agree."""
+    if a.tobytes() == b.tobytes():  # much faster than what follows
+        return len(a)
     differs = a != b
     first = int(differs.argmax())
     return first if differs[first] else len(a)
@@ -156,13 +157,17 @@ class RadixTree:
     def follow(self, start: Match, tokens: Tokens) -> Match:
         """Go on from `start` along `tokens` `[n]`, as far as the tree has them."""
         node, inside, edge = start.node, start.inside, start.node.tokens
-        done, n = 0, len(tokens)
+        done, n, known = 0, len(tokens), tokens.tobytes()
         while done < n:
             if inside == len(edge):
-                child = node.children.get(int(tokens[done]))
+                child = node.children.get(tokens.item(done))
                 if child is None:
                     break
                 node, inside, edge = child, 0, child.tokens
+                if known.startswith(edge.tobytes(), tokens.itemsize * done):  # much faster than what follows
+                    inside = len(edge)
+                    done += inside
+                    continue
             length = min(len(edge) - inside, n - done)
             agree = common_prefix(edge[inside : inside + length], tokens[done : done + length])
             inside += agree
@@ -208,7 +213,7 @@ class RadixTree:
         canonical: list[Slots] = []
         done = 0
         while done < len(tokens):
-            first, length = int(tokens[done]), len(tokens) - done
+            first, length = tokens.item(done), len(tokens) - done
             child = node.children.get(first)
             if child is None:
                 child = node.children[first] = Node(tokens[done:].copy(), node, node.namespace, [None, None])

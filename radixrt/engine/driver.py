@@ -102,13 +102,9 @@ class Driver:
             scheduler = self.check_open().scheduler
             if len(ids) < len(requests):
                 raise ValueError("a request is submitted twice")
-            for request in requests:
-                if request.id in self._calls:
-                    raise ParameterError(
-                        f"request id {request.id!r} is that of another request that has not ended"
-                    )
-                if (refusal := scheduler.refusal(request)) is not None:
-                    raise ValueError(f"request {request.index} {refusal}")
+            if taken := ids.keys() & self._calls.keys():
+                raise ParameterError(f"request id {taken.pop()!r} is that of another request that has not ended")
+            scheduler.check(requests)
             call.requests |= ids
             self._calls |= dict.fromkeys(ids, call)
             if isinstance(call, StreamCall):

@@ -84,6 +84,7 @@ class PassBuilder:
         self._layouts: dict[PassKey, Layout] = {}  # of passes with extends
         self._decode_words: dict[PassKey, _DecodeWords] = {}
         self._current: _DecodeWords | None = None  # of the captured decode before
+        self._growing = _GrowingPlans(max_plan_passes)  # of the decodes before that were not captured
 
     def idle_passes(self, max_shapes: int | None = None) -> Iterator[PackedPass]:
         """A pass of nothing but padding for each key, to be captured with: `build` uses these keys from then on.
@@ -143,7 +144,10 @@ class PassBuilder:
             pass_.req_pool_indices, pass_.seq_lens, pass_.prefix_lens, pass_.out_cache_loc
         )
         last = host["extend_start_loc"] + host["extend_seq_lens"] - 1  # [B]
-        plans = self._planner.plan(host, pass_.num_extends)
+        plans = self._growing.of(pass_)
+        if plans is None:
+            plans = self._planner.plan(host, pass_.num_extends)
+            self._growing.begin(pass_, plans)
         own = {"last_tokens": last, "logits_indices": last[pass_.sampling.logits_rows]}
         words, layout = packed({**host, "input_ids": pass_.input_ids, **own, **plans.numbered()})
         return PackedPass(None, words, layout, plans)
@@ -198,6 +202,33 @@ class PassBuilder:
         if len(pass_.row_changes) > pass_.num_rows:  # else they are the new tokens', which the graph writes
             extras |= _row_changes(pass_)
         return made.with_extras(extras) if extras else made
+
+
+class _GrowingPlans:
+    """Plans of decodes that are not captured, updated in place from pass to pass of the same requests."""
+
+    def __init__(self, max_passes: int) -> None:
+        self._max_passes = max_passes
+        self._rows: Int32Array | None = None  # the very array of the requests'
+        self._plans: PassPlans[Int32Array] | None = None
+        self._passes_left = 0  # that the plans still serve
+
+    def begin(self, pass_: Pass, plans: PassPlans[Int32Array]) -> None:
+        """Keep new plans for later passes of the same requests."""
+        self._rows = self._plans = None
+        most = plans.num_passes
+        if pass_.num_extends or most == 1:
+            return
+        self._rows, self._passes_left = pass_.req_pool_indices, min(most or self._max_passes, self._max_passes) - 1
+        self._plans = plans.with_arrays(array.copy() for array in plans.arrays())  # some may be the pass's own
+
+    def of(self, pass_: Pass) -> PassPlans[Int32Array] | None:
+        """The plans for this pass; None: others are to be made."""
+        if self._plans is None or pass_.req_pool_indices is not self._rows or not self._passes_left:
+            return None
+        self._passes_left -= 1
+        self._plans.grow(pass_.seq_lens)
+        return self._plans
 
 
 class _DecodeWords:

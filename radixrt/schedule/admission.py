@@ -12,10 +12,12 @@ import numpy as np
 from memory_pool.slot_allocator import Slots
 from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.schedule.answer import Answer, rows_of
+from radixrt.schedule.answer import Answer, place_of
 from radixrt.schedule.policy import OutputEstimate, SchedulerConfig, admission_order
 from radixrt.schedule.request_table import RequestTable
 from radixrt.schedule.sampling_table import SamplingTable
+
+_NONE = np.zeros(0, np.int32)
 
 
 class ExtendChunk(NamedTuple):
@@ -48,7 +50,7 @@ class ExtendChunk(NamedTuple):
         """Positions after which the prompt's next token is to be scored, ascending."""
         scored = self.answer.next_scored
         if scored is None:
-            return np.zeros(0, dtype=np.int32)
+            return _NONE
         # A pass before this one, still in flight, may score some of them: positions are launched once, in order.
         first, end = max(self.start, scored - 1), min(self.end, self.answer.request.prompt_len - 1)
         return np.arange(first, end, dtype=np.int32)
@@ -67,6 +69,9 @@ class Admission:
         self.sampling = SamplingTable(rows.max_requests)
         self.estimate = OutputEstimate()
         self.changes = 0  # times that an answer has begun or stopped running
+        self._running_rows: list[int] = []  # of `running`
+        self._rows = np.zeros(0, np.int32)  # the same, as they were at some number of changes
+        self._rows_at = 0
         self.num_retractions = 0
         self.paced: Callable[[Iterable[Any]], Iterable[Any]] = iter  # walks a long list
         self._cache, self._config = cache, config
@@ -125,12 +130,18 @@ class Admission:
             promised += demand - chunk.end
         return chunks
 
+    def running_rows(self) -> Int32Array:
+        """`[n]`, of `running`; the same array until that changes."""
+        if self._rows_at != self.changes:
+            self._rows, self._rows_at = np.array(self._running_rows, np.int32), self.changes
+        return self._rows
+
     def enqueue(self, answer: Answer) -> None:
         """Put an answer in its place in the queue, after those that share it."""
-        bisect.insort(self.waiting, answer, key=lambda other: other.place)
+        bisect.insort(self.waiting, answer, key=place_of)
 
     def leave_queue(self, answer: Answer) -> None:
-        at = bisect.bisect_left(self.waiting, answer.place, key=lambda other: other.place)
+        at = bisect.bisect_left(self.waiting, answer.place, key=place_of)
         while self.waiting[at] is not answer:  # the answers to one prompt arrive together
             at += 1
         del self.waiting[at]
@@ -152,7 +163,8 @@ class Admission:
         self._cache.release(lease, reusable_len)
         answer.stop()
         answer.resumable_after = self._cache.passes_launched
-        self.running.remove(answer)
+        at = self.running.index(answer)
+        del self.running[at], self._running_rows[at]
         self.changes += 1
 
     def _run(self, answer: Answer, lease: Lease) -> None:
@@ -161,11 +173,12 @@ class Admission:
         answer.run(lease, self.table)
         self.sampling.admit(lease.row, answer)
         self.running.append(answer)
+        self._running_rows.append(lease.row)
         self.changes += 1
 
     def _promised(self) -> int:
         """Slots that all running answers are still expected to ask for."""
-        table, rows = self.table, rows_of(self.running)
+        table, rows = self.table, self.running_rows()
         total_lens, max_lens, prompt_lens = table.total_lens(rows), table.max_lens[rows], table.prompt_lens[rows]
         num_output = table.known_lens[rows] - prompt_lens
         expected = self.estimate.expected_each(max_lens - total_lens, num_output, table.may_stop[rows])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
@@ -60,13 +61,10 @@ class Answer:
     _table: RequestTable = field(init=False, repr=False)  # its own numbers are there while it runs
 
     def __post_init__(self) -> None:
+        # Its place in the queue: the most urgent first, in order of arrival. The last ones yield first.
+        self.place = self.request.priority, self.arrival
         self._tokens = self.request.prompt_ids  # the known ones, never changed; while it runs, a row of the table
         self.text = None if self.request.make_text is None else self.request.make_text()
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Its place in the queue: the most urgent first, in order of arrival. The last ones yield first."""
-        return self.request.priority, self.arrival
 
     @property
     def finished(self) -> bool:
@@ -186,6 +184,9 @@ class Answer:
             first_token=None if log.first_token_at is None else log.first_token_at - log.submitted_at,
             total=total,
         )
+
+
+place_of = attrgetter("place")
 
 
 def rows_of(answers: Sequence[Answer]) -> Int32Array:

@@ -52,12 +52,15 @@ class Bookkeeper:
         if not to_visit.any():
             return ended
         first_logprobs = np.searchsorted(pass_.sampling.arrays.get("logprob_rows", ()), first_samples)
-        for i in self.admission.paced(np.flatnonzero(to_visit).tolist()):
-            answer, first = booking.answers[i], first_samples[i]
+        visited = np.flatnonzero(to_visit)
+        columns = (visited, first_samples[visited], result.accepted[visited], decoded[visited])
+        by_row = list(zip(*(column.tolist() for column in columns), strict=True))
+        for i, first, count, has_decoded in self.admission.paced(by_row):
+            answer = booking.answers[i]
             params = answer.request.params
-            token_ids = result.token_ids[first : first + result.accepted[i]].tolist()
+            token_ids = result.token_ids[first : first + count].tolist()
             logprobs = _token_logprobs(result.logprobs, first_logprobs[i], token_ids, params.logprobs)
-            if decoded[i]:
+            if has_decoded:
                 if self._ends_with(answer, token_ids[0], logprobs):
                     ended.append(answer)
             elif not answer.finished:

@@ -56,8 +56,8 @@ def admission_order(config: SchedulerConfig, waiting: list[Answer], cache: Prefi
     it is `in_order`, all of them are in order of arrival.
     """
     ranked = waiting[: config.max_ranked]
-    if config.policy is not SchedulePolicy.LPM:
-        return ranked
+    if config.policy is not SchedulePolicy.LPM or not cache.may_match:
+        return ranked  # nothing has a longer match than others
     groups = [ranked]
     if ranked[0].request.priority != ranked[-1].request.priority:
         groups = [list(group) for _, group in itertools.groupby(ranked, key=lambda one: one.request.priority)]

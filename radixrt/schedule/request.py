@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Namespace, Tokens
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.builder import TextBuilder
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Request:
     """A prompt and its parameters. An `Answer` says how far it has come."""
 
@@ -29,21 +29,14 @@ class Request:
     priority: int = 0  # lower ones are served first
     id: int | str = -1  # in its Runtime: the caller's own name, or a number
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.prompt_ids)
+    prompt_len: int = field(init=False)
+    max_len: int = field(init=False)  # tokens of the prompt and its longest answer
+    max_slots: int = field(init=False)  # of an answer that runs to its end; the last token's KV is never computed
+    may_stop: bool = field(init=False)  # whether an answer may end before `max_len`
 
-    @property
-    def max_len(self) -> int:
-        """Tokens of the prompt and its longest answer."""
-        return len(self.prompt_ids) + self.max_new_tokens
-
-    @property
-    def max_slots(self) -> int:
-        """Slots of an answer that runs to its end; the last token's KV is never computed."""
-        return len(self.prompt_ids) + max(1, self.max_new_tokens) - 1
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether an answer may end before `max_len`."""
-        return bool(self.stop_ids) or self.make_text is not None
+    def __post_init__(self) -> None:
+        prompt_len, put = len(self.prompt_ids), object.__setattr__  # it is frozen
+        put(self, "prompt_len", prompt_len)
+        put(self, "max_len", prompt_len + self.max_new_tokens)
+        put(self, "max_slots", prompt_len + max(1, self.max_new_tokens) - 1)
+        put(self, "may_stop", bool(self.stop_ids) or self.make_text is not None)

@@ -41,6 +41,7 @@ class RequestTable:
         self.known_lens, self.extend_lens, self.prompt_lens, self.max_lens = columns
         self.tokens = sparse_table(max_requests, max_context_len)  # the known ones
         self.stops = np.full((max_requests, MAX_STOPS), NO_TOKEN, dtype=np.int32)  # fewer end with NO_TOKEN
+        self._most_stops = 0  # of any request so far
         # It may end before max_len; each of its tokens is booked on its own; a running answer holds the row.
         self.may_stop, self.is_special, self.runs = np.zeros((3, max_requests), dtype=bool)
 
@@ -51,7 +52,8 @@ class RequestTable:
         self.prompt_lens[row], self.max_lens[row] = request.prompt_len, request.max_len
         self.stops[row] = NO_TOKEN
         has_few_stops = len(request.stop_ids) <= MAX_STOPS
-        if has_few_stops:
+        if has_few_stops and request.stop_ids:
+            self._most_stops = max(self._most_stops, len(request.stop_ids))
             self.stops[row, : len(request.stop_ids)] = list(request.stop_ids)
         has_more = request.params.logprobs is not None or request.make_text is not None
         self.is_special[row] = has_more or not has_few_stops
@@ -64,7 +66,8 @@ class RequestTable:
         self.tokens[rows, known_lens] = token_ids
         self.known_lens[rows] = known_lens = known_lens + 1
         ends: BoolArray = known_lens >= self.max_lens.take(rows)
-        ends |= (token_ids[:, None] == self.stops.take(rows, axis=0)).any(axis=1)
+        for column in range(self._most_stops):  # mostly one
+            ends |= token_ids == self.stops[:, column].take(rows)
         return ends
 
     def total_lens(self, rows: Int32Array) -> Int32Array:

@@ -37,9 +37,9 @@ class SamplingTable:
         """Fill a row; it may hold the parameters of an answer that was released."""
         request, params = answer.request, answer.request.params
         # A greedy row has no use for filters, and must not make others go through them.
-        self._temperatures[row] = params.temperature
-        is_random = bool(self._temperatures[row])  # as float32
-        filters = (params.top_k, params.top_p, params.min_p) if is_random else (0, 1.0, 0.0)
+        temperature = np.float32(params.temperature)
+        self._temperatures[row] = temperature
+        filters = (params.top_k, params.top_p, params.min_p) if temperature else (0, 1.0, 0.0)
         values = (request.seed, answer.sample_index, *filters)
         for column, value in zip(self._columns.values(), values, strict=True):
             column[row] = value
@@ -54,10 +54,13 @@ class SamplingTable:
         self, answers: Sequence[Answer], rows_of_pass: Int32Array, seq_lens: Int32Array, num_samples: Int32Array
     ) -> SamplingInputs:
         """The draws of a pass of B `answers`, each of which samples `num_samples` `[B]` tokens."""
-        logits_rows = np.repeat(np.arange(len(answers), dtype=np.int32), num_samples)
-        rows, positions = rows_of_pass.take(logits_rows), seq_lens.take(logits_rows)
-        first = np.cumsum(num_samples) - num_samples
-        samples = (np.arange(len(logits_rows)) - first.take(logits_rows)).astype(np.int32)
+        logits_rows, rows, positions = np.arange(len(answers), dtype=np.int32), rows_of_pass, seq_lens
+        samples = np.zeros_like(logits_rows)
+        if np.count_nonzero(num_samples != 1):
+            first = np.cumsum(num_samples) - num_samples
+            logits_rows = np.repeat(logits_rows, num_samples)
+            rows, positions = rows_of_pass.take(logits_rows), seq_lens.take(logits_rows)
+            samples = (np.arange(len(logits_rows)) - first.take(logits_rows)).astype(np.int32)
 
         num_top = self._num_top.take(rows)
         has_logprobs = num_top != NO_LOGPROBS

@@ -16,11 +16,11 @@ import numpy as np
 
 from memory_pool.slot_allocator import Slots
 from radixrt.arrays import Int32Array
-from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.cache.prefix_cache import PrefixCache, sort_key
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason
 from radixrt.schedule.admission import Admission, ExtendChunk
-from radixrt.schedule.answer import Answer, RequestLog, rows_of
+from radixrt.schedule.answer import Answer, RequestLog, place_of, rows_of
 from radixrt.schedule.booking import Booking, Bookkeeper
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
@@ -69,6 +69,13 @@ class Scheduler:
             )
         return None
 
+    def check(self, requests: Iterable[Request]) -> None:
+        """Raise ValueError where one can never run: see `refusal`."""
+        capacity = self.cache.slots.capacity
+        for request in requests:
+            if request.max_slots > capacity:
+                raise ValueError(f"request {request.index} {self.refusal(request)}")
+
     def submit_all(self, requests: Iterable[Request], *, in_order: bool = False) -> list[Answer]:
         """Queue requests that are known together, all or none. Returns the first answer of each.
 
@@ -79,20 +86,18 @@ class Scheduler:
         Raises ValueError where one can never run: see `refusal`.
         """
         requests = list(requests)
-        for request in requests:
-            if (refusal := self.refusal(request)) is not None:
-                raise ValueError(f"request {request.index} {refusal}")
+        self.check(requests)
         now = time.perf_counter()
-        answers = queued = [Answer(request, -1, RequestLog(submitted_at=now), in_order) for request in requests]
+        order: Sequence[int] = range(len(requests))
         if self.config.policy is SchedulePolicy.LPM and not in_order:
-            queued = sorted(answers, key=lambda answer: answer.request.prompt_ids.astype(">i4").tobytes())
-        for answer in queued:
-            answer.arrival = next(self._arrivals)
+            order = sorted(order, key=lambda i: sort_key(requests[i].prompt_ids))
+        queued = [Answer(requests[i], next(self._arrivals), RequestLog(now), in_order) for i in order]
+        by_request = dict(zip(order, queued, strict=True))
         at_end = self.waiting[-1:]
         self.waiting.extend(queued)
         if len({answer.request.priority for answer in (*at_end, *queued)}) > 1:
             self.waiting.sort(key=lambda answer: answer.request.priority)  # stable: then in order of arrival
-        return answers
+        return [by_request[i] for i in range(len(requests))]
 
     def next_pass(self) -> Booking | None:
         """Plan a pass. None if nothing is left to do, or all of it waits for passes in flight.
@@ -102,7 +107,7 @@ class Scheduler:
         booking = self._plan()
         while booking is None and self.running and not self.cache.in_flight:
             # Running answers hold all memory, and none has what it needs for its next token: the last yields.
-            self.retract(max(self.running, key=lambda answer: answer.place))
+            self.retract(max(self.running, key=place_of))
             booking = self._plan()
         if booking is None and self.waiting and not self.cache.in_flight:
             booking = self._plan()  # succeeds unless slots are refused again that should be there
@@ -153,7 +158,7 @@ class Scheduler:
         changes = self._admission.changes
         if self._grouped_at == changes and self._passes_left > 0:
             return
-        running, rows, table = self.running, rows_of(self.running), self._admission.table
+        running, rows, table = self.running, self._admission.running_rows(), self._admission.table
         extends = table.allocated_lens[rows] < table.extend_lens[rows]
         remaining = table.max_lens[rows] - table.total_lens(rows)
         decodes = ~extends & (remaining > 0)
@@ -170,7 +175,7 @@ class Scheduler:
         """
         if self.cache.available + self.cache.incoming >= per_pass:
             return  # enough is on its way: decodes that get no slot sit out a pass
-        in_order = sorted(self.running, key=lambda answer: answer.place)
+        in_order = sorted(self.running, key=place_of)
         self._admission.estimate.fell_short()
         wanted = per_pass * self.config.room_passes
         while len(in_order) > 1 and self.cache.available + self.cache.incoming < wanted:
@@ -224,7 +229,6 @@ class Scheduler:
         starts, lens = column(chunk.start for chunk in chunks), column(len(chunk.slots) for chunk in chunks)
         scored = [chunk.scored_positions() for chunk in chunks]
         offsets = np.cumsum(lens, dtype=np.int32) - lens - starts  # from a position to its token in the pass
-        asked = [chunk.answer.request.prompt_ids[at + 1] for chunk, at in zip(chunks, scored, strict=True)]
         return {
             "req_pool_indices": rows_of([chunk.answer for chunk in chunks]),
             "prefix_lens": starts,
@@ -233,9 +237,19 @@ class Scheduler:
             "out_cache_loc": np.concatenate([chunk.slots for chunk in chunks]),
             "num_samples": self._limited(column(chunk.num_samples for chunk in chunks), num_decodes),
             "num_scored": column(map(len, scored)),
-            "scored": np.concatenate([at + offset for at, offset in zip(scored, offsets, strict=True)]),
-            "scored_targets": np.concatenate(asked),
+            **self._scored_columns(chunks, scored, offsets),
         }
+
+    def _scored_columns(
+        self, chunks: Sequence[ExtendChunk], scored: Sequence[Int32Array], offsets: Int32Array
+    ) -> dict[str, Int32Array]:
+        """The new tokens that are `scored`, by their positions in each chunk, and the prompts' next tokens."""
+        tokens, targets = [_NONE], [_NONE]
+        for chunk, at, offset in zip(chunks, scored, offsets, strict=True):
+            if len(at):  # seldom
+                tokens.append(at + offset)
+                targets.append(chunk.answer.request.prompt_ids[at + 1])
+        return {"scored": np.concatenate(tokens), "scored_targets": np.concatenate(targets)}
 
     def _limited(self, num_samples: Int32Array, num_decodes: int) -> Int32Array:
         """Leave to later passes the first tokens of answers for which this one has no rows of logits."""

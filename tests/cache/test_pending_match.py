@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.cache.radix_tree import Match, RadixTree, Tokens
+from tests.cache.test_prefix_cache import run
 from tests.support.cache_machine import CONTEXT_LEN, HERE, CacheMachine, cache, ids
 
 
@@ -44,6 +47,26 @@ TestWaiting.settings = settings(max_examples=80, stateful_step_count=40, deadlin
 
 def waiting(here: PrefixCache, *tokens: int) -> PendingMatch:
     return PendingMatch(here, HERE, ids(*tokens), len(tokens) - 1)
+
+
+def test_a_match_goes_on_from_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes before are not walked again; if they have left the tree, it begins at the root."""
+    here, followed, follow = cache(), [0], RadixTree.follow
+    pending = waiting(here, *range(1, 10))
+
+    def counted(self: RadixTree, start: Match, tokens: Tokens) -> Match:
+        followed[0] += len(tokens)
+        return follow(self, start, tokens)
+
+    for end in range(1, 7):
+        run(here, ids(*range(1, end + 1)))
+        monkeypatch.setattr(RadixTree, "follow", counted)
+        followed[0] = 0
+        assert pending.length() == end
+        assert followed[0] == 8 - (end - 1 if end > 1 else 0)
+        monkeypatch.undo()
+    here.flush()
+    assert pending.length() == 0
 
 
 def test_nothing_is_known() -> None:

@@ -13,7 +13,7 @@ from hypothesis import settings
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.prefix_cache import Lease, Loan, PrefixCache
-from radixrt.cache.radix_tree import Tokens
+from radixrt.cache.radix_tree import Node, RadixTree, Tokens
 from tests.support.cache_machine import CONTEXT_LEN, HERE, NUM_ROWS, NUM_SLOTS, CacheMachine, cache, ids, slots_of
 
 
@@ -309,6 +309,29 @@ def test_a_lender_that_ends_leaves_what_others_read() -> None:
     here.release(second)
     assert here.flush() == 3
     assert here.slots.num_free == here.slots.capacity
+
+
+def test_publishing_a_chain_takes_as_much_for_each_of_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower begins where its lender's part ends: the nodes before it are not walked again."""
+    cut, visited, count = RadixTree.cut, [0], 12
+    here = PrefixCache(ReqToTokenPool(count, count + 1), SlotAllocator(100))
+    tokens = [ids(*range(1, length + 1)) for length in range(1, count + 1)]
+    leases = [begin(here, own) for own in tokens]
+    here.pass_launched()
+    here.pass_ended()
+
+    def counted(self: RadixTree, node: Node, at: int) -> Node:
+        visited[0] += 1
+        return cut(self, node, at)
+
+    monkeypatch.setattr(RadixTree, "cut", counted)
+    for lease, own in zip(leases, tokens, strict=True):
+        here.commit(lease, own, len(own))
+    assert visited[0] == count
+    assert here.match(HERE, tokens[-1], count).length == count
+    for lease in leases:
+        here.release(lease)
+    assert here.flush() == count
 
 
 def test_the_readers_of_a_duplicate_turn_to_what_the_tree_has() -> None:

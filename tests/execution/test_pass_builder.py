@@ -338,3 +338,35 @@ def test_passes_that_are_launched_kernel_by_kernel(pass_: Pass) -> None:
     extras = made.extras.parts(made.words)
     assert len(extras["logits_rows"]) == len(pass_.sampling.logits_rows)
     assert extras.get("scored", int32([])).tolist() == pass_.scored.tolist()
+
+
+def test_decodes_that_are_not_captured_keep_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those that are; they are what the same plan is with other lengths."""
+    world, plan, made = World(2, H200, (None, 300), tree=True), AttentionPlanner.plan, [0]
+    world.builder = PassBuilder(world.planner, [], MAX_REQUESTS)
+
+    def counted(*arguments: Any) -> Any:
+        made[0] += 1
+        return plan(*arguments)
+
+    monkeypatch.setattr(AttentionPlanner, "plan", counted)
+    for _ in range(3):
+        world.change()
+        first, made[0] = world.seq_lens + 1, 0
+        for step in range(MAX_PLAN_PASSES):
+            lens = first + np.int32(step)
+            pass_ = decode_pass(world.rows, lens, np.ones_like(lens), np.zeros_like(lens))
+            found = world.builder.build(pass_)
+            assert found.key is None
+            assert pass_.seq_lens is lens or np.array_equal(pass_.seq_lens, lens)
+            expected = plan(world.planner, found.host_arrays() | {"seq_lens": first}, 0)
+            expected = expected.with_arrays([array.copy() for array in expected.arrays()])
+            expected.grow(lens)
+            for ours, theirs in zip(found.plans.arrays(), expected.arrays(), strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+            parts = found.inputs.parts(found.words)
+            for name, array in expected.numbered().items():
+                np.testing.assert_array_equal(parts[name], array)
+        assert made[0] == 1
+        world.builder.build(decode_pass(world.rows, lens + 1, np.ones_like(lens), np.zeros_like(lens)))
+        assert made[0] == 2  # MAX_PLAN_PASSES is the most

@@ -30,7 +30,7 @@ from radixrt.execution.attention.pass_plans import Capacity, PassPlans
 from radixrt.execution.attention.shared_segments import SharedSegments
 from radixrt.execution.pass_builder import PackedPass, PassBuilder
 from radixrt.output import FinishReason
-from radixrt.schedule import admission, booking, policy
+from radixrt.schedule import admission, booking, policy, scheduler
 from radixrt.schedule.admission import Admission
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Bookkeeper
@@ -115,7 +115,7 @@ def drop_the_remap(patch: pytest.MonkeyPatch) -> None:
 @mutant("5:", "7:", "6:", "2:", "4:")
 def free_while_pending(patch: pytest.MonkeyPatch) -> None:
     """Slots are let go at once, though a pass in flight reads them."""
-    patch.setattr(PrefixCache, "_defer_free", PrefixCache._free_pending)
+    patch.setattr(PrefixCache, "_defer_free", lambda self, pending: self._free_pending([pending]))
 
 
 @mutant("6:", "7:")
@@ -341,12 +341,13 @@ def drop_what_others_hold(patch: pytest.MonkeyPatch) -> None:
     """What nobody after it needs goes, although a request beside it still reads it."""
     settle = PrefixCache._free_pending
 
-    def ruthless(self: PrefixCache, pending: Any) -> None:
-        lease = pending.lease
-        if lease is not None and lease.reusable_len is not None:
-            for step in self.tree.path(lease.node):
-                step.lock = 1
-        settle(self, pending)
+    def ruthless(self: PrefixCache, ended: Any) -> None:
+        for pending in ended:
+            lease = pending.lease
+            if lease is not None and lease.reusable_len is not None:
+                for step in self.tree.path(lease.node):
+                    step.lock = 1
+            settle(self, [pending])
 
     patch.setattr(PrefixCache, "_free_pending", ruthless)
 
@@ -455,7 +456,8 @@ def ignore_the_priority(patch: pytest.MonkeyPatch) -> None:
         self.waiting.sort(key=lambda answer: answer.arrival)
         return answers
 
-    patch.setattr(Answer, "place", property(lambda self: (0, self.arrival)))
+    place = property(lambda self: (0, self.arrival), lambda self, place: None)
+    patch.setattr(Answer, "place", place, raising=False)
     patch.setattr(Scheduler, "submit_all", by_arrival)
 
 
@@ -487,10 +489,10 @@ def ignore_the_weights_version(patch: pytest.MonkeyPatch) -> None:
     match, node_at = RadixTree.match, RadixTree.node_at
 
     def stale(self: RadixTree, namespace: Namespace, tokens: np.ndarray, limit: int | None = None) -> Match:
-        return match(self, replace(namespace, weights_version=0), tokens, limit)
+        return match(self, namespace._replace(weights_version=0), tokens, limit)
 
     def at(self: RadixTree, namespace: Namespace, found: Match) -> Node:
-        return node_at(self, replace(namespace, weights_version=0), found)
+        return node_at(self, namespace._replace(weights_version=0), found)
 
     patch.setattr(RadixTree, "match", stale)
     patch.setattr(RadixTree, "node_at", at)
@@ -1015,8 +1017,8 @@ def take_nothing_in(patch: pytest.MonkeyPatch) -> None:
     """A row that has one narrow item writes its result, whatever shared items computed."""
     of_items = AttentionPlan.of_items
 
-    def direct(*arguments: Any) -> AttentionPlan[Any]:
-        plan = of_items(*arguments)
+    def direct(*arguments: Any, **options: Any) -> AttentionPlan[Any]:
+        plan = of_items(*arguments, **options)
         return replace(plan, tail_partial_starts=np.zeros_like(plan.tail_partial_starts))
 
     patch.setattr(AttentionPlan, "of_items", staticmethod(direct))
@@ -1116,12 +1118,12 @@ def learn_nothing_from_too_little_memory(patch: pytest.MonkeyPatch) -> None:
 
 @found_by(test_scheduler.test_the_least_urgent_yield)
 def let_the_latest_yield_however_urgent(patch: pytest.MonkeyPatch) -> None:
-    make_room, place = Scheduler._make_room, Answer.place
+    make_room, place_of = Scheduler._make_room, scheduler.place_of
 
     def blind(self: Scheduler, per_pass: int) -> None:
-        patch.setattr(Answer, "place", property(lambda self: (0, self.arrival)))
+        patch.setattr(scheduler, "place_of", lambda answer: (0, answer.arrival))
         make_room(self, per_pass)
-        patch.setattr(Answer, "place", place)
+        patch.setattr(scheduler, "place_of", place_of)
 
     patch.setattr(Scheduler, "_make_room", blind)
 

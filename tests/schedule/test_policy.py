@@ -7,7 +7,7 @@ import pytest
 
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer, RequestLog
-from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, SchedulerConfig
+from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, SchedulerConfig, admission_order
 from radixrt.schedule.request import Request
 from tests.support.world.invariants import MAX_TIMES_SKIPPED
 from tests.support.world.world import Sizes, World
@@ -34,6 +34,17 @@ def test_the_estimate_is_the_same_for_one_and_for_many() -> None:
         assert many.tolist() == [estimate.expected(answer) for answer in answers]
         estimate.ended(10)
         estimate.pass_scheduled()
+
+
+def test_nobody_is_ranked_where_nothing_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(Sizes())
+    answers = [Answer(world.request([1, 2, 3, i]), i, RequestLog(submitted_at=0.0)) for i in range(3)]
+
+    def looked_up(*_: object) -> None:
+        raise AssertionError("there is no match to look for")
+
+    monkeypatch.setattr(Answer, "match_in", looked_up)
+    assert admission_order(world.scheduler.config, answers, world.cache) == answers
 
 
 def test_more_is_expected_once_memory_has_fallen_short() -> None:

@@ -67,11 +67,14 @@ class AttentionPlanner:
         return (*flat, tree) if num_tokens <= self._tuning.max_cut_tokens else (tree,)
 
     def plan(self, host: HostArrays, num_extends: int) -> PassPlans[Int32Array]:
-        """The plans of a pass whose first `num_extends` requests are extends, in no more room than they need."""
+        """The plans of a pass whose first `num_extends` requests are extends, in no more room than they need.
+
+        Those of decodes alone say how many passes they serve; references' are for one.
+        """
         rows, seq_lens = host["req_pool_indices"][num_extends:], host["seq_lens"][num_extends:]
         decode, _ = self._decodes(rows, seq_lens, self.shapes(0) if self._kernels else (WHOLE,))
         if not num_extends or not self._kernels:
-            return PassPlans(decode)
+            return PassPlans(decode, num_passes=self._num_passes(decode) if self._kernels else 1)
         num_tokens = int(host["extend_seq_lens"][:num_extends].sum())
         extend = {w: self._extends(host, num_extends, num_tokens, w, pads=False) for w in self._windows}
         return PassPlans(decode, extend)
