@@ -277,7 +277,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 # What kernels that take the interpreter long are tested with in it.
-EACH = ("window 1", "window 70", "softcap 0.5", "sinks", "ALiBi", "everything")
+EACH = ("window 70", "softcap 0.5", "everything")
 BOTH = ("window 70", "everything")  # what pools of e4m3 are tested with in the interpreter
 
 

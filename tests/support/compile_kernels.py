@@ -238,11 +238,16 @@ def fewest(variants: Iterable[Variant]) -> Iterator[Variant]:
 
 
 def compile_all(cases: list[KernelCase], archs: Iterable[int], *, few: bool = False) -> Iterator[Compiled]:
-    """Every distinct variant that the cases launch on each architecture, or the fewest, as they get ready."""
+    """Every distinct variant that the cases launch on each architecture, or the fewest, as they get ready; for GPUs
+    before Hopper these are of one case an operation.
+    """
     _variants.clear()
     for arch in archs:
         recorder = Recorder(GPU(arch, NUM_SMS[arch]))
-        recorder.record(case for case in cases if case.min_capability <= arch)
+        chosen = [case for case in cases if case.min_capability <= arch]
+        if few and arch != 90:
+            chosen = list({case.op: case for case in reversed(chosen)}.values())
+        recorder.record(chosen)
         variants = recorder.variants.values()
         _variants.extend(fewest(variants) if few else variants)
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("fork")) as processes:

@@ -195,6 +195,7 @@ def test_rows_without_tokens_are_zero(impl: Impl) -> None:
     assert out[1].isfinite().all()
 
 
+@interpreted_only(lambda given: given["name"] in ("far", "a jump"))
 @pytest.mark.parametrize("name", RISES)
 def test_scores_may_rise_along_a_superblock(name: str, impl: Impl) -> None:
     """The base of its first tile serves for all others, as far as float32 can hold the weights."""
@@ -224,7 +225,7 @@ TREES = {
 @interpreted_only(
     lambda given: (
         (given["dtype"], named(TREES, given["tree"]))
-        in ((torch.float32, "levels within a superblock"), (torch.bfloat16, "forks"), (torch.float32, "fan"))
+        in ((torch.float32, "levels within a superblock"), (torch.bfloat16, "forks"))
     )
 )
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)

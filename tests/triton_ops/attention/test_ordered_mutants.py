@@ -84,6 +84,15 @@ FAULTS_OF_BASES = {
         "tiny values",
     ),
 }
+# The others are long tests.
+FEW = (
+    "the base is not an integer",
+    "superblocks begin where the item does",
+    "sums of weights in the order of the layout",
+    "levels run side by side",
+    "too great weights stay",
+    "what is computed again begins anew",
+)
 
 
 def test_no_fault_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +102,7 @@ def test_no_fault_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert agrees()
 
 
+@pytest.mark.long_unless(kept=lambda given: given["fault"] in FEW)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_interpreter()
@@ -100,6 +110,7 @@ def test_the_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert not agrees()
 
 
+@pytest.mark.long_unless(kept=lambda given: given["fault"] in FEW)
 @pytest.mark.parametrize("fault", FAULTS_OF_BASES)
 def test_the_fault_of_bases_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_interpreter()

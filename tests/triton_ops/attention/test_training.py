@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.attention_checks import interpreted_only
 from triton_ops.attention import training_kernels
 from triton_ops.attention.training import attention_with_grad, training_reference
 from triton_ops.implementation import Impl, triton
@@ -72,6 +73,9 @@ SHAPES = [
 ]
 
 
+@interpreted_only(
+    lambda given: given["dtype"] == torch.float32 and (given["causal"] or given["shape"].len_q == 17)
+)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -100,6 +100,7 @@ def both(logits: Tensor, device: torch.device, **parameters: Any) -> list[Tensor
     return [filtered_logits(logits.to(device), **given, impl=impl) for impl in impls]
 
 
+@pytest.mark.long_unless(kept=lambda given: given["dtype"] != torch.float16 or given["vocab_size"] == 100)
 @pytest.mark.parametrize("parameters", KERNEL_FILTERS, ids=lambda p: " ".join(p) or "none")
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("vocab_size", [100, BLOCK + 905])
@@ -156,6 +157,7 @@ def test_what_is_drawn_is_never_left_out(parameters: dict[str, Any]) -> None:
     assert draw(logits, **parameters).unique().numel() > 5
 
 
+@pytest.mark.long_unless(kept=lambda given: given["dtype"] != torch.float32 or "top_k" in given["parameters"])
 @pytest.mark.parametrize("parameters", DRAWN, ids=str)
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_what_kernels_draw_is_never_left_out(
