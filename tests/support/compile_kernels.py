@@ -238,7 +238,7 @@ def fewest(variants: Iterable[Variant]) -> Iterator[Variant]:
 
 
 def compile_all(cases: list[KernelCase], archs: Iterable[int], *, few: bool = False) -> Iterator[Compiled]:
-    """Every distinct variant that the cases launch on each architecture, or the fewest, as they get ready; for GPUs
+    """Every distinct variant that the cases launch on each architecture, or the fewest, as they are made; for GPUs
     before Hopper these are of one case an operation.
     """
     _variants.clear()
