@@ -88,7 +88,8 @@ def rising(name: str, impl: Impl = "triton") -> tuple[list[Tensor], Case, Tensor
     if name == "from far below":
         case.v_buffer[slots[:RISING_SUPERBLOCK]] = 0.0
     if name == "a jump":
-        case.v_buffer[slots] *= torch.from_numpy(np.where(_WITHIN < 80, 2.0**24, 2.0**-74))[:, None, None]
+        factors = torch.from_numpy(np.where(_WITHIN < 80, 2.0**24, 2.0**-74)).to(case.v_buffer.device)
+        case.v_buffer[slots] *= factors[:, None, None]
     if name == "tiny values":
         case.v_buffer[slots] *= 2.0**-79
     q = torch.randn(HEADS, 16, generator=torch.Generator().manual_seed(0)).to(case.dtype)

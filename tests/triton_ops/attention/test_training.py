@@ -39,7 +39,7 @@ class Shape:
 
         def random(num_heads: int, length: int) -> Tensor:
             shape = (self.batch, num_heads, length, self.head_dim)
-            return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+            return torch.randn(shape, generator=generator).to(device, dtype)
 
         num_kv_heads = self.num_heads // self.group
         q, k, v = random(self.num_heads, self.len_q), *(random(num_kv_heads, self.len_k) for _ in range(2))
