@@ -56,6 +56,10 @@ class DeviceLostError(RadixrtError):
     """
 
 
+class ReplicaLostError(RadixrtError):
+    """The process of a replica has ended or hangs. Its requests have not run to their end: others can run them."""
+
+
 class ErrorRateError(RadixrtError):
     """More lines of a batch have error records than `max_error_rate` allows. A higher rate goes on with it."""
 

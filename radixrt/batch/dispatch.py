@@ -7,7 +7,7 @@ of a range can still be taken by others: a replica that has none left takes the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from radixrt.planning.shards import Pieces, Shards
@@ -52,15 +52,15 @@ class Dispatch:
         """Of what waits for a replica, as predicted, and as its last pieces have taken beside their prediction."""
         return self._paces[replica].ratio * sum(map(self._seconds, self._waiting[replica]))
 
-    def take(self, replica: int, seconds: float = 0.0) -> list[int]:
-        """The next pieces for a replica: as many as take so many seconds, at least one; none if nothing waits that
-        it would end sooner than others.
+    def take(self, replica: int, seconds: float = 0.0, *, least: int = 1) -> list[int]:
+        """The next pieces for a replica: as many as take so many seconds, and at least so many; fewer if no more
+        wait, and none if nothing waits that it would end sooner than others.
         """
         waiting, taken = self._waiting[replica], list[int]()
         if not waiting:
             self._steal(replica)
         left = seconds
-        while waiting and (left > 0.0 or not taken):
+        while waiting and (left > 0.0 or len(taken) < least):
             begin, end = waiting.popleft()
             taken.append(begin)
             left -= float(self._pieces.seconds[begin])
@@ -84,9 +84,14 @@ class Dispatch:
     def lose(self, replica: int) -> list[int]:
         """What a replica was running waits for it again, before the rest, or for others. Returns the pieces."""
         lost = sorted(self._running[replica])
-        self._running[replica].clear()
-        self._waiting[replica].extendleft((piece, piece + 1) for piece in reversed(lost))
+        self.put_back(replica, lost)
         return lost
+
+    def put_back(self, replica: int, pieces: Sequence[int]) -> None:
+        """Pieces that a replica was running wait for it again, before the rest; others change nothing."""
+        own = sorted(self._running[replica].intersection(pieces))
+        self._running[replica].difference_update(own)
+        self._waiting[replica].extendleft((piece, piece + 1) for piece in reversed(own))
 
     def retire(self, replica: int) -> list[int]:
         """The same for a replica that does not come back: others take all that waits for it."""

@@ -23,7 +23,7 @@ from radixrt.batch.journal.standard_output import StandardOutput
 from radixrt.batch.meter import reading_bar
 from radixrt.batch.options import BatchConfig, BatchOptions
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
-from radixrt.batch.run import BatchRun, BatchRuntime, R, batch_report, plan_of
+from radixrt.batch.run import AnyRuntime, BatchRun, R, batch_report, plan_of
 from radixrt.batch.scan import Check, Scan, parameters_as_json, scan_lines
 from radixrt.engine.signals import FirstSignal, Interrupted, first_interrupt, signal_of
 from radixrt.errors import BatchFileError, DeviceLostError, ErrorRateError, RadixrtError
@@ -57,7 +57,7 @@ class BatchInterrupted(Interrupted):
 
 
 def run_batch(
-    runtime: BatchRuntime[R], input_path: str | Path, output_path: str | Path, **options: Unpack[BatchOptions]
+    runtime: AnyRuntime[R], input_path: str | Path, output_path: str | Path, **options: Unpack[BatchOptions]
 ) -> BatchReport:
     """Answer each line of `input_path` with one record in `output_path`, in input order.
 
@@ -212,7 +212,7 @@ class ScannedBatch:
         missing = ~self.lines.is_bad
         return bool((missing if kept is None else missing & ~kept.finished).any())
 
-    def run(self, runtime: BatchRuntime[R]) -> BatchReport:
+    def run(self, runtime: AnyRuntime[R]) -> BatchReport:
         """Run each sound line without a record, and write output and report. For the errors see `Batch`."""
         batch, options = self._batch, self._batch.options
         notice = f"stopping; requests that have begun get {options.drain_seconds:g} seconds to end"

@@ -102,6 +102,8 @@ class Meter:
         best_hit_rate: float | None,
         predicted_hit_rate: float | None,
         products: tuple[Mapping[str, Any], ...] = (),
+        replicas: tuple[Mapping[str, Any], ...] = (),
+        repeated_tokens: int = 0,
     ) -> RunFigures:
         """Figures of the ended run."""
         activity = self._activity
@@ -121,6 +123,8 @@ class Meter:
             passes=activity.passes,
             most_running=self._max_running,
             products=products,
+            replicas=replicas,
+            repeated_tokens=repeated_tokens,
         )
 
     def _sample(self, finished: int) -> Sample:

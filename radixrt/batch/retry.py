@@ -36,3 +36,7 @@ class Retries:
         # The halves come before what failed earlier: few groups wait at a time.
         self._groups.extendleft(group for group in (failed[half:], failed[:half]) if group)
         return True
+
+    def put_back(self, line: int) -> None:
+        """A line that nobody could run waits again, as a group of its own."""
+        self._groups.appendleft([line])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from radixrt.arrays import BoolArray, Int32Array, Int64Array
+from radixrt.batch.dispatch import Dispatch
 from radixrt.batch.formats.record import LineError, LineErrorType, Reply
+from radixrt.batch.lanes import Handout, Lane
 from radixrt.batch.meter import Meter, MeteredRuntime, progress_bar
 from radixrt.batch.options import BatchConfig
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
@@ -19,24 +21,20 @@ from radixrt.batch.retry import Retries
 from radixrt.batch.scan import Scan, SoundLine
 from radixrt.batch.tally import Tally
 from radixrt.engine.signals import FirstSignal
-from radixrt.errors import ParameterError, PromptError, SchedulerError
+from radixrt.errors import ParameterError, PromptError, ReplicaLostError, SchedulerError
 from radixrt.limits import RunLimits
 from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
+from radixrt.planning.shards import Pieces, shards
 from radixrt.report.batch_report import BatchReport, RunFigures
 from radixrt.report.timeline import Sample
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
-# Requests are made while the device computes: some at a time, whenever fewer wait than a scheduler ranks.
-ENOUGH_WAITING = 1024
-SUBMITTED_AT_ONCE = 512
+READ_AT_ONCE = 512  # lines
 
 _NOTHING, _NO_RUN = Tally(), RunFigures()
-
-_PlannedLine = tuple[int, int | None]
-"""A line's position, and the tokens of its prompt that later lines need (`Request.reusable_len`)."""
 
 
 class PreparedRequest(Protocol):
@@ -54,6 +52,7 @@ class PreparedRequest(Protocol):
 
 
 R = TypeVar("R", bound=PreparedRequest)
+R_contra = TypeVar("R_contra", bound=PreparedRequest, contravariant=True)
 
 
 class HasJson(Protocol):
@@ -63,7 +62,7 @@ class HasJson(Protocol):
 
 
 class BatchRuntime(MeteredRuntime, Protocol[R]):
-    """The methods of a `Runtime` that a batch calls."""
+    """What a batch needs of a `Runtime` or a `ReplicaGroup`."""
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
@@ -98,8 +97,6 @@ class BatchRuntime(MeteredRuntime, Protocol[R]):
         keep: int | None = None,
     ) -> R: ...
 
-    def submit(self, *requests: R, in_order: bool = False) -> None: ...
-
     def step(self) -> list[RequestOutput]: ...
 
     def abort(self, request: R) -> object: ...
@@ -111,24 +108,104 @@ class BatchRuntime(MeteredRuntime, Protocol[R]):
         """Whether a pass has computed some of a submitted request."""
 
 
+class SubmittingLane(Lane, Protocol[R_contra]):
+    """A replica, as `BatchRun` uses it."""
+
+    def submit(self, *requests: R_contra) -> None:
+        """Take requests, to be served in this order."""
+
+
+class SingleRuntime(BatchRuntime[R], Protocol[R]):
+    """A `Runtime`."""
+
+    def submit(self, *requests: R, in_order: bool = False) -> None: ...
+
+
+@runtime_checkable
+class ReplicatedRuntime(BatchRuntime[R], Protocol[R]):
+    """A `ReplicaGroup`. Outputs of a replica that was lost have a ReplicaLostError as their cause."""
+
+    @property
+    def lanes(self) -> Sequence[SubmittingLane[R]]: ...
+
+    @property
+    def replica_figures(self) -> Sequence[HasJson]: ...
+
+    def pieces(self, plan: BatchPlan) -> Pieces:
+        """A plan's prompts, with the work that each is."""
+
+    def handout(self, pieces: Pieces) -> Handout:
+        """Pieces in ranges, one for each lane."""
+
+
+AnyRuntime = SingleRuntime[R] | ReplicatedRuntime[R]
+
+
 @dataclass(frozen=True)
-class _PendingLine(Generic[R]):
-    """A line whose request the runtime has.
+class _OneLane(Generic[R]):
+    """A Runtime by itself."""
+
+    runtime: SingleRuntime[R]
+    is_ready, is_gone = True, False
+
+    @property
+    def num_waiting(self) -> int:
+        return self.runtime.num_waiting
+
+    def submit(self, *requests: R) -> None:
+        self.runtime.submit(*requests, in_order=True)
+
+
+class _Line(NamedTuple):
+    """A line to be submitted.
 
     Attributes:
         position: of its record in the output.
+        keep: tokens of its prompt that later lines need (`Request.reusable_len`).
+        piece: its place in the planned run; None for one that is not there, or runs again.
     """
 
     position: int
+    keep: int | None = None
+    piece: int | None = None
+
+
+@dataclass(frozen=True)
+class _PendingLine(Generic[R]):
+    """A line whose request a lane has."""
+
+    line: _Line
+    lane: int
     request: R
     reply: Reply
+
+
+@dataclass(frozen=True)
+class _PlannedLines:
+    """The sound lines without a record, in the order in which they run.
+
+    Attributes:
+        too_long: positions of those that do not fit in the pool: they fail at once.
+        order: `[N]` positions of the others.
+        keep: `[N]`, see `_Line`; None where all of a prompt stays cached.
+        handout: of pieces, which are places in the order.
+    """
+
+    too_long: Int64Array
+    order: Int64Array
+    keep: Int32Array | None
+    handout: Handout
+
+    def line(self, piece: int) -> _Line:
+        """The line at a place of the order."""
+        return _Line(int(self.order[piece]), None if self.keep is None else int(self.keep[piece]), piece)
 
 
 class BatchRun(Generic[R]):
     """One process's work on a batch.
 
     Args:
-        runtime: has no other requests.
+        runtime: has no other requests; a `ReplicatedRuntime` shares the lines among its lanes.
         scan: the lines.
         records: writes their records.
         interrupted: once it is set, no more requests are submitted.
@@ -137,7 +214,7 @@ class BatchRun(Generic[R]):
 
     def __init__(
         self,
-        runtime: BatchRuntime[R],
+        runtime: AnyRuntime[R],
         scan: Scan,
         records: RecordWriter,
         interrupted: FirstSignal,
@@ -152,8 +229,15 @@ class BatchRun(Generic[R]):
         self._retries = Retries()
         self._first_hits: dict[int, int] = {}  # cached tokens that a line's first try had, by position
         self._meter = Meter(runtime)
+        self._replicas: ReplicatedRuntime[R] | None = None
+        self._lanes: Sequence[SubmittingLane[R]]
+        if isinstance(runtime, ReplicatedRuntime):
+            self._replicas, self._lanes = runtime, runtime.lanes
+        else:
+            self._lanes = (_OneLane(runtime),)
         self._plan: BatchPlan | None = None
         self._predicted_hit_rate: float | None = None
+        self._repeated_tokens = 0  # where the plan is cut for several replicas
 
     @property
     def is_complete(self) -> bool:
@@ -172,10 +256,12 @@ class BatchRun(Generic[R]):
         with progress_bar(
             "answering", " requests", len(self._scan), self._options.progress, done=records.written
         ) as bar:
-            waiting = self.planned_lines()
+            too_long = self._lines.too_long
             meter.begin(records.written)
             try:
-                while self._goes_on(waiting):
+                for first in range(0, len(too_long), READ_AT_ONCE):
+                    self._submit(0, list(map(_Line, too_long[first : first + READ_AT_ONCE].tolist())))
+                while self._goes_on():
                     outputs = self._runtime.step()
                     self._book(outputs)
                     records.end_pass()
@@ -200,7 +286,15 @@ class BatchRun(Generic[R]):
             output_path,
             self._options,
             tally=meter.tally,
-            run=meter.figures(best_hit_rate=best, predicted_hit_rate=self._predicted_hit_rate, products=products),
+            run=meter.figures(
+                best_hit_rate=best,
+                predicted_hit_rate=self._predicted_hit_rate,
+                products=products,
+                repeated_tokens=self._repeated_tokens,
+                replicas=tuple(each.to_json() for each in self._replicas.replica_figures)
+                if self._replicas
+                else (),
+            ),
             timeline=meter.timeline,
             is_complete=self.is_complete,
         )
@@ -216,11 +310,12 @@ class BatchRun(Generic[R]):
 
     # -- which lines run, and when -------------------------------------------------------------------------
 
-    def planned_lines(self) -> Iterator[_PlannedLine]:
-        """The sound lines without a record, in the order in which they run.
+    @cached_property
+    def _lines(self) -> _PlannedLines:
+        return self.planned_lines()
 
-        Those that do not fit in the pool come first: they fail at once.
-        """
+    def planned_lines(self) -> _PlannedLines:
+        """The sound lines without a record, in the order in which they run."""
         scan, limits = self._scan, self._runtime.limits
         positions = np.flatnonzero(~scan.is_bad & ~self._records.finished)
         needed = scan.tokens.lengths[positions] + np.maximum(1, scan.new_tokens[positions]) - 1
@@ -228,15 +323,20 @@ class BatchRun(Generic[R]):
         positions = positions[needed <= limits.pool_tokens]
         self._plan = plan = self._plan_of(positions)
         if self._options.order == "file":
-            return _without_keep(np.concatenate([too_long, positions]))
+            return _PlannedLines(too_long, positions, None, self._handout(Pieces.alike(len(positions))))
+        pieces = self._replicas.pieces(plan) if self._replicas else Pieces.alike(len(plan))
+        self._repeated_tokens = int(shards(pieces, len(self._lanes)).repeated_tokens.sum())
         all_fit = plan.pool_for_all <= limits.pool_tokens
         drops_prefixes = not (all_fit or self._options.keep_cache)
         if all_fit or drops_prefixes:
             self._predicted_hit_rate = self._prediction(plan)
-        if not drops_prefixes:
-            return _without_keep(np.concatenate([too_long, plan.run.order]))
-        planned = zip(plan.run.order.tolist(), plan.keep.tolist(), strict=True)
-        return itertools.chain(_without_keep(too_long), planned)
+        keep = plan.keep if drops_prefixes else None
+        return _PlannedLines(too_long, plan.run.order, keep, self._handout(pieces))
+
+    def _handout(self, pieces: Pieces) -> Handout:
+        if self._replicas:
+            return self._replicas.handout(pieces)
+        return Handout(Dispatch(shards(pieces, 1)), self._lanes, first=0)
 
     def _prediction(self, plan: BatchPlan) -> float | None:
         """The hit rate to expect; None if there is no cache, it has two tiers, or what it has may be evicted."""
@@ -245,9 +345,10 @@ class BatchRun(Generic[R]):
             return None
         held = stats.capacity - stats.free
         if not held:
-            return plan.predict(limits).hit_rate
+            found = plan.predict(limits)
+            return replace(found, cached_tokens=max(0, found.cached_tokens - self._repeated_tokens)).hit_rate
         fits = held + plan.pool_beyond_held <= limits.pool_tokens
-        return plan.predict_without_eviction().hit_rate if fits else None
+        return plan.predict_without_eviction().hit_rate if fits and not self._replicas else None
 
     def _plan_of(self, positions: Int64Array) -> BatchPlan:
         stats = self._runtime.cache_stats()
@@ -255,44 +356,48 @@ class BatchRun(Generic[R]):
         held = None if is_empty or not self._runtime.reuses_prefixes else self._runtime.cached_len
         return plan_batch(self._scan.tokens, self._scan.demands, positions, held)
 
-    def _goes_on(self, waiting: Iterator[_PlannedLine]) -> bool:
-        """Submit waiting lines, unless the batch is interrupted. Whether there is a pass to run."""
+    def _goes_on(self) -> bool:
+        """Submit waiting lines, unless the batch is interrupted. Whether there is a pass to run or to wait for."""
         if not self._interrupted.is_set():
-            self._feed(waiting)
-            return self._runtime.has_work
+            self._feed()
+            waits_for_a_lane = self._retries.is_active or not self._lines.handout.is_done
+            return self._runtime.has_work or (waits_for_a_lane and not self._pending)
         self._abort_not_begun()
         in_time = self._interrupted.age < self._options.drain_seconds
         return bool(self._pending) and in_time and self._runtime.has_work
 
-    def _feed(self, waiting: Iterator[_PlannedLine]) -> None:
+    def _feed(self) -> None:
         """Submit lines if there is room: retries once nothing else runs, otherwise the next ones."""
-        while True:
-            planned: list[_PlannedLine] = []
-            if not self._pending:
-                planned = [(position, None) for position in self._retries.take()]
-            if not self._retries.is_active and self._runtime.num_waiting < ENOUGH_WAITING:
-                planned = list(itertools.islice(waiting, SUBMITTED_AT_ONCE))
-            if planned:
-                self._submit(planned)
-            if self._pending or not planned:
-                return
+        fed = True
+        while fed:
+            fed = False
+            ready = next((number for number, lane in enumerate(self._lanes) if lane.is_ready), None)
+            if ready is not None and not self._pending and (again := self._retries.take()):
+                self._submit(ready, [_Line(position) for position in again])
+                fed = True
+            if not self._retries.is_active:
+                for lane, pieces in self._lines.handout.next():
+                    self._submit(lane, list(map(self._lines.line, pieces)))
+                    fed = True
+            fed = fed and not self._pending  # all of them were refused
 
-    def _submit(self, planned: list[_PlannedLine]) -> None:
+    def _submit(self, lane: int, planned: list[_Line]) -> None:
         scan, requests = self._scan, []
-        lines = scan.read([position for position, _ in planned])
-        for (position, keep), line in zip(planned, lines, strict=True):
-            assert isinstance(line, SoundLine)
-            number, tokens = int(scan.lines[position]), scan.tokens[position]
+        read = scan.read([line.position for line in planned])
+        for line, sound in zip(planned, read, strict=True):
+            assert isinstance(sound, SoundLine)
+            number, tokens = int(scan.lines[line.position]), scan.tokens[line.position]
             try:
-                request = self._runtime.prepare(tokens, line.sampling_params, index=number, keep=keep)
+                request = self._runtime.prepare(tokens, sound.sampling_params, index=number, keep=line.keep)
             except (PromptError, ParameterError) as error:  # such as one too long for the KV pool
-                why = LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", line.reply)
-                self._records.refuse(position, why)
+                why = LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", sound.reply)
+                self._records.refuse(line.position, why)
+                self._end(lane, line)
                 continue
-            self._pending[request.id] = _PendingLine(position, request, line.reply)
+            self._pending[request.id] = _PendingLine(line, lane, request, sound.reply)
             requests.append(request)
         if requests:
-            self._runtime.submit(*requests, in_order=True)
+            self._lanes[lane].submit(*requests)
         self._records.enforce_error_limit()
 
     def _abort_not_begun(self) -> None:
@@ -312,29 +417,51 @@ class BatchRun(Generic[R]):
     # -- outputs -------------------------------------------------------------------------------------------
 
     def _book(self, outputs: list[RequestOutput]) -> None:
-        """Write the records of ended requests, except for aborted ones and those to be retried."""
-        failed: list[tuple[_PendingLine[R], RequestOutput]] = []  # all of one pass: a step books one
+        """Write the records of ended requests, except for aborted ones and those to be run again."""
+        failed: list[tuple[_PendingLine[R], RequestOutput]] = []  # all of one pass: a step books one of each lane
+        lost: list[_PendingLine[R]] = []
         for output in outputs:
             line = self._pending.pop(output.id, None)
-            if line is not None and output.cause is None:
+            if line is None:
+                continue
+            if isinstance(output.cause, ReplicaLostError):
+                lost.append(line)
+                continue
+            self._end(line.lane, line.line)
+            if output.cause is None:
                 self._answer(line, output)
-            elif line is not None:
+            else:
                 failed.append((line, output))
-        retried = bool(failed) and self._retries.book([line.position for line, _ in failed])
+        self._put_back(lost)
+        retried = bool(failed) and self._retries.book([line.line.position for line, _ in failed])
         for line, output in failed:
             if retried:
-                self._first_hits.setdefault(line.position, output.usage.cached_tokens)
+                self._first_hits.setdefault(line.line.position, output.usage.cached_tokens)
             else:
                 self._answer(line, output)
         self._records.enforce_error_limit()
 
+    def _end(self, lane: int, line: _Line) -> None:
+        """A line has ended, or is one to be retried."""
+        if line.piece is not None:
+            self._lines.handout.end(lane, line.piece)
+
+    def _put_back(self, lost: list[_PendingLine[R]]) -> None:
+        """Lines that a lost lane had wait again."""
+        for each in lost:
+            if each.line.piece is None:
+                self._retries.put_back(each.line.position)
+            else:
+                self._lines.handout.put_back(each.lane, [each.line.piece])
+
     def _answer(self, line: _PendingLine[R], output: RequestOutput) -> None:
         """Write the record of a final output."""
-        if (cached := self._first_hits.pop(line.position, None)) is not None:
+        position = line.line.position
+        if (cached := self._first_hits.pop(position, None)) is not None:
             # A retry finds the tokens that the first try has computed: its own hits do not count.
             computed = output.usage.prompt_tokens - cached
             output = replace(output, usage=replace(output.usage, cached_tokens=cached, computed_tokens=computed))
-        if self._records.answer(line.position, line.reply, output):
+        if self._records.answer(position, line.reply, output):
             self._meter.count(output)
 
 
@@ -378,7 +505,3 @@ def batch_report(
 def plan_of(scan: Scan, lines: BoolArray) -> BatchPlan:
     """A plan of some lines, `[N]`, from an empty cache."""
     return plan_batch(scan.tokens, scan.demands, np.flatnonzero(lines))
-
-
-def _without_keep(positions: Int64Array) -> Iterator[_PlannedLine]:
-    return zip(positions.tolist(), itertools.repeat(None))

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from radixrt.checks import check_int
 from radixrt.cli.exit_status import ALL_FAILED, DONE
-from radixrt.cli.kept_cache import checked_config, runtime_places, runtime_with_cache
+from radixrt.cli.kept_cache import checked_config, group_of, runtime_places, runtime_with_cache
 from radixrt.cli.options import (
     SAMPLING,
     add_command,
@@ -53,6 +54,10 @@ Lines of OpenAI's Batch API (custom_id, method, url, body) become records in Ope
 compressed by gzip or zstd, or be a parquet file whose columns are the keys; the output is compressed if its name
 ends in .gz or .zst. "-" is standard input or output.
 Records on standard output are in input order, too, but none are kept: the same command begins anew.
+
+--replicas N shares the lines among N cards of this machine, a process each: ranges of equal predicted work, cut
+where prompts share little. A process that is lost is started again, and its lines run again; the same command may
+go on with another N.
 
 --report FILE gets the figures printed at the end and a timeline, also if the run was stopped. A page (.html) also
 shows the shared prefixes, and needs matplotlib (pip install matplotlib).
@@ -111,6 +116,13 @@ def add_batch_command(commands: Any) -> None:
         help="write the figures at the end: .json, or .html for a page with plots; may be repeated",
     )
     option("--price-per-hour", type=float, metavar="X", help="of the machine, for the cost in the report")
+    option(
+        "--replicas",
+        type=_replicas,
+        default=1,
+        metavar="N",
+        help='cards that share the lines, a process each; "auto": all that are visible (1)',
+    )
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     add_options(parser, "sampling parameters of lines that give none", SAMPLING)
     add_runtime_options(parser)
@@ -123,6 +135,8 @@ def _batch(arguments: argparse.Namespace) -> int:
     from radixrt.frontend.request_builder import builder_without_weights
     from radixrt.report.files import ReportError
 
+    if arguments.replicas is not None:
+        check_int("replicas", arguments.replicas, 1, 1024)
     options, config = runtime_options(arguments), checked_config(arguments)
     batch_options = BatchConfig(
         default_params=sampling_params(arguments, _own_defaults(options)),
@@ -150,7 +164,10 @@ def _batch(arguments: argparse.Namespace) -> int:
         if scanned.lines.problems:
             print(f"radixrt: {scanned.lines.summary()}", file=sys.stderr)
         try:
-            if scanned.needs_runtime() or hasattr(arguments, "save_cache"):
+            if scanned.needs_runtime() and arguments.replicas != 1:
+                with group_of(arguments, arguments.replicas) as group:
+                    report = scanned.run(group)
+            elif scanned.needs_runtime() or hasattr(arguments, "save_cache"):
                 with runtime_with_cache(arguments, progress=arguments.progress) as runtime:
                     report = scanned.run(runtime)
             else:
@@ -160,6 +177,16 @@ def _batch(arguments: argparse.Namespace) -> int:
             raise
     _tell(report, arguments, arguments.report)
     return ALL_FAILED if 0 < report.requests == report.errors else DONE
+
+
+def _replicas(text: str) -> int | None:
+    """A number, or None for "auto"."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is neither a number nor "auto"') from None
 
 
 def _own_defaults(options: dict[str, Any]) -> SamplingParams | None:

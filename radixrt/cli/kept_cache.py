@@ -18,6 +18,7 @@ from radixrt.files.place import Place, check_apart, is_same, read_place, written
 
 if TYPE_CHECKING:
     from radixrt.config import RuntimeConfig
+    from radixrt.replicas import ReplicaGroup
     from radixrt.runtime import Runtime
 
 
@@ -61,6 +62,23 @@ def model_place(arguments: argparse.Namespace) -> list[Place]:
     """The folder of the model; nothing if the hub has it."""
     folder = Path(getattr(arguments, "model", MODEL_PATH)).expanduser()
     return read_place("the model's folder", folder) if os.path.isdir(folder) else []
+
+
+def group_of(arguments: argparse.Namespace, num_replicas: int | None) -> ReplicaGroup:
+    """Replicas with the Runtime of the options each; None: one for each visible card.
+
+    Raises ParameterError where a cache is to be loaded or saved.
+    """
+    from radixrt.replicas import ReplicaGroup
+
+    for name in ("load_cache", "save_cache"):
+        if _path(arguments, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ParameterError(
+                f"{option} is for one replica: each has a cache of its own; leave one of them out"
+            )
+    check_apart(runtime_places(arguments))
+    return ReplicaGroup(num_replicas=num_replicas, **runtime_options(arguments))
 
 
 @contextmanager

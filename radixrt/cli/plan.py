@@ -18,7 +18,6 @@ from radixrt.errors import ParameterError
 
 if TYPE_CHECKING:
     from radixrt.limits import RunLimits
-    from radixrt.models.config import ModelConfig
     from radixrt.planning.cards import Card
     from radixrt.workloads.bound import ModelShape
 
@@ -89,7 +88,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from radixrt.files.text_file import TextFile
     from radixrt.frontend.request_builder import builder_without_weights
     from radixrt.planning.batch_plan import plan_batch
-    from radixrt.planning.cards import find_card
+    from radixrt.planning.cards import find_card, shape_of
     from radixrt.planning.shards import pieces_of, shards
     from radixrt.report.outline import decoded_by
     from radixrt.report.plan_page import plan_page
@@ -108,7 +107,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     sampling_params(arguments)  # before the model is read, so that a mistake shows at once
     builder = builder_without_weights(given.pop("model", MODEL_PATH), **given)
     defaults = sampling_params(arguments, builder.defaults)
-    shape = _shape(builder.config)
+    shape = shape_of(builder.config)
     with temporary_folder() as folder:
         with reading_bar(arguments.input, arguments.progress) as bar:
             scan = scan_lines(
@@ -139,7 +138,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         expectation = plan.expect(limits, shape, card.speed)
         ranges = None
         if arguments.replicas > 1:
-            ranges = shards(pieces_of(plan, arguments.replicas, limits, shape, card.speed), arguments.replicas)
+            pieces = pieces_of(plan, arguments.replicas, limits, shape, card.speed, split=False)
+            ranges = shards(pieces, arguments.replicas)
         told: dict[str, Any] = {
             "expectation": expectation,
             "kv_bytes": shape.kv_bytes,
@@ -152,26 +152,6 @@ def _plan(arguments: argparse.Namespace) -> int:
         if page is not None:
             page.write(plan_page(plan, title=place_name(arguments.input, "input"), **told))
     return DONE
-
-
-def _shape(config: ModelConfig) -> ModelShape:
-    """The sizes of a model that determine the cost of a token, with only the experts that one goes through."""
-    from radixrt.models.mixtral import MixtureConfig
-    from radixrt.workloads.bound import ModelShape
-
-    size = config.intermediate_size
-    if isinstance(config, MixtureConfig):
-        size = config.top_k * config.expert_size
-    return ModelShape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        bytes_per_value=config.dtype.itemsize,
-    )
 
 
 def _limits(arguments: argparse.Namespace, card: Card, shape: ModelShape) -> RunLimits:

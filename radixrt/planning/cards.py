@@ -5,10 +5,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from radixrt.checks import check_float
 from radixrt.errors import ParameterError
 from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape
+
+if TYPE_CHECKING:
+    from radixrt.models.config import ModelConfig
 
 MEMORY_FRACTION = 0.95  # as a Runtime's: of the memory left by weights and passes
 PASS_BYTES = 4e9  # about the need of the largest pass and its graphs
@@ -16,6 +20,25 @@ PASS_BYTES = 4e9  # about the need of the largest pass and its graphs
 # (docs/lab-notebook/2026-11-22-where-a-step-goes.md); and of passes with new prompts: 2.5 s = 1.3 x 0.39 s + 620
 # passes x 3.2 ms, for the few-shot file in a small pool (docs/benchmarks.md, batches in the planned order).
 PASS_SECONDS = 0.9e-3, 3.2e-3
+
+
+def shape_of(config: ModelConfig) -> ModelShape:
+    """The sizes of a model that determine the cost of a token, with only the experts that one goes through."""
+    from radixrt.models.mixtral import MixtureConfig  # torch
+
+    size = config.intermediate_size
+    if isinstance(config, MixtureConfig):
+        size = config.top_k * config.expert_size
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        bytes_per_value=config.dtype.itemsize,
+    )
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,13 @@ class Pieces:
     seconds: Float64Array
     repeated_seconds: Float64Array
 
+    @classmethod
+    def alike(cls, count: int) -> Pieces:
+        """Prompts that take as long as one another, and share nothing."""
+        places, none = np.arange(count), np.broadcast_to(np.int64(0), count)
+        second = np.broadcast_to(np.float64(1.0), count)
+        return cls(places, none, none + 1, none, second, 0.0 * second)
+
     def __len__(self) -> int:
         return len(self.places)
 
@@ -118,11 +125,17 @@ def shards(pieces: Pieces, num_replicas: int) -> Shards:
 
 
 def pieces_of(
-    plan: BatchPlan, num_replicas: int, limits: RunLimits, shape: ModelShape, speed: DeviceSpeed
+    plan: BatchPlan,
+    num_replicas: int,
+    limits: RunLimits,
+    shape: ModelShape,
+    speed: DeviceSpeed,
+    *,
+    split: bool = True,
 ) -> Pieces:
     """The pieces of a planned run; see `cut_in_pieces`."""
     asked = plan.demands[plan.run.order]
-    return cut_in_pieces(asked, plan.run.shared, plan.held, num_replicas, limits, shape, speed)
+    return cut_in_pieces(asked, plan.run.shared, plan.held, num_replicas, limits, shape, speed, split=split)
 
 
 def cut_in_pieces(
@@ -133,6 +146,8 @@ def cut_in_pieces(
     limits: RunLimits,
     shape: ModelShape,
     speed: DeviceSpeed,
+    *,
+    split: bool = True,
 ) -> Pieces:
     """The pieces of N prompts, in the order of their run, for so many replicas within `limits` each.
 
@@ -144,6 +159,7 @@ def cut_in_pieces(
         asked: what they ask for.
         shared: `[N]` tokens that each shares with the one before it.
         held: `[N]` leading tokens of each that the cache has at first.
+        split: whether answers of one prompt may be pieces of their own; else a piece is a prompt.
     """
     found = np.maximum(np.minimum(asked.match_limits, np.maximum(shared, held)), held)
     weights = shape.layer_weights + shape.head_weights
@@ -157,7 +173,7 @@ def cut_in_pieces(
 
     # Of a prompt whose answers outweigh a range each is a piece, which finds all of the prompt but its last token.
     seconds = prompt + asked.num_answers * answer
-    is_split = (asked.num_answers > 1) & (seconds > seconds.sum() / num_replicas)
+    is_split = split & (asked.num_answers > 1) & (seconds > seconds.sum() / num_replicas)
     counts = np.where(is_split, asked.num_answers, 1)
     places = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -41,6 +41,8 @@ class RunFigures(CountsHits):
         passes: of the model.
         most_running: the most requests that ran at once.
         products: of a deterministic run, `ProductTable.to_json` of each shape of weights.
+        replicas: of a run on several, what each has done (`ReplicaFigures.to_json`).
+        repeated_tokens: of a run on several, prompt tokens that the plan has two of them compute, where it cuts.
     """
 
     started: float = 0.0
@@ -58,11 +60,24 @@ class RunFigures(CountsHits):
     passes: int = 0
     most_running: int = 0
     products: tuple[Mapping[str, Any], ...] = ()
+    replicas: tuple[Mapping[str, Any], ...] = ()
+    repeated_tokens: int = 0
 
     @property
     def idle_seconds(self) -> float:
         """Seconds in which the device computed nothing; failed passes count as idle."""
-        return max(0.0, self.seconds - self.prefill_seconds - self.decode_seconds)
+        return max(0.0, self.device_seconds - self.prefill_seconds - self.decode_seconds)
+
+    @property
+    def device_seconds(self) -> float:
+        """Seconds of the run for each device."""
+        return self.seconds * max(1, len(self.replicas))
+
+    @property
+    def balance(self) -> float:
+        """How long replicas had work on average, as a share of the longest."""
+        ends = [replica["seconds"] for replica in self.replicas]
+        return _ratio(sum(ends), len(ends) * max(ends, default=0.0))
 
     @property
     def tokens_per_second(self) -> float:
@@ -186,6 +201,8 @@ class BatchReport(CountsHits):
                 "idle_seconds": run.idle_seconds,
                 "tokens_per_second": run.tokens_per_second,
                 "products": [*run.products],
+                "replicas": [*run.replicas],
+                "balance": run.balance if run.replicas else None,
             },
             "cost": None if cost is None else dict(vars(cost)),
             "timeline": columns(self.timeline),
@@ -228,6 +245,13 @@ def time_figures(report: BatchReport) -> dict[str, str]:
         "time": f"{run.seconds:.1f} s ({passes}, {run.tokens_per_second:,.0f} generated tokens/s)",
         "time spent": f"{parts}; {duration(run.scheduling_seconds)} of the host's in scheduling",
     }
+    if run.replicas:
+        figures["replicas"] = (
+            f"{len(run.replicas)}, {run.balance:.1%} as long busy as the longest on average; "
+            f"{run.repeated_tokens:,} tokens computed twice as planned"
+        )
+    for number, replica in enumerate(run.replicas):
+        figures[f"replica {number}"] = _replica(replica)
     if run.products:
         figures["products"] = _products(run)
     if cost is not None:
@@ -290,6 +314,13 @@ def _products(run: RunFigures) -> str:
     replaced = sum(bool(table["ordered"]) for table in run.products)
     where = f"replaced at some of them in {replaced}" if replaced else "kept in all"
     return f"the same bits at all sizes of a pass; torch's own are {where} of {len(run.products)} shapes"
+
+
+def _replica(figures: Mapping[str, Any]) -> str:
+    hits = _ratio(figures["cached_tokens"], figures["prompt_tokens"])
+    restarts = f", started again {figures['restarts']} times" if figures["restarts"] else ""
+    seconds = f"{figures['seconds']:.1f} s ({duration(figures['busy_seconds'])} in passes)"
+    return f"{figures['requests']:,} requests in {seconds}, hit rate {hits:.2%}, {figures['device']}{restarts}"
 
 
 def _ratio(part: float, whole: float) -> float:

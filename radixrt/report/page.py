@@ -112,9 +112,10 @@ def _time(report: BatchReport) -> str:
     if not run.seconds:
         return ""
     host = {"scheduling": run.scheduling_seconds, "all else": max(0.0, run.seconds - run.scheduling_seconds)}
+    device = _bar("The device", device_seconds(run), run.device_seconds)
     return (
         '<section class="spent">\n<h2>Where the time went</h2>\n'
-        f"{_bar('The device', device_seconds(run), run.seconds)}{_bar('The host', host, run.seconds)}</section>\n"
+        f"{device}{_bar('The host', host, run.seconds)}</section>\n"
     )
 
 

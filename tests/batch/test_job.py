@@ -25,7 +25,7 @@ from rich.console import Console
 
 import radixrt.batch.job
 import radixrt.batch.meter
-import radixrt.batch.run
+import radixrt.batch.lanes
 from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.journal.run_folder import has_run, run_path
 from radixrt.batch.options import BatchConfig, BatchOptions
@@ -412,8 +412,8 @@ def test_an_output_that_came_in_between_is_not_replaced(files: tuple[Path, Path]
 
 def test_few_at_a_time(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime never knows of more than so many requests, those with a prefix in common one after the other."""
-    monkeypatch.setattr(radixrt.batch.run, "ENOUGH_WAITING", 4)
-    monkeypatch.setattr(radixrt.batch.run, "SUBMITTED_AT_ONCE", 4)
+    monkeypatch.setattr(radixrt.batch.lanes, "ENOUGH_WAITING", 4)
+    monkeypatch.setattr(radixrt.batch.lanes, "SUBMITTED_AT_ONCE", 4)
     lines = [{"token_ids": [n % 5] * 3 + [n]} for n in range(50)]
     write(files[0], [json.dumps(line).encode() for line in lines])
     runtime = FakeRuntime()

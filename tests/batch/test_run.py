@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import radixrt.batch.record_writer
-import radixrt.batch.run
+import radixrt.batch.lanes
 from radixrt.batch.formats.line_format import record_error
 from radixrt.batch.formats.record import LineErrorType
 from radixrt.batch.job import BatchInterrupted, run_batch
@@ -131,8 +131,8 @@ def test_lines_that_run_again_count_the_hits_of_their_first_try(files: tuple[Pat
 
 def test_what_failed_runs_apart(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is in a pass with lines that are run again, and the others go on before and after."""
-    monkeypatch.setattr(radixrt.batch.run, "ENOUGH_WAITING", 10)
-    monkeypatch.setattr(radixrt.batch.run, "SUBMITTED_AT_ONCE", 10)
+    monkeypatch.setattr(radixrt.batch.lanes, "ENOUGH_WAITING", 10)
+    monkeypatch.setattr(radixrt.batch.lanes, "SUBMITTED_AT_ONCE", 10)
     runtime = simulated_runtime()
     bad = 10
     runtime.hooks.launch_fault = failing(has(bad))

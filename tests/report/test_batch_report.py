@@ -265,7 +265,12 @@ KEYS = {
     *("output", "complete", "requests", "written", "kept", "errors", "prompt_tokens", "cached_tokens"),
     *("completion_tokens", "hit_rate", "run", "cost", "timeline"),
 }
-RUN_KEYS = {field.name for field in fields(RunFigures)} | {"hit_rate", "idle_seconds", "tokens_per_second"}
+RUN_KEYS = {field.name for field in fields(RunFigures)} | {
+    "hit_rate",
+    "idle_seconds",
+    "tokens_per_second",
+    "balance",
+}
 
 
 def test_json_has_all_figures() -> None:

@@ -1,0 +1,102 @@
+"""Hands the pieces of a run out to what runs them: a Runtime, or the replicas of a group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from radixrt.batch.dispatch import Dispatch
+
+# Requests are made while the device computes: some at a time, whenever fewer wait than a scheduler ranks.
+ENOUGH_WAITING = 1024
+SUBMITTED_AT_ONCE = 512
+# Where there are several lanes, what has been handed out can no longer be taken by another one.
+SECONDS_AHEAD = 0.5
+LEAST_WAITING = 16
+
+
+class Lane(Protocol):
+    """What runs requests by itself, one of several."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that it has and has not begun."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes requests now."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it never will again."""
+
+
+class Handout:
+    """Gives each lane what it begins soon.
+
+    Args:
+        dispatch: has a range for each lane.
+        lanes: at least one.
+        first: pieces that each of several lanes gets at first: as many as it runs at once.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        lanes: Sequence[Lane],
+        first: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._dispatch, self._lanes, self._clock = dispatch, lanes, clock
+        self._rates = [_Rate(first) for _ in lanes]
+        self._gone: set[int] = set()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all pieces have ended."""
+        return not self._dispatch.num_left
+
+    def next(self) -> Iterator[tuple[int, list[int]]]:
+        """Pieces for lanes that have room, with the number of the lane."""
+        for number, lane in enumerate(self._lanes):
+            if lane.is_gone and number not in self._gone:
+                self._gone.add(number)
+                self._dispatch.retire(number)
+        for number, lane in enumerate(self._lanes):
+            if lane.is_ready and (room := self._room(number, lane.num_waiting)) > 0:
+                pieces = self._dispatch.take(number, least=room)
+                self._rates[number].handed += len(pieces)
+                if pieces:
+                    yield number, pieces
+
+    def end(self, lane: int, piece: int) -> None:
+        """A piece needs nothing more."""
+        self._dispatch.end(lane, piece, self._clock())
+
+    def put_back(self, lane: int, pieces: Sequence[int]) -> None:
+        """Pieces that a lane had and has not ended wait again."""
+        self._dispatch.put_back(lane, pieces)
+
+    def _room(self, number: int, waiting: int) -> int:
+        if len(self._lanes) == 1:
+            return SUBMITTED_AT_ONCE if waiting < ENOUGH_WAITING else 0
+        return self._rates[number].ahead(waiting, self._clock()) - waiting
+
+
+class _Rate:
+    """How fast a lane begins pieces."""
+
+    def __init__(self, first: int) -> None:
+        self.handed = 0
+        self._ahead, self._begun, self._since = first, 0, 0.0
+
+    def ahead(self, waiting: int, now: float) -> int:
+        """How many may wait, given how many do: those of the next moment."""
+        begun, passed = self.handed - waiting, now - self._since
+        if begun and passed >= SECONDS_AHEAD:
+            if self._begun:
+                self._ahead = max(LEAST_WAITING, int((begun - self._begun) * SECONDS_AHEAD / passed))
+            self._begun, self._since = begun, now
+        return min(self._ahead, ENOUGH_WAITING)

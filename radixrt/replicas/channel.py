@@ -1,0 +1,104 @@
+"""Messages between a group and its replicas: JSON with an array of numbers, after their lengths; never code."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from radixrt.arrays import Int32Array
+
+_LENGTHS = struct.Struct("<IQ")  # bytes of the JSON and of the numbers that follow it
+_READ_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one side tells the other.
+
+    Attributes:
+        body: JSON values.
+        numbers: `[N]` int32, such as the token ids of prompts one after the other.
+    """
+
+    body: dict[str, Any]
+    numbers: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+
+
+class Channel:
+    """One end of a socket pair, in either mode: where the socket blocks, `send` and `receive` wait.
+
+    Attributes:
+        is_closed: the other end has gone; nothing will come any more.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._received, self._unsent = bytearray(), bytearray()
+        self.is_closed = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, message: Message) -> None:
+        """Send a message, or as much of it as there is room for: the rest goes with `flush`."""
+        body, numbers = json.dumps(message.body).encode(), message.numbers.astype("<i4", copy=False).tobytes()
+        self._unsent += _LENGTHS.pack(len(body), len(numbers)) + body + numbers
+        self.flush()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something waits for room."""
+        return bool(self._unsent)
+
+    def flush(self) -> None:
+        """Send what there is room for; nothing once the other end has gone."""
+        while self._unsent and not self.is_closed:
+            try:
+                sent = self._socket.send(self._unsent)
+            except BlockingIOError:
+                return
+            except (BrokenPipeError, ConnectionResetError):
+                # What it has sent before is still to be read, and its end then says that it has gone.
+                self._unsent.clear()
+                return
+            del self._unsent[:sent]
+
+    def wait(self) -> None:
+        """Until something can be received."""
+        select.select([self._socket], [], [])
+
+    def receive(self) -> list[Message]:
+        """The messages that have come whole."""
+        while not self.is_closed and select.select([self._socket], [], [], 0)[0]:
+            try:
+                read = self._socket.recv(_READ_AT_ONCE)
+            except ConnectionResetError:
+                read = b""
+            self.is_closed = not read
+            self._received += read
+        messages: list[Message] = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        return messages
+
+    def _next(self) -> Message | None:
+        received = self._received
+        if len(received) < _LENGTHS.size:
+            return None
+        body, numbers = _LENGTHS.unpack_from(received)
+        end = _LENGTHS.size + body + numbers
+        if len(received) < end:
+            return None
+        text = bytes(received[_LENGTHS.size : _LENGTHS.size + body])
+        array = np.frombuffer(bytes(received[_LENGTHS.size + body : end]), "<i4").astype(np.int32, copy=False)
+        del received[:end]
+        return Message(json.loads(text), array)

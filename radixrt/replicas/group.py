@@ -1,0 +1,333 @@
+"""`ReplicaGroup`: several Runtimes, each in a process of its own, that answer lists of prompts together."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from radixrt.batch.dispatch import Dispatch
+from radixrt.batch.lanes import Handout
+from radixrt.builtin import MODEL_PATH
+from radixrt.cache.prefix_cache import CacheStats
+from radixrt.checks import check_float, check_int
+from radixrt.config import RuntimeConfig
+from radixrt.errors import DeviceLostError, PassError, RadixrtError, ReplicaLostError
+from radixrt.frontend.request_builder import OnError, Params, Prompt, builder_without_weights, listed_prompts
+from radixrt.limits import RunLimits
+from radixrt.output import RequestOutput
+from radixrt.planning.batch_plan import BatchPlan, plan_batch
+from radixrt.planning.cards import CARDS, shape_of
+from radixrt.planning.demands import Demands
+from radixrt.planning.shards import Pieces, pieces_of, shards
+from radixrt.planning.token_store import TokenStore
+from radixrt.replicas.links import Links, Processes, placements
+from radixrt.replicas.replica import Replica, ReplicaFigures
+from radixrt.schedule.activity import Activity
+from radixrt.schedule.request import Request
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from radixrt.batch.options import BatchOptions
+    from radixrt.report.batch_report import BatchReport
+
+HANG_SECONDS = 600.0
+EXIT_SECONDS = 10.0  # that processes have to end by themselves
+WAIT_SECONDS = 0.1  # for news, before signals and replicas are looked at again
+
+
+class ReplicaGroup:
+    """Runtimes in processes of their own, which share each list of prompts. Use it as a context manager.
+
+        with ReplicaGroup("path/to/model", num_replicas=8) as group:
+            outputs = group.generate(prompts, SamplingParams(max_new_tokens=64))
+
+    A list is cut into ranges of equal predicted work where prompts share little; a replica that has ended its own
+    takes from others (`radixrt.planning.shards`, `radixrt.batch.dispatch`). The requests of a replica that is
+    lost run on others, and on a new process in its place, at most three times.
+
+    Args:
+        model, options: of `radixrt.config.RuntimeConfig`, for each Runtime; `device` without a number.
+        num_replicas: None: one for each visible card, and one on a CPU. More than cards share them.
+        hang_seconds: a replica that has requests and has ended no pass for so long counts as lost.
+        links: another way to reach replicas than processes.
+        clock: seconds.
+
+    Raises as `Runtime` does, and ParameterError where the device has a number.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        num_replicas: int | None = None,
+        hang_seconds: float = HANG_SECONDS,
+        links: Links | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **options: Any,
+    ) -> None:
+        config = RuntimeConfig(model, **options)
+        if num_replicas is not None:
+            check_int("num_replicas", num_replicas, 1, 1024)
+        check_float("hang_seconds", hang_seconds, 0.0, 1e9, above=True)
+        told = {name: getattr(config, name) for name in ("revision", "chat_template_kwargs", "generation_config")}
+        source = MODEL_PATH if config.model is None else config.model
+        self._builder = builder_without_weights(source, config.context_length, **told)
+        self._builder.seed = self.seed = config.run_seed
+        self.tokenizer, self.default_params = self._builder.tokenizer, self._builder.defaults
+        self.reuses_prefixes = config.enable_prefix_cache and not config.force_miss
+        if links is None:
+            placed = placements(config, num_replicas)
+            links, num_replicas = Processes(placed), len(placed)
+        self._links, self._calls = links, itertools.count()
+        self._clock, self._began = clock, clock()
+        self._is_open = False  # whether a call is not over
+        self.lanes: tuple[Replica, ...] = ()
+        try:
+            for number in range(num_replicas or 1):
+                self.lanes += (Replica(number, links, hang_seconds, clock),)
+            self._wait_for(lambda: all(lane.is_ready for lane in self.lanes))
+        except BaseException:
+            self.close()
+            raise
+        said = [lane.ready for lane in self.lanes]
+        self.limits = RunLimits(*map(min, zip(*(each["limits"] for each in said), strict=True)))
+        self.context_length = self._builder.context_length = min(each["context_length"] for each in said)
+        self._builder.refusal = self._refusal
+        self.products = tuple(_Told(table) for table in said[0]["products"])
+
+    # -- prompts in, outputs out ---------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] = None,
+        *,
+        on_error: OnError = "raise",
+        progress: bool = False,
+    ) -> RequestOutput | list[RequestOutput]:
+        """`Runtime.generate`, on all replicas."""
+        listed, many = listed_prompts(prompts)
+        found = self.generate_iter(listed, sampling_params, on_error=on_error, progress=progress)
+        outputs = sorted(found, key=attrgetter("index"))
+        return outputs if many else outputs[0]
+
+    def generate_iter(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] = None,
+        *,
+        on_error: OnError = "raise",
+        progress: bool = False,
+    ) -> Iterator[RequestOutput]:
+        """`Runtime.generate_iter`, on all replicas.
+
+        Raises DeviceLostError once no replica is left, and RadixrtError while another call is not over.
+        """
+        if self._is_open:
+            raise RadixrtError("a group answers one call at a time, and another one is not over")
+        listed, _ = listed_prompts(prompts)
+        call = next(self._calls)
+        outputs, requests = self._builder.build_all(listed, sampling_params, True, None, None, on_error, call=call)
+        yield from outputs
+        if not requests:
+            return
+        plan = plan_batch(TokenStore.of(request.prompt_ids for request in requests), _demands(requests))
+        handout = self.handout(self.pieces(plan))
+        order = plan.run.order.tolist()
+        pieces: dict[int | str, tuple[int, int]] = {}  # of requests that run: their lane and piece
+        self._is_open = True
+        try:
+            with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
+                while not handout.is_done:
+                    for lane, taken in handout.next():
+                        chosen = [requests[order[piece]] for piece in taken]
+                        pieces |= {request.id: (lane, piece) for request, piece in zip(chosen, taken, strict=True)}
+                        self.lanes[lane].submit(*chosen)
+                    for output in self.step():
+                        if (at := pieces.pop(output.id, None)) is None:
+                            continue  # of a call that was left early
+                        if isinstance(output.cause, ReplicaLostError):
+                            handout.put_back(at[0], [at[1]])
+                            continue
+                        handout.end(*at)
+                        if output.cause is not None and on_error == "raise":
+                            raise PassError(f"prompt {output.index}: {output.error}") from output.cause
+                        bar.update()
+                        yield output
+        finally:
+            self._is_open = False
+            for each in self.lanes:
+                each.abort(*pieces)
+
+    def run_batch(
+        self, input_path: str | Path, output_path: str | Path, **options: Unpack[BatchOptions]
+    ) -> BatchReport:
+        """`Runtime.run_batch`, on all replicas. It may go on with what fewer or more of them have begun."""
+        from radixrt.batch.job import run_batch
+
+        if options.get("default_params") is None:
+            options["default_params"] = self.default_params
+        return run_batch(self, input_path, output_path, **options)
+
+    # -- step by step: a `BatchRuntime` ----------------------------------------------------------------------
+
+    def prepare(
+        self, prompt: Prompt, sampling_params: Params = None, *, index: int = 0, keep: int | None = None
+    ) -> Request:
+        """`Runtime.prepare`."""
+        return replace(self._builder.build(prompt, sampling_params, index=index), reusable_len=keep)
+
+    def step(self) -> list[RequestOutput]:
+        """Wait a moment for replicas. Returns what has ended, with a ReplicaLostError as the cause where a replica
+        was lost: that may be submitted again.
+
+        Raises DeviceLostError once no replica is left.
+        """
+        outputs = self._receive()
+        if not outputs:
+            self._links.wait([lane.link for lane in self.lanes if not lane.is_gone], WAIT_SECONDS)
+            outputs = self._receive()
+        return outputs
+
+    def abort(self, request: Request) -> None:
+        """End a request at its replica's next step."""
+        for lane in self.lanes:
+            lane.abort(request.id)
+
+    def has_begun(self, request: Request) -> bool:
+        """Whether a pass has computed some of a submitted request; True if it has ended."""
+        return all(lane.has_begun(request) for lane in self.lanes)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether submitted requests have not ended."""
+        return any(lane.has_work for lane in self.lanes)
+
+    @property
+    def num_running(self) -> int:
+        """Answers that are admitted and have not ended, when each replica last said so."""
+        return sum(lane.num_running for lane in self.lanes)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that replicas have and have not begun."""
+        return sum(lane.num_waiting for lane in self.lanes)
+
+    def activity(self) -> Activity:
+        """Work and time of all passes of all replicas, added up."""
+        return Activity(*map(sum, zip(*(vars(lane.activity).values() for lane in self.lanes), strict=True)))
+
+    def cache_stats(self) -> CacheStats:
+        """Token counts and sizes of all replicas, added up."""
+        return CacheStats(*map(sum, zip(*(vars(lane.cache_stats).values() for lane in self.lanes), strict=True)))
+
+    def cached_len(self, prompt_ids: npt.NDArray[np.int32]) -> int:
+        """None that a plan may rely on: which replica gets a prompt is not known."""
+        return 0
+
+    def identity(self) -> Mapping[str, Any]:
+        """`Runtime.identity`, which is the same for all."""
+        lane = next((lane for lane in self.lanes if lane.is_ready), None)
+        if lane is None:
+            raise DeviceLostError("no replica is ready to say what it computes with")
+        if lane.identity is None:
+            lane.ask_identity()
+            self._wait_for(lambda: lane.identity is not None or not lane.is_ready)
+        return self.identity() if lane.identity is None else lane.identity
+
+    # -- how a list is shared --------------------------------------------------------------------------------
+
+    @property
+    def replica_figures(self) -> tuple[ReplicaFigures, ...]:
+        """Of all that each replica has done since the group was made."""
+        return tuple(lane.figures for lane in self.lanes)
+
+    def pieces(self, plan: BatchPlan) -> Pieces:
+        """A plan's prompts with the work that each is. Only ratios count: an H200's peak stands for any device."""
+        speed = CARDS["h200"].speed
+        return pieces_of(plan, len(self.lanes), self.limits, shape_of(self._builder.config), speed, split=False)
+
+    def handout(self, pieces: Pieces) -> Handout:
+        """Ranges of pieces for all replicas, which may take from one another."""
+        self._began = self._clock()
+        dispatch = Dispatch(shards(pieces, len(self.lanes)))
+        return Handout(dispatch, self.lanes, first=self.limits.max_running_requests, clock=self._clock)
+
+    def close(self) -> None:
+        """End all replicas; again: nothing."""
+        links = [lane.link for lane in self.lanes if not lane.is_gone]
+        self.lanes = ()
+        for link in links:
+            link.close()
+        ends = time.monotonic() + EXIT_SECONDS
+        for link in links:
+            link.wait_for_end(max(0.0, ends - time.monotonic()))
+
+    def __enter__(self) -> ReplicaGroup:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        for lane in self.lanes:
+            if not lane.is_gone:
+                outputs += lane.receive(self._began)
+                if lane.refusal is not None:
+                    raise lane.refusal
+        if all(lane.is_gone for lane in self.lanes):
+            raise DeviceLostError("no replica is left; the log says why each was lost")
+        return outputs
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until a condition holds. Nobody has requests meanwhile."""
+        while not condition():
+            self.step()
+
+    def _refusal(self, request: Request) -> str | None:
+        """Why a request does not fit into the smallest of the pools."""
+        if request.max_slots <= self.limits.pool_tokens:
+            return None
+        return (
+            f"needs up to {request.max_slots} KV slots, but the replicas' pools have {self.limits.pool_tokens}: "
+            "shorten it, lower max_new_tokens, or raise max_total_tokens or memory_fraction"
+        )
+
+
+class _Told:
+    """What a replica has told as JSON values."""
+
+    def __init__(self, value: Mapping[str, Any]) -> None:
+        self._value = value
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(self._value)
+
+
+def _demands(requests: Sequence[Request]) -> Demands:
+    """What requests ask for, if each answer has its maximum of tokens."""
+    lengths = np.array([request.prompt_len for request in requests], np.int64)
+    starts = [
+        request.prompt_len if request.params.prompt_logprobs is None else request.params.prompt_logprobs_start
+        for request in requests
+    ]
+    return Demands.of(
+        lengths,
+        np.array([request.max_new_tokens for request in requests], np.int64),
+        np.array([request.params.n for request in requests], np.int64),
+        np.array(starts, np.int64),
+    )

@@ -1,0 +1,177 @@
+"""How a group reaches its replicas: processes of this host, each over a socket pair."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from radixrt.config import RuntimeConfig
+from radixrt.errors import ParameterError
+from radixrt.replicas.channel import Channel, Message
+from radixrt.replicas.messages import config_as_json
+
+
+class Link(Protocol):
+    """A replica that has been started, as its group sees it."""
+
+    @property
+    def is_closed(self) -> bool:
+        """It has gone, and what it has sent has been received."""
+
+    def send(self, message: Message) -> None: ...
+
+    def receive(self) -> list[Message]:
+        """What has come; does not wait."""
+
+    def end(self) -> str:
+        """End it at once, whatever it does. Returns how it ended, for an error's message."""
+
+    def close(self) -> None:
+        """Let it end by itself."""
+
+    def wait_for_end(self, seconds: float) -> None:
+        """After `close`: until it has ended. After so long it is ended."""
+
+
+class Links(Protocol):
+    """Starts replicas, and waits for them."""
+
+    def start(self, number: int) -> Link:
+        """Start the replica of a number, anew if it was there before."""
+
+    def wait(self, links: Sequence[Link], seconds: float) -> None:
+        """Until one of the links has something to receive, or is closed; at most so long."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a replica runs.
+
+    Attributes:
+        config: of its Runtime.
+        environment: of its process, beside this one's.
+    """
+
+    config: RuntimeConfig
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Process:
+    """A `Link` to a process, which runs `python -m PROGRAM FD` with a connected socket."""
+
+    def __init__(self, placement: Placement, program: str) -> None:
+        ours, theirs = socket.socketpair()
+        home = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH", "")]))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", program, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", **placement.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # that of the group may carry records
+                start_new_session=True,  # Ctrl-C is for the group, which says what is to be done
+            )
+        ours.setblocking(False)
+        self.channel = Channel(ours)
+        self.channel.send(Message({"config": config_as_json(placement.config)}))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_closed(self) -> bool:
+        return self.channel.is_closed
+
+    def send(self, message: Message) -> None:
+        self.channel.send(message)
+
+    def receive(self) -> list[Message]:
+        self.channel.flush()
+        return self.channel.receive()
+
+    def end(self) -> str:
+        self._process.kill()
+        self.channel.close()
+        status = self._process.wait()
+        return f"signal {-status}" if status < 0 else f"status {status}"
+
+    def close(self) -> None:
+        self.channel.close()
+
+    def wait_for_end(self, seconds: float) -> None:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Processes:
+    """`Links` to processes of this host, one for each placement."""
+
+    def __init__(self, placements: Sequence[Placement], program: str = "radixrt.replicas.worker") -> None:
+        self._placements, self._program = placements, program
+
+    def start(self, number: int) -> Process:
+        return Process(self._placements[number], self._program)
+
+    def wait(self, links: Sequence[Link], seconds: float) -> None:
+        channels = [link.channel for link in links if isinstance(link, Process)]
+        select.select(channels, [channel for channel in channels if channel.has_unsent], [], seconds)
+
+
+def placements(config: RuntimeConfig, num_replicas: int | None) -> list[Placement]:
+    """One replica for each visible card, or as many as are wanted: on the cards in turn, or on CPUs.
+
+    Raises ParameterError where the device is one card, or cannot be had.
+    """
+    from radixrt.execution.device import choose_device  # torch
+
+    device = choose_device(config.device)
+    if device.type != "cuda":
+        return _on_processors(config, num_replicas or 1)
+    if device.index is not None and config.device is not None and ":" in str(config.device):
+        raise ParameterError(
+            f"device is {config.device!r}; replicas take the visible cards in turn: leave the number out, and "
+            "choose cards by CUDA_VISIBLE_DEVICES"
+        )
+    cards = _visible_cards()
+    wanted = num_replicas or len(cards)
+    sharing = -(-wanted // len(cards))  # replicas on the fullest card
+    if sharing > 1:
+        config = _with(config, memory_fraction=config.share_of_memory(on_gpu=True) / sharing)
+    return [
+        Placement(_with(config, device="cuda"), {"CUDA_VISIBLE_DEVICES": cards[number % len(cards)]})
+        for number in range(wanted)
+    ]
+
+
+def _on_processors(config: RuntimeConfig, num_replicas: int) -> list[Placement]:
+    from radixrt.execution.processors import usable_processors
+
+    threads = config.threads or max(1, usable_processors() // num_replicas)
+    fraction = config.share_of_memory(on_gpu=False) / num_replicas
+    own = _with(config, device=config.device or "cpu", threads=threads, memory_fraction=fraction)
+    return [Placement(own)] * num_replicas
+
+
+def _visible_cards() -> list[str]:
+    """Numbers or names of the cards that this process may use."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return list(map(str, range(count))) if named is None else named.split(",")[:count]
+
+
+def _with(config: RuntimeConfig, **changed: object) -> RuntimeConfig:
+    return RuntimeConfig(**config_as_json(config) | changed)

@@ -1,0 +1,145 @@
+"""What a group and its replicas tell each other, as messages and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from radixrt import errors
+from radixrt.batch.scan import parameters_as_json
+from radixrt.cache.prefix_cache import CacheStats
+from radixrt.config import RuntimeConfig
+from radixrt.errors import ModelError, PassError, RadixrtError
+from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
+from radixrt.replicas.channel import Message
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.activity import Activity
+from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.request import Request
+
+
+class Prepares(Protocol):
+    """What makes requests of prompts: a `Runtime`."""
+
+    def prepare(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, *, index: int, keep: int | None
+    ) -> Request: ...
+
+
+def config_as_json(config: RuntimeConfig) -> dict[str, Any]:
+    """Keyword arguments of an equal RuntimeConfig, with the seed that it has drawn."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    values |= {"seed": config.run_seed, "schedule_policy": SchedulePolicy(config.schedule_policy).value}
+    for name in ("model", "device", "dtype"):
+        if values[name] is not None:
+            values[name] = str(values[name]).removeprefix("torch.")
+    if isinstance(config.model, Path) or (config.model is not None and Path(config.model).is_dir()):
+        values["model"] = str(Path(config.model).expanduser().absolute())
+    if config.chat_template_kwargs is not None:
+        values["chat_template_kwargs"] = dict(config.chat_template_kwargs)
+    return values
+
+
+def requests_message(requests: Sequence[Request]) -> Message:
+    """Requests for a replica, without what it knows itself. Equal parameters are sent once."""
+    known: dict[int, int] = {}  # by identity: often all are one object
+    params: list[dict[str, Any]] = []
+    listed = []
+    for request in requests:
+        if id(request.params) not in known:
+            known[id(request.params)] = len(params)
+            params.append(parameters_as_json(request.params))
+        nth = known[id(request.params)]
+        listed.append(
+            [
+                request.id,
+                request.index,
+                request.prompt_len,
+                nth,
+                request.seed,
+                request.reusable_len,
+                request.priority,
+            ]
+        )
+    ids = np.concatenate([np.zeros(0, np.int32), *(request.prompt_ids for request in requests)])
+    return Message({"run": listed, "params": params}, ids)
+
+
+def requests_of(message: Message, runtime: Prepares) -> Iterator[Request | RequestOutput]:
+    """The requests of such a message; an output in place of one that this runtime cannot run."""
+    params = [SamplingParams(**given) for given in message.body["params"]]
+    begin = 0
+    for own_id, index, length, nth, seed, keep, priority in message.body["run"]:
+        ids, begin = message.numbers[begin : begin + length], begin + length
+        try:
+            request = runtime.prepare(ids, params[nth], index=index, keep=keep)
+        except (errors.PromptError, errors.ParameterError) as error:
+            yield RequestOutput.refused(index, f"the prompt {error}", own_id)
+        else:
+            yield replace(request, id=own_id, seed=seed, priority=priority)
+
+
+def output_as_json(output: RequestOutput) -> dict[str, Any]:
+    """An output without its prompt, which the group has."""
+    return {
+        "id": output.id,
+        "outputs": [
+            [o.index, o.text, o.token_ids, str(o.finish_reason), o.matched, _logprobs(o.logprobs), o.error]
+            for o in output.outputs
+        ],
+        "usage": astuple(output.usage),
+        "timings": astuple(output.timings),
+        "prompt_logprobs": _logprobs(output.prompt_logprobs),
+        "cause": None if output.cause is None else f"{type(output.cause).__name__}: {output.cause}",
+    }
+
+
+def output_of(value: Mapping[str, Any], request: Request) -> RequestOutput:
+    """The output of a request, from a replica."""
+    answers = tuple(
+        CompletionOutput(index, text, tuple(ids), FinishReason(reason), matched, _logprobs_of(logprobs), error)
+        for index, text, ids, reason, matched, logprobs, error in value["outputs"]
+    )
+    return RequestOutput(
+        index=request.index,
+        id=request.id,
+        outputs=answers,
+        usage=Usage(*value["usage"]),
+        timings=Timings(*value["timings"]),
+        prompt_ids=request.prompt_ids,
+        prompt_logprobs=_logprobs_of(value["prompt_logprobs"]),
+        cause=None if value["cause"] is None else PassError(value["cause"]),
+    )
+
+
+def state_as_json(activity: Activity, stats: CacheStats, num_running: int) -> dict[str, Any]:
+    """Counters of a replica."""
+    return {"activity": astuple(activity), "stats": astuple(stats), "running": num_running}
+
+
+def error_as_json(error: RadixrtError) -> list[str]:
+    """An error of ours by its name."""
+    return [type(error).__name__, str(error)]
+
+
+def error_of(value: Sequence[str]) -> RadixrtError:
+    """That error."""
+    kind = getattr(errors, value[0], ModelError)
+    error: RadixrtError = kind(value[1])
+    return error
+
+
+def _logprobs(logprobs: Sequence[TokenLogprob] | None) -> list[list[Any]] | None:
+    return None if logprobs is None else [[t.token_id, t.logprob, t.rank, t.top] for t in logprobs]
+
+
+def _logprobs_of(value: Sequence[Sequence[Any]] | None) -> tuple[TokenLogprob, ...] | None:
+    if value is None:
+        return None
+    return tuple(
+        TokenLogprob(token, logprob, rank, tuple((i, lp) for i, lp in top)) for token, logprob, rank, top in value
+    )

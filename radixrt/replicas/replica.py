@@ -1,0 +1,228 @@
+"""One replica as its group sees it: what it was given, what it has said, and whether it is still there."""
+
+# Tests: tests/replicas/test_group.py
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+from radixrt.cache.prefix_cache import CacheStats
+from radixrt.errors import RadixrtError, ReplicaLostError
+from radixrt.output import FinishReason, RequestOutput
+from radixrt.replicas.channel import Message
+from radixrt.replicas.links import Link, Links
+from radixrt.replicas.messages import error_of, output_of, requests_message
+from radixrt.schedule.activity import Activity
+from radixrt.schedule.request import Request
+
+_log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 3
+START_SECONDS = 1800.0  # to load weights and compile
+_SIZES = {
+    "capacity",
+    "free",
+    "evictable",
+    "locked",
+    "private",
+    "pending",
+    "arriving",
+    "host_capacity",
+    "host_free",
+}
+_NO_STATS = CacheStats(*[0] * 11)
+
+
+@dataclass(frozen=True)
+class ReplicaFigures:
+    """What a replica has done.
+
+    Attributes:
+        device: its name.
+        requests: that have ended there.
+        prompt_tokens, cached_tokens, completion_tokens: of these.
+        busy_seconds: its device's in passes.
+        seconds: until it had ended the last of them, from the first submission to any replica.
+        restarts: how often it was lost and started again.
+    """
+
+    device: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    busy_seconds: float = 0.0
+    seconds: float = 0.0
+    restarts: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self).copy()
+
+
+class Replica:
+    """A `Lane` of a group.
+
+    Args:
+        number: of the replica.
+        links: starts it.
+        hang_seconds: it counts as lost if it has requests and has ended no pass for so long.
+        clock: seconds.
+
+    Attributes:
+        refusal: the error of a Runtime that could not be made.
+        ready: what the Runtime said of itself, once it was made.
+        identity: of the Runtime's answers, once it was asked for.
+        figures: of all its processes.
+    """
+
+    def __init__(
+        self, number: int, links: Links, hang_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._number, self._links, self._hang_seconds, self._clock = number, links, hang_seconds, clock
+        self.refusal: RadixrtError | None = None
+        self.ready: dict[str, Any] = {}
+        self.identity: dict[str, Any] | None = None
+        self.figures = ReplicaFigures("")
+        self._unfinished: dict[int | str, Request] = {}
+        self._waiting: dict[int | str, None] = {}  # those of them that have not begun
+        self._activity_before, self._stats_before = Activity(), _NO_STATS  # of processes that were lost
+        self.is_gone = False
+        self._start()
+
+    def _start(self) -> None:
+        self.link: Link = self._links.start(self._number)
+        self.is_ready = False
+        self._heard = self._clock()
+        self._activity, self._stats, self.num_running = Activity(), _NO_STATS, 0
+
+    # -- a lane --------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that it has and has not begun."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it has requests that have not ended."""
+        return bool(self._unfinished)
+
+    def submit(self, *requests: Request) -> None:
+        """Send requests, which it serves in this order."""
+        if not self._unfinished:
+            self._heard = self._clock()  # it had nothing to say
+        self._unfinished |= {request.id: request for request in requests}
+        self._waiting |= dict.fromkeys(request.id for request in requests)
+        self.link.send(requests_message(requests))
+
+    def abort(self, *ids: int | str) -> None:
+        """End requests at its next step, of those that it has."""
+        if own := [request_id for request_id in ids if request_id in self._unfinished]:
+            self.link.send(Message({"abort": own}))
+
+    def has_begun(self, request: Request) -> bool:
+        """Whether it has computed some of a request, or has ended it, or never had it."""
+        return request.id not in self._waiting
+
+    def ask_identity(self) -> None:
+        """Let it say its Runtime's identity."""
+        self.link.send(Message({"identity": True}))
+        self._heard = self._clock()
+
+    # -- what it says --------------------------------------------------------------------------------------
+
+    @property
+    def activity(self) -> Activity:
+        """Of all its processes."""
+        before, now = astuple(self._activity_before), astuple(self._activity)
+        return Activity(*map(sum, zip(before, now, strict=True)))
+
+    @property
+    def cache_stats(self) -> CacheStats:
+        """Counters of all its processes, and sizes of the one that it has."""
+        before, now = vars(self._stats_before), vars(self._stats)
+        return CacheStats(**{name: now[name] + (0 if name in _SIZES else before[name]) for name in now})
+
+    def receive(self, began: float) -> list[RequestOutput]:
+        """Outputs that have come; if it was lost, those of all its requests, with a ReplicaLostError.
+
+        `began`: when the group's first request was submitted.
+        """
+        outputs: list[RequestOutput] = []
+        for message in self.link.receive():
+            outputs += self._read(message, began)
+            if self.refusal is not None or self.is_gone:
+                return outputs
+        now, limit = self._clock(), self._hang_seconds if self.is_ready else START_SECONDS
+        if self.link.is_closed:
+            outputs += self._lose("its process has ended")
+        elif (self._unfinished or not self.is_ready) and now - self._heard > limit:
+            outputs += self._lose(f"it has said nothing for {limit:,.0f} seconds")
+        return outputs
+
+    def _read(self, message: Message, began: float) -> list[RequestOutput]:
+        body, outputs = message.body, list[RequestOutput]()
+        self._heard = self._clock()
+        if "activity" in body:
+            self._activity, self._stats = Activity(*body["activity"]), CacheStats(*body["stats"])
+            self.num_running = body["running"]
+        if "ready" in body:
+            self.ready, self.is_ready = body["ready"], True
+            self.figures = replace(self.figures, device=self.ready["device"])
+        elif "ended" in body:
+            for value in body["ended"]:
+                # What is not there was ended already, or sent twice.
+                if (request := self._unfinished.pop(value["id"], None)) is not None:
+                    outputs.append(output_of(value, request))
+                self._waiting.pop(value["id"], None)
+            for request_id in body["begun"]:
+                self._waiting.pop(request_id, None)
+            self._count(outputs, began)
+        elif "identity" in body:
+            self.identity = body["identity"]
+        elif "refused" in body:
+            error = error_of(body["refused"])
+            if self.figures.restarts:
+                return self._lose(f"its Runtime cannot be made: {error}")
+            self.refusal = error
+        elif "lost" in body:
+            return self._lose(body["lost"])
+        return outputs
+
+    def _count(self, outputs: list[RequestOutput], began: float) -> None:
+        if not outputs:
+            return
+        whole = [each for each in outputs if each.finish_reason is not FinishReason.ABORT]
+        self.figures = replace(
+            self.figures,
+            requests=self.figures.requests + len(whole),
+            prompt_tokens=self.figures.prompt_tokens + sum(each.usage.prompt_tokens for each in whole),
+            cached_tokens=self.figures.cached_tokens + sum(each.usage.cached_tokens for each in whole),
+            completion_tokens=self.figures.completion_tokens + sum(each.usage.completion_tokens for each in whole),
+            busy_seconds=self.activity.busy_seconds,
+            seconds=self._heard - began,
+        )
+
+    def _lose(self, reason: str) -> list[RequestOutput]:
+        """End its process, start another one unless there were too many, and give its requests back."""
+        how = self.link.end()
+        self._activity_before, self._stats_before = self.activity, self.cache_stats
+        lost, self._unfinished, self._waiting = self._unfinished, {}, {}
+        restarts = self.figures.restarts + 1
+        self.is_ready, self.num_running = False, 0
+        self.is_gone = restarts > MAX_RESTARTS
+        outcome = "it stays away" if self.is_gone else f"starting it again ({restarts} of {MAX_RESTARTS})"
+        told = f"replica {self._number} is lost: {reason} ({how})"
+        _log.warning("%s; %d requests go to others or run again; %s", told, len(lost), outcome)
+        if not self.is_gone:
+            self.figures = replace(self.figures, restarts=restarts)
+            self._start()
+        cause = ReplicaLostError(told)
+        return [
+            replace(RequestOutput.refused(request.index, told, request.id), cause=cause)
+            for request in lost.values()
+        ]

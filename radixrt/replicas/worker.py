@@ -1,0 +1,152 @@
+"""The process of a replica: a Runtime that runs what its group sends, and sends back what has ended."""
+
+# Tests: tests/replicas/test_group.py, tests/replicas/test_links.py
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from radixrt.errors import DeviceLostError, RadixrtError
+from radixrt.output import RequestOutput
+from radixrt.replicas.channel import Channel, Message
+from radixrt.replicas.messages import error_as_json, output_as_json, requests_of, state_as_json
+
+if TYPE_CHECKING:
+    from radixrt.runtime import Runtime
+    from radixrt.schedule.request import Request
+
+BEAT = 0.2  # seconds, at most, between two messages while passes run
+
+
+class Server:
+    """What a replica does with messages and passes, whatever carries the messages.
+
+    Args:
+        runtime: has no other requests.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._waiting: deque[Request] = deque()  # in the order in which they begin
+        self._begun: list[int | str] = []  # ids of those that have begun since the last message
+        self._ended: list[RequestOutput] = []
+        self._told = 0.0  # when the last message was made
+
+    @property
+    def has_work(self) -> bool:
+        return self._runtime.has_work or bool(self._ended)
+
+    def ready(self) -> Message:
+        """The first message: what the group must know of the Runtime."""
+        runtime = self._runtime
+        limits = runtime.limits
+        body = {
+            "limits": [limits.pool_tokens, limits.max_running_requests, limits.chunked_prefill_size],
+            "context_length": runtime.context_length,
+            "products": [table.to_json() for table in runtime.products],
+            "device": _device_name(runtime),
+        }
+        return Message({"ready": body, **self._state()})
+
+    def handle(self, message: Message) -> Message | None:
+        """Do what a message says. Returns the answer, if it wants one."""
+        body = message.body
+        if "run" in body:
+            requests: list[Request] = []
+            for made in requests_of(message, self._runtime):
+                if isinstance(made, RequestOutput):
+                    self._ended.append(made)
+                else:
+                    requests.append(made)
+            self._runtime.submit(*requests, in_order=True)
+            self._waiting += requests
+        elif "abort" in body:
+            for request_id in body["abort"]:
+                self._runtime.abort(request_id)
+        elif "identity" in body:
+            return Message({"identity": self._runtime.identity()})
+        return None
+
+    def step(self) -> Message | None:
+        """Run a pass. Returns what has ended, or after a while that passes go on."""
+        if self._runtime.has_work:
+            self._ended += self._runtime.step()
+        while self._waiting and self._runtime.has_begun(self._waiting[0]):
+            self._begun.append(self._waiting.popleft().id)
+        now = time.monotonic()
+        if not self._ended and now - self._told < BEAT and self._runtime.has_work:
+            return None
+        self._told = now
+        body = {"ended": list(map(output_as_json, self._ended)), "begun": self._begun, **self._state()}
+        self._ended, self._begun = [], []
+        return Message(body)
+
+    def _state(self) -> dict[str, Any]:
+        runtime = self._runtime
+        return state_as_json(runtime.activity(), runtime.cache_stats(), runtime.num_running)
+
+
+def _runtime(options: dict[str, Any]) -> Runtime:
+    from radixrt.runtime import Runtime  # torch: after the environment of the group's choice
+
+    return Runtime(**options)
+
+
+def serve(channel: Channel, make: Callable[[dict[str, Any]], Runtime] = _runtime) -> None:
+    """Make a Runtime with the options of the first message, and answer messages until the group closes its end."""
+    while not (messages := channel.receive()):
+        if channel.is_closed:
+            return
+        channel.wait()
+    try:
+        runtime = make(messages[0].body["config"])
+    except RadixrtError as error:
+        channel.send(Message({"refused": error_as_json(error)}))
+        return
+    with runtime:
+        server = Server(runtime)
+        channel.send(server.ready())
+        try:
+            while True:
+                for message in channel.receive():
+                    if (answer := server.handle(message)) is not None:
+                        channel.send(answer)
+                if channel.is_closed:
+                    return
+                if not server.has_work:
+                    channel.wait()
+                elif (news := server.step()) is not None:
+                    channel.send(news)
+        except DeviceLostError as error:
+            channel.send(Message({"lost": str(error)}))
+
+
+def main(make: Callable[[dict[str, Any]], Runtime] = _runtime) -> None:
+    """`python -m radixrt.replicas.worker FD`: FD is a connected socket."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the group hears them, and says what is to be done
+    if level := os.environ.get("RADIXRT_REPLICA_LOG"):
+        logging.basicConfig(level=level, format="%(name)s: %(message)s")
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    serve(channel, make)
+    channel.close()
+
+
+def _device_name(runtime: Runtime) -> str:
+    if not str(runtime.device).startswith("cuda"):
+        return str(runtime.device)
+    import torch
+
+    return torch.cuda.get_device_name(runtime.device)
+
+
+if __name__ == "__main__":
+    main()

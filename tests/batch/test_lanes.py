@@ -1,0 +1,83 @@
+"""What lanes are handed, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixrt.batch import lanes
+from radixrt.batch.dispatch import Dispatch
+from radixrt.batch.lanes import Handout
+from radixrt.planning.shards import Pieces, shards
+
+
+@dataclass
+class FakeLane:
+    num_waiting: int = 0
+    is_ready: bool = True
+    is_gone: bool = False
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def handout(count: int, own: list[FakeLane], first: int = 4) -> tuple[Handout, Clock]:
+    clock = Clock()
+    return Handout(Dispatch(shards(Pieces.alike(count), len(own))), own, first, clock), clock
+
+
+def test_one_lane_gets_a_block_whenever_few_wait() -> None:
+    lane = FakeLane()
+    found, _ = handout(5000, [lane])
+    assert dict(found.next()) == {0: list(range(512))}
+    lane.num_waiting = 512
+    assert dict(found.next()) == {0: list(range(512, 1024))}
+    lane.num_waiting = 1024
+    assert dict(found.next()) == {}
+
+
+def test_several_lanes_get_what_they_run_at_once_and_then_what_they_begin_soon() -> None:
+    own = [FakeLane(), FakeLane()]
+    found, clock = handout(10_000, own, first=100)
+    assert dict(found.next()) == {0: list(range(100)), 1: list(range(5000, 5100))}
+    own[0].num_waiting = own[1].num_waiting = 100
+    assert dict(found.next()) == {}
+    own[0].num_waiting, own[1].num_waiting = 0, 90
+    clock.now += 1.0
+    assert {lane: len(pieces) for lane, pieces in found.next()} == {0: 100, 1: 10}
+    # In the next second the first begins 80, the second none: half a second of that, and some at least.
+    own[0].num_waiting, own[1].num_waiting = 20, 100
+    clock.now += 1.0
+    assert {lane: len(pieces) for lane, pieces in found.next()} == {0: 20}
+    own[1].num_waiting = 15
+    clock.now += 100.0
+    assert {lane: len(pieces) for lane, pieces in found.next() if lane} == {1: lanes.LEAST_WAITING - 15}
+
+
+def test_a_lane_that_starts_waits_and_one_that_is_gone_leaves_its_pieces() -> None:
+    own = [FakeLane(is_ready=False), FakeLane()]
+    found, _ = handout(8, own)
+    assert dict(found.next()) == {1: [4, 5, 6, 7]}
+    for piece in (4, 5, 6, 7):
+        found.end(1, piece)
+    own[0].is_gone = True
+    taken = [piece for _ in range(4) for lane, pieces in found.next() for piece in pieces if lane == 1]
+    assert sorted(taken) == [0, 1, 2, 3]
+    assert not found.is_done
+    for piece in taken:
+        found.end(1, piece)
+    assert found.is_done
+
+
+def test_what_is_put_back_comes_again() -> None:
+    own = [FakeLane()]
+    found, _ = handout(3, own)
+    assert dict(found.next()) == {0: [0, 1, 2]}
+    found.end(0, 1)
+    found.put_back(0, [1, 2])
+    assert dict(found.next()) == {0: [2]}
+    found.put_back(0, [0, 2])
+    assert dict(found.next()) == {0: [0, 2]}

@@ -1,0 +1,315 @@
+"""Groups whose replicas crash, hang, are slow and say things twice: each prompt is answered once, as by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixrt.errors import DeviceLostError, ParameterError, PromptError, RadixrtError
+from radixrt.output import RequestOutput
+from radixrt.replicas.group import ReplicaGroup
+from radixrt.replicas.replica import MAX_RESTARTS
+from radixrt.runtime import Runtime
+from radixrt.sampling_params import SamplingParams
+from tests.support.local_replicas import LocalLink, LocalLinks
+from tests.support.runtimes import simulated_runtime
+
+HANG = 50.0
+PARAMS = SamplingParams(max_new_tokens=6, temperature=1.0, n=1)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def group_of(links: LocalLinks, num_replicas: int, clock: Clock | None = None) -> ReplicaGroup:
+    return ReplicaGroup(num_replicas=num_replicas, links=links, hang_seconds=HANG, clock=clock or Clock())
+
+
+def tree(count: int) -> list[list[int]]:
+    """Prompts with shared beginnings, of the simulation's tokens."""
+    return [[1, 2, 3, n % 3] + [n % 5] * (n % 4) + [n % 7 % 5, n // 7 % 5] for n in range(count)]
+
+
+def told(outputs: Sequence[RequestOutput]) -> list[Any]:
+    """What of outputs does not depend on the time, or on what was cached."""
+    return [
+        (each.index, each.text, each.token_ids, each.finish_reason, each.usage.prompt_tokens) for each in outputs
+    ]
+
+
+def alone(prompts: Sequence[list[int]], params: Any = PARAMS) -> list[Any]:
+    with simulated_runtime() as runtime:
+        return told(runtime.generate(prompts, params))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 7])
+def test_answers_are_those_of_one_runtime(num_replicas: int) -> None:
+    prompts = tree(40)
+    links = LocalLinks(simulated_runtime)
+    with group_of(links, num_replicas) as group:
+        found = group.generate(prompts, PARAMS)
+        assert told(found) == alone(prompts)
+        figures = group.replica_figures
+        assert sum(each.requests for each in figures) == 40
+        assert min(each.requests for each in figures) > 0
+        assert group.cache_stats().prompt_tokens == sum(map(len, prompts))
+        assert group.activity().passes == sum(lane.activity.passes for lane in group.lanes) > 0
+        assert not group.has_work
+    assert all(link.is_dead for link in links.links.values())
+
+
+def test_a_prompt_and_parameters_each() -> None:
+    with group_of(LocalLinks(simulated_runtime), 2) as group:
+        one = group.generate([1, 2, 3], PARAMS)
+        assert isinstance(one, RequestOutput)
+        each = [SamplingParams(max_new_tokens=n, temperature=1.0, n=1 + n % 2) for n in range(1, 9)]
+        prompts = tree(8)
+        found = group.generate(prompts, each)
+        assert [len(output.outputs) for output in found] == [params.n for params in each]
+        assert told(found) == alone(prompts, each)
+        with pytest.raises(PromptError, match="prompt 1 "):
+            group.generate([[1], []], PARAMS)
+        assert group.generate([[1], []], PARAMS, on_error="return")[1].error is not None
+
+
+def test_calls_draw_anew_as_those_of_one_runtime_do() -> None:
+    prompts = tree(6)
+    with group_of(LocalLinks(simulated_runtime), 2) as group, simulated_runtime() as runtime:
+        for _ in range(2):
+            assert told(group.generate(prompts, PARAMS)) == told(runtime.generate(prompts, PARAMS))
+
+
+ACTIONS = ("advance", "advance all", "slow", "double", "crash", "crash and lose", "hang", "time")
+
+
+@settings(max_examples=150)
+@given(
+    num_replicas=st.integers(1, 4),
+    num_prompts=st.integers(1, 40),
+    actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.integers(1, 4)), max_size=60),
+)
+def test_faults(num_replicas: int, num_prompts: int, actions: list[tuple[str, int, int]]) -> None:
+    """Each prompt has one output, that of one Runtime; or all replicas have been lost too often, and that is said."""
+    clock, waiting = Clock(), list(reversed(actions))
+
+    def on_wait(links: LocalLinks) -> None:
+        clock.now += 1.0
+        if not waiting:
+            for link in links.links.values():
+                link.is_slow = False
+            links.advance()
+            return
+        action, which, times = waiting.pop()
+        link = links.links[which % num_replicas]
+        if action == "advance":
+            link.advance(times)
+        elif action == "advance all":
+            links.advance()
+        elif action == "slow":
+            link.is_slow = not link.is_slow
+        elif action == "double":
+            link.double()
+        elif action == "time":
+            clock.now += times * HANG / 3
+        elif action == "hang":
+            link.hangs = True
+        else:
+            link.crash(loses_messages=action == "crash and lose")
+
+    prompts = tree(num_prompts)
+    links = LocalLinks(simulated_runtime)
+    with group_of(links, num_replicas, clock) as group:
+        links.on_wait = on_wait
+        found: list[RequestOutput] = []
+        try:
+            found.extend(group.generate_iter(prompts, PARAMS))
+        except DeviceLostError:
+            assert links.started == num_replicas * (1 + MAX_RESTARTS)
+            assert len({output.index for output in found}) == len(found) < num_prompts
+            return
+        restarts = [each.restarts for each in group.replica_figures]
+        assert links.started <= num_replicas + sum(restarts)
+        assert max(restarts) <= MAX_RESTARTS
+        assert told(sorted(found, key=lambda output: output.index)) == alone(prompts)
+        assert not group.has_work
+
+
+def test_a_replica_that_hangs_is_lost_and_one_that_waits_is_not() -> None:
+    clock = Clock()
+    links = LocalLinks(simulated_runtime)
+    with group_of(links, 2, clock) as group:
+        clock.now += 10 * HANG  # nobody has requests
+        first = dict(links.links)
+        assert told(group.generate(tree(9), PARAMS)) == alone(tree(9))
+        assert links.links == first
+        first[0].hangs = True
+
+        def on_wait(links: LocalLinks) -> None:
+            clock.now += 1.0
+            links.advance()
+
+        links.on_wait = on_wait
+        found = group.generate(tree(9), PARAMS)
+        assert len(found) == 9
+        assert group.replica_figures[0].restarts == 1
+        assert group.replica_figures[1].restarts == 0
+        assert first[0].is_dead
+
+
+def test_all_are_lost() -> None:
+    links = LocalLinks(simulated_runtime)
+
+    def on_wait(links: LocalLinks) -> None:
+        for link in links.links.values():
+            link.crash()
+
+    with group_of(links, 2) as group:
+        links.on_wait = on_wait
+        with pytest.raises(DeviceLostError, match="no replica is left"):
+            group.generate(tree(9), PARAMS)
+        with pytest.raises(DeviceLostError, match="no replica is left"):
+            group.generate(tree(9), PARAMS)
+
+
+def test_one_call_at_a_time_and_one_left_early() -> None:
+    with group_of(LocalLinks(simulated_runtime), 2) as group:
+        calls = group.generate_iter(tree(30), PARAMS)
+        next(calls)
+        with pytest.raises(RadixrtError, match="one call at a time"):
+            group.generate(tree(3), PARAMS)
+        calls.close()  # type: ignore[attr-defined]
+        with simulated_runtime() as runtime:
+            runtime.generate([[1]], PARAMS)
+            runtime.generate([[1]], PARAMS)
+            expected = told(runtime.generate(tree(12), PARAMS))
+        found = told(group.generate(tree(12), PARAMS))
+        assert [each[0] for each in found] == list(range(12))
+        assert len(found) == len(expected)
+        assert not group.has_work
+
+
+def test_an_error_of_the_first_start_is_raised() -> None:
+    def refused() -> Runtime:
+        raise ParameterError("memory_fraction is 2")
+
+    class Refusing(LocalLinks):
+        def start(self, number: int) -> LocalLink:
+            from radixrt.replicas.channel import Message
+            from radixrt.replicas.messages import error_as_json
+
+            link = super().start(number)
+            link.said.clear()
+            try:
+                refused()
+            except ParameterError as error:
+                link.said.append(Message({"refused": error_as_json(error)}))
+            return link
+
+    links = Refusing(simulated_runtime)
+    with pytest.raises(ParameterError, match="memory_fraction is 2"):
+        group_of(links, 2)
+    assert all(link.is_dead for link in links.links.values())
+
+
+# -- batches ---------------------------------------------------------------------------------------------------
+
+
+def records(path: Path) -> list[Any]:
+    """Without what depends on the time, or on what was cached."""
+    found = []
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        del record["timings"]
+        if record["usage"]:
+            record["usage"] = record["usage"]["prompt_tokens"]
+        found.append(record)
+    return found
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> tuple[Path, list[Any]]:
+    """A file of good and bad lines, and the records of one Runtime."""
+    lines: list[dict[str, Any]] = [{"token_ids": prompt, "max_tokens": 4} for prompt in tree(60)]
+    lines[7]["temperature"] = -1
+    lines[23] = {"token_ids": [1] * 100}  # too long
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with simulated_runtime() as runtime:
+        runtime.run_batch(source, tmp_path / "one.jsonl")
+    return source, records(tmp_path / "one.jsonl")
+
+
+@pytest.mark.parametrize("order", ["planned", "file"])
+def test_a_batch(batch: tuple[Path, list[Any]], order: Any, tmp_path: Path) -> None:
+    source, expected = batch
+    with ReplicaGroup(num_replicas=3, links=LocalLinks(simulated_runtime)) as group:
+        report = group.run_batch(source, tmp_path / "out.jsonl", order=order)
+    assert records(tmp_path / "out.jsonl") == expected
+    assert report.is_complete
+    assert [each["requests"] > 0 for each in report.run.replicas] == [True] * 3
+    assert sum(each["requests"] for each in report.run.replicas) == report.run.answered == 58
+    assert 0.0 < report.run.balance <= 1.0
+    if order == "planned":
+        assert report.run.repeated_tokens > 0
+        assert report.run.predicted_hit_rate == pytest.approx(report.run.hit_rate, abs=0.1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    crashes=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), max_size=6),
+    loses=st.booleans(),
+)
+def test_a_batch_survives_crashes(crashes: list[tuple[int, int]], loses: bool, tmp_path_factory: Any) -> None:
+    folder = tmp_path_factory.mktemp("batch")
+    source = folder / "in.jsonl"
+    source.write_text("".join(json.dumps({"token_ids": p, "max_tokens": 4}) + "\n" for p in tree(40)))
+    with simulated_runtime() as runtime:
+        runtime.run_batch(source, folder / "one.jsonl")
+    waiting = list(reversed(crashes))
+
+    def on_wait(links: LocalLinks) -> None:
+        links.advance()
+        if waiting:
+            which, passes = waiting.pop()
+            links.links[which].advance(passes)
+            links.links[which].crash(loses_messages=loses)
+
+    links = LocalLinks(simulated_runtime)
+    with group_of(links, 3) as group:
+        links.on_wait = on_wait
+        group.run_batch(source, folder / "out.jsonl")
+    assert records(folder / "out.jsonl") == records(folder / "one.jsonl")
+
+
+def test_a_batch_goes_on_with_another_number(batch: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    """All replicas are lost in the middle; what was answered is kept."""
+    source, expected = batch
+    output, passes = tmp_path / "out.jsonl", [0]
+
+    def on_wait(links: LocalLinks) -> None:
+        links.advance()
+        passes[0] += 1
+        if passes[0] > 12:
+            for link in links.links.values():
+                link.crash()
+
+    links = LocalLinks(simulated_runtime)
+    with group_of(links, 3) as group:
+        links.on_wait = on_wait
+        with pytest.raises(DeviceLostError, match=r"(?s)no replica is left.*records are kept"):
+            group.run_batch(source, output)
+    assert not output.exists()
+    with group_of(LocalLinks(simulated_runtime), 2) as group:
+        report = group.run_batch(source, output)
+    assert records(output) == expected
+    assert 0 < report.kept < 60
