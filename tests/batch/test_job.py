@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import radixrt.batch.job
-import radixrt.batch.meter
 import radixrt.batch.lanes
+import radixrt.batch.meter
 from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.journal.run_folder import has_run, run_path
 from radixrt.batch.options import BatchConfig, BatchOptions

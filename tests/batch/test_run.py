@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-import radixrt.batch.record_writer
 import radixrt.batch.lanes
+import radixrt.batch.record_writer
 from radixrt.batch.formats.line_format import record_error
 from radixrt.batch.formats.record import LineErrorType
 from radixrt.batch.job import BatchInterrupted, run_batch

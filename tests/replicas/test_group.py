@@ -99,7 +99,7 @@ ACTIONS = ("advance", "advance all", "slow", "double", "crash", "crash and lose"
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.integers(1, 4)), max_size=60),
 )
 def test_faults(num_replicas: int, num_prompts: int, actions: list[tuple[str, int, int]]) -> None:
-    """Each prompt has one output, that of one Runtime; or all replicas have been lost too often, and that is said."""
+    """Each prompt has one output, that of one Runtime; or all replicas were lost too often, and that is said."""
     clock, waiting = Clock(), list(reversed(actions))
 
     def on_wait(links: LocalLinks) -> None:
@@ -149,6 +149,7 @@ def test_a_replica_that_hangs_is_lost_and_one_that_waits_is_not() -> None:
     links = LocalLinks(simulated_runtime)
     with group_of(links, 2, clock) as group:
         clock.now += 10 * HANG  # nobody has requests
+        group.step()
         first = dict(links.links)
         assert told(group.generate(tree(9), PARAMS)) == alone(tree(9))
         assert links.links == first
@@ -164,6 +165,23 @@ def test_a_replica_that_hangs_is_lost_and_one_that_waits_is_not() -> None:
         assert group.replica_figures[0].restarts == 1
         assert group.replica_figures[1].restarts == 0
         assert first[0].is_dead
+
+
+def test_counts_outlive_a_replica() -> None:
+    prompts = tree(30)
+    links = LocalLinks(simulated_runtime)
+    with group_of(links, 2) as group:
+        group.generate(prompts, PARAMS)
+        passes = group.activity().passes
+        links.links[1].crash()
+        group.step()
+        assert group.replica_figures[1].restarts == 1
+        assert group.activity().passes == passes
+        assert group.cache_stats().prompt_tokens == sum(map(len, prompts))
+        assert group.cache_stats().capacity == 2 * group.limits.pool_tokens
+        group.generate(prompts, PARAMS)
+        assert group.cache_stats().prompt_tokens == 2 * sum(map(len, prompts))
+        assert sum(each.requests for each in group.replica_figures) == 60
 
 
 def test_all_are_lost() -> None:

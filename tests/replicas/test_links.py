@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from radixrt.config import RuntimeConfig
 from radixrt.errors import DeviceLostError, ParameterError
+from radixrt.output import RequestOutput
 from radixrt.replicas import links
 from radixrt.replicas.group import ReplicaGroup
 from radixrt.replicas.links import Placement, Process, Processes, placements
@@ -82,30 +82,49 @@ def test_replicas_end_with_their_group() -> None:
         time.sleep(0.05)
 
 
+class Killer:
+    """Kills replicas of groups at random moments, so often.
+
+    Attributes:
+        left: kills that are still to come.
+    """
+
+    def __init__(self, kills: int) -> None:
+        self.left = kills
+        self._chance = random.Random(kills)
+        self._moment = 0.0
+
+    def watch(self, group: ReplicaGroup) -> None:
+        """Kill replicas of a group between its steps."""
+        self._wait()
+        step = group.step
+
+        def stepped() -> list[RequestOutput]:
+            if self.left and time.monotonic() > self._moment:
+                os.kill(self._chance.choice(pids(group)), signal.SIGKILL)
+                self.left -= 1
+                self._wait()
+            return step()
+
+        group.step = stepped  # type: ignore[method-assign]
+
+    def _wait(self) -> None:
+        self._moment = time.monotonic() + self._chance.uniform(0.0, 1.0)
+
+
 @pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.long)])
 def test_kills(kills: int, tmp_path: Path) -> None:
     """At random moments; where all replicas were lost too often, the same call goes on with others."""
-    chance = random.Random(kills)
+    killer = Killer(kills)
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [{"token_ids": prompt, "max_tokens": 12, "custom_id": str(n)} for n, prompt in enumerate(tree(300))]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with simulated_runtime() as runtime:
         assert not runtime.run_batch(source, tmp_path / "one.jsonl").errors
-    expected, left = records(tmp_path / "one.jsonl"), kills
-    while left:
+    expected = records(tmp_path / "one.jsonl")
+    while killer.left:
         with group_of(2, step_seconds=0.01) as group:
-            moment = time.monotonic() + chance.uniform(0.0, 1.0)
-            step = group.step
-
-            def stepped() -> Any:
-                nonlocal moment, left
-                if left and time.monotonic() > moment:
-                    os.kill(chance.choice(pids(group)), signal.SIGKILL)
-                    left -= 1
-                    moment = time.monotonic() + chance.uniform(0.0, 1.0)
-                return step()
-
-            group.step = stepped  # type: ignore[method-assign]
+            killer.watch(group)
             try:
                 group.run_batch(source, output, overwrite=True)
             except DeviceLostError:
