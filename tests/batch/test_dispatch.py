@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from radixrt.batch.dispatch import Dispatch
 from radixrt.limits import RunLimits
 from radixrt.planning.demands import Demands
-from radixrt.planning.shards import Pieces, cut_in_pieces, shards
+from radixrt.planning.shards import Pieces, Shards, cut_in_pieces, shards
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 
 SHAPE = ModelShape(28, 1024, 3072, 16, 8, 128, 151_936)  # Qwen3-0.6B
@@ -100,6 +100,23 @@ def test_the_end_is_near_the_ideal(name: str, num_replicas: int, off: str) -> No
     assert end <= (taken.sum() + again) / num_replicas * 1.03 + one + prefix
     if factors is None:
         assert again <= 0.03 * taken.sum() + num_replicas * float(pieces.repeated_seconds.max())
+
+
+@pytest.mark.parametrize(("repeated", "helped"), [(1.0, [7]), (30.0, [])])
+def test_the_pace_of_a_replica_counts(repeated: float, helped: list[int]) -> None:
+    """Of three, the first takes four times as long as predicted. Less waits for it than for the second, but for
+    longer: the third helps it, unless the prefix that it would compute once more takes longer still.
+    """
+    each = np.arange(30)
+    pieces = Pieces(each, 0 * each, 0 * each + 1, 0 * each, np.ones(30), np.where(each < 11, repeated, 0.0))
+    stolen: list[int] = []
+    dispatch = Dispatch(Shards(pieces, np.array([0, 11, 30, 30])), stolen.append)
+    for replica, seconds in ((0, 4.0), (1, 1.0)):
+        for nth in range(1, 4):
+            (piece,) = dispatch.take(replica)
+            assert dispatch.end(replica, piece, nth * seconds)
+    assert [dispatch.seconds_waiting(replica) for replica in range(3)] == pytest.approx([32.0, 16.0, 0.0])
+    assert dispatch.take(2) == stolen == helped
 
 
 class Replicas(RuleBasedStateMachine):

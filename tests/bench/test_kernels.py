@@ -613,7 +613,7 @@ def test_table_of_trees() -> None:
     )
     assert lines[0] == [
         *("B=256 8192+128", "200.0", "100.0", percent, fast.bound.limit),
-        *(moved, "1.25x", "123", "125.0", "yes", ""),
+        *(moved, "1.25x", "123", "3.0e-03", "125.0", "yes", ""),
     ]
     flat = [line for line in lines if line[0] == FLAT]
     assert [line[-1] for line in flat] == ["10.00x", "0.96x (!)", "0.98x"]
@@ -624,6 +624,20 @@ def test_table_of_trees() -> None:
     assert "Tree is more than 3 % slower than flat in 1 of 3 cases." in shown
     assert "tokens that the plan's items read" in shown
     assert "(!)" not in printed([result_of("extend", "B=1 0+8192", 1e-3, 1e-3)])
+    assert "…" not in shown
+
+
+@pytest.mark.parametrize("group", ["same-bits", "tree"])
+def test_tables_with_plans_have_errors(group: str) -> None:
+    """Whole, whatever else there is to say about a tree."""
+    plan = PlanFigures(9.9e-4, 99.0, 8)
+    results = [
+        Result(case, CARD, tuple(Measurement(c.name, 2.5e-3, 0.1, 0.09, plan=plan) for c in case.contenders), 1)
+        for case in choose_cases(Options(only=(group,)))
+    ]
+    shown = printed(results)
+    count = sum(len(result.measurements) for result in results)
+    assert len(re.findall(r"│ 2\.5e-03 │", shown)) == count >= 20
     assert "…" not in shown
 
 

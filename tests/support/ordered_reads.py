@@ -10,12 +10,19 @@ from triton_ops.attention.plan import AttentionPlan, ExtendPlan
 
 
 def check_ordered_reads(
-    plan: AttentionPlan[Any] | ExtendPlan[Any], lens: list[int], host: HostArrays | None = None, *, superblock: int
+    plan: AttentionPlan[Any] | ExtendPlan[Any],
+    lens: list[int],
+    host: HostArrays | None = None,
+    *,
+    superblock: int,
+    window: int | None = None,
 ) -> None:
-    """The items of each row cover its first `lens` positions once, in ascending order, by superblocks.
+    """The items of each row cover its first `lens` positions once, in ascending order, by superblocks; with a
+    `window` from the multiple of 16 on before which no row of the tile sees anything.
 
     `host`: they are those of extends, which may be of more.
     """
+    begins = [0] * len(lens)
     states: dict[int, tuple[int, int, int, int]] = {}  # start, end, row, source
     last: dict[int, tuple[int, int, int]] = {}  # start, end, source of an item that writes a row's result
 
@@ -41,6 +48,9 @@ def check_ordered_reads(
             request, nth = plan.item_requests[i], plan.item_query_starts[i]
             first = host["extend_start_loc"][request] + nth
             count = min(plan.tile_tokens, host["extend_seq_lens"][request] - nth)
+        if window is not None and first < len(lens):
+            begin = max(lens[first] - window, 0) // 16 * 16
+            begins[first : first + count] = [begin] * len(begins[first : first + count])
         add("item", i, list(range(first, first + count)))
     for i in range(len(plan.shared_lens)):
         first, count = plan.shared_query_starts[i], plan.shared_query_lens[i]
@@ -56,7 +66,7 @@ def check_ordered_reads(
         start, end, of, source = states[number]
         assert of == row
         if source < 0:
-            assert start % superblock == 0
+            assert start % superblock == 0 or start == begins[row]
             return start, end
         begin, until = covered(row, source)
         assert until == start
@@ -65,7 +75,7 @@ def check_ordered_reads(
 
     for row, length in enumerate(lens):
         lists = plan.row_partial_starts if row not in last else getattr(plan, "tail_partial_starts", ())
-        position = 0
+        position = begins[row]
         for number in plan.row_partials[lists[row] : lists[row + 1]] if len(lists) else ():
             start, end = covered(row, number)
             assert start == position

@@ -31,7 +31,7 @@ from radixrt.version import __version__
 from triton_ops.implementation import triton
 
 MEASURE_SECONDS, QUICK_SECONDS = 0.1, 0.02  # of calls, for each time
-_WIDTH = 130  # of the tables without a terminal
+_WIDTH = 140  # of the tables without a terminal
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _PLAN_CAPTION = (
     f"{100 * (MAX_SLOWER - 1):.0f} % slower."
 )
 _HEADERS = ("eager", "graph", "rate", "%", "limit", "error", "goal", "met", "vs")
-_PLAN_HEADERS = ("eager", "graph", "%", "limit", "bytes", "read", "plan", "goal", "met", "vs")
+_PLAN_HEADERS = ("eager", "graph", "%", "limit", "bytes", "read", "plan", "error", "goal", "met", "vs")
 _VERDICTS = {"yes": "green", "stretch": "green", "floor": "yellow", "no": "red", "": "dim"}
 
 

@@ -100,7 +100,14 @@ def both(logits: Tensor, device: torch.device, **parameters: Any) -> list[Tensor
     return [filtered_logits(logits.to(device), **given, impl=impl) for impl in impls]
 
 
-@pytest.mark.long_unless(kept=lambda given: given["dtype"] != torch.float16 or given["vocab_size"] == 100)
+@pytest.mark.long_unless(
+    kept=lambda given: (
+        given["vocab_size"] == 100
+        or (
+            given["dtype"] != torch.float16 and (given["kernel_device"] == "cuda" or len(given["parameters"]) != 1)
+        )
+    )
+)
 @pytest.mark.parametrize("parameters", KERNEL_FILTERS, ids=lambda p: " ".join(p) or "none")
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("vocab_size", [100, BLOCK + 905])
@@ -109,11 +116,11 @@ def test_the_kernel_is_the_reference(
 ) -> None:
     logits = random_logits(5, vocab_size, seed=vocab_size).to(dtype)
     logits[0, 3], logits[1, 7:30] = NEVER, 5.0
-    got, expected = both(logits, kernel_device, **parameters)
-    assert got.dtype == expected.dtype == torch.float32
-    assert torch.equal(got, expected)
     wide = torch.cat([logits, logits], dim=1)[:, 3 : vocab_size + 3]
-    assert torch.equal(*both(wide, kernel_device, **parameters))
+    for rows in (logits, wide) if kernel_device.type == "cuda" or vocab_size == 100 else (wide,):
+        got, expected = both(rows, kernel_device, **parameters)
+        assert got.dtype == expected.dtype == torch.float32
+        assert torch.equal(got, expected)
     assert both(logits[:0], kernel_device)[0].shape == (0, vocab_size)
 
 
@@ -164,7 +171,7 @@ def test_what_kernels_draw_is_never_left_out(
     kernel_device: torch.device, parameters: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """By candidates, and where all logits are alike without them."""
-    count, vocab_size = (400, 20_000) if kernel_device.type == "cuda" else (12, BLOCK + 300)
+    count, vocab_size = (400, 20_000) if kernel_device.type == "cuda" else (5, BLOCK + 300)
     temperature = parameters.get("temperature", 1.0) or 1.0
     steps = torch.randint(-9, 1, (count, vocab_size), generator=torch.Generator().manual_seed(2))
     logits = (steps * (temperature * torch.tensor(2.0).log())).to(dtype)
