@@ -278,7 +278,7 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("PYTHONPATH", str(HOME))
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _memory=4 * 2**30)
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, _memory=4 * 2**30)
         DataContext.get_current().enable_progress_bars = False
         yield
         ray.shutdown()
