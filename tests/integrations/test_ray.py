@@ -131,11 +131,11 @@ def test_the_types_of_the_columns_do_not_depend_on_the_rows(builtin: PromptProce
 def test_rows_have_parameters_of_their_own(builtin: PromptProcessor) -> None:
     """All structs of a column have the same keys: what a row does not give is null there, and means nothing."""
     prompt = questions()[0]
-    own = [{"max_tokens": 1}, {"stop": ["\n"], "logit_bias": {"5": -100.0}}, {"logprobs": 1}, {}, None]
+    own = [{"max_tokens": 1}, {"ignore_eos": True}, {"logit_bias": {"5": -100.0}}, {"logprobs": 1}, {}, None]
     found = answered(builtin, *({"prompt": prompt, "sampling_params": params} for params in own))
     expected = [builtin.runtime.generate(prompt, GREEDY | (params or {})) for params in own]
     assert [row["generated_tokens"] for row in found] == [list(output.token_ids) for output in expected]
-    assert [row["num_generated_tokens"] for row in found] == [1, 2, 2, 2, 2]
+    assert [row["num_generated_tokens"] for row in found] == [1, 8, 2, 2, 2, 2]
 
 
 def test_log_probabilities(builtin: PromptProcessor) -> None:
@@ -159,7 +159,8 @@ def test_log_probabilities(builtin: PromptProcessor) -> None:
     ]
 
 
-def test_chats(chatting: PromptProcessor) -> None:
+@pytest.mark.parametrize("kind", ["pyarrow", "numpy", "pandas"])
+def test_chats(chatting: PromptProcessor, kind: str) -> None:
     def told(*texts: str) -> list[dict[str, Any]]:
         return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=False)]
 
@@ -168,8 +169,10 @@ def test_chats(chatting: PromptProcessor) -> None:
         {"messages": told("Who?", "Mira likes"), "continue_final_message": True},
         {"messages": [*told("Who?"), {"role": "assistant", "content": "?", "reasoning_content": "hm"}]},
     ]
-    found = answered(chatting, *chats)
-    expected = chatting.runtime.generate(chats, GREEDY)
+    stop = {"stop": ["o", "a"]}
+    block = block_of(*({**chat, "sampling_params": stop} for chat in chats))
+    found = chatting(BlockAccessor.for_block(block).to_batch_format(kind)).to_pylist()
+    expected = chatting.runtime.generate(chats, GREEDY | stop)
     assert [row["generated_tokens"] for row in found] == [list(output.token_ids) for output in expected]
     assert [row["num_input_tokens"] for row in found] == [output.usage.prompt_tokens for output in expected]
     assert {row[ERROR] for row in found} == {""}
