@@ -106,7 +106,7 @@ class PromptProcessor:
         prompts: list[dict[str, Any]] = []
         params: list[SamplingParams] = []
         places: list[int] = []
-        rows = [_refused("")] * table.num_rows
+        rows: dict[int, dict[str, Any]] = {}  # by their places
         for place in range(table.num_rows):
             row = {name: values[place] for name, values in columns.items() if values[place] is not None}
             try:
@@ -119,7 +119,7 @@ class PromptProcessor:
             places.append(place)
         for place, output in zip(places, self._answered(prompts, params), strict=True):
             rows[place] = _answer(output)
-        answers = pa.Table.from_pylist(rows, schema=OUTPUT)
+        answers = pa.Table.from_pylist([rows[place] for place in range(table.num_rows)], schema=OUTPUT)
         for name in OUTPUT.names:
             table = table.append_column(OUTPUT.field(name), answers[name])
         return table
