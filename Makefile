@@ -9,13 +9,14 @@ QUIET := OMP_WAIT_POLICY=PASSIVE
 # Tests run in a process for each core, up to four; in one where there is a GPU, of which some want all memory.
 PROCESSES := $(shell command -v nvidia-smi > /dev/null && echo 0 || echo auto --maxprocesses 4)
 
-.PHONY: help demo test test-long test-eval bench bench-tree bench-kernels bench-throughput lint clean
+.PHONY: help demo test test-long test-eval test-ray bench bench-tree bench-kernels bench-throughput lint clean
 
 help:
 	@echo "make demo       answer examples/questions.jsonl with the built-in model"
 	@echo "make test       the tests, the demo among them (minutes)"
 	@echo "make test-long  the tests marked long (many minutes)"
 	@echo "make test-eval  the tests of lm-eval, which make test skips until this has installed the harness"
+	@echo "make test-ray   the tests of Ray Data, which make test skips until this has installed Ray"
 	@echo "make bench      what prefix reuse brings, at sizes for a CPU (minutes)"
 	@echo "make bench-tree how long the radix tree takes"
 	@echo "make bench-kernels how long the kernels take (needs an NVIDIA GPU; minutes)"
@@ -36,6 +37,9 @@ test-long: $(VENV)/.installed
 
 test-eval: $(VENV)/.installed-eval
 	$(QUIET) $(BIN)/python -m pytest tests/integrations/test_lm_eval.py
+
+test-ray: $(VENV)/.installed-ray
+	$(QUIET) $(BIN)/python -m pytest tests/integrations/test_ray.py
 
 bench: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/bench_prefix_reuse.py --scale cpu
@@ -65,6 +69,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-eval: $(VENV)/.installed
 	$(PIP) -e '.[test,bench,eval]'
+	@touch $@
+
+$(VENV)/.installed-ray: $(VENV)/.installed
+	$(PIP) -e '.[test,bench,ray]'
 	@touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed
