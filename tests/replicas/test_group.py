@@ -206,6 +206,9 @@ def test_one_call_at_a_time_and_one_left_early() -> None:
         with pytest.raises(RadixrtError, match="one call at a time"):
             group.generate(tree(3), PARAMS)
         calls.close()  # type: ignore[attr-defined]
+        while group.has_work:
+            group.step()
+        assert sum(each.requests for each in group.replica_figures) < 20, "the others were aborted"
         with simulated_runtime() as runtime:
             runtime.generate([[1]], PARAMS)
             runtime.generate([[1]], PARAMS)
@@ -307,6 +310,36 @@ def test_a_batch_survives_crashes(crashes: list[tuple[int, int]], loses: bool, t
         links.on_wait = on_wait
         group.run_batch(source, folder / "out.jsonl")
     assert records(folder / "out.jsonl") == records(folder / "one.jsonl")
+
+
+@pytest.mark.parametrize("moment", [3, 5, 6, 7, 8, 9, 12])
+def test_a_replica_is_lost_while_lines_of_a_failed_pass_run_again(
+    batch: tuple[Path, list[Any]], moment: int, tmp_path: Path
+) -> None:
+    """Line 5 fails whatever it runs with, so that lines run again in groups; one of these, or others, are lost."""
+    source, expected = batch
+    waits = [0]
+
+    def failing() -> Runtime:
+        runtime = simulated_runtime()
+        is_bad = lambda booking: any(answer.request.index == 5 for answer in booking.answers)  # noqa: E731
+        runtime.hooks.run_fault = lambda booking: RuntimeError("line 5") if is_bad(booking) else None
+        return runtime
+
+    def on_wait(links: LocalLinks) -> None:
+        links.advance()
+        waits[0] += 1
+        if waits[0] % moment == 0 and waits[0] <= 2 * moment:
+            links.links[0].crash(loses_messages=True)
+
+    links = LocalLinks(failing)
+    with group_of(links, 2) as group:
+        links.on_wait = on_wait
+        report = group.run_batch(source, tmp_path / "out.jsonl")
+    assert report.run.replicas[0]["restarts"] == 2
+    found = records(tmp_path / "out.jsonl")
+    assert "line 5" in found[5]["error"]["message"]
+    assert found[:5] + found[6:] == expected[:5] + expected[6:]
 
 
 def test_a_batch_goes_on_with_another_number(batch: tuple[Path, list[Any]], tmp_path: Path) -> None:

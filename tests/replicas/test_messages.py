@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,7 @@ def test_requests() -> None:
         ours.prepare([5], params, index=0),
         ours.prepare([5, 6], SamplingParams(seed=11, max_new_tokens=None), index=9, priority=-3),
     ]
+    sent[1] = replace(sent[1], seed=77)  # as of a later call
     message = as_sent(requests_message(sent))
     assert len(message.body["params"]) == 2
     found = list(requests_of(message, theirs))
