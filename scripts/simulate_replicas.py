@@ -1,0 +1,144 @@
+"""How evenly replicas share known lists: simulated, without processes and GPUs.
+
+python scripts/simulate_replicas.py [--draw docs/replicas.png]
+
+Eight lists of about 100,000 prompts (1,000 equal ones; 3,200 of 32 samples), the sizes of Qwen3-0.6B and an H200's
+peak; a replica runs its pieces one after the other. Prints how many times as fast N replicas are as one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from radixrt.batch.dispatch import Dispatch
+from radixrt.limits import RunLimits
+from radixrt.planning.demands import Demands
+from radixrt.planning.shards import Pieces, cut_in_pieces, shards
+from radixrt.workloads.bound import DeviceSpeed, ModelShape
+
+SHAPE = ModelShape(28, 1024, 3072, 16, 8, 128, 151_936)  # Qwen3-0.6B
+SPEED = DeviceSpeed(bandwidth=4.2e12, flops=7.9e14)
+LIMITS = RunLimits(pool_tokens=1 << 20)
+
+
+def tree_list(seed: int, levels: list[tuple[int, tuple[int, int]]], new: tuple[int, int], n: int = 1) -> Any:
+    """Demands and shared tokens of a run over a tree: `levels` are children of each node, and their tokens."""
+    random = np.random.default_rng(seed)
+    depth = shared = np.zeros(1, np.int64)
+    for children, (least, most) in levels:
+        own = random.integers(least, most + 1, len(depth) * children)
+        first = np.arange(len(own)) % children == 0
+        # The first child shares what its parent shares with the prompt before, the others all of the parent.
+        shared = np.where(first, np.repeat(shared, children), np.repeat(depth, children))
+        depth = np.repeat(depth, children) + own
+    answers = random.integers(new[0], new[1] + 1, len(depth))
+    return Demands.of(depth, answers, n), shared.astype(np.int32)
+
+
+LISTS: dict[str, Callable[[], Any]] = {
+    "unshared": lambda: tree_list(0, [(100_000, (100, 1024))], (100, 1024)),
+    "fewshot": lambda: tree_list(1, [(1, (40, 40)), (2000, (400, 1400)), (50, (40, 120))], (8, 8)),
+    "docqa": lambda: tree_list(2, [(1600, (8192, 8192)), (64, (20, 60))], (128, 128)),
+    "system prompt": lambda: tree_list(3, [(1, (2048, 2048)), (100_000, (32, 256))], (64, 256)),
+    "samples": lambda: tree_list(4, [(3200, (1024, 1024))], (512, 512), 32),
+    "judging": lambda: tree_list(5, [(1, (1536, 1536)), (8400, (80, 400)), (4, (50, 300)), (3, (1, 1))], (48, 96)),
+    "one giant subtree": lambda: tree_list(
+        6, [(1, (30_000, 30_000)), (10, (500, 900)), (10_000, (9, 90))], (4, 60)
+    ),
+    "equal prompts": lambda: tree_list(7, [(1, (500, 500)), (1000, (1, 1))], (1, 700)),
+}
+
+
+def simulated(
+    pieces: Pieces, num_replicas: int, factors: Any = None, *, fails: Callable[[int, int], bool] | None = None
+) -> tuple[float, list[int], Any]:
+    """Run pieces one after the other on each replica. Returns the seconds of all, the pieces at which replicas
+    began anew, and what each piece took.
+    """
+    stolen: list[int] = []
+    dispatch = Dispatch(shards(pieces, num_replicas), stolen.append)
+    taken = pieces.seconds * (1.0 if factors is None else factors)
+    events = [(0.0, replica, -1) for replica in range(num_replicas)]
+    last, ended, order = [-2] * num_replicas, np.zeros(len(pieces), int), 0.0
+    while events:
+        now, replica, piece = heapq.heappop(events)
+        if piece >= 0:
+            assert dispatch.end(replica, piece, now)
+            ended[piece] += 1
+            order = now
+        for piece in dispatch.take(replica):
+            again = 0.0 if piece in (0, last[replica] + 1) else float(pieces.repeated_seconds[piece])
+            last[replica] = piece
+            heapq.heappush(events, (now + float(taken[piece]) + again, replica, piece))
+    assert not dispatch.num_left
+    assert (ended == 1).all()
+    return order, stolen, taken
+
+
+NUMBERS = (1, 2, 4, 8, 16, 32, 64)
+OFF = 4.0  # of the wrong predictions: each prompt takes between a quarter and four times as long, at random
+
+
+def speed_ups(name: str, off: bool) -> list[float]:
+    """How many times as fast NUMBERS of replicas run a list as one does."""
+    asked, shared = LISTS[name]()
+    found: list[float] = []
+    for number in NUMBERS:
+        pieces = cut_in_pieces(asked, shared, 0 * asked.lengths, number, LIMITS, SHAPE, SPEED)
+        # With one replica no prompt is in several pieces: places say which prompt a piece is of.
+        factors = (
+            OFF ** np.random.default_rng(0).uniform(-1, 1, len(asked.lengths))[pieces.places] if off else None
+        )
+        end, _, taken = simulated(pieces, number, factors)
+        found.append(float(taken.sum()) / end)
+    return found
+
+
+def draw(exact: dict[str, list[float]], off: dict[str, list[float]], output: Path) -> None:
+    """Write a transparent PNG: shares of the ideal speed-up over the number of replicas, dashed where predictions
+    are off.
+    """
+    from matplotlib.figure import Figure
+
+    text = "#767c84"  # legible on white and on GitHub's dark page
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for number, name in enumerate(exact):
+        for values, style in ((exact[name], "-"), (off[name], "--")):
+            shares = [100 * value / count for value, count in zip(values, NUMBERS, strict=True)]
+            label = name if style == "-" else None
+            axes.plot(NUMBERS, shares, style, color=f"C{number}", linewidth=1.4, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(NUMBERS, list(map(str, NUMBERS)))
+    axes.set_ylim(60, 102)
+    axes.set_xlabel("replicas", color=text)
+    axes.set_ylabel("% of the ideal speed-up, simulated", color=text)
+    axes.tick_params(colors=text)
+    axes.spines[:].set_color(text)
+    axes.legend(loc="lower left", frameon=False, labelcolor=text, fontsize=8)
+    figure.savefig(output, format="png", dpi=110, transparent=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="write the figure")
+    arguments = parser.parse_args()
+    print("| list | " + " | ".join(map(str, NUMBERS)) + " |\n|---|" + "---|" * len(NUMBERS))
+    found: dict[bool, dict[str, list[float]]] = {False: {}, True: {}}
+    for off in (False, True):
+        for name in LISTS:
+            values = found[off][name] = speed_ups(name, off)
+            told = f"{name}, 1/4 to 4" if off else name
+            print(f"| {told} | " + " | ".join(f"{value:.2f}" for value in values) + " |", flush=True)
+    if arguments.draw is not None:
+        draw(found[False], found[True], arguments.draw)
+
+
+if __name__ == "__main__":
+    main()
