@@ -90,7 +90,8 @@ def test_a_snippet_that_nothing_would_run_is_found(shown: str) -> None:
 
 @pytest.mark.whole_gpu
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/python-api.md", "docs/coming-from-vllm-sglang.md", "docs/verify.md"]
+    "page",
+    ["README.md", "docs/python-api.md", "docs/coming-from-vllm-sglang.md", "docs/verify.md", "docs/replicas.md"],
 )
 def test_python_prints_what_the_page_says(
     page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

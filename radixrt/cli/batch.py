@@ -21,6 +21,7 @@ from radixrt.cli.options import (
     runtime_options,
     sampling_params,
 )
+from radixrt.config import HANG_SECONDS
 from radixrt.engine.signals import DRAIN_SECONDS
 from radixrt.errors import BatchFileError
 
@@ -123,6 +124,13 @@ def add_batch_command(commands: Any) -> None:
         metavar="N",
         help='cards that share the lines, a process each; "auto": all that are visible (1)',
     )
+    option(
+        "--hang-seconds",
+        type=float,
+        default=HANG_SECONDS,
+        metavar="S",
+        help=f"a replica that ends no pass for so long is started again ({HANG_SECONDS:g})",
+    )
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     add_options(parser, "sampling parameters of lines that give none", SAMPLING)
     add_runtime_options(parser)
@@ -165,7 +173,7 @@ def _batch(arguments: argparse.Namespace) -> int:
             print(f"radixrt: {scanned.lines.summary()}", file=sys.stderr)
         try:
             if scanned.needs_runtime() and arguments.replicas != 1:
-                with group_of(arguments, arguments.replicas) as group:
+                with group_of(arguments) as group:
                     report = scanned.run(group)
             elif scanned.needs_runtime() or hasattr(arguments, "save_cache"):
                 with runtime_with_cache(arguments, progress=arguments.progress) as runtime:

@@ -64,8 +64,8 @@ def model_place(arguments: argparse.Namespace) -> list[Place]:
     return read_place("the model's folder", folder) if os.path.isdir(folder) else []
 
 
-def group_of(arguments: argparse.Namespace, num_replicas: int | None) -> ReplicaGroup:
-    """Replicas with the Runtime of the options each; None: one for each visible card.
+def group_of(arguments: argparse.Namespace) -> ReplicaGroup:
+    """Replicas with the Runtime of the options each.
 
     Raises ParameterError where a cache is to be loaded or saved.
     """
@@ -78,7 +78,8 @@ def group_of(arguments: argparse.Namespace, num_replicas: int | None) -> Replica
                 f"{option} is for one replica: each has a cache of its own; leave one of them out"
             )
     check_apart(runtime_places(arguments))
-    return ReplicaGroup(num_replicas=num_replicas, **runtime_options(arguments))
+    wanted = {"num_replicas": arguments.replicas, "hang_seconds": arguments.hang_seconds}
+    return ReplicaGroup(**wanted, **runtime_options(arguments))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from radixrt.batch.lanes import Handout
 from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.checks import check_float, check_int
-from radixrt.config import RuntimeConfig
+from radixrt.config import HANG_SECONDS, RuntimeConfig
 from radixrt.errors import DeviceLostError, PassError, RadixrtError, ReplicaLostError
 from radixrt.frontend.request_builder import OnError, Params, Prompt, builder_without_weights, listed_prompts
 from radixrt.limits import RunLimits
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from radixrt.batch.options import BatchOptions
     from radixrt.report.batch_report import BatchReport
 
-HANG_SECONDS = 600.0
 EXIT_SECONDS = 10.0  # that processes have to end by themselves
 WAIT_SECONDS = 0.1  # for news, before signals and replicas are looked at again
 

@@ -248,7 +248,7 @@ def time_figures(report: BatchReport) -> dict[str, str]:
     if run.replicas:
         figures["replicas"] = (
             f"{len(run.replicas)}, {run.balance:.1%} as long busy as the longest on average; "
-            f"{run.repeated_tokens:,} tokens computed twice as planned"
+            f"tokens computed twice, as planned: {run.repeated_tokens:,}"
         )
     for number, replica in enumerate(run.replicas):
         figures[f"replica {number}"] = _replica(replica)
