@@ -89,17 +89,17 @@ class ReplicaGroup:
             placed = placements(config, num_replicas)
             links, num_replicas = Processes(placed), len(placed)
         self._links, self._calls = links, itertools.count()
-        self._clock, self._began = clock, clock()
+        self._clock = clock
         self._is_open = False  # whether a call is not over
         self.lanes: tuple[Replica, ...] = ()
         try:
             for number in range(num_replicas or 1):
                 self.lanes += (Replica(number, links, hang_seconds, clock),)
-            self._wait_for(lambda: all(lane.is_ready for lane in self.lanes))
+            self._wait_for(lambda: all(lane.is_ready or lane.is_gone for lane in self.lanes))
         except BaseException:
             self.close()
             raise
-        said = [lane.ready for lane in self.lanes]
+        said = [lane.ready for lane in self.lanes if lane.is_ready]
         self.limits = RunLimits(*map(min, zip(*(each["limits"] for each in said), strict=True)))
         self.context_length = self._builder.context_length = min(each["context_length"] for each in said)
         self._builder.refusal = self._refusal
@@ -249,7 +249,7 @@ class ReplicaGroup:
 
     @property
     def replica_figures(self) -> tuple[ReplicaFigures, ...]:
-        """Of all that each replica has done since the group was made."""
+        """What each replica has done of the latest list."""
         return tuple(lane.figures for lane in self.lanes)
 
     def pieces(self, plan: BatchPlan) -> Pieces:
@@ -259,7 +259,8 @@ class ReplicaGroup:
 
     def handout(self, pieces: Pieces) -> Handout:
         """Ranges of pieces for all replicas, which may take from one another."""
-        self._began = self._clock()
+        for lane in self.lanes:
+            lane.begin_list()
         dispatch = Dispatch(shards(pieces, len(self.lanes)))
         return Handout(dispatch, self.lanes, first=self.limits.max_running_requests, clock=self._clock)
 
@@ -285,7 +286,7 @@ class ReplicaGroup:
         outputs: list[RequestOutput] = []
         for lane in self.lanes:
             if not lane.is_gone:
-                outputs += lane.receive(self._began)
+                outputs += lane.receive()
                 if lane.refusal is not None:
                     raise lane.refusal
         if all(lane.is_gone for lane in self.lanes):

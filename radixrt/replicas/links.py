@@ -7,6 +7,7 @@ import select
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,13 +69,11 @@ class Process:
 
     def __init__(self, placement: Placement, program: str) -> None:
         ours, theirs = socket.socketpair()
-        home = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH", "")]))
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", program, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", **placement.environment},
+                env={**os.environ, **_path_to_radixrt(), "PYTHONSAFEPATH": "1", **placement.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # that of the group may carry records
                 start_new_session=True,  # Ctrl-C is for the group, which says what is to be done
@@ -113,6 +112,14 @@ class Process:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _path_to_radixrt() -> dict[str, str]:
+    """The environment in which another Python finds this package, where it is not installed."""
+    home = str(Path(__file__).resolve().parents[2])
+    if home in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return {}  # named, it would come before the standard library
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
 
 
 class Processes:

@@ -39,14 +39,14 @@ _NO_STATS = CacheStats(*[0] * 11)
 
 @dataclass(frozen=True)
 class ReplicaFigures:
-    """What a replica has done.
+    """What a replica has done of a list.
 
     Attributes:
         device: its name.
         requests: that have ended there.
         prompt_tokens, cached_tokens, completion_tokens: of these.
         busy_seconds: its device's in passes.
-        seconds: until it had ended the last of them, from the first submission to any replica.
+        seconds: until it had ended the last of them, from the beginning of the list.
         restarts: how often it was lost and started again.
     """
 
@@ -76,7 +76,7 @@ class Replica:
         refusal: the error of a Runtime that could not be made.
         ready: what the Runtime said of itself, once it was made.
         identity: of the Runtime's answers, once it was asked for.
-        figures: of all its processes.
+        figures: of all its processes, since `begin_list`.
     """
 
     def __init__(
@@ -90,14 +90,21 @@ class Replica:
         self._unfinished: dict[int | str, Request] = {}
         self._waiting: dict[int | str, None] = {}  # those of them that have not begun
         self._activity_before, self._stats_before = Activity(), _NO_STATS  # of processes that were lost
+        self._restarts, self._began, self._busy_before = 0, 0.0, 0.0  # the last two: when the list began
         self.is_gone = False
         self._start()
 
     def _start(self) -> None:
         self.link: Link = self._links.start(self._number)
         self.is_ready = False
+        self._is_asked = False  # for its identity
         self._heard = self._clock()
         self._activity, self._stats, self.num_running = Activity(), _NO_STATS, 0
+
+    def begin_list(self) -> None:
+        """Figures are those of a list that begins now."""
+        self._began, self._busy_before = self._clock(), self.activity.busy_seconds
+        self.figures = ReplicaFigures(self.figures.device)
 
     # -- a lane --------------------------------------------------------------------------------------------
 
@@ -131,7 +138,7 @@ class Replica:
     def ask_identity(self) -> None:
         """Let it say its Runtime's identity."""
         self.link.send(Message({"identity": True}))
-        self._heard = self._clock()
+        self._is_asked, self._heard = True, self._clock()
 
     # -- what it says --------------------------------------------------------------------------------------
 
@@ -147,24 +154,21 @@ class Replica:
         before, now = vars(self._stats_before), vars(self._stats)
         return CacheStats(**{name: now[name] + (0 if name in _SIZES else before[name]) for name in now})
 
-    def receive(self, began: float) -> list[RequestOutput]:
-        """Outputs that have come; if it was lost, those of all its requests, with a ReplicaLostError.
-
-        `began`: when the group's first request was submitted.
-        """
+    def receive(self) -> list[RequestOutput]:
+        """Outputs that have come; if it was lost, those of all its requests, with a ReplicaLostError."""
         outputs: list[RequestOutput] = []
         for message in self.link.receive():
-            outputs += self._read(message, began)
+            outputs += self._read(message)
             if self.refusal is not None or self.is_gone:
                 return outputs
         now, limit = self._clock(), self._hang_seconds if self.is_ready else START_SECONDS
         if self.link.is_closed:
             outputs += self._lose("its process has ended")
-        elif (self._unfinished or not self.is_ready) and now - self._heard > limit:
+        elif (self._unfinished or self._is_asked or not self.is_ready) and now - self._heard > limit:
             outputs += self._lose(f"it has said nothing for {limit:,.0f} seconds")
         return outputs
 
-    def _read(self, message: Message, began: float) -> list[RequestOutput]:
+    def _read(self, message: Message) -> list[RequestOutput]:
         body, outputs = message.body, list[RequestOutput]()
         self._heard = self._clock()
         if "activity" in body:
@@ -181,19 +185,19 @@ class Replica:
                 self._waiting.pop(value["id"], None)
             for request_id in body["begun"]:
                 self._waiting.pop(request_id, None)
-            self._count(outputs, began)
+            self._count(outputs)
         elif "identity" in body:
-            self.identity = body["identity"]
+            self.identity, self._is_asked = body["identity"], False
         elif "refused" in body:
             error = error_of(body["refused"])
-            if self.figures.restarts:
+            if self._restarts:
                 return self._lose(f"its Runtime cannot be made: {error}")
             self.refusal = error
         elif "lost" in body:
             return self._lose(body["lost"])
         return outputs
 
-    def _count(self, outputs: list[RequestOutput], began: float) -> None:
+    def _count(self, outputs: list[RequestOutput]) -> None:
         if not outputs:
             return
         whole = [each for each in outputs if each.finish_reason is not FinishReason.ABORT]
@@ -203,8 +207,8 @@ class Replica:
             prompt_tokens=self.figures.prompt_tokens + sum(each.usage.prompt_tokens for each in whole),
             cached_tokens=self.figures.cached_tokens + sum(each.usage.cached_tokens for each in whole),
             completion_tokens=self.figures.completion_tokens + sum(each.usage.completion_tokens for each in whole),
-            busy_seconds=self.activity.busy_seconds,
-            seconds=self._heard - began,
+            busy_seconds=self.activity.busy_seconds - self._busy_before,
+            seconds=self._heard - self._began,
         )
 
     def _lose(self, reason: str) -> list[RequestOutput]:
@@ -212,14 +216,15 @@ class Replica:
         how = self.link.end()
         self._activity_before, self._stats_before = self.activity, self.cache_stats
         lost, self._unfinished, self._waiting = self._unfinished, {}, {}
-        restarts = self.figures.restarts + 1
+        restarts = self._restarts + 1
         self.is_ready, self.num_running = False, 0
         self.is_gone = restarts > MAX_RESTARTS
         outcome = "it stays away" if self.is_gone else f"starting it again ({restarts} of {MAX_RESTARTS})"
         told = f"replica {self._number} is lost: {reason} ({how})"
         _log.warning("%s; %d requests go to others or run again; %s", told, len(lost), outcome)
         if not self.is_gone:
-            self.figures = replace(self.figures, restarts=restarts)
+            self._restarts = restarts
+            self.figures = replace(self.figures, restarts=self.figures.restarts + 1)
             self._start()
         cause = ReplicaLostError(told)
         return [

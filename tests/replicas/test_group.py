@@ -181,7 +181,39 @@ def test_counts_outlive_a_replica() -> None:
         assert group.cache_stats().capacity == 2 * group.limits.pool_tokens
         group.generate(prompts, PARAMS)
         assert group.cache_stats().prompt_tokens == 2 * sum(map(len, prompts))
-        assert sum(each.requests for each in group.replica_figures) == 60
+        assert sum(each.requests for each in group.replica_figures) == 30, "those of the latest list"
+        assert group.replica_figures[1].restarts == 0
+
+
+def test_one_that_never_starts_is_left_out() -> None:
+    class Dying(LocalLinks):
+        def start(self, number: int) -> LocalLink:
+            link = super().start(number)
+            if number == 0:
+                link.crash(loses_messages=True)
+            return link
+
+    links = Dying(simulated_runtime)
+    with group_of(links, 2) as group:
+        assert [lane.is_gone for lane in group.lanes] == [True, False]
+        assert links.started == 2 + MAX_RESTARTS
+        assert told(group.generate(tree(9), PARAMS)) == alone(tree(9))
+
+
+def test_identity_is_asked_of_one_that_answers() -> None:
+    """Of one that hangs or is lost meanwhile, it is asked of another."""
+    clock = Clock()
+
+    def on_wait(links: LocalLinks) -> None:
+        clock.now += HANG / 3
+        links.advance()
+
+    links = LocalLinks(simulated_runtime)
+    with group_of(links, 2, clock) as group, simulated_runtime() as runtime:
+        links.on_wait = on_wait
+        links.links[0].hangs = True
+        assert group.identity() == runtime.identity()
+        assert group.replica_figures[0].restarts == 1
 
 
 def test_all_are_lost() -> None:

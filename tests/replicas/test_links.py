@@ -36,7 +36,8 @@ def group_of(count: int, step_seconds: float = 0.0) -> ReplicaGroup:
 
 
 def pids(group: ReplicaGroup) -> list[int]:
-    return [lane.link.pid for lane in group.lanes if isinstance(lane.link, Process)]
+    """Of the replicas that are there."""
+    return [lane.link.pid for lane in group.lanes if isinstance(lane.link, Process) and not lane.is_gone]
 
 
 def is_running(pid: int) -> bool:

@@ -13,6 +13,8 @@ from radixrt.replicas.links import Link
 from radixrt.replicas.worker import Server
 from radixrt.runtime import Runtime
 
+MOST_WAITS = 1500  # of a group, in a test
+
 
 def as_sent(message: Message) -> Message:
     """What comes out at the other end."""
@@ -92,7 +94,7 @@ class LocalLinks:
         self._make = make
         self.on_wait = on_wait or (lambda links: links.advance())
         self.links: dict[int, LocalLink] = {}  # the latest of each number
-        self.started = 0
+        self.started = self._waits = 0
 
     def start(self, number: int) -> LocalLink:
         self.started += 1
@@ -104,4 +106,6 @@ class LocalLinks:
             link.advance()
 
     def wait(self, links: Sequence[Link], seconds: float) -> None:
+        self._waits += 1
+        assert self._waits < MOST_WAITS, "the group waits for what never comes"
         self.on_wait(self)
