@@ -38,7 +38,6 @@ An output line is a JSON object with
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 from radixrt.batch.formats.record import Format, InputRecord, LineError, LineErrorType, ParameterReader, Reply
@@ -148,10 +147,10 @@ def plain_answer(index: int, reply: Reply, output: RequestOutput) -> dict[str, o
         "text": None if failed else first.text,
         "token_ids": None if failed else first.token_ids,
         "finish_reason": (failed or first).finish_reason,
-        "usage": asdict(output.usage),
+        "usage": vars(output.usage),
         "timings": {
             name: None if seconds is None else round(seconds, 6)
-            for name, seconds in asdict(output.timings).items()
+            for name, seconds in vars(output.timings).items()
         },
         "metadata": reply["metadata"],
         "error": {"type": LineErrorType.FAILED, "message": output.failure} if failed else None,
@@ -160,7 +159,7 @@ def plain_answer(index: int, reply: Reply, output: RequestOutput) -> dict[str, o
 
 
 def _logprobs(name: str, logprobs: tuple[TokenLogprob, ...] | None) -> dict[str, object]:
-    return {} if logprobs is None else {name: [asdict(token) for token in logprobs]}
+    return {} if logprobs is None else {name: [vars(token) for token in logprobs]}
 
 
 def plain_error(index: int, error: LineError) -> dict[str, object]:
