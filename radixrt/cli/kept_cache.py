@@ -48,13 +48,15 @@ def checked_config(arguments: argparse.Namespace) -> RuntimeConfig:
     """The options of the Runtime, checked as far as they can be without a model.
 
     Raises:
-        ParameterError, ModelError: one of them is outside its bounds, or not for this machine.
+        ParameterError, ModelError: one of them is outside its bounds, or not for this machine; with --ray, which
+            is for others, only the bounds count.
     """
     from radixrt.assembly import check_config
     from radixrt.config import RuntimeConfig
 
     config = RuntimeConfig(**runtime_options(arguments))
-    check_config(config)
+    if getattr(arguments, "ray", None) is None:
+        check_config(config)
     return config
 
 
@@ -65,7 +67,7 @@ def model_place(arguments: argparse.Namespace) -> list[Place]:
 
 
 def group_of(arguments: argparse.Namespace, num_replicas: int | None) -> ReplicaGroup:
-    """Replicas with the Runtime of the options each; None: one for each visible card.
+    """Replicas with the Runtime of the options each; None: one for each card.
 
     Raises ParameterError where a cache is to be loaded or saved.
     """
@@ -78,7 +80,7 @@ def group_of(arguments: argparse.Namespace, num_replicas: int | None) -> Replica
                 f"{option} is for one replica: each has a cache of its own; leave one of them out"
             )
     check_apart(runtime_places(arguments))
-    return ReplicaGroup(num_replicas=num_replicas, **runtime_options(arguments))
+    return ReplicaGroup(num_replicas=num_replicas, ray=arguments.ray, **runtime_options(arguments))
 
 
 @contextmanager
