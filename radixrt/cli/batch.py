@@ -122,15 +122,15 @@ def add_batch_command(commands: Any) -> None:
         type=_replicas,
         default=1,
         metavar="N",
-        help='cards that share the lines, a process each; "auto": all that are visible (1)',
+        help='cards that share the lines, a process each; "auto": all that are visible, or in the cluster (1)',
     )
     option(
         "--ray",
         nargs="?",
         const="auto",
         metavar="ADDRESS",
-        help='replicas are actors of this Ray cluster, as in ray.init: "auto", one that is found here, "local", one '
-        "that is started here, HOST:PORT or ray://HOST:PORT (auto); needs pip install 'radixrt[ray]'",
+        help='replicas are actors of this Ray cluster, as in ray.init: "auto", one that is found here; "local", '
+        "one that is started here; HOST:PORT; ray://HOST:PORT (auto). Needs pip install 'radixrt[ray]'",
     )
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     add_options(parser, "sampling parameters of lines that give none", SAMPLING)

@@ -162,13 +162,13 @@ class RayLinks:
 
     Attributes:
         num_replicas: as many as there are.
+        config: keyword arguments of their Runtimes.
+        resources: of an actor, as Ray names them.
 
     Raises ParameterError where there is no cluster, and where the device is one card.
     """
 
-    def __init__(
-        self, config: RuntimeConfig, num_replicas: int | None = None, address: str | None = None
-    ) -> None:
+    def __init__(self, config: RuntimeConfig, num_replicas: int | None = None, address: str | None = None) -> None:
         device = None if config.device is None else str(config.device)
         if device is not None and device.startswith("cuda:"):
             raise ParameterError(f"device is {device!r}; Ray gives each replica a card: leave the number out")
@@ -176,24 +176,24 @@ class RayLinks:
         cards = int(ray.cluster_resources().get("GPU", 0))
         on_cards = cards > 0 if device is None else device == "cuda"
         self.num_replicas = num_replicas or (max(1, cards) if on_cards else 1)
-        self._config = config_as_json(config)
+        self.config = config_as_json(config)
         if on_cards:
             if self.num_replicas > cards:
                 _log.warning("%d replicas want a card each, and the cluster has %d", self.num_replicas, cards)
-            self._config["device"] = "cuda"
-            self._resources = {"num_gpus": 1, "num_cpus": config.threads or 1}
+            self.config["device"] = "cuda"
+            self.resources = {"num_gpus": 1, "num_cpus": config.threads or 1}
         else:
             processors = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
             threads = config.threads or _share(processors, self.num_replicas)
             beside = min(self.num_replicas, max(1, max(processors) // threads))  # replicas on the largest host
-            self._config["memory_fraction"] = config.share_of_memory(on_gpu=False) / beside
-            self._config |= {"device": device or "cpu", "threads": threads}
-            self._resources = {"num_cpus": threads}
+            self.config["memory_fraction"] = config.share_of_memory(on_gpu=False) / beside
+            self.config |= {"device": device or "cpu", "threads": threads}
+            self.resources = {"num_cpus": threads}
 
     def start(self, number: int) -> RayLink:
         """An actor, which begins once the cluster has a place for it."""
-        actor = ray.remote(Actor).options(**self._resources, max_restarts=0).remote()
-        return RayLink(actor, Message({"config": self._config}))
+        actor = ray.remote(Actor).options(**self.resources, max_restarts=0).remote()
+        return RayLink(actor, Message({"config": self.config}))
 
     def wait(self, links: Sequence[Link], seconds: float) -> None:
         calls = [link.call() for link in links if isinstance(link, RayLink)]
