@@ -179,7 +179,11 @@ class RayLinks:
         self.config = config_as_json(config)
         if on_cards:
             if self.num_replicas > cards:
-                _log.warning("%d replicas want a card each, and the cluster has %d", self.num_replicas, cards)
+                _log.warning(
+                    "%d replicas want a card each; the cluster has %d, and the others wait",
+                    self.num_replicas,
+                    cards,
+                )
             self.config["device"] = "cuda"
             self.resources = {"num_gpus": 1, "num_cpus": config.threads or 1}
         else:
