@@ -16,7 +16,7 @@ help:
 	@echo "make test       the tests, the demo among them (minutes)"
 	@echo "make test-long  the tests marked long (many minutes)"
 	@echo "make test-eval  the tests of lm-eval, which make test skips until this has installed the harness"
-	@echo "make test-ray   the tests of Ray Data, which make test skips until this has installed Ray"
+	@echo "make test-ray   the tests with Ray, which make test skips until this has installed Ray"
 	@echo "make bench      what prefix reuse brings, at sizes for a CPU (minutes)"
 	@echo "make bench-tree how long the radix tree takes"
 	@echo "make bench-kernels how long the kernels take (needs an NVIDIA GPU; minutes)"
@@ -39,7 +39,7 @@ test-eval: $(VENV)/.installed-eval
 	$(QUIET) $(BIN)/python -m pytest tests/integrations/test_lm_eval.py
 
 test-ray: $(VENV)/.installed-ray
-	$(QUIET) $(BIN)/python -m pytest tests/integrations/test_ray.py
+	$(QUIET) $(BIN)/python -m pytest tests/integrations/test_ray.py tests/replicas/test_ray_links.py
 
 bench: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/bench_prefix_reuse.py --scale cpu

@@ -23,7 +23,7 @@ from radixrt.cli.options import (
 )
 from radixrt.config import HANG_SECONDS
 from radixrt.engine.signals import DRAIN_SECONDS
-from radixrt.errors import BatchFileError
+from radixrt.errors import BatchFileError, ParameterError
 
 if TYPE_CHECKING:
     from radixrt.report.batch_report import BatchReport
@@ -58,7 +58,8 @@ Records on standard output are in input order, too, but none are kept: the same 
 
 --replicas N shares the lines among N cards of this machine, a process each: ranges of equal predicted work, cut
 where prompts share little. A process that is lost is started again, and its lines run again; the same command may
-go on with another N.
+go on with another N. With --ray they are cards of a Ray cluster, with a process on any of its hosts; the files are
+read and written here, and the model's folder must have the same path on each host.
 
 --report FILE gets the figures printed at the end and a timeline, also if the run was stopped. A page (.html) also
 shows the shared prefixes, and needs matplotlib (pip install matplotlib).
@@ -122,7 +123,15 @@ def add_batch_command(commands: Any) -> None:
         type=_replicas,
         default=1,
         metavar="N",
-        help='cards that share the lines, a process each; "auto": all that are visible (1)',
+        help='cards that share the lines, a process each; "auto": all that are visible, or in the cluster (1)',
+    )
+    option(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help='replicas are actors of this Ray cluster, as in ray.init: "auto", one that is found here; "local", '
+        "one that is started here; HOST:PORT; ray://HOST:PORT (auto). Needs pip install 'radixrt[ray]'",
     )
     option(
         "--hang-seconds",
@@ -162,6 +171,8 @@ def _batch(arguments: argparse.Namespace) -> int:
     )
     with Batch(arguments.input, arguments.output, batch_options, runtime_places(arguments)) as batch:
         # Before the weights are loaded: mistakes show within seconds.
+        if arguments.ray is not None:
+            _connect(arguments.ray)
         told = {name: options[name] for name in ("revision", "chat_template_kwargs") if name in options}
         builder = builder_without_weights(options.get("model", MODEL_PATH), options.get("context_length"), **told)
         scanned = batch.scan(
@@ -172,7 +183,7 @@ def _batch(arguments: argparse.Namespace) -> int:
         if scanned.lines.problems:
             print(f"radixrt: {scanned.lines.summary()}", file=sys.stderr)
         try:
-            if scanned.needs_runtime() and arguments.replicas != 1:
+            if scanned.needs_runtime() and (arguments.replicas != 1 or arguments.ray is not None):
                 with group_of(arguments) as group:
                     report = scanned.run(group)
             elif scanned.needs_runtime() or hasattr(arguments, "save_cache"):
@@ -195,6 +206,15 @@ def _replicas(text: str) -> int | None:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f'{text!r} is neither a number nor "auto"') from None
+
+
+def _connect(ray: str) -> None:
+    """Connect to a Ray cluster. Raises ParameterError where there is none, and where Ray is not installed."""
+    try:
+        from radixrt.replicas.ray_links import connect
+    except ImportError as error:
+        raise ParameterError(f"--ray: {error}") from error
+    connect(ray)
 
 
 def _own_defaults(options: dict[str, Any]) -> SamplingParams | None:

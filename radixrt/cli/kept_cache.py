@@ -48,13 +48,15 @@ def checked_config(arguments: argparse.Namespace) -> RuntimeConfig:
     """The options of the Runtime, checked as far as they can be without a model.
 
     Raises:
-        ParameterError, ModelError: one of them is outside its bounds, or not for this machine.
+        ParameterError, ModelError: one of them is outside its bounds, or not for this machine; with --ray, which
+            is for others, only the bounds count.
     """
     from radixrt.assembly import check_config
     from radixrt.config import RuntimeConfig
 
     config = RuntimeConfig(**runtime_options(arguments))
-    check_config(config)
+    if getattr(arguments, "ray", None) is None:
+        check_config(config)
     return config
 
 
@@ -78,7 +80,7 @@ def group_of(arguments: argparse.Namespace) -> ReplicaGroup:
                 f"{option} is for one replica: each has a cache of its own; leave one of them out"
             )
     check_apart(runtime_places(arguments))
-    wanted = {"num_replicas": arguments.replicas, "hang_seconds": arguments.hang_seconds}
+    wanted = {"num_replicas": arguments.replicas, "hang_seconds": arguments.hang_seconds, "ray": arguments.ray}
     return ReplicaGroup(**wanted, **runtime_options(arguments))
 
 

@@ -30,6 +30,27 @@ class Message:
     numbers: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
+def encode(message: Message) -> bytes:
+    """A message as it is sent."""
+    body, numbers = json.dumps(message.body).encode(), message.numbers.astype("<i4", copy=False).tobytes()
+    return _LENGTHS.pack(len(body), len(numbers)) + body + numbers
+
+
+def decode(received: bytearray) -> list[Message]:
+    """Take the messages that have come whole."""
+    messages: list[Message] = []
+    while len(received) >= _LENGTHS.size:
+        body, numbers = _LENGTHS.unpack_from(received)
+        end = _LENGTHS.size + body + numbers
+        if len(received) < end:
+            break
+        text = bytes(received[_LENGTHS.size : _LENGTHS.size + body])
+        array = np.frombuffer(bytes(received[_LENGTHS.size + body : end]), "<i4").astype(np.int32, copy=False)
+        del received[:end]
+        messages.append(Message(json.loads(text), array))
+    return messages
+
+
 class Channel:
     """One end of a socket pair, in either mode: where the socket blocks, `send` and `receive` wait.
 
@@ -50,8 +71,7 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Send a message, or as much of it as there is room for: the rest goes with `flush`."""
-        body, numbers = json.dumps(message.body).encode(), message.numbers.astype("<i4", copy=False).tobytes()
-        self._unsent += _LENGTHS.pack(len(body), len(numbers)) + body + numbers
+        self._unsent += encode(message)
         self.flush()
 
     @property
@@ -85,20 +105,4 @@ class Channel:
                 read = b""
             self.is_closed = not read
             self._received += read
-        messages: list[Message] = []
-        while (message := self._next()) is not None:
-            messages.append(message)
-        return messages
-
-    def _next(self) -> Message | None:
-        received = self._received
-        if len(received) < _LENGTHS.size:
-            return None
-        body, numbers = _LENGTHS.unpack_from(received)
-        end = _LENGTHS.size + body + numbers
-        if len(received) < end:
-            return None
-        text = bytes(received[_LENGTHS.size : _LENGTHS.size + body])
-        array = np.frombuffer(bytes(received[_LENGTHS.size + body : end]), "<i4").astype(np.int32, copy=False)
-        del received[:end]
-        return Message(json.loads(text), array)
+        return decode(self._received)

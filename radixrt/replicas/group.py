@@ -59,10 +59,12 @@ class ReplicaGroup:
         model, options: of `radixrt.config.RuntimeConfig`, for each Runtime; `device` without a number.
         num_replicas: None: one for each visible card, and one on a CPU. More than cards share them.
         hang_seconds: a replica that has requests and has ended no pass for so long counts as lost.
+        ray: the address of a Ray cluster, as in `ray.init`, whose actors are the replicas
+            (`radixrt.replicas.ray_links`); "local" starts one here.
         links: another way to reach replicas than processes.
         clock: seconds.
 
-    Raises as `Runtime` does, and ParameterError where the device has a number.
+    Raises as `Runtime` does, and ParameterError where the device has a number or there is no such Ray cluster.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ReplicaGroup:
         *,
         num_replicas: int | None = None,
         hang_seconds: float = HANG_SECONDS,
+        ray: str | None = None,
         links: Links | None = None,
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
@@ -85,7 +88,12 @@ class ReplicaGroup:
         self._builder.seed = self.seed = config.run_seed
         self.tokenizer, self.default_params = self._builder.tokenizer, self._builder.defaults
         self.reuses_prefixes = config.enable_prefix_cache and not config.force_miss
-        if links is None:
+        if links is None and ray is not None:
+            from radixrt.replicas.ray_links import RayLinks
+
+            links = RayLinks(config, num_replicas, ray)
+            num_replicas = links.num_replicas
+        elif links is None:
             placed = placements(config, num_replicas)
             links, num_replicas = Processes(placed), len(placed)
         self._links, self._calls = links, itertools.count()

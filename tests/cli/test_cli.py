@@ -358,6 +358,18 @@ def test_options_are_checked_before_the_input_is_read(
     assert os.listdir(Path(batch[2]).parent) == ["in.jsonl"]
 
 
+def test_replicas_on_ray_need_ray(
+    batch: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "radixrt.replicas.ray_links", raising=False)
+    monkeypatch.setattr(Batch, "scan", lambda *_: pytest.fail("it read"))
+    assert main([*batch, "--ray", "--replicas", "2"]) == 2
+    assert capsys.readouterr().err == (
+        "radixrt: error: --ray: replicas on Ray need Ray, which is not installed: pip install 'radixrt[ray]'\n"
+    )
+
+
 BAD = b"{"
 SOUND = b'{"prompt": "ab"}'
 

@@ -149,8 +149,7 @@ def plain_answer(index: int, reply: Reply, output: RequestOutput) -> dict[str, o
         "finish_reason": (failed or first).finish_reason,
         "usage": vars(output.usage),
         "timings": {
-            name: None if seconds is None else round(seconds, 6)
-            for name, seconds in vars(output.timings).items()
+            name: None if seconds is None else round(seconds, 6) for name, seconds in vars(output.timings).items()
         },
         "metadata": reply["metadata"],
         "error": {"type": LineErrorType.FAILED, "message": output.failure} if failed else None,
