@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 Attention = Literal["tree", "flat"]
 
-HANG_SECONDS = (
-    600.0  # without the end of a pass, after which a replica counts as lost: the first may compile for long
-)
-
 
 @dataclass(frozen=True)
 class RuntimeConfig:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HANG_SECONDS = (
+    600.0  # without the end of a pass, after which a replica counts as lost; the first may compile for long
+)
+
 
 @dataclass(frozen=True)
 class PassLimits:

@@ -103,7 +103,7 @@ class Meter:
         predicted_hit_rate: float | None,
         products: tuple[Mapping[str, Any], ...] = (),
         replicas: tuple[Mapping[str, Any], ...] = (),
-        repeated_tokens: int = 0,
+        repeated_tokens: int | None = None,
     ) -> RunFigures:
         """Figures of the ended run."""
         activity = self._activity

@@ -137,6 +137,9 @@ class ReplicatedRuntime(BatchRuntime[R], Protocol[R]):
     def handout(self, pieces: Pieces) -> Handout:
         """Pieces in ranges, one for each lane."""
 
+    def drain(self) -> None:
+        """Wait a moment for requests that were aborted, and end the lanes that still have any."""
+
 
 AnyRuntime = SingleRuntime[R] | ReplicatedRuntime[R]
 
@@ -237,7 +240,7 @@ class BatchRun(Generic[R]):
             self._lanes = (_OneLane(runtime),)
         self._plan: BatchPlan | None = None
         self._predicted_hit_rate: float | None = None
-        self._repeated_tokens = 0  # where the plan is cut for several replicas
+        self._repeated_tokens: int | None = None  # where the plan is cut for several replicas
 
     @property
     def is_complete(self) -> bool:
@@ -265,7 +268,7 @@ class BatchRun(Generic[R]):
                     outputs = self._runtime.step()
                     self._book(outputs)
                     records.end_pass()
-                    meter.end_pass(records.written, len(outputs))
+                    meter.end_pass(records.written, 0 if self._replicas else len(outputs))
                     bar.set_postfix_str(meter.rates, refresh=False)
                     bar.update(records.durable - bar.n)
                 records.sync()
@@ -325,7 +328,8 @@ class BatchRun(Generic[R]):
         if self._options.order == "file":
             return _PlannedLines(too_long, positions, None, self._handout(Pieces.alike(len(positions))))
         pieces = self._replicas.pieces(plan) if self._replicas else Pieces.alike(len(plan))
-        self._repeated_tokens = int(shards(pieces, len(self._lanes)).repeated_tokens.sum())
+        if self._replicas and self._runtime.reuses_prefixes:
+            self._repeated_tokens = int(shards(pieces, len(self._lanes)).repeated_tokens.sum())
         all_fit = plan.pool_for_all <= limits.pool_tokens
         drops_prefixes = not (all_fit or self._options.keep_cache)
         if all_fit or drops_prefixes:
@@ -346,7 +350,9 @@ class BatchRun(Generic[R]):
         held = stats.capacity - stats.free
         if not held:
             found = plan.predict(limits)
-            return replace(found, cached_tokens=max(0, found.cached_tokens - self._repeated_tokens)).hit_rate
+            return replace(
+                found, cached_tokens=max(0, found.cached_tokens - (self._repeated_tokens or 0))
+            ).hit_rate
         fits = held + plan.pool_beyond_held <= limits.pool_tokens
         return plan.predict_without_eviction().hit_rate if fits and not self._replicas else None
 
@@ -411,6 +417,8 @@ class BatchRun(Generic[R]):
         """Abort all requests and step until the runtime has none, unless its device is lost."""
         for line in self._pending.values():
             self._runtime.abort(line.request)
+        if self._replicas:
+            self._replicas.drain()
         while self._runtime.has_work:
             self._runtime.step()
 

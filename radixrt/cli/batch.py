@@ -9,9 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from radixrt.checks import check_int
 from radixrt.cli.exit_status import ALL_FAILED, DONE
-from radixrt.cli.kept_cache import checked_config, group_of, runtime_places, runtime_with_cache
+from radixrt.cli.kept_cache import check_replicas, checked_config, group_of, runtime_places, runtime_with_cache
 from radixrt.cli.options import (
     SAMPLING,
     add_command,
@@ -21,9 +20,9 @@ from radixrt.cli.options import (
     runtime_options,
     sampling_params,
 )
-from radixrt.config import HANG_SECONDS
 from radixrt.engine.signals import DRAIN_SECONDS
 from radixrt.errors import BatchFileError, ParameterError
+from radixrt.limits import HANG_SECONDS
 
 if TYPE_CHECKING:
     from radixrt.report.batch_report import BatchReport
@@ -152,8 +151,7 @@ def _batch(arguments: argparse.Namespace) -> int:
     from radixrt.frontend.request_builder import builder_without_weights
     from radixrt.report.files import ReportError
 
-    if arguments.replicas is not None:
-        check_int("replicas", arguments.replicas, 1, 1024)
+    check_replicas(arguments)
     options, config = runtime_options(arguments), checked_config(arguments)
     batch_options = BatchConfig(
         default_params=sampling_params(arguments, _own_defaults(options)),

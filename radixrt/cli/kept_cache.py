@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import radixrt
 from radixrt.builtin import MODEL_PATH
+from radixrt.checks import check_float, check_int
 from radixrt.cli.options import runtime_options
 from radixrt.errors import ParameterError
 from radixrt.files.place import Place, check_apart, is_same, read_place, written_place
@@ -66,19 +67,28 @@ def model_place(arguments: argparse.Namespace) -> list[Place]:
     return read_place("the model's folder", folder) if os.path.isdir(folder) else []
 
 
-def group_of(arguments: argparse.Namespace) -> ReplicaGroup:
-    """Replicas with the Runtime of the options each.
-
-    Raises ParameterError where a cache is to be loaded or saved.
-    """
-    from radixrt.replicas import ReplicaGroup
-
+def check_replicas(arguments: argparse.Namespace) -> None:
+    """Raise ParameterError where options do not go with several replicas."""
+    check_float("hang_seconds", arguments.hang_seconds, 0.0, 1e9, above=True)
+    if arguments.replicas is not None:
+        check_int("replicas", arguments.replicas, 1, 1024)
+    if arguments.replicas == 1 and arguments.ray is None:
+        return
     for name in ("load_cache", "save_cache"):
         if _path(arguments, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise ParameterError(
                 f"{option} is for one replica: each has a cache of its own; leave one of them out"
             )
+    device = getattr(arguments, "device", None)
+    if device is not None and ":" in str(device):
+        raise ParameterError(f"device is {str(device)!r}; replicas take cards in turn: leave the number out")
+
+
+def group_of(arguments: argparse.Namespace) -> ReplicaGroup:
+    """Replicas with the Runtime of the options each, which `check_replicas` has seen."""
+    from radixrt.replicas import ReplicaGroup
+
     check_apart(runtime_places(arguments))
     wanted = {"num_replicas": arguments.replicas, "hang_seconds": arguments.hang_seconds, "ray": arguments.ray}
     return ReplicaGroup(**wanted, **runtime_options(arguments))

@@ -94,13 +94,17 @@ class Channel:
 
     def wait(self) -> None:
         """Until something can be received."""
-        select.select([self._socket], [], [])
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll()
 
     def receive(self) -> list[Message]:
         """The messages that have come whole."""
-        while not self.is_closed and select.select([self._socket], [], [], 0)[0]:
+        while not self.is_closed:
             try:
-                read = self._socket.recv(_READ_AT_ONCE)
+                read = self._socket.recv(_READ_AT_ONCE, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
             except ConnectionResetError:
                 read = b""
             self.is_closed = not read

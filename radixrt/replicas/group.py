@@ -6,6 +6,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -20,10 +21,10 @@ from radixrt.batch.lanes import Handout
 from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.checks import check_float, check_int
-from radixrt.config import HANG_SECONDS, RuntimeConfig
+from radixrt.config import RuntimeConfig
 from radixrt.errors import DeviceLostError, PassError, RadixrtError, ReplicaLostError
 from radixrt.frontend.request_builder import OnError, Params, Prompt, builder_without_weights, listed_prompts
-from radixrt.limits import RunLimits
+from radixrt.limits import HANG_SECONDS, RunLimits
 from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.cards import CARDS, shape_of
@@ -111,6 +112,8 @@ class ReplicaGroup:
         self.limits = RunLimits(*map(min, zip(*(each["limits"] for each in said), strict=True)))
         self.context_length = self._builder.context_length = min(each["context_length"] for each in said)
         self._builder.refusal = self._refusal
+        for lane in self.lanes:
+            lane.least = self.limits
         self.products = tuple(_Told(table) for table in said[0]["products"])
 
     # -- prompts in, outputs out ---------------------------------------------------------------------------
@@ -141,6 +144,7 @@ class ReplicaGroup:
 
         Raises DeviceLostError once no replica is left, and RadixrtError while another call is not over.
         """
+        self._check_open()
         if self._is_open:
             raise RadixrtError("a group answers one call at a time, and another one is not over")
         listed, _ = listed_prompts(prompts)
@@ -216,6 +220,16 @@ class ReplicaGroup:
         """Whether a pass has computed some of a submitted request; True if it has ended."""
         return all(lane.has_begun(request) for lane in self.lanes)
 
+    def drain(self) -> None:
+        """Wait a moment for requests that were aborted. A replica that has not ended them then is ended."""
+        ends = self._clock() + EXIT_SECONDS
+        with suppress(DeviceLostError):
+            while self.has_work and self._clock() < ends:
+                self.step()
+        for lane in self.lanes:
+            if lane.has_work:
+                lane.give_up()
+
     @property
     def has_work(self) -> bool:
         """Whether submitted requests have not ended."""
@@ -245,9 +259,8 @@ class ReplicaGroup:
 
     def identity(self) -> Mapping[str, Any]:
         """`Runtime.identity`, which is the same for all."""
-        lane = next((lane for lane in self.lanes if lane.is_ready), None)
-        if lane is None:
-            raise DeviceLostError("no replica is ready to say what it computes with")
+        self._wait_for(lambda: any(lane.is_ready for lane in self.lanes))
+        lane = next(lane for lane in self.lanes if lane.is_ready)
         if lane.identity is None:
             lane.ask_identity()
             self._wait_for(lambda: lane.identity is not None or not lane.is_ready)
@@ -267,6 +280,7 @@ class ReplicaGroup:
 
     def handout(self, pieces: Pieces) -> Handout:
         """Ranges of pieces for all replicas, which may take from one another."""
+        self._check_open()
         for lane in self.lanes:
             lane.begin_list()
         dispatch = Dispatch(shards(pieces, len(self.lanes)))
@@ -276,11 +290,16 @@ class ReplicaGroup:
         """End all replicas; again: nothing."""
         links = [lane.link for lane in self.lanes if not lane.is_gone]
         self.lanes = ()
-        for link in links:
-            link.close()
-        ends = time.monotonic() + EXIT_SECONDS
-        for link in links:
-            link.wait_for_end(max(0.0, ends - time.monotonic()))
+        try:
+            for link in links:
+                link.close()
+            ends = time.monotonic() + EXIT_SECONDS
+            for link in links:
+                link.wait_for_end(max(0.0, ends - time.monotonic()))
+        except BaseException:  # a second Ctrl-C: none may stay
+            for link in links:
+                link.end()
+            raise
 
     def __enter__(self) -> ReplicaGroup:
         return self
@@ -290,6 +309,10 @@ class ReplicaGroup:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
+    def _check_open(self) -> None:
+        if not self.lanes:
+            raise RadixrtError("the group is closed")
+
     def _receive(self) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         for lane in self.lanes:
@@ -297,7 +320,7 @@ class ReplicaGroup:
                 outputs += lane.receive()
                 if lane.refusal is not None:
                     raise lane.refusal
-        if all(lane.is_gone for lane in self.lanes):
+        if not outputs and all(lane.is_gone for lane in self.lanes):
             raise DeviceLostError("no replica is left; the log says why each was lost")
         return outputs
 

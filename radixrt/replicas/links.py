@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +19,10 @@ from radixrt.config import RuntimeConfig
 from radixrt.errors import ParameterError
 from radixrt.replicas.channel import Channel, Message
 from radixrt.replicas.messages import config_as_json
+
+_log = logging.getLogger(__name__)
+
+END_SECONDS = 5.0  # that a process has to be gone
 
 
 class Link(Protocol):
@@ -73,7 +79,7 @@ class Process:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", program, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **_path_to_radixrt(), "PYTHONSAFEPATH": "1", **placement.environment},
+                env={**os.environ, **_environment(), **placement.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # that of the group may carry records
                 start_new_session=True,  # Ctrl-C is for the group, which says what is to be done
@@ -98,9 +104,15 @@ class Process:
         return self.channel.receive()
 
     def end(self) -> str:
+        if self.channel.is_closed:  # it is ending: how, is its own
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
         self._process.kill()
         self.channel.close()
-        status = self._process.wait()
+        try:
+            status = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # within a call of the system, such as of a driver that hangs
+            return "killed, and not gone yet"
         return f"signal {-status}" if status < 0 else f"status {status}"
 
     def close(self) -> None:
@@ -110,16 +122,19 @@ class Process:
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.end()
 
 
-def _path_to_radixrt() -> dict[str, str]:
-    """The environment in which another Python finds this package, where it is not installed."""
+def _environment() -> dict[str, str]:
+    """Of a process that finds this package, also where it is not installed, and logs as this one does."""
+    found = {"PYTHONSAFEPATH": "1"}
+    if _log.isEnabledFor(logging.INFO):
+        found["RADIXRT_REPLICA_LOG"] = "INFO"
     home = str(Path(__file__).resolve().parents[2])
-    if home in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return {}  # named, it would come before the standard library
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
+    # Where it is installed, its folder would come before the standard library.
+    if home not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    return found
 
 
 class Processes:
@@ -132,8 +147,11 @@ class Processes:
         return Process(self._placements[number], self._program)
 
     def wait(self, links: Sequence[Link], seconds: float) -> None:
-        channels = [link.channel for link in links if isinstance(link, Process)]
-        select.select(channels, [channel for channel in channels if channel.has_unsent], [], seconds)
+        poll = select.poll()
+        for link in links:
+            if isinstance(link, Process):
+                poll.register(link.channel, select.POLLIN | select.POLLOUT * link.channel.has_unsent)
+        poll.poll(seconds * 1000)
 
 
 def placements(config: RuntimeConfig, num_replicas: int | None) -> list[Placement]:

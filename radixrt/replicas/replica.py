@@ -12,6 +12,7 @@ from typing import Any
 
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.errors import RadixrtError, ReplicaLostError
+from radixrt.limits import RunLimits
 from radixrt.output import FinishReason, RequestOutput
 from radixrt.replicas.channel import Message
 from radixrt.replicas.links import Link, Links
@@ -76,6 +77,7 @@ class Replica:
         refusal: the error of a Runtime that could not be made.
         ready: what the Runtime said of itself, once it was made.
         identity: of the Runtime's answers, once it was asked for.
+        least: limits that a Runtime in its place must have.
         figures: of all its processes, since `begin_list`.
     """
 
@@ -86,6 +88,7 @@ class Replica:
         self.refusal: RadixrtError | None = None
         self.ready: dict[str, Any] = {}
         self.identity: dict[str, Any] | None = None
+        self.least: RunLimits | None = None
         self.figures = ReplicaFigures("")
         self._unfinished: dict[int | str, Request] = {}
         self._waiting: dict[int | str, None] = {}  # those of them that have not begun
@@ -102,7 +105,8 @@ class Replica:
         self._activity, self._stats, self.num_running = Activity(), _NO_STATS, 0
 
     def begin_list(self) -> None:
-        """Figures are those of a list that begins now."""
+        """Figures are those of a list that begins now, and it may be lost as often as allowed again."""
+        self._restarts = 0
         self._began, self._busy_before = self._clock(), self.activity.busy_seconds
         self.figures = ReplicaFigures(self.figures.device)
 
@@ -161,7 +165,7 @@ class Replica:
             outputs += self._read(message)
             if self.refusal is not None or self.is_gone:
                 return outputs
-        now, limit = self._clock(), self._hang_seconds if self.is_ready else START_SECONDS
+        now, limit = self._clock(), self._hang_seconds if self._unfinished and self.is_ready else START_SECONDS
         if self.link.is_closed:
             outputs += self._lose("its process has ended")
         elif (self._unfinished or self._is_asked or not self.is_ready) and now - self._heard > limit:
@@ -175,6 +179,8 @@ class Replica:
             self._activity, self._stats = Activity(*body["activity"]), CacheStats(*body["stats"])
             self.num_running = body["running"]
         if "ready" in body:
+            if self.least is not None and body["ready"]["limits"][0] < self.least.pool_tokens:
+                return self._lose(f"its pool has {body['ready']['limits'][0]:,} tokens, fewer than before")
             self.ready, self.is_ready = body["ready"], True
             self.figures = replace(self.figures, device=self.ready["device"])
         elif "ended" in body:
@@ -190,12 +196,19 @@ class Replica:
             self.identity, self._is_asked = body["identity"], False
         elif "refused" in body:
             error = error_of(body["refused"])
-            if self._restarts:
+            if self.ready:
                 return self._lose(f"its Runtime cannot be made: {error}")
             self.refusal = error
         elif "lost" in body:
             return self._lose(body["lost"])
         return outputs
+
+    def give_up(self) -> None:
+        """End its process, and forget its requests."""
+        how = self.link.end()
+        self.is_ready, self.is_gone = False, True
+        _log.warning("replica %d does not end its requests, and is ended (%s)", self._number, how)
+        self._unfinished, self._waiting = {}, {}
 
     def _count(self, outputs: list[RequestOutput]) -> None:
         if not outputs:
@@ -215,6 +228,7 @@ class Replica:
         """End its process, start another one unless there were too many, and give its requests back."""
         how = self.link.end()
         self._activity_before, self._stats_before = self.activity, self.cache_stats
+        self._activity, self._stats = Activity(), _NO_STATS
         lost, self._unfinished, self._waiting = self._unfinished, {}, {}
         restarts = self._restarts + 1
         self.is_ready, self.num_running = False, 0
@@ -225,7 +239,11 @@ class Replica:
         if not self.is_gone:
             self._restarts = restarts
             self.figures = replace(self.figures, restarts=self.figures.restarts + 1)
-            self._start()
+            try:
+                self._start()
+            except OSError as error:  # such as too little memory for a process
+                self.is_gone = True
+                _log.warning("replica %d cannot be started again: %s", self._number, error)
         cause = ReplicaLostError(told)
         return [
             replace(RequestOutput.refused(request.index, told, request.id), cause=cause)

@@ -42,7 +42,8 @@ class RunFigures(CountsHits):
         most_running: the most requests that ran at once.
         products: of a deterministic run, `ProductTable.to_json` of each shape of weights.
         replicas: of a run on several, what each has done (`ReplicaFigures.to_json`).
-        repeated_tokens: of a run on several, prompt tokens that the plan has two of them compute, where it cuts.
+        repeated_tokens: of a run on several, prompt tokens that the plan has two of them compute, where it cuts;
+            None without a plan or a cache.
     """
 
     started: float = 0.0
@@ -61,7 +62,7 @@ class RunFigures(CountsHits):
     most_running: int = 0
     products: tuple[Mapping[str, Any], ...] = ()
     replicas: tuple[Mapping[str, Any], ...] = ()
-    repeated_tokens: int = 0
+    repeated_tokens: int | None = None
 
     @property
     def idle_seconds(self) -> float:
@@ -75,7 +76,7 @@ class RunFigures(CountsHits):
 
     @property
     def balance(self) -> float:
-        """How long replicas had work on average, as a share of the longest."""
+        """When replicas had ended their last request on average, as a share of the latest."""
         ends = [replica["seconds"] for replica in self.replicas]
         return _ratio(sum(ends), len(ends) * max(ends, default=0.0))
 
@@ -246,10 +247,9 @@ def time_figures(report: BatchReport) -> dict[str, str]:
         "time spent": f"{parts}; {duration(run.scheduling_seconds)} of the host's in scheduling",
     }
     if run.replicas:
-        figures["replicas"] = (
-            f"{len(run.replicas)}, {run.balance:.1%} as long busy as the longest on average; "
-            f"tokens computed twice, as planned: {run.repeated_tokens:,}"
-        )
+        twice = f"; {run.repeated_tokens:,} tokens planned to be computed twice"
+        figures["replicas"] = f"{len(run.replicas)}, which end at {run.balance:.1%} of the last one on average"
+        figures["replicas"] += "" if run.repeated_tokens is None else twice
     for number, replica in enumerate(run.replicas):
         figures[f"replica {number}"] = _replica(replica)
     if run.products:

@@ -115,7 +115,7 @@ def _time(report: BatchReport) -> str:
     device = _bar("The device", device_seconds(run), run.device_seconds)
     return (
         '<section class="spent">\n<h2>Where the time went</h2>\n'
-        f"{device}{_bar('The host', host, run.seconds)}</section>\n"
+        f"{device}{_bar('The host', host, run.device_seconds)}</section>\n"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from radixrt.replicas.replica import MAX_RESTARTS
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from tests.support.local_replicas import LocalLink, LocalLinks
-from tests.support.runtimes import simulated_runtime
+from tests.support.runtimes import SIZES, simulated_runtime
 
 HANG = 50.0
 PARAMS = SamplingParams(max_new_tokens=6, temperature=1.0, n=1)
@@ -216,6 +217,71 @@ def test_identity_is_asked_of_one_that_answers() -> None:
         assert group.replica_figures[0].restarts == 1
 
 
+def test_what_came_before_the_last_loss_is_not_lost() -> None:
+    """The last replica says something and dies for good: its answers come before the error."""
+    links = LocalLinks(simulated_runtime)
+
+    def on_wait(links: LocalLinks) -> None:
+        for _ in range(20):
+            links.advance()
+        links.links[0].crash()
+
+    found: list[RequestOutput] = []
+    with group_of(links, 1) as group:
+        links.on_wait = on_wait
+        outputs = group.generate_iter(tree(400), PARAMS)
+        with pytest.raises(DeviceLostError):
+            found.extend(outputs)  # keeps what came before the error
+        assert len(found) == sum(each.requests for each in group.replica_figures) > 0
+        assert sum(lane.activity.passes for lane in group.lanes) == group.activity().passes
+        passes = group.activity().passes
+        assert passes < 20 * (1 + MAX_RESTARTS) + 5, "of the last process once"
+        assert group.cache_stats().capacity == 0
+
+
+def test_a_replica_that_comes_back_with_a_smaller_pool_is_not_used() -> None:
+    """Its refusals would be errors of lines that others can run."""
+    sizes = [SIZES, SIZES, replace(SIZES, num_slots=20)]
+    links = LocalLinks(lambda: simulated_runtime(sizes.pop(0) if len(sizes) > 1 else sizes[0]))
+
+    def on_wait(links: LocalLinks) -> None:
+        links.advance()
+        if links.started == 2:
+            links.links[0].crash(loses_messages=True)
+
+    with group_of(links, 2) as group:
+        links.on_wait = on_wait
+        found = group.generate([[1, 2, 3] * 8 + prompt[:2] for prompt in tree(30)], PARAMS)
+        assert not [output.error for output in found if output.error is not None]
+        assert group.lanes[0].is_gone
+
+
+def test_a_process_that_cannot_be_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    class Full(LocalLinks):
+        def start(self, number: int) -> LocalLink:
+            if self.started >= 2:
+                raise BlockingIOError(11, "too many processes")
+            return super().start(number)
+
+    links = Full(simulated_runtime)
+
+    def on_wait(links: LocalLinks) -> None:
+        links.advance()
+        links.links[0].crash()
+
+    with group_of(links, 2) as group:
+        links.on_wait = on_wait
+        assert told(group.generate(tree(20), PARAMS)) == alone(tree(20))
+        assert "cannot be started again" in caplog.text
+
+
+def test_a_closed_group_says_so() -> None:
+    group = group_of(LocalLinks(simulated_runtime), 1)
+    group.close()
+    with pytest.raises(RadixrtError, match="closed"):
+        group.generate(tree(3), PARAMS)
+
+
 def test_all_are_lost() -> None:
     links = LocalLinks(simulated_runtime)
 
@@ -342,6 +408,37 @@ def test_a_batch_survives_crashes(crashes: list[tuple[int, int]], loses: bool, t
         links.on_wait = on_wait
         group.run_batch(source, folder / "out.jsonl")
     assert records(folder / "out.jsonl") == records(folder / "one.jsonl")
+
+
+def test_a_hung_replica_does_not_keep_a_batch_that_is_stopped(
+    batch: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    """Too many errors, or a signal: it is given some seconds, not those after which it would count as hanging."""
+    clock = Clock()
+    source, _ = batch
+
+    def on_wait(links: LocalLinks) -> None:
+        clock.now += 1.0
+        links.advance()
+        links.links[0].hangs = True
+
+    links = LocalLinks(simulated_runtime)
+    with ReplicaGroup(num_replicas=2, links=links, hang_seconds=1000.0, clock=clock) as group:
+        step = group.step
+        links.on_wait = on_wait
+
+        def stepped() -> list[RequestOutput]:
+            if clock.now > 5.0 and group.step is stepped:
+                group.step = step  # type: ignore[method-assign]
+                raise KeyboardInterrupt
+            return step()
+
+        group.step = stepped  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            group.run_batch(source, tmp_path / "out.jsonl")
+        assert clock.now < 30.0
+        assert group.lanes[0].is_gone
+        assert not group.has_work
 
 
 @pytest.mark.parametrize("moment", [3, 5, 6, 7, 8, 9, 12])
