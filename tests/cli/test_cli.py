@@ -370,6 +370,27 @@ def test_replicas_on_ray_need_ray(
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replicas", "0"], "replicas is 0"),
+        (["--replicas", "2", "--save-cache", "kept.safetensors"], "--save-cache is for one replica"),
+        (["--replicas", "2", "--device", "cuda:0"], "leave the number out"),
+        (["--hang-seconds", "-5"], "hang_seconds is -5"),
+    ],
+)
+def test_options_that_do_not_go_with_replicas_are_refused_before_the_input_is_read(
+    batch: list[str],
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Batch, "scan", lambda *_: pytest.fail("it read"))
+    assert main([*batch, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
 BAD = b"{"
 SOUND = b'{"prompt": "ab"}'
 
