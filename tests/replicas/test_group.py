@@ -93,7 +93,7 @@ def test_calls_draw_anew_as_those_of_one_runtime_do() -> None:
 ACTIONS = ("advance", "advance all", "slow", "double", "crash", "crash and lose", "hang", "time")
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     num_replicas=st.integers(1, 4),
     num_prompts=st.integers(1, 40),
@@ -383,7 +383,7 @@ def test_a_batch(batch: tuple[Path, list[Any]], order: Any, tmp_path: Path) -> N
         assert report.run.predicted_hit_rate == pytest.approx(report.run.hit_rate, abs=0.1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     crashes=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), max_size=6),
     loses=st.booleans(),
