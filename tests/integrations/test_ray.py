@@ -30,6 +30,7 @@ from radixrt import DeviceLostError, ParameterError
 from radixrt.builtin.task import EVAL_SEED, ask_few_shot, make_document
 from radixrt.integrations.ray import ERROR, OUTPUT, PromptProcessor
 from radixrt.workloads import best_hit_rate
+from tests.support.ray_session import ray_session
 
 HOME = Path(__file__).resolve().parents[2]
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_total_tokens": 20_000}
@@ -281,10 +282,9 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("PYTHONPATH", str(HOME))
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, _memory=4 * 2**30)
-        DataContext.get_current().enable_progress_bars = False
-        yield
-        ray.shutdown()
+        with ray_session("local", num_cpus=4, _memory=4 * 2**30):
+            DataContext.get_current().enable_progress_bars = False
+            yield
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from radixrt.replicas.group import ReplicaGroup
 from radixrt.replicas.ray_links import Actor, RayLink, RayLinks, connect
 from radixrt.sampling_params import SamplingParams
 from tests.replicas.test_group import records
+from tests.support.ray_session import ray_session
 
 HOME = Path(__file__).resolve().parents[2]
 OPTIONS: dict[str, Any] = {"max_total_tokens": 20_000, "device": "cpu", "threads": 1}
@@ -40,15 +41,9 @@ PARAMS = SamplingParams(temperature=0.0, max_new_tokens=8)
 def address() -> Iterator[str]:
     """Of a Ray on this host, to which this process is connected."""
     path = os.pathsep.join(sys.path)
-    context = ray.init(
-        num_cpus=3,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        runtime_env={"env_vars": {"PYTHONPATH": path}},
-    )
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
+    environment = {"env_vars": {"PYTHONPATH": path}}
+    with ray_session(num_cpus=3, logging_level=logging.WARNING, runtime_env=environment) as context:
+        yield context.address_info["gcs_address"]
 
 
 def actors() -> list[psutil.Process]:
