@@ -174,6 +174,11 @@ class SamplingParams:
         first = max(1, self.prompt_logprobs_start)
         return first if self.prompt_logprobs is not None and first < prompt_len else None
 
+    def match_limit(self, prompt_len: int) -> int:
+        """Leading tokens of a prompt that may come from the cache: the others are computed for their logits."""
+        scored = self.first_scored(prompt_len)
+        return (prompt_len if scored is None else scored) - 1
+
     @property
     def wants_processed_logprobs(self) -> bool:
         """Whether the log-probabilities of its tokens are those of what each was drawn from."""

@@ -1,7 +1,8 @@
 """Which replica runs which pieces of a batch: its own range in order, and what it takes from others.
 
-Only the parent of the replicas has a Dispatch. It hands out a few seconds of work at a time, so that nearly all
-of a range can still be taken by others: a replica that has none left takes the later half of the one with most.
+Only the parent of the replicas has a Dispatch. It hands out little at a time (`lanes.py` says how much), so that
+nearly all of a range can still be taken by others: a replica that has none left takes the later half of the one
+with most.
 """
 
 from __future__ import annotations
@@ -52,18 +53,16 @@ class Dispatch:
         """Of what waits for a replica, as predicted, and as its last pieces have taken beside their prediction."""
         return self._paces[replica].ratio * sum(map(self._seconds, self._waiting[replica]))
 
-    def take(self, replica: int, seconds: float = 0.0, *, least: int = 1) -> list[int]:
-        """The next pieces for a replica: as many as take so many seconds, and at least so many; fewer if no more
-        wait, and none if nothing waits that it would end sooner than others.
+    def take(self, replica: int, count: int = 1) -> list[int]:
+        """The next pieces for a replica, so many; fewer if no more wait, and none if nothing waits that it would
+        end sooner than others.
         """
         waiting, taken = self._waiting[replica], list[int]()
         if not waiting:
             self._steal(replica)
-        left = seconds
-        while waiting and (left > 0.0 or len(taken) < least):
+        while waiting and len(taken) < count:
             begin, end = waiting.popleft()
             taken.append(begin)
-            left -= float(self._pieces.seconds[begin])
             if begin + 1 < end:
                 waiting.appendleft((begin + 1, end))
         self._running[replica].update(taken)

@@ -66,7 +66,7 @@ class Handout:
                 self._dispatch.retire(number)
         for number, lane in enumerate(self._lanes):
             if lane.is_ready and (room := self._room(number, lane.num_waiting)) > 0:
-                pieces = self._dispatch.take(number, least=room)
+                pieces = self._dispatch.take(number, room)
                 self._rates[number].handed += len(pieces)
                 if pieces:
                     yield number, pieces

@@ -278,9 +278,7 @@ class _Writer:
             entry = {"error": error.type.value, "message": error.message, "reply": error.reply}
             return np.zeros(0, np.int32), entry
         prompt_len, params = len(checked.prompt_ids), record.sampling_params
-        scored = params.first_scored(prompt_len)
-        limit = (prompt_len if scored is None else scored) - 1
-        self._columns.append((line, checked.max_new_tokens, params.n, limit, False))
+        self._columns.append((line, checked.max_new_tokens, params.n, params.match_limit(prompt_len), False))
         return checked.prompt_ids, {"params": parameters_as_json(record.sampling_params), "reply": record.reply}
 
     def _take_custom_id(self, record: InputRecord) -> None:

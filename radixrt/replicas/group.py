@@ -150,15 +150,14 @@ class ReplicaGroup:
         listed, _ = listed_prompts(prompts)
         call = next(self._calls)
         outputs, requests = self._builder.build_all(listed, sampling_params, True, None, None, on_error, call=call)
-        yield from outputs
-        if not requests:
-            return
-        plan = plan_batch(TokenStore.of(request.prompt_ids for request in requests), _demands(requests))
-        handout = self.handout(self.pieces(plan))
-        order = plan.run.order.tolist()
         pieces: dict[int | str, tuple[int, int]] = {}  # of requests that run: their lane and piece
         self._is_open = True
         try:
+            yield from outputs
+            if not requests:
+                return
+            plan = plan_batch(TokenStore.of(request.prompt_ids for request in requests), _demands(requests))
+            handout, order = self.handout(self.pieces(plan)), plan.run.order.tolist()
             with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
                 while not handout.is_done:
                     for lane, taken in handout.next():
@@ -352,13 +351,9 @@ class _Told:
 def _demands(requests: Sequence[Request]) -> Demands:
     """What requests ask for, if each answer has its maximum of tokens."""
     lengths = np.array([request.prompt_len for request in requests], np.int64)
-    starts = [
-        request.prompt_len if request.params.prompt_logprobs is None else request.params.prompt_logprobs_start
-        for request in requests
-    ]
     return Demands.of(
         lengths,
         np.array([request.max_new_tokens for request in requests], np.int64),
         np.array([request.params.n for request in requests], np.int64),
-        np.array(starts, np.int64),
+        np.array([request.params.match_limit(request.prompt_len) for request in requests], np.int64),
     )

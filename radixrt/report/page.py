@@ -111,7 +111,10 @@ def _time(report: BatchReport) -> str:
     run = report.run
     if not run.seconds:
         return ""
-    host = {"scheduling": run.scheduling_seconds, "all else": max(0.0, run.seconds - run.scheduling_seconds)}
+    host = {
+        "scheduling": run.scheduling_seconds,
+        "all else": max(0.0, run.device_seconds - run.scheduling_seconds),
+    }
     device = _bar("The device", device_seconds(run), run.device_seconds)
     return (
         '<section class="spent">\n<h2>Where the time went</h2>\n'

@@ -78,11 +78,11 @@ class Replicas(RuleBasedStateMachine):
         self.clock = getattr(self, "clock", 0.0) + 1.5
         return self.clock
 
-    @rule(data=st.data(), seconds=st.integers(0, 20))
-    def take(self, data: Any, seconds: int) -> None:
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def take(self, data: Any, count: int) -> None:
         if self.alive:
             replica = data.draw(st.sampled_from(sorted(self.alive)))
-            taken = self.dispatch.take(replica, seconds)
+            taken = self.dispatch.take(replica, count)
             assert not any(self.running[replica] & set(taken) for replica in range(len(self.running)))
             self.running[replica].update(taken)
 
@@ -138,7 +138,7 @@ class Replicas(RuleBasedStateMachine):
         while self.dispatch.num_left:
             before = self.dispatch.num_left
             for replica in sorted(self.alive):
-                self.running[replica].update(self.dispatch.take(replica, 5.0))
+                self.running[replica].update(self.dispatch.take(replica, 3))
                 for piece in sorted(self.running[replica]):
                     assert self.dispatch.end(replica, piece, self.now())
                     self.ended.append(piece)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from radixrt.errors import DeviceLostError, ParameterError, PromptError, RadixrtError
 from radixrt.output import RequestOutput
-from radixrt.replicas.group import ReplicaGroup
+from radixrt.replicas.group import ReplicaGroup, _demands
 from radixrt.replicas.replica import MAX_RESTARTS
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -315,6 +315,27 @@ def test_one_call_at_a_time_and_one_left_early() -> None:
         assert [each[0] for each in found] == list(range(12))
         assert len(found) == len(expected)
         assert not group.has_work
+
+
+def test_a_call_is_open_from_its_first_output_on() -> None:
+    """Two at once would take each other's answers."""
+    with group_of(LocalLinks(simulated_runtime), 2) as group:
+        calls = group.generate_iter([[], *tree(5)], PARAMS, on_error="return")
+        assert next(calls).index == 0
+        with pytest.raises(RadixrtError, match="one call at a time"):
+            group.generate(tree(3), PARAMS)
+        assert len(list(calls)) == 5
+        assert len(group.generate(tree(3), PARAMS)) == 3
+
+
+def test_scored_prompts_are_planned_as_they_are_scheduled() -> None:
+    """Tokens that are scored are never taken from the cache."""
+    params = [SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start) for start in (0, 1, 5)]
+    with simulated_runtime() as runtime:
+        requests = [runtime.prepare([1, 2, 3, 4, 1, 2, 3], each) for each in (*params, PARAMS)]
+        limits = [answer.match_limit for answer in runtime.parts.scheduler.submit_all(requests)]
+    assert limits == [request.params.match_limit(request.prompt_len) for request in requests]
+    assert _demands(requests).match_limits.tolist() == [max(0, limit) for limit in limits]
 
 
 def test_an_error_of_the_first_start_is_raised() -> None:
