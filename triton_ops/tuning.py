@@ -282,30 +282,33 @@ class OrderedLinearConfig:
 
 
 _FEW_ROWS = 64  # of x: up to so many, reading the weight takes longer than the sums
-_FEW_ROWS_TILES = [(rows, columns) for rows in (64, 32, 16) for columns in (64, 32, 16, 8)]
+# The fastest tiles of few rows on an H100, but for their width: rows, columns, depth, stages and warps.
+_FEW_ROWS_TILES = {
+    16: ((16, 16, 256, 7, 2), (16, 32, 128, 7, 4), (16, 64, 64, 7, 4)),
+    32: ((16, 16, 256, 7, 2), (32, 32, 128, 7, 4), (32, 64, 128, 5, 4)),
+    64: ((64, 16, 128, 5, 4), (64, 32, 128, 5, 4), (64, 64, 64, 7, 4)),
+}
 
 
 @lru_cache(maxsize=4096)
 def ordered_linear_config(gpu: GPU, num_rows: int, num_columns: int, dtype: torch.dtype) -> OrderedLinearConfig:
-    """For an ordered product of `num_rows` rows. None of these was measured: for many rows they are like those of
-    `expert_config`.
+    """For an ordered product of `num_rows` rows. Those of many rows are like those of `expert_config`, unmeasured.
 
     Of few rows the tile is the one with which the busiest multiprocessor reads least, or all of them together:
-    where there are too few programs for all, smaller ones read less each. Six steps of up to 16 KB are under way.
+    where there are too few programs for all, smaller ones read less each.
     """
     _check_vendor(gpu)
+    rows = min(_FEW_ROWS, max(16, next_power_of_2(num_rows)))
     if dtype == torch.float32:
-        return OrderedLinearConfig(min(64, max(16, next_power_of_2(num_rows))), 64, 32, 3, 4)
+        return OrderedLinearConfig(rows, 64, 32, 3, 4)
     if num_rows > _FEW_ROWS:
         return OrderedLinearConfig(128, 128, 64, 3, 8)
 
-    def num_read(tile: tuple[int, int]) -> int:
-        rows, columns = tile
-        return max(gpu.num_sms, cdiv(num_rows, rows) * cdiv(num_columns, columns)) * (rows + columns)
+    def num_read(tile: OrderedLinearConfig) -> int:
+        num_programs = cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.columns)
+        return max(gpu.num_sms, num_programs) * (tile.rows + tile.columns)
 
-    rows, columns = min(_FEW_ROWS_TILES, key=num_read)
-    depth = min(256, next_power_of_2(8192 // (rows + columns) + 1) // 2)
-    return OrderedLinearConfig(rows, columns, depth, stages=7, num_warps=4)
+    return min((OrderedLinearConfig(*tile) for tile in _FEW_ROWS_TILES[rows]), key=num_read)
 
 
 # --- experts ---

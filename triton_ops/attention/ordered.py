@@ -40,7 +40,7 @@ SUPERBLOCK = 1024  # keys
 CPU_SUPERBLOCK, CPU_ROWS = 128, 16
 LOG2_E, LOG_2 = math.log2(math.e), math.log(2.0)
 # Shared items that go on from each other, at most: one of each length of a chain in a launch of its own.
-MAX_CHAIN = 3
+MAX_CHAIN = 2
 STATE_NUMBERS = 16 + 1  # of a partial result and head, besides the values: sums of weights, and the base
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from triton_ops.attention.ordered_softmax import (
     add_superblock,
-    finish_ordered,
+    finish_sums,
+    finish_values,
     ordered_tile,
+    quarters,
     rebase,
     sum_places,
+    superblock_factors,
 )
 from triton_ops.attention.softmax import LOG2_E, overflows
 from triton_ops.implementation import gdc_launch_dependents, gdc_wait, tl, triton
@@ -136,17 +139,19 @@ def ordered_kernel(
                 if TOTAL_IN_MEMORY:
                     has_total = (block - 1) * SUPERBLOCK > start
                     tl.debug_barrier()
-                    before = tl.load(
-                        total_out + at[:, None] * HEAD_DIM + d[None, :], mask=in_head & has_total, other=0.0
-                    )
                     before_sum = tl.load(total_sums + at, mask=has_total, other=0.0)
                     before_base = tl.load(total_bases + at, mask=has_total, other=float("-inf"))
-                    before, before_sum, before_base = add_superblock(
-                        before, before_sum, before_base, acc, sum_places(row_sum), base
-                    )
-                    tl.debug_barrier()
-                    tl.store(total_out + at[:, None] * HEAD_DIM + d[None, :], before, mask=in_head)
-                    tl.store(total_sums + at, before_sum)
+                    left, right, before_base = superblock_factors(before_base, base)
+                    # Registers have no room for more of it at once.
+                    parts = quarters(acc)
+                    for nth_part in tl.static_range(4):
+                        column = nth_part * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)[None, :]
+                        kept = total_out + at[:, None] * HEAD_DIM + column
+                        before = tl.load(kept, mask=(column < HEAD_DIM) & has_total, other=0.0)
+                        before = before * left[:, None] + parts[nth_part] * right[:, None]
+                        tl.debug_barrier()
+                        tl.store(kept, before, mask=column < HEAD_DIM)
+                    tl.store(total_sums + at, before_sum * left + sum_places(row_sum) * right)
                     tl.store(total_bases + at, before_base)
                 else:
                     total, total_sum, total_base = add_superblock(
@@ -219,25 +224,35 @@ def ordered_kernel(
         stored = in_tile[:, None] & in_head
         is_alone = False if LISTED else first_partial < 0
         if is_alone:
-            before, before_sum, before_base = total, total_sum, total_base
+            before_sum, before_base = total_sum, total_base
+            has_total = False
             if TOTAL_IN_MEMORY:
                 has_total = (end - 1) // SUPERBLOCK * SUPERBLOCK > start
                 tl.debug_barrier()
-                before = tl.load(
-                    total_out + at[:, None] * HEAD_DIM + d[None, :], mask=in_head & has_total, other=0.0
-                )
                 before_sum = tl.load(total_sums + at, mask=has_total, other=0.0)
                 before_base = tl.load(total_bases + at, mask=has_total, other=float("-inf"))
-            total, total_sum, total_base = add_superblock(
-                before, before_sum, before_base, acc, sum_places(row_sum), base
-            )
+            left, right, total_base = superblock_factors(before_base, base)
+            total_sum = before_sum * left + sum_places(row_sum) * right
             sink = total_base
             if HAS_SINKS:
                 sink = tl.load(sinks + head)
-            result, result_lse = finish_ordered(total, total_sum, total_base, sink, HAS_SINKS)
+            of_sink, factor, divisor, result_lse = finish_sums(total_sum, total_base, sink, HAS_SINKS)
+            value_scale = 1.0
             if v_scale is not None:
-                result *= tl.load(v_scale + kv_head)
-            tl.store(out + at[:, None] * HEAD_DIM + d[None, :], result.to(out.dtype.element_ty), mask=stored)
+                value_scale = tl.load(v_scale + kv_head)
+            parts, totals = quarters(acc), quarters(total)
+            for nth_part in tl.static_range(4):
+                column = nth_part * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)[None, :]
+                before = totals[nth_part]
+                if TOTAL_IN_MEMORY:
+                    kept = total_out + at[:, None] * HEAD_DIM + column
+                    before = tl.load(kept, mask=(column < HEAD_DIM) & has_total, other=0.0)
+                result = before * left[:, None] + parts[nth_part] * right[:, None]
+                result = finish_values(result, of_sink, factor, divisor) * value_scale
+                tl.store(
+                    out + at[:, None] * HEAD_DIM + column, result.to(out.dtype.element_ty),
+                    mask=in_tile[:, None] & (column < HEAD_DIM),
+                )  # fmt: skip
             if HAS_LSE:
                 tl.store(lse + at, result_lse / LOG2_E, mask=in_tile)
         else:
@@ -269,7 +284,8 @@ def ordered_merge_kernel(
                 total, total_sum, total_base, partial_out, partial_sum, partial_base, part, HEAD_DIM, BLOCK_D
             )
         sink = tl.load(sinks + head + one) if HAS_SINKS else total_base
-        result, result_lse = finish_ordered(total, total_sum, total_base, sink, HAS_SINKS)
+        of_sink, factor, divisor, result_lse = finish_sums(total_sum, total_base, sink, HAS_SINKS)
+        result = finish_values(total, of_sink, factor, divisor)
         if v_scale is not None:
             result *= tl.load(v_scale + head // GROUP)
         at = row.to(tl.int64) * NUM_HEADS + head

@@ -3,8 +3,8 @@
 For a query, keys form superblocks at absolute multiples of a number, and groups of 16 at absolute multiples of 16:
 
 - a score becomes a multiple of 2^-14 in base 2 (of 2^-16 for products in float32), by adding a large number, and
-  its weight is `exp2(score - base)` with an integer base, cut to bfloat16: to rescale by another base is exact, so
-  it does not matter which tile found which maximum, or whether the base is one;
+  its weight is `exp2(score - base)` with an integer base, rounded to bfloat16: to rescale by another base is exact,
+  so it does not matter which tile found which maximum, or whether the base is one;
 - within a superblock the groups are added one after the other, in one chain of products of weights and values, and
   to 16 sums of weights, one for each place in a group;
 - the results of superblocks, (sum of values, sums of weights, base), are added in ascending order.
@@ -17,15 +17,12 @@ bfloat16, and where `tl.dot` adds in order): docs/same-bits.md.
 from __future__ import annotations
 
 from triton_ops.attention.softmax import LOG2_E
-from triton_ops.implementation import tl, triton
+from triton_ops.implementation import INTERPRETED, tl, triton
 
 # Floats from 512 to 1024 are multiples of 2^-14, those from 128 to 256 of 2^-16. Scores further from 0 are on
 # other grids; rescaling is as exact, but for rows whose greatest score is below about -500, or -100 in float32.
 OFFSET: tl.constexpr = 768.0 if tl is None else tl.constexpr(768.0)
 FLOAT32_OFFSET: tl.constexpr = 192.0 if tl is None else tl.constexpr(192.0)
-# Weights are cut to bfloat16, as that takes fewer instructions than rounding. With this much added to scores, a
-# multiple of 2^-14, they are right on average.
-CUT: tl.constexpr = 67 * 2.0**-14 if tl is None else tl.constexpr(67 * 2.0**-14)
 # Results below this, in units of the sum of weights, are zero: rescaling is exact as far as floats are normal.
 TINY: tl.constexpr = 2.0**-80 if tl is None else tl.constexpr(2.0**-80)
 GROUP_KEYS = 16
@@ -45,7 +42,7 @@ def ordered_tile(
     v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     fixed: tl.constexpr = FLOAT32_OFFSET if q.dtype == tl.float32 else OFFSET
-    offset = tl.zeros_like(scores) + (fixed if q.dtype == tl.float32 else fixed + CUT)
+    offset = tl.zeros_like(scores) + (fixed)
     # Multiply-adds are written out: left to the compiler, they might differ from kernel to kernel.
     if HAS_ALIBI:
         distance = key_positions.to(tl.float32)[None, :] - positions.to(tl.float32)[:, None]
@@ -66,10 +63,39 @@ def ordered_tile(
         row_sum *= keep[:, None]
         base = greatest
     weights = tl.exp2(scores - (finite + fixed)[:, None])
+    narrow = weights
     if q.dtype != tl.float32:
-        weights = (weights.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
-    acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
+        narrow, weights = _rounded(weights)
+    acc = tl.dot(narrow.to(q.dtype), v, acc, input_precision="ieee")
     return acc, _add_weights(row_sum, weights), base
+
+
+@triton.jit
+def _rounded(weights):
+    """Weights, none negative or NaN, rounded to bfloat16, and the same as float32."""
+    if INTERPRETED:
+        bits = weights.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        wide = bits.to(tl.float32, bitcast=True)
+        narrow = wide.to(tl.bfloat16)
+    else:
+        # Two at a time, and back without converting: as many instructions as cutting takes.
+        narrow, wide = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 first;
+            cvt.rn.bf16x2.f32 $0, $4, $3;
+            shl.b32 first, $0, 16;
+            mov.b32 $1, first;
+            and.b32 first, $0, 0xffff0000;
+            mov.b32 $2, first;
+            }""",
+            "=r,=f,=f,f,f",
+            [weights],
+            dtype=(tl.bfloat16, tl.float32),
+            is_pure=True,
+            pack=2,
+        )
+    return narrow, wide
 
 
 @triton.jit
@@ -105,13 +131,32 @@ def sum_places(sums):
 
 
 @triton.jit
-def add_superblock(total, total_sum, total_base, acc, row_sum, base):
-    """The superblocks before, and the next one, with sums of weights `[BLOCK_M]`; exact where one is empty."""
+def superblock_factors(total_base, base):
+    """What to multiply the superblocks before by, and the next one, and the base of their sum; exact where one of
+    them is empty.
+    """
     greatest = tl.maximum(total_base, base)
     finite = tl.where(greatest == float("-inf"), 0.0, greatest)
     # Products with powers of two are exact, so it does not matter which of them is fused with the addition.
-    left, right = tl.exp2(total_base - finite), tl.exp2(base - finite)
+    return tl.exp2(total_base - finite), tl.exp2(base - finite), greatest
+
+
+@triton.jit
+def add_superblock(total, total_sum, total_base, acc, row_sum, base):
+    """The superblocks before, and the next one, with sums of weights `[BLOCK_M]`."""
+    left, right, greatest = superblock_factors(total_base, base)
     return total * left[:, None] + acc * right[:, None], total_sum * left + row_sum * right, greatest
+
+
+@triton.jit
+def quarters(x):
+    """`[BLOCK_M, BLOCK_D]` to four `[BLOCK_M, BLOCK_D // 4]`, the first of them with the first columns."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    left, right = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), [0, 2, 1]))
+    first, second = tl.split(tl.permute(tl.reshape(left, [ROWS, 2, COLUMNS // 4]), [0, 2, 1]))
+    third, fourth = tl.split(tl.permute(tl.reshape(right, [ROWS, 2, COLUMNS // 4]), [0, 2, 1]))
+    return first, second, third, fourth
 
 
 @triton.jit
@@ -131,19 +176,24 @@ def rebase(acc, row_sum, base):
 
 
 @triton.jit
-def finish_ordered(total, total_sum, total_base, sinks, HAS_SINKS: tl.constexpr):
-    """The softmax's result and its log-sum-exp in base 2, as `finish_rows` has them."""
+def finish_sums(total_sum, total_base, sinks, HAS_SINKS: tl.constexpr):
+    """What `finish_values` needs, and the log-sum-exp in base 2, as `finish_rows` has it."""
+    of_sink = tl.full(total_sum.shape, 1.0, tl.float32)
     if HAS_SINKS:
         sink = sinks * LOG2_E
         base = tl.ceil(sink)
-        total, total_sum, total_base = add_superblock(
-            total, total_sum, total_base, tl.zeros_like(total), tl.exp2(sink - base), base
-        )
+        of_sink, right, total_base = superblock_factors(total_base, base)
+        total_sum = total_sum * of_sink + tl.exp2(sink - base) * right
     # In these units nothing depends on bases.
     exponent, factor = power_of_two(total_sum)
-    total, total_sum, total_base = total * factor[:, None], total_sum * factor, total_base + exponent
-    total = tl.where(tl.abs(total) < TINY, 0.0, total)
+    total_sum, total_base = total_sum * factor, total_base + exponent
     empty = total_sum == 0.0
-    out = total / tl.where(empty, 1.0, total_sum)[:, None]
-    lse = tl.where(empty, float("-inf"), total_base + tl.log2(tl.where(empty, 1.0, total_sum)))
-    return out, lse
+    divisor = tl.where(empty, 1.0, total_sum)
+    return of_sink, factor, divisor, tl.where(empty, float("-inf"), total_base + tl.log2(divisor))
+
+
+@triton.jit
+def finish_values(total, of_sink, factor, divisor):
+    """The softmax's result `[BLOCK_M, any]`."""
+    total = total * of_sink[:, None] * factor[:, None]
+    return tl.where(tl.abs(total) < TINY, 0.0, total) / divisor[:, None]
