@@ -8,7 +8,7 @@ with most.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 from radixrt.planning.shards import Pieces, Shards
@@ -53,13 +53,13 @@ class Dispatch:
         """Of what waits for a replica, as predicted, and as its last pieces have taken beside their prediction."""
         return self._paces[replica].ratio * sum(map(self._seconds, self._waiting[replica]))
 
-    def take(self, replica: int, count: int = 1) -> list[int]:
+    def take(self, replica: int, count: int = 1, away: Iterable[int] = ()) -> list[int]:
         """The next pieces for a replica, so many; fewer if no more wait, and none if nothing waits that it would
-        end sooner than others.
+        end sooner than others. `away`: replicas that are starting.
         """
         waiting, taken = self._waiting[replica], list[int]()
         if not waiting:
-            self._steal(replica)
+            self._steal(replica, away)
         while waiting and len(taken) < count:
             begin, end = waiting.popleft()
             taken.append(begin)
@@ -97,24 +97,24 @@ class Dispatch:
         self._gone.add(replica)
         return self.lose(replica)
 
-    def _steal(self, thief: int) -> None:
-        """Take the later half of what waits for the replica with most work, if it ends sooner so, though something
-        is computed once more; and of what waits for one that is gone in any case.
+    def _steal(self, thief: int, away: Iterable[int]) -> None:
+        """Take the later half of what waits for a replica that is gone, for the one with most work, if it ends
+        sooner so, though something is computed once more, or for one that is away: nobody knows how long.
         """
-        gone = [replica for replica in self._gone if self._waiting[replica]]
-        victim = max(gone or range(len(self._waiting)), key=self.seconds_waiting)
-        ranges = self.waiting(victim)
-        if not ranges:
-            return
-        nth, cut = self._middle(ranges)
-        begin, end = ranges[nth]
-        taken = [(cut, end), *ranges[nth + 1 :]]
-        seconds = self._paces[victim].ratio * sum(map(self._seconds, taken))
-        if not gone and float(self._pieces.repeated_seconds[cut]) + seconds > self.seconds_waiting(victim):
-            return
-        self._waiting[victim] = deque([*ranges[:nth], *([(begin, cut)] if begin < cut else [])])
-        self._waiting[thief].extend(taken)
-        self._stolen(cut)
+        for replicas, is_sure in ((self._gone, True), (range(len(self._waiting)), False), (away, True)):
+            victim = max(replicas, key=self.seconds_waiting, default=thief)
+            ranges = self.waiting(victim)
+            if not ranges:
+                continue
+            nth, cut = self._middle(ranges)
+            begin, end = ranges[nth]
+            taken = [(cut, end), *ranges[nth + 1 :]]
+            seconds = self._paces[victim].ratio * sum(map(self._seconds, taken))
+            if is_sure or float(self._pieces.repeated_seconds[cut]) + seconds <= self.seconds_waiting(victim):
+                self._waiting[victim] = deque([*ranges[:nth], *([(begin, cut)] if begin < cut else [])])
+                self._waiting[thief].extend(taken)
+                self._stolen(cut)
+                return
 
     def _middle(self, ranges: list[tuple[int, int]]) -> tuple[int, int]:
         """Where to cut ranges in two, before the last piece at the latest: which range, and the piece after it."""

@@ -64,9 +64,10 @@ class Handout:
             if lane.is_gone and number not in self._gone:
                 self._gone.add(number)
                 self._dispatch.retire(number)
+        away = [number for number, lane in enumerate(self._lanes) if not lane.is_ready]
         for number, lane in enumerate(self._lanes):
             if lane.is_ready and (room := self._room(number, lane.num_waiting)) > 0:
-                pieces = self._dispatch.take(number, room)
+                pieces = self._dispatch.take(number, room, away)
                 self._rates[number].handed += len(pieces)
                 if pieces:
                     yield number, pieces

@@ -57,6 +57,21 @@ def test_the_pace_of_a_replica_counts(repeated: float, helped: list[int]) -> Non
     assert dispatch.take(2) == stolen == helped
 
 
+def test_nobody_waits_for_one_that_starts_again() -> None:
+    """A replica that dies with the last pieces leaves them to the others, whatever they compute once more."""
+    each = np.arange(6)
+    pieces = Pieces(each, 0 * each, 0 * each + 1, 0 * each, np.ones(6), np.full(6, 100.0))
+    dispatch = Dispatch(Shards(pieces, np.array([0, 3, 6])))
+    assert dispatch.take(0, 3) == [0, 1, 2]
+    assert dispatch.take(1, 3) == [3, 4, 5]
+    for piece in (3, 4, 5):
+        assert dispatch.end(1, piece, float(piece))
+    dispatch.lose(0)
+    assert not dispatch.take(1), "it would take longer"
+    assert [dispatch.take(1, away=[0]) for _ in range(3)] == [[2], [1], [0]]
+    assert not dispatch.take(1, away=[0])
+
+
 class Replicas(RuleBasedStateMachine):
     """Replicas that take, end, crash, come back or do not, with messages that are late, doubled or lost."""
 
@@ -82,7 +97,8 @@ class Replicas(RuleBasedStateMachine):
     def take(self, data: Any, count: int) -> None:
         if self.alive:
             replica = data.draw(st.sampled_from(sorted(self.alive)))
-            taken = self.dispatch.take(replica, count)
+            away = data.draw(st.sets(st.integers(0, len(self.running) - 1)))
+            taken = self.dispatch.take(replica, count, away)
             assert not any(self.running[replica] & set(taken) for replica in range(len(self.running)))
             self.running[replica].update(taken)
 

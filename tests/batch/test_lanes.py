@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
+
 from radixrt.batch import lanes
 from radixrt.batch.dispatch import Dispatch
 from radixrt.batch.lanes import Handout
@@ -57,13 +59,14 @@ def test_several_lanes_get_what_they_run_at_once_and_then_what_they_begin_soon()
     assert {lane: len(pieces) for lane, pieces in found.next() if lane} == {1: lanes.LEAST_WAITING - 15}
 
 
-def test_a_lane_that_starts_waits_and_one_that_is_gone_leaves_its_pieces() -> None:
+@pytest.mark.parametrize("state", ["is gone", "starts"])
+def test_others_take_the_pieces_of_a_lane_that_is_gone_or_starts(state: str) -> None:
     own = [FakeLane(is_ready=False), FakeLane()]
     found, _ = handout(8, own)
     assert dict(found.next()) == {1: [4, 5, 6, 7]}
     for piece in (4, 5, 6, 7):
         found.end(1, piece)
-    own[0].is_gone = True
+    own[0].is_gone = state == "is gone"
     taken = [piece for _ in range(4) for lane, pieces in found.next() for piece in pieces if lane == 1]
     assert sorted(taken) == [0, 1, 2, 3]
     assert not found.is_done

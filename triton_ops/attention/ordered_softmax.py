@@ -3,8 +3,8 @@
 For a query, keys form superblocks at absolute multiples of a number, and groups of 16 at absolute multiples of 16:
 
 - a score becomes a multiple of 2^-14 in base 2 (of 2^-16 for products in float32), by adding a large number, and
-  its weight is `exp2(score - base)` with an integer base, rounded to bfloat16: to rescale by another base is exact,
-  so it does not matter which tile found which maximum, or whether the base is one;
+  its weight is `exp2(score - base)` with an integer base, rounded to bfloat16: to rescale by another base is
+  exact, so it does not matter which tile found which maximum, or whether the base is one;
 - within a superblock the groups are added one after the other, in one chain of products of weights and values, and
   to 16 sums of weights, one for each place in a group;
 - the results of superblocks, (sum of values, sums of weights, base), are added in ascending order.
