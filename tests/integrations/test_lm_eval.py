@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import llama, write
+from tests.support.dense import dense
 from tests.support.small_tokenizers import byte_level, chat_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install lm-eval")
@@ -109,15 +110,6 @@ def builtin() -> Iterator[RadixLM]:
 
 def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance(kind, {}, own, i) for i, own in enumerate(arguments)]
-
-
-def dense(model: Any, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
-    """The continuation's log-likelihood in one pass of transformers, and whether it is greedy."""
-    with torch.no_grad():
-        logits = model(torch.tensor([[*context, *continuation]])).logits[0].double().log_softmax(-1)
-    rows = logits[len(context) - 1 : -1]
-    picked = torch.tensor(continuation)
-    return float(rows.gather(1, picked[:, None]).sum()), bool((rows.argmax(-1) == picked).all())
 
 
 # -- whole runs --------------------------------------------------------------------------------------------
