@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,11 @@ def runtime(folder: Path) -> Iterator[Runtime]:
 
 def continuation(model: Any, prompt: list[int], count: int) -> tuple[list[int], float]:
     """The greedy continuation by a dense forward pass, and the least margin between its two best logits."""
+    return _continuation(model, tuple(prompt), count)
+
+
+@cache
+def _continuation(model: Any, prompt: tuple[int, ...], count: int) -> tuple[list[int], float]:
     tokens, margin = list(prompt), float("inf")
     with torch.inference_mode():
         for _ in range(count):

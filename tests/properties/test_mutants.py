@@ -1056,10 +1056,12 @@ def test_the_fault_is_found(fault: Mutant, monkeypatch: pytest.MonkeyPatch) -> N
     assert found.startswith(fault.breaks), found
 
 
-@pytest.mark.parametrize("world", [pytest.param(World, marks=pytest.mark.long), PlannedWorld])
+@pytest.mark.long_unless(kept=lambda given: given["world"] is PlannedWorld and given["actions"] == 40)
+@pytest.mark.parametrize("actions", [40, 120])
+@pytest.mark.parametrize("world", [World, PlannedWorld])
 @pytest.mark.parametrize("sizes", [ALL_SIZES, TIERED_SIZES], ids=["device", "device and host"])
-def test_without_a_fault_nothing_is_found(sizes: list[Sizes], world: type[World]) -> None:
-    assert walk_until_it_breaks(sizes, range(len(sizes)), actions=120, kind=world) == ""
+def test_without_a_fault_nothing_is_found(sizes: list[Sizes], world: type[World], actions: int) -> None:
+    assert walk_until_it_breaks(sizes, range(len(sizes)), actions=actions, kind=world) == ""
 
 
 # -- what costs hits or time, and no answer: each is found by a test of its own --------------------------------

@@ -1,10 +1,10 @@
-"""What Triton's interpreter does again and again around the arithmetic, which is most of the time that a kernel takes
-in it. To import this leaves out what changes no result:
+"""What Triton's interpreter does again and again around the arithmetic, which is most of the time that a kernel
+takes in it. To import this leaves out what changes no result:
 
 - It puts its own operations in the place of the language's at each call of a function within a kernel; here once a
   launch for each module of the language.
-- It computes each sum, difference and product of integers a second time, in 64 bits, for a check that it never does:
-  that belongs to `debug`, which it has switched off.
+- It computes each sum, difference and product of integers a second time, in 64 bits, for a check that it never
+  makes: that belongs to `debug`, which it has switched off.
 - It derives the same numbers of every tensor's type, and looks NumPy's type up in a table that it makes anew.
 """
 
@@ -65,7 +65,7 @@ def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
         vars(self).update(_block_types[key])
 
 
-def init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002  # the language's name
+def init_tensor(self: Any, handle: Any, type: Any) -> None:
     """What it has but its handle, from another of the same type."""
     if type.name not in _tensors:
         _init_tensor(self, handle, type)
