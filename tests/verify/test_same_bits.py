@@ -103,9 +103,10 @@ def test_a_part_that_is_not_deterministic_is_found(
     assert not result.same_bits
 
 
-def test_kernels_in_the_interpreter(tmp_path: Path) -> None:
-    """Small, as each pass takes it a second."""
+def test_kernels_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small, and with plans that have room for few items, as each pass takes it a second."""
     require_interpreter()
+    monkeypatch.setattr("radixrt.execution.attention.planner.MAX_SUPERBLOCKS", 32)
     from tests.support.tensor_cores import tensor_cores  # imports Triton's interpreter
 
     folder = write(llama(seed=2, num_hidden_layers=2), tmp_path)
