@@ -224,7 +224,7 @@ def _tree_cases() -> Iterator[KernelCase]:
         if shape not in seen:
             seen.add(shape)
             wgmma, least = shape.dtype != torch.float32, shape.min_capability
-            shown = few and _is_typical(shape, or_dims=(256,), or_options=True)
+            shown = few and _is_typical(shape, or_options=True)
             yield KernelCase(decode_attention, f"tree {shape}", partial(_tree, shape), shown, wgmma, least)
             if few:  # the same kernel, told of tokens in place of decodes
                 extends = replace(shape, extend=16)
@@ -613,11 +613,10 @@ def _sampling_cases() -> Iterator[KernelCase]:
     for dtype in SHORT_NAMES:
         for vocab_size in (151_936, 128_256, 32_000, 50_257):
             shape = LogitsShape(512, vocab_size, dtype)
-            few = vocab_size == 151_936 and dtype != torch.float16
+            few = vocab_size == 151_936 and dtype == torch.bfloat16
             for filters in ((), ("top_ks",), ("top_ps",), ("top_ks", "top_ps"), ("top_ks", "top_ps", "min_ps")):
                 name = ", ".join([str(shape), *filters])
-                wanted = dtype == torch.bfloat16 and len(filters) in (0, 3)
-                yield KernelCase(sample, name, partial(shape.sample, *filters), few and wanted)
+                yield KernelCase(sample, name, partial(shape.sample, *filters), few and len(filters) in (0, 3))
             for filters in ((), ("top_ks", "top_ps", "min_ps")):
                 name = ", ".join([str(shape), *filters])
                 yield KernelCase(filtered_logits, name, partial(shape.filtered_logits, *filters), few)
