@@ -113,11 +113,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.long_unless(
-    kept=lambda given: (
-        given["reference"] == "llama2" or given["run"] in ("cached and batched", "chunked", "retracted")
-    )
-)
+@pytest.mark.long_unless(kept=lambda given: given["reference"] == "llama2" or given["run"] == "chunked")
 @pytest.mark.parametrize("run", list(RUNS))
 def test_greedy_continuations_equal_those_of_transformers(reference: tuple[Any, Path], run: str) -> None:
     model, folder = reference
@@ -185,6 +181,9 @@ FAMILIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.long_unless(
+    kept=lambda given: given["family"] in ("qwen2, dynamic rope", "smollm3", "gemma2", "gemma3", "qwen3-moe")
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_continue_as_transformers(family: str, tmp_path: Path) -> None:
     with torch.device("cpu"):
