@@ -116,6 +116,7 @@ def test_what_a_runtime_refuses(address: str) -> None:
     assert str(refused.value) == str(alone.value)
 
 
+@pytest.mark.long
 def test_the_command(address: str, batch: tuple[Path, list[Any]], tmp_path: Path) -> None:
     source, expected = batch
     files = ["--input", str(source), "--output", str(tmp_path / "out.jsonl")]
