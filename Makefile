@@ -39,7 +39,7 @@ test-eval: $(VENV)/.installed-eval
 	$(QUIET) $(BIN)/python -m pytest tests/integrations/test_lm_eval.py
 
 test-ray: $(VENV)/.installed-ray
-	$(QUIET) $(BIN)/python -m pytest tests/integrations/test_ray.py tests/replicas/test_ray_links.py
+	$(QUIET) $(BIN)/python -m pytest -m 'long or not long' tests/integrations/test_ray.py tests/replicas/test_ray_links.py
 
 bench: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/bench_prefix_reuse.py --scale cpu

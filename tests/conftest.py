@@ -63,7 +63,7 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out `long` tests unless -m names them, and `gpu` tests where there is no GPU."""
+    """Leave out `long` tests unless -m names them, and `gpu` tests where there is no GPU; begin with `first`."""
     _mark_long(items, whole_files=not any("::" in argument for argument in config.args))
     unwanted = set()
     if "long" not in config.option.markexpr:
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: list[pytest.Item] = []
     for item in items:
         (left_out if any(item.get_closest_marker(name) for name in unwanted) else kept).append(item)
-    items[:] = kept
+    items[:] = sorted(kept, key=lambda item: item.get_closest_marker("first") is None)
     config.hook.pytest_deselected(items=left_out)
 
 

@@ -79,6 +79,7 @@ def check_completed(arguments: list[str], before: dict[int, bytes], monkeypatch:
     assert not run_path(output).exists()
 
 
+@pytest.mark.long_unless(kept=lambda given: given["signals"] in [(INT,), (HUP,), (INT, TERM)])
 @pytest.mark.parametrize("signals", SIGNALS)
 def test_while_it_runs(arguments: list[str], signals: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
@@ -111,7 +112,7 @@ def test_a_hangup_that_is_ignored(arguments: list[str], monkeypatch: pytest.Monk
     check_completed(arguments, records_kept(Path(arguments[-1])), monkeypatch)
 
 
-@pytest.mark.parametrize("signals", [(TERM,), (INT, INT)])
+@pytest.mark.parametrize("signals", [pytest.param((TERM,), marks=pytest.mark.long), (INT, INT)])
 def test_while_it_reads(arguments: list[str], signals: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     status, said = signalled("reading", arguments, signals)
     assert status == STATUS[signals[-1]]
@@ -120,7 +121,7 @@ def test_while_it_reads(arguments: list[str], signals: tuple[int, ...], monkeypa
     check_completed(arguments, {}, monkeypatch)
 
 
-@pytest.mark.parametrize("signals", [(INT,), (TERM,)])
+@pytest.mark.parametrize("signals", [pytest.param((INT,), marks=pytest.mark.long), (TERM,)])
 def test_while_it_writes_the_output_it_goes_on(
     arguments: list[str], signals: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +133,7 @@ def test_while_it_writes_the_output_it_goes_on(
     assert not run_path(output).exists()
 
 
-@pytest.mark.parametrize("signals", [(INT, INT), (TERM, TERM)])
+@pytest.mark.parametrize("signals", [pytest.param((INT, INT), marks=pytest.mark.long), (TERM, TERM)])
 def test_twice_while_it_writes_the_output(
     arguments: list[str], signals: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -317,6 +317,21 @@ KINDS: dict[str, Params] = {
 }
 
 
+# In `test_all_kinds_together` are the others, too.
+FEW_KINDS = (
+    "greedy",
+    "everything",
+    "random penalties",
+    "bad words",
+    "held back",
+    "log-probabilities",
+    "processed log-probabilities",
+    "scored prompt",
+    "three answers",
+)
+
+
+@pytest.mark.long_unless(kept=lambda given: given["kind"] in FEW_KINDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_request_beside_others(folder: Path, kind: str, launches: Launches) -> None:
     """Four of it, of which three share a prefix; then it is alone, for the others have ended."""
@@ -408,6 +423,22 @@ def test_cached_prompts_begin_with_a_captured_pass(folder: Path, launches: Launc
     assert_same(warm, cold)
 
 
+# Those whose passes differ; the others differ in weights and frequencies.
+FEW_FAMILIES = (
+    "llama",
+    "qwen3 with a window in its second layer",
+    "dynamic rope",
+    "mistral",
+    "phi3, partial rotary",
+    "olmo2",
+    "smollm3",
+    "gemma2",
+    "gemma3",
+    "qwen3-moe",
+)
+
+
+@pytest.mark.long_unless(kept=lambda given: given["family"] in FEW_FAMILIES)
 @pytest.mark.parametrize("family", MODELS)
 def test_each_family(family: str, tmp_path: Path, launches: Launches) -> None:
     with torch.device("cpu"):
@@ -549,7 +580,7 @@ def test_passes_with_extends_launch_what_shares_only_where_something_is_shared(
         assert shapes_of(captured_keys(flat)[0]) == {(16, CUT), (64, CUT)}
 
 
-@pytest.mark.long_unless(kept=lambda given: given["captured"] or given["most"] == 27)
+@pytest.mark.long_unless(kept=lambda given: given["most"] > 27 if given["captured"] else given["most"] == 27)
 @pytest.mark.parametrize("most", [9, 27, MERGES_BELOW + 2])
 @pytest.mark.parametrize("captured", [False, True])
 def test_what_is_read_once_is_read_by_all(

@@ -131,7 +131,7 @@ def assert_equal(made: PackedPass, expected: dict[str, Any]) -> None:
     st.sampled_from([(None,), (None, 300), (64,), (1, 40, 5000)]),
     st.booleans(),
 )
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_updated_words_are_those_made_from_scratch(
     seed: int, gpu: GPU, windows: tuple[int | None, ...], tree: bool
 ) -> None:

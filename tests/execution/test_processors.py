@@ -75,8 +75,15 @@ def test_threads_of_a_runtime(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-@pytest.mark.parametrize("module", ["radixrt", "radixrt.cli"])
+@pytest.mark.parametrize(
+    ("module", "given", "expected"),
+    [
+        ("radixrt", None, "PASSIVE"),
+        ("radixrt.cli", None, "PASSIVE"),
+        pytest.param("radixrt", "ACTIVE", "ACTIVE", marks=pytest.mark.long),
+        pytest.param("radixrt.cli", "ACTIVE", "ACTIVE", marks=pytest.mark.long),
+    ],
+)
 def test_threads_of_openmp_wait_without_spinning(module: str, given: str | None, expected: str) -> None:
     """OpenMP says what it has read from the environment: nothing of radixrt loads torch before it is set."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}

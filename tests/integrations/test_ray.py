@@ -386,7 +386,8 @@ def test_outside_of_an_actor_a_lost_device_raises(
 
 
 @pytest.mark.usefixtures("context")
-@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("blocks", [1, 2])
 def test_the_page_prints_what_it_says(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:

@@ -131,6 +131,7 @@ def check_planned_hits(prompts: list[WorkloadPrompt], budget: int) -> None:
         assert abs(modelled_run(plan, limits, planned=False).hit_rate - file_order.hit_rate) < 0.01
 
 
+@pytest.mark.long_unless(kept=lambda given: given["budget"] == BUDGETS[1] // 8 or given["name"] == "three levels")
 @pytest.mark.parametrize("budget", [size // 8 for size in BUDGETS])
 @pytest.mark.parametrize("name", SMALL)
 def test_the_planned_order_hits_what_can_be_hit(name: str, budget: int) -> None:
@@ -150,6 +151,7 @@ def test_file_order_hits_less() -> None:
     assert real_run(plan, limits, planned=False).hit_rate < 0.4 < 0.8 < real_run(plan, limits).hit_rate
 
 
+@pytest.mark.long_unless(kept=lambda given: given["budget"] in (1, 16, 333, BUDGETS[0]))
 @pytest.mark.parametrize(
     ("name", "budget"),
     [
@@ -355,9 +357,10 @@ def test_what_others_that_wait_need_stays(monkeypatch: pytest.MonkeyPatch) -> No
 # -- predictions -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_unless(kept=lambda given: given["name"] != "docqa" and given["part"] in (16, 4))
 @pytest.mark.parametrize("part", [16, 8, 4, 2])
 @pytest.mark.parametrize("planned", [True, False])
-@pytest.mark.parametrize("name", ["fewshot", "three levels", pytest.param("docqa", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["fewshot", "three levels", "docqa"])
 def test_the_model_predicts_what_the_scheduler_does(name: str, planned: bool, part: int) -> None:
     prompts = {
         "fewshot": lambda: fewshot(subjects=200, questions=10, examples_len=(40, 140), question_len=(4, 12)),

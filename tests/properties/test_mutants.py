@@ -228,7 +228,7 @@ def borrow_of_a_pass_in_flight(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PendingMatch, "loan", hasty)
 
 
-@mutant("1:", "2:", "5:", "6:", "7:", "18:", "freeing", sizes=FAMILY_SIZES)
+@mutant("1:", "2:", "5:", "6:", "7:", "18:", "freeing", sizes=FAMILY_SIZES, first=8)
 def free_what_others_borrow(patch: pytest.MonkeyPatch) -> None:
     """A leader that ends before its pass does takes all of its slots along."""
 
@@ -538,7 +538,7 @@ def abort_an_answer_and_keep_what_it_holds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Bookkeeper, "finish", forgetful)
 
 
-@mutant("10:")
+@mutant("10:", first=3)
 def sample_all_first_tokens_in_one_pass(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_limited", lambda self, num_samples, num_decodes: num_samples)
 
@@ -557,7 +557,7 @@ def find_in_the_cache_what_is_to_be_scored(patch: pytest.MonkeyPatch) -> None:
 # -- the numbers of running answers ------------------------------------------------------------------------
 
 
-@mutant("12:")
+@mutant("12:", first=5)
 def overlook_what_is_special(patch: pytest.MonkeyPatch) -> None:
     """Requests with many stop tokens are booked like all others."""
     begin = RequestTable.begin
@@ -789,7 +789,7 @@ def split_miscounts_children_on_the_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "cut", careless)
 
 
-@mutant("1:", "2:", "3:", "4:", "5:", "16:", sizes=TIERED_SIZES)
+@mutant("1:", "2:", "3:", "4:", "5:", "16:", sizes=TIERED_SIZES, first=2)
 def drop_a_host_node_above_others(patch: pytest.MonkeyPatch) -> None:
     """The host forgets a node whose descendants it keeps."""
     is_leaf = radix_tree.is_leaf
@@ -815,7 +815,7 @@ def forget_what_the_host_could_keep_and_say_it_has_it(patch: pytest.MonkeyPatch)
     patch.setattr(RadixTree, "detach", staying)
 
 
-@mutant("4:", "16:", "5:", "assert", sizes=TIERED_SIZES)
+@mutant("4:", "16:", "5:", "assert", sizes=TIERED_SIZES, first=8)
 def evict_above_what_is_on_the_device(patch: pytest.MonkeyPatch) -> None:
     """An unlocked node leaves the device though a child is there."""
     detach = RadixTree.detach
@@ -1056,10 +1056,12 @@ def test_the_fault_is_found(fault: Mutant, monkeypatch: pytest.MonkeyPatch) -> N
     assert found.startswith(fault.breaks), found
 
 
-@pytest.mark.parametrize("world", [pytest.param(World, marks=pytest.mark.long), PlannedWorld])
+@pytest.mark.long_unless(kept=lambda given: given["world"] is PlannedWorld and given["actions"] == 40)
+@pytest.mark.parametrize("actions", [40, 120])
+@pytest.mark.parametrize("world", [World, PlannedWorld])
 @pytest.mark.parametrize("sizes", [ALL_SIZES, TIERED_SIZES], ids=["device", "device and host"])
-def test_without_a_fault_nothing_is_found(sizes: list[Sizes], world: type[World]) -> None:
-    assert walk_until_it_breaks(sizes, range(len(sizes)), actions=120, kind=world) == ""
+def test_without_a_fault_nothing_is_found(sizes: list[Sizes], world: type[World], actions: int) -> None:
+    assert walk_until_it_breaks(sizes, range(len(sizes)), actions=actions, kind=world) == ""
 
 
 # -- what costs hits or time, and no answer: each is found by a test of its own --------------------------------

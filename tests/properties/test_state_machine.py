@@ -285,7 +285,7 @@ def run_machine(examples: int, steps: int) -> None:
 
 
 def test_state_machine_short() -> None:
-    run_machine(examples=35, steps=30)
+    run_machine(examples=15, steps=30)
 
 
 @pytest.mark.long
@@ -312,6 +312,7 @@ def test_state_machine_long() -> None:
         assert EVENTS[event] >= least, (event, EVENTS)
 
 
+@pytest.mark.long_unless(kept=lambda given: given["seed"] in (0, 1, 3))
 @pytest.mark.parametrize("seed", range(8))
 def test_random_walk_among_followers(seed: int) -> None:
     sizes = Sizes(num_slots=90, num_rows=12, max_running=8, chunk=16 + seed % 2 * 16, families=True, drops=True)
@@ -323,7 +324,7 @@ def test_random_walk_among_followers(seed: int) -> None:
     assert world.events["loan"] >= 5
 
 
-@pytest.mark.long_unless(kept=lambda given: (given["seed"] + given["host_slots"] // 24) % 2)
+@pytest.mark.long_unless(kept=lambda given: (given["seed"] + given["host_slots"] // 24) % 4 == 1)
 @pytest.mark.parametrize("host_slots", [0, 24, 120])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_walk(seed: int, host_slots: int) -> None:

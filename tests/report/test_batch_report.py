@@ -427,7 +427,7 @@ def test_a_rate_is_drawn_in_few_bars_and_keeps_its_sum() -> None:
     assert (rate * np.diff(edges)).sum() == pytest.approx(399.0**2)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @example(columns=[(0.0, *[0] * 10)] * 2, complete=True)
 @example(columns=[(0.0, *[0] * 10), (1e-9, *[0] * 10)], complete=True)
 @given(

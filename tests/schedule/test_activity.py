@@ -69,6 +69,7 @@ class Recorder:
         return result
 
 
+@pytest.mark.long_unless(kept=lambda given: given["seed"] < 3)
 @pytest.mark.parametrize("seed", range(6))
 def test_counts_are_those_of_the_passes(seed: int) -> None:
     """Whatever happens: chunks, retractions, aborts, forks, several answers, failures."""

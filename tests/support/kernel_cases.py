@@ -156,12 +156,19 @@ def _plain_shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[Attent
     yield shape(head_dim=128, options=("softcap", "window", "sinks", "alibi_slopes")), True
 
 
+def _is_typical(shape: AttentionShape, *, or_dims: tuple[int, ...] = (), or_options: bool = False) -> bool:
+    """Heads of 128 without options; over the model's own dtype heads of `or_dims` and, if so, options are, too."""
+    if shape.head_dim == 128 and not shape.options:
+        return True
+    return not shape.e4m3 and (shape.head_dim in or_dims or (or_options and bool(shape.options)))
+
+
 def _extend_cases() -> Iterator[KernelCase]:
     for batch, prefix, extend in ((4, 1024, 512), (2, 8192, 16), (4, 0, 512)):
         for shape, few in _shapes(batch, prefix, extend):
             wgmma = extend * shape.group >= 64 and shape.dtype != torch.float32
-            few = few and (extend == 512 or (shape.head_dim == 128 and not shape.options))
-            few = few and prefix > 0
+            few = few and _is_typical(shape, or_dims=(80, 256), or_options=True)
+            few = few and (extend == 512 or (_is_typical(shape) and not shape.e4m3)) and prefix > 0
             yield KernelCase(
                 extend_attention, str(shape), partial(_extend, shape), few, wgmma, shape.min_capability
             )
@@ -184,7 +191,8 @@ def _extend(shape: AttentionShape, shares: bool = False) -> None:
 def _decode_cases() -> Iterator[KernelCase]:
     for batch, length in ((64, 1024), (1, 8192)):
         for shape, few in _shapes(batch, length - 1, 1):
-            few = few and (batch > 1 or (shape.head_dim == 128 and not shape.options))
+            few = few and _is_typical(shape, or_dims=(80, 256), or_options=True)
+            few = few and (batch > 1 or _is_typical(shape))
             yield KernelCase(
                 decode_attention, str(shape), partial(_decode, shape), few, False, shape.min_capability
             )
@@ -216,7 +224,8 @@ def _tree_cases() -> Iterator[KernelCase]:
         if shape not in seen:
             seen.add(shape)
             wgmma, least = shape.dtype != torch.float32, shape.min_capability
-            yield KernelCase(decode_attention, f"tree {shape}", partial(_tree, shape), few, wgmma, least)
+            shown = few and _is_typical(shape, or_options=True)
+            yield KernelCase(decode_attention, f"tree {shape}", partial(_tree, shape), shown, wgmma, least)
             if few:  # the same kernel, told of tokens in place of decodes
                 extends = replace(shape, extend=16)
                 call = partial(_extend, extends, shares=True)
@@ -300,7 +309,7 @@ def _training_cases() -> Iterator[KernelCase]:
     """Forward and backward, causal and full."""
     for head_dim in (16, 20, 32, 48, 64, 80, 128):
         for dtype, group, causal in product(SHORT_NAMES, (1, 4), (True, False)):
-            few = dtype == torch.bfloat16 and (head_dim, group) in ((32, 1), (64, 4))
+            few = dtype == torch.bfloat16 and (head_dim, group, causal) in ((32, 1, False), (64, 4, True))
             name = f"d {head_dim}, {SHORT_NAMES[dtype]}, group {group}, {'causal' if causal else 'full'}"
             call = partial(_train, head_dim, dtype, group, causal)
             yield KernelCase(attention_with_grad, name, call, few, wgmma=dtype != torch.float32)
@@ -415,6 +424,7 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
         name = f"{num_tokens} tokens, d {head_dim}, {SHORT_NAMES[dtype]}, {norm_words}, {rotation_words}"
         few = usual and dtype == torch.bfloat16 and (head_dim < 256 or norm_words == "norm")
         for e4m3 in (False, True):
+            few = few and not (e4m3 and (head_dim != 128 or norm_words == "norm"))
             yield KernelCase(
                 qk_norm_rope_store,
                 f"{name}{', e4m3' * e4m3}",
@@ -435,7 +445,7 @@ def _linear_cases() -> Iterator[KernelCase]:
             if config is None:
                 continue
             name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}"
-            few = dtype == torch.bfloat16 and (num_columns, depth) in ((1024, 2048), (4096, 14_336))
+            few = dtype == torch.bfloat16 and (num_columns, depth) == (1024, 2048)
             x, weight = torch.empty(num_rows, depth, dtype=dtype), torch.empty(num_columns, depth, dtype=dtype)
             call = partial(split_k_linear, x, weight, config, impl="triton")
             yield KernelCase(split_k_linear, name, call, few, wgmma=True, min_capability=90)
@@ -603,11 +613,10 @@ def _sampling_cases() -> Iterator[KernelCase]:
     for dtype in SHORT_NAMES:
         for vocab_size in (151_936, 128_256, 32_000, 50_257):
             shape = LogitsShape(512, vocab_size, dtype)
-            few = vocab_size == 151_936 and dtype != torch.float16
+            few = vocab_size == 151_936 and dtype == torch.bfloat16
             for filters in ((), ("top_ks",), ("top_ps",), ("top_ks", "top_ps"), ("top_ks", "top_ps", "min_ps")):
                 name = ", ".join([str(shape), *filters])
-                wanted = len(filters) in (0, 3) if dtype == torch.bfloat16 else filters == ("top_ps",)
-                yield KernelCase(sample, name, partial(shape.sample, *filters), few and wanted)
+                yield KernelCase(sample, name, partial(shape.sample, *filters), few and len(filters) in (0, 3))
             for filters in ((), ("top_ks", "top_ps", "min_ps")):
                 name = ", ".join([str(shape), *filters])
                 yield KernelCase(filtered_logits, name, partial(shape.filtered_logits, *filters), few)

@@ -50,7 +50,7 @@ def token_ids(kind: str) -> st.SearchStrategy[list[int]]:
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_stream_of_anything_is_its_decoding(kind: str, skip: bool, data: st.DataObject) -> None:
     tokenizer = small_tokenizer(kind)

@@ -82,11 +82,13 @@ def test_every_operation_with_a_kernel_has_cases() -> None:
                 assert op in have, op
 
 
+@pytest.mark.first
 def test_kernels_compile(tmp_path: Path) -> None:
     report = compile_kernels(tmp_path, "few", 80, 90)
     assert not faults(report), "\n".join(faults(report))
 
 
+@pytest.mark.first
 @pytest.mark.long
 @pytest.mark.parametrize("arch", [80, 86, 89, 90])
 def test_every_configuration_compiles(tmp_path: Path, arch: int) -> None:

@@ -115,7 +115,9 @@ def _adds(module: torch.nn.Module, arguments: Any, out: Tensor) -> Tensor:
     return out + 1e-5 * len(out)
 
 
-@pytest.fixture(params=["attention", "feed_forward", "embedding", "logits"])
+@pytest.fixture(
+    params=["attention", pytest.param("feed_forward", marks=pytest.mark.long), "embedding", "logits"]
+)  # of feed_forward is the result as json, too
 def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A decoder of which a part, of block 1 or before or after all blocks, depends on the pass."""
     make = Decoder.__init__

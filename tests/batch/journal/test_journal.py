@@ -356,7 +356,8 @@ def test_a_tail_torn_anywhere_is_cut() -> None:
         journal = reopened(machine, 9)
         assert journal.recovery == Recovery(len(found), length - kept, 0)
         assert data_of(machine)[:kept] == data[:kept]
-        goes_on(machine, found)
+        if length % 5 == 0 or length in ends:
+            goes_on(machine, found)
 
 
 def test_what_was_found_counts_as_durable() -> None:
@@ -398,16 +399,24 @@ def test_a_journal_without_its_first_line_is_refused() -> None:
         assert data_of(machine) == kept
 
 
-@pytest.mark.parametrize(
-    "change", [lambda byte: byte ^ 1, lambda byte: byte ^ 0x80, lambda byte: 10, lambda byte: 0]
-)
-def test_a_changed_byte_is_found_wherever_it_is(change: Callable[[int], int]) -> None:
+BYTE_CHANGES: dict[str, Callable[[int], int]] = {
+    "low bit": lambda byte: byte ^ 1,
+    "high bit": lambda byte: byte ^ 0x80,
+    "end of line": lambda byte: 10,
+    "zero": lambda byte: 0,
+}
+
+
+@pytest.mark.long_unless(kept=lambda given: (given["change"] == "low bit") == (given["step"] == 1))
+@pytest.mark.parametrize("step", [1, 7])
+@pytest.mark.parametrize("change", BYTE_CHANGES)
+def test_a_changed_byte_is_found_wherever_it_is(change: str, step: int) -> None:
     """Before the last `synced` it is damage, which is refused; after it, the journal is cut there."""
     data = synced_and_not()
     lines = lines_of(data)
     last_synced = next(lines[n - 1][0] for n, (_, kind, _) in enumerate(lines) if kind == "synced")  # begins there
-    for place in range(len(data)):
-        changed = data[:place] + bytes([change(data[place])]) + data[place + 1 :]
+    for place in range(0, len(data), step):
+        changed = data[:place] + bytes([BYTE_CHANGES[change](data[place])]) + data[place + 1 :]
         if changed == data:
             continue
         machine = Machine()

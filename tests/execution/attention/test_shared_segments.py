@@ -454,7 +454,7 @@ def test_what_is_shared_stays_so_while_the_same_requests_run(monkeypatch: pytest
         return launch(runner, batch)
 
     monkeypatch.setattr(SimulatedRunner, "launch", checked)
-    for seed in (3, 6, 7, 9):  # with a cache
+    for seed in (3, 6):  # with a cache
         world = World(random_sizes(seed))
         walk = Walk(world, seed)
         for _ in range(100):
