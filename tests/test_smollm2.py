@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from radixrt import Runtime, SamplingParams
+from radixrt.models.gguf_file import CACHE_VARIABLE
 from radixrt.models.loader import model_folder
 from scripts.demo_llm import ASK, QUESTIONS
 from tests.support.dense import dense
@@ -22,9 +24,12 @@ pytestmark = pytest.mark.skipif(
 DOCUMENT_CHARS = 500  # enough for both to be quick on a CPU
 
 
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return model_folder("smollm2")
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What it is converted to, which all tests use."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        yield model_folder("smollm2")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ example:
   radixrt models
   radixrt generate 'Once upon a time' --model Qwen/Qwen3-0.6B
 
-A model is a folder or a hub id in Hugging Face format; `architectures` in its config.json decides.
+A model is a folder or a hub id in Hugging Face format, whose config.json names the architecture, or a GGUF file:
+--model model.gguf, or --model smollm2 (docs/models.md).
 {_LIMITS}
 """
 

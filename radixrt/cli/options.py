@@ -147,7 +147,7 @@ SAMPLING = (
 )
 
 MODEL = (
-    Option("model", "Hugging Face folder or hub id (the small built-in model)", "FOLDER_OR_ID"),
+    Option("model", "Hugging Face folder or hub id, or a .gguf file (the small built-in model)", "FOLDER_OR_ID"),
     Option("revision", "branch, tag or commit of a hub id (its main branch)", "NAME"),
     Option("dtype", "of weights and KV, such as bfloat16", "DTYPE"),
     Option("kv_dtype", "of KV; fp8: 8 bits a number (that of the weights)", choices=("auto", "fp8")),

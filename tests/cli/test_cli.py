@@ -21,6 +21,8 @@ import pytest
 
 import radixrt
 import radixrt.frontend.request_builder
+import radixrt.replicas.group  # as long as it gets the real builder
+import radixrt.verify.matrix
 from radixrt.batch.job import Batch
 from radixrt.batch.journal.run_folder import RunFolder
 from radixrt.cli import main

@@ -21,6 +21,8 @@ from rich.console import Console
 
 import radixrt
 import radixrt.frontend.request_builder
+import radixrt.replicas.group  # as long as it gets the real builder
+import radixrt.verify.matrix
 from layers.products import ProductTable
 from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.meter import Meter
