@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from layers.rotary import RopeParameters
 from radixrt.checks import check_int
 from radixrt.errors import ModelError, ParameterError
+from radixrt.models.families import FAMILIES
 from radixrt.models.rope import longest_context, read_rope
 from radixrt.sampling_params import SamplingParams
 
@@ -94,9 +95,13 @@ class ModelConfig:
         here: see the registry.
         """
         architecture = read_architecture(folder)
-        _check_sizes(read_json(folder / "config.json"))
+        raw = read_json(folder / "config.json")
+        for part in (raw, raw.get("text_config")):
+            if isinstance(part, dict):
+                _check_sizes(part)
         try:
-            source = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            whole = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            source = _text_config(whole, architecture)
             config = cls(
                 **_read_common(source),
                 **cls.read_family(source),
@@ -165,6 +170,27 @@ def _check_sizes(raw: dict[str, Any]) -> None:
         value = raw.get(name)
         if type(value) is int and not low <= value <= high:
             raise ModelError(f"{name} is {value:,}; it must be a whole number from {low} to {high:,}")
+
+
+def _text_config(whole: Any, architecture: str) -> Any:
+    """The part of a config that is about text, or all of it. Raises ModelError where it is of another model."""
+    family = FAMILIES.get(architecture)
+    if family is None or not family.text_models:
+        return whole
+    source = whole.get_text_config()
+    if source.model_type not in family.text_models:
+        raise ModelError(
+            f"the text_config of this {architecture} is of type {source.model_type!r}, which is not supported; "
+            f"{' and '.join(family.text_models)} is"
+        )
+    source.tie_word_embeddings = whole.tie_word_embeddings
+    source.dtype = source.dtype or whole.dtype
+    for name in ("bos_token_id", "eos_token_id"):
+        if getattr(source, name, None) is None:
+            setattr(source, name, getattr(whole, name, None))
+    if getattr(whole, "quantization_config", None) is not None:
+        source.quantization_config = whole.quantization_config
+    return source
 
 
 def _read_common(source: Any) -> dict[str, Any]:

@@ -11,12 +11,16 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture's family: its name, the module and name of its class, some of its checkpoints."""
+    """An architecture's family: its name, the module and name of its class, some of its checkpoints.
+
+    `text_models`: of a checkpoint with more parts than text, the `model_type` that its `text_config` may have.
+    """
 
     name: str
     module: str
     decoder: str
     checkpoints: str
+    text_models: tuple[str, ...] = ()
 
 
 # Keys are the names in `architectures` of Hugging Face configs.
@@ -38,7 +42,23 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "Phi-3", "radixrt.models.phi", "Phi3", "Phi-3 mini, Phi-3.5 mini, Phi-4, Phi-4 mini"
         ),
         "Olmo2ForCausalLM": Family("OLMo 2", "radixrt.models.olmo", "Olmo2", "OLMo 2"),
+        "Olmo3ForCausalLM": Family("OLMo 3", "radixrt.models.olmo", "Olmo2", "OLMo 3 7B, 32B"),
+        "Glm4ForCausalLM": Family("GLM-4", "radixrt.models.glm", "Glm4", "GLM-4 and GLM-Z1 9B, 32B (0414)"),
+        "GraniteForCausalLM": Family("Granite", "radixrt.models.granite", "Granite", "Granite 3 2B, 8B"),
+        "SeedOssForCausalLM": Family("Seed-OSS", "radixrt.models.qwen", "Qwen2", "Seed-OSS 36B"),
         "Gemma2ForCausalLM": Family("Gemma 2", "radixrt.models.gemma", "Gemma2", "Gemma 2 2B, 9B, 27B"),
         "Gemma3ForCausalLM": Family("Gemma 3", "radixrt.models.gemma", "Gemma3", "Gemma 3 270M, 1B (text)"),
+        "Gemma3ForConditionalGeneration": Family(
+            "Gemma 3", "radixrt.models.gemma", "Gemma3", "Gemma 3 4B, 12B, 27B: text", ("gemma3_text",)
+        ),
+        "Mistral3ForConditionalGeneration": Family(
+            "Mistral", "radixrt.models.decoder", "Decoder", "Mistral Small 3.1, 3.2: text", ("mistral",)
+        ),
+        "Qwen2_5_VLForConditionalGeneration": Family(
+            "Qwen2", "radixrt.models.qwen", "Qwen2", "Qwen2.5-VL: text", ("qwen2_5_vl_text",)
+        ),
+        "Qwen3VLForConditionalGeneration": Family(
+            "Qwen3", "radixrt.models.qwen", "Qwen3", "Qwen3-VL: text", ("qwen3_vl_text",)
+        ),
     }
 )

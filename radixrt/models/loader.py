@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -12,6 +12,7 @@ import psutil
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from layers.norm import RMSNorm
 from layers.placement import Placement
@@ -20,6 +21,8 @@ from radixrt.files.model_files import unusable_file
 from radixrt.models import gguf_file
 from radixrt.models.config import ModelConfig, read_architecture
 from radixrt.models.decoder import Decoder
+from radixrt.models.families import FAMILIES
+from radixrt.models.multimodal import text_name
 from radixrt.models.registry import find_architecture
 from radixrt.models.weight_files import INDEX_FILE, StoredTensor, WeightFiles, abbreviate, num_layers_of
 from triton_ops.implementation import Impl
@@ -199,7 +202,7 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
     extra, found = [], set()
     for tensor in stored:
         found.add(tensor.name)
-        for name, part in model.split_stored(tensor.name, torch.empty(tensor.shape, device="meta")):
+        for name, part in _parts(model, config, tensor.name, torch.empty(tensor.shape, device="meta")):
             if _is_ignored(name, config):
                 continue
             if name not in places:
@@ -234,6 +237,12 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
         )
 
 
+def _parts(model: Decoder, config: ModelConfig, stored: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What a stored tensor is for the model: itself, several, or nothing where it belongs to another part."""
+    name = text_name(stored) if FAMILIES[config.architecture].text_models else stored
+    return iter(()) if name is None else model.split_stored(name, tensor)
+
+
 def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether a stored tensor is one that older checkpoints have, and no model needs."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
@@ -246,7 +255,7 @@ def _fill_from_files(model: Decoder, config: ModelConfig, files: WeightFiles) ->
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for stored in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    for name, tensor in model.split_stored(stored, tensors.get_tensor(stored)):
+                    for name, tensor in _parts(model, config, stored, tensors.get_tensor(stored)):
                         if not _is_ignored(name, config):
                             places[name].copy_(tensor)
         except (SafetensorError, OSError) as error:

@@ -123,7 +123,10 @@ def _checked_text(has: str, which: str, value: object, part: str) -> str:
 
 
 def _part(which: str, place: int, part: object) -> str:
-    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and kind != "text":
+        raise TokenizerError(f"{which} has a content whose part {place} is of type {kind!r}; only text is taken")
+    if not isinstance(part, Mapping) or kind is None or not isinstance(part.get("text"), str):
         raise TokenizerError(
             f'{which} has a content whose part {place} is no {{"type": "text", "text": "..."}}; only text is taken'
         )

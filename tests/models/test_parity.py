@@ -53,11 +53,19 @@ MODELS: dict[str, Callable[[], Any]] = {
         checkpoints.phi3, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
     ),
     "olmo2": checkpoints.olmo2,
+    "olmo3": checkpoints.olmo3,
+    "granite": checkpoints.granite,
+    "glm4": checkpoints.glm4,
+    "seed-oss": checkpoints.seed_oss,
     "smollm3": checkpoints.smollm3,
     "gemma2": checkpoints.gemma2,
     "gemma3": checkpoints.gemma3,
     "mixtral": checkpoints.mixtral,
     "qwen3-moe": checkpoints.qwen3_moe,
+    "gemma3, the text of a model with images": checkpoints.gemma3_with_images,
+    "mistral, the text of a model with images": checkpoints.mistral_with_images,
+    "qwen2.5-vl, text": checkpoints.qwen2_vl,
+    "qwen3-vl, text": partial(checkpoints.qwen3_vl, tie_word_embeddings=True),
     "qwen3-moe, renormalised": partial(checkpoints.qwen3_moe, norm_topk_prob=True, mlp_only_layers=[]),
 }
 

@@ -9,25 +9,41 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GenerationConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -105,6 +121,37 @@ def olmo2(seed: int = 0, **changes: Any) -> Olmo2ForCausalLM:
     return _build(Olmo2ForCausalLM, Olmo2Config, seed, changes)
 
 
+def olmo3(seed: int = 0, **changes: Any) -> Olmo3ForCausalLM:
+    """Its first layer has a window, and its ropes differ."""
+    own = {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": YARN_ROPE,
+        },
+    }
+    return _build(Olmo3ForCausalLM, Olmo3Config, seed, {**own, **changes})
+
+
+def glm4(seed: int = 0, **changes: Any) -> Glm4ForCausalLM:
+    return _build(Glm4ForCausalLM, Glm4Config, seed, {"head_dim": 16, "attention_bias": True, **changes})
+
+
+def granite(seed: int = 0, **changes: Any) -> GraniteForCausalLM:
+    own = {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.5,
+    }
+    return _build(GraniteForCausalLM, GraniteConfig, seed, {**own, **changes})
+
+
+def seed_oss(seed: int = 0, **changes: Any) -> SeedOssForCausalLM:
+    return _build(SeedOssForCausalLM, SeedOssConfig, seed, {"head_dim": 16, **changes})
+
+
 def smollm3(seed: int = 0, **changes: Any) -> SmolLM3ForCausalLM:
     """Its second layer has no rope."""
     own = {"no_rope_layer_interval": 2, "tie_word_embeddings": False}
@@ -154,6 +201,61 @@ def qwen3_moe(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
         "mlp_only_layers": [0],
     }
     return _build(Qwen3MoeForCausalLM, Qwen3MoeConfig, seed, {**own, **changes})
+
+
+# Of one small layer, which is never used.
+_VISION = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+_VISION_SIZES = {"hidden_size": 16, "intermediate_size": 16}
+
+
+def gemma3_with_images(seed: int = 0, **changes: Any) -> Gemma3ForConditionalGeneration:
+    vision = {**_VISION, **_VISION_SIZES}
+    own = {"vision_config": vision, "mm_tokens_per_image": 4}
+    return _around(gemma3(seed, **changes), Gemma3ForConditionalGeneration, Gemma3Config, own)
+
+
+def mistral_with_images(seed: int = 0, **changes: Any) -> Mistral3ForConditionalGeneration:
+    vision = {**_VISION, **_VISION_SIZES, "model_type": "pixtral", "head_dim": 8}
+    text = mistral(seed, sliding_window=None, **changes)
+    return _around(text, Mistral3ForConditionalGeneration, Mistral3Config, {"vision_config": vision})
+
+
+def qwen2_vl(seed: int = 0, **changes: Any) -> Qwen2_5_VLForConditionalGeneration:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    vision = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16, "num_heads": 2}
+    text = qwen2(seed, **changes)
+    own = {"vision_config": vision, **_IMAGE_TOKENS}
+    return _around(text, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, own, rope)
+
+
+def qwen3_vl(seed: int = 0, **changes: Any) -> Qwen3VLForConditionalGeneration:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16, "num_heads": 2}
+    own = {"vision_config": {**vision, "deepstack_visual_indexes": []}, **_IMAGE_TOKENS}
+    return _around(qwen3(seed, **changes), Qwen3VLForConditionalGeneration, Qwen3VLConfig, own, rope)
+
+
+_IMAGE_TOKENS = {
+    "image_token_id": VOCAB_SIZE + 1,
+    "video_token_id": VOCAB_SIZE + 2,
+    "vision_start_token_id": VOCAB_SIZE + 3,
+    "vision_end_token_id": VOCAB_SIZE + 4,
+}
+
+
+def _around(
+    text: Any, model_class: Any, config_class: Any, own: dict[str, Any], rope: dict[str, Any] | None = None
+) -> Any:
+    """A model with images whose text part is `text`."""
+    given = text.config.to_dict()
+    if rope is not None:  # a type of its own
+        del given["model_type"]
+        given["rope_parameters"] = rope
+    tied = text.config.tie_word_embeddings
+    model = model_class(config_class(text_config=given, tie_word_embeddings=tied, **own)).eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    return model
 
 
 def _build(model_class: Any, config_class: Any, seed: int, changes: dict[str, Any]) -> Any:

@@ -182,7 +182,7 @@ BAD_CHATS = [
         "tool call 0 whose arguments are no JSON object",
     ),
     ([{**USER, "tool_calls": [CALL]}], "chat message 0 has 'tool_calls'; with the role 'user' it may have 'role'"),
-    ([{**USER, "content": [{"type": "image_url"}]}], "whose part 0 is no .*; only text is taken"),
+    ([{**USER, "content": [{"type": "image_url"}]}], "whose part 0 is of type 'image_url'; only text"),
 ]
 
 
