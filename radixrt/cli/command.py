@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from radixrt.bench.command import add_bench_command
 from radixrt.cli.batch import add_batch_command
 from radixrt.cli.chat import add_chat_command
+from radixrt.cli.compile import add_compile_command
 from radixrt.cli.exit_status import PIPE_CLOSED, RESUMABLE, UNUSABLE, exit_status, interrupt_status
 from radixrt.cli.generate import add_generate_command
 from radixrt.cli.models import add_models_command
@@ -91,4 +92,5 @@ def _parser() -> argparse.ArgumentParser:
     add_verify_command(commands)
     add_bench_command(commands)
     add_models_command(commands)
+    add_compile_command(commands)
     return parser

@@ -62,9 +62,10 @@ def checked_config(arguments: argparse.Namespace) -> RuntimeConfig:
 
 
 def model_place(arguments: argparse.Namespace) -> list[Place]:
-    """The folder of the model; nothing if the hub has it."""
-    folder = Path(getattr(arguments, "model", MODEL_PATH)).expanduser()
-    return read_place("the model's folder", folder) if os.path.isdir(folder) else []
+    """The folder or file of the model; nothing if the hub has it."""
+    path = Path(getattr(arguments, "model", MODEL_PATH)).expanduser()
+    kind = "folder" if os.path.isdir(path) else "file"
+    return read_place(f"the model's {kind}", path) if os.path.exists(path) else []
 
 
 def check_replicas(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,49 @@
+"""`radixrt compile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import radixrt
+import radixrt.assembly
+from radixrt.cli import main
+from tests.support.checkpoints import llama, write
+from tests.support.fake_runtime import FakeRuntime
+
+
+def test_a_cpu_has_nothing_to_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", "--device", "cpu"]) == 2
+    assert "nothing is compiled for cpu: kernels run on an NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_it_starts_a_runtime_without_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    class Starting(FakeRuntime):
+        def __init__(self, **options: Any) -> None:
+            super().__init__()
+            made.append(options)
+            self.start_up = {"weights": 0.25, "memory": 3.0, "graphs": 1.5, "total": 4.75}
+
+    monkeypatch.setitem(vars(radixrt), "Runtime", Starting)
+    monkeypatch.setattr(radixrt.assembly, "check_config", lambda config: (torch.device("cuda"), True, True))
+    assert main(["compile", "--model", "m", "--deterministic"]) == 0
+    assert made == [{"model": "m", "deterministic": True, "load_format": "dummy"}]
+    assert capsys.readouterr().out == "compiled in 4.8 s: weights 0.2, memory 3.0, graphs 1.5\n"
+
+
+@pytest.mark.gpu
+def test_kernels_are_in_the_cache_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    folder = write(llama(head_dim=16), tmp_path / "model")
+    assert main(["compile", "--model", str(folder), "--max-total-tokens", "4000"]) == 0
+    assert capsys.readouterr().out.startswith("compiled in ")
+    assert list((tmp_path / "cache").rglob("*.cubin"))
