@@ -18,9 +18,9 @@ examples:
   radixrt compile --model FOLDER --deterministic --max-running-requests 2048
 
 Weights are not read: random ones of the same shapes stand in. What is compiled lies in Triton's cache
-($TRITON_CACHE_DIR, or ~/.triton/cache) and is for this kind of GPU, these options, and these versions of Triton and
-radixrt; a folder that several machines share is filled once. A Runtime compiles what it lacks by itself, so this is
-for images and clusters.
+($TRITON_CACHE_DIR, or ~/.triton/cache), for this kind of GPU, these options, and these versions of Triton and
+radixrt; a folder that several machines share is filled once. A Runtime compiles what it lacks by itself, so this
+is for images and clusters.
 
 exit status: 0 done; 2 there is no GPU, or the options or the model cannot be used; 75 the GPU failed; 130 stopped
 by Ctrl-C.
