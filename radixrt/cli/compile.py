@@ -1,7 +1,5 @@
 """`radixrt compile`: compile a model's kernels before the first run of it."""
 
-# Tests: tests/cli/test_compile.py
-
 from __future__ import annotations
 
 import argparse

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,10 +99,10 @@ class ModelConfig:
         raw = read_json(folder / "config.json")
         for part in (raw, raw.get("text_config")):
             if isinstance(part, dict):
-                _check_sizes(part)
+                check_sizes(part)
         try:
             whole = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            source = _text_config(whole, architecture)
+            source = _text_config(whole, architecture, raw)
             config = cls(
                 **_read_common(source),
                 **cls.read_family(source),
@@ -164,7 +165,7 @@ def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     return value
 
 
-def _check_sizes(raw: dict[str, Any]) -> None:
+def check_sizes(raw: Mapping[str, Any]) -> None:
     """Raise ModelError for a whole number of config.json that is out of bounds. Other types are not judged."""
     for name, (low, high) in _BOUNDS.items():
         value = raw.get(name)
@@ -172,8 +173,12 @@ def _check_sizes(raw: dict[str, Any]) -> None:
             raise ModelError(f"{name} is {value:,}; it must be a whole number from {low} to {high:,}")
 
 
-def _text_config(whole: Any, architecture: str) -> Any:
-    """The part of a config that is about text, or all of it. Raises ModelError where it is of another model."""
+def _text_config(whole: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
+    """The part of a config that is about text, or all of it. Raises ModelError where it is of another model.
+
+    `raw` is config.json itself: where it does not say whether embeddings are tied, the text's own default counts,
+    as transformers' default for the whole model may be another one.
+    """
     family = FAMILIES.get(architecture)
     if family is None or not family.text_models:
         return whole
@@ -183,7 +188,9 @@ def _text_config(whole: Any, architecture: str) -> Any:
             f"the text_config of this {architecture} is of type {source.model_type!r}, which is not supported; "
             f"{' and '.join(family.text_models)} is"
         )
-    source.tie_word_embeddings = whole.tie_word_embeddings
+    told = [part.get("tie_word_embeddings") for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
+    tied = [value for value in told if value is not None]
+    source.tie_word_embeddings = tied[0] if tied else type(source)().tie_word_embeddings
     source.dtype = source.dtype or whole.dtype
     for name in ("bos_token_id", "eos_token_id"):
         if getattr(source, name, None) is None:

@@ -5,18 +5,17 @@ config: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `
 transformers knows most of the config and the tokenizer.
 """
 
-# Tests: tests/models/test_gguf_file.py
-
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from tqdm import tqdm
 
 from layers.placement import Placement
 from radixrt.errors import ModelError
+from radixrt.models.config import check_sizes
 from radixrt.models.registry import find_architecture
 from radixrt.models.weight_files import INDEX_FILE, abbreviate
 
@@ -56,7 +56,6 @@ _WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITS = {
-    "default": (_GPT2,),
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
     "llama-bpe": (_WORDS % "{1,3}",),
@@ -65,42 +64,69 @@ SPLITS = {
 }
 # Numbers of layers of the two models that scale scores by hidden_size / num_heads; all others do by head_dim.
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+# Sizes of config.json, by what a file calls them.
+_SIZES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "context_length": "max_position_embeddings",
+    "expert_count": "num_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+# What chats' turns end with, whatever the file says.
+_ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
+_CONTROL = (3, 4)  # token types: control, user-defined
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(\w+)\.weight")
 
 _log = logging.getLogger(__name__)
 
 
+def is_gguf(path: Path) -> bool:
+    """By its name."""
+    return path.suffix.lower() == SUFFIX
+
+
 def converted(file: Path) -> Path:
     """The folder that a GGUF file has been converted to: now, or before if the file has not changed since.
 
-    It lies in `$RADIXRT_CACHE/gguf`, by default `~/.cache/radixrt/gguf`, and may be deleted. Raises ModelError.
+    It lies in `$RADIXRT_CACHE/gguf`, by default `~/.cache/radixrt/gguf`. Of several processes one converts, and
+    the others wait. Raises ModelError.
     """
     try:
-        from gguf import GGUFReader
+        import gguf
     except ModuleNotFoundError as error:
         raise ModelError(f"{file}: reading GGUF needs one more package: pip install 'radixrt[gguf]'") from error
+    status = file.stat()
+    identity = f"{VERSION} {file.resolve()} {status.st_size} {status.st_mtime_ns}"
+    name = f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    cache = Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/radixrt").expanduser() / "gguf"
+    folder, unfinished = cache / name, cache / f".{name}"
     try:
-        status = file.stat()
-        identity = f"{VERSION} {file.resolve()} {status.st_size} {status.st_mtime_ns}"
-        name = f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-        cache = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "radixrt") / "gguf"
-        if (folder := cache / name).is_dir():
-            return folder
         cache.mkdir(parents=True, exist_ok=True)
-        _log.info("%s is converted to %s", file, folder)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".unfinished-") as unfinished:
-            made = Path(unfinished) / name
-            made.mkdir()
-            _convert(file, GGUFReader(file), made)
+        with (cache / f".{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if all((folder / each).is_file() for each in ("config.json", INDEX_FILE)):
+                return folder
+            for left in (folder, unfinished):  # of a process that was killed, or half deleted
+                shutil.rmtree(left, ignore_errors=True)
+            _log.info("%s is converted to %s", file, folder)
+            unfinished.mkdir()
             try:
-                made.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # else another process was faster
-                    raise
+                _convert(file, gguf.GGUFReader(file), unfinished)
+                for made in unfinished.iterdir():
+                    with made.open("rb") as written:
+                        os.fsync(written.fileno())
+                unfinished.rename(folder)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
     except ModelError:
         raise
     except Exception as error:  # whatever gguf and transformers raise of a file that they cannot read
+        _log.debug("%s cannot be used", file, exc_info=True)
         raise ModelError(f"{file} cannot be used: {type(error).__name__}: {error}") from error
     return folder
 
@@ -109,20 +135,15 @@ def _convert(file: Path, reader: GGUFReader, folder: Path) -> None:
     """Write config, tokenizer and weights."""
     from transformers import AutoConfig, AutoTokenizer
 
-    arch = _field(reader, "general.architecture")
-    if arch not in ARCHITECTURES:
-        raise ModelError(
-            f"{file} holds the architecture {arch!r}, which is not supported; these are: "
-            + ", ".join(ARCHITECTURES)
-        )
-    known: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-    _complete(known, arch, reader)
+    arch = _checked_architecture(file, reader)
+    with _alone(file, reader, folder / "alone") as (place, name):
+        known: Any = AutoConfig.from_pretrained(place, gguf_file=name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name, trust_remote_code=False)
+    _fill_config(known, arch, reader)
     known.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-    _mend_tokenizer(tokenizer, reader)
+    _fill_tokenizer(tokenizer, reader)
     tokenizer.save_pretrained(folder)
-    ends = {_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")} - {None}
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(ends)}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": _end_tokens(reader)}))
 
     decoder = find_architecture(ARCHITECTURES[arch])
     config = decoder.config_class.from_folder(folder).with_context_length(2)
@@ -131,13 +152,60 @@ def _convert(file: Path, reader: GGUFReader, folder: Path) -> None:
     needed = 2 * sum(int(tensor.n_elements) for tensor in reader.tensors)
     if (free := shutil.disk_usage(folder).free) < needed:
         raise ModelError(
-            f"{file} takes {needed / 1e9:.1f} GB in bfloat16, and {folder.parent.parent} has room for "
+            f"{file} takes {needed / 1e9:.1f} GB in bfloat16, and {folder.parent} has room for "
             f"{free / 1e9:.1f} GB; {CACHE_VARIABLE} names another folder"
         )
     _write_weights(_tensors(reader, arch, names, config.num_heads, config.num_kv_heads), folder, len(names))
 
 
-def _complete(config: Any, arch: str, reader: GGUFReader) -> None:
+def _checked_architecture(file: Path, reader: GGUFReader) -> str:
+    """The architecture that a file holds. Raises ModelError where it, or a size, is not one that can be read."""
+    arch = _field(reader, "general.architecture")
+    if arch not in ARCHITECTURES:
+        raise ModelError(
+            f"{file} holds the architecture {arch!r}, which is not supported; these are: "
+            + ", ".join(ARCHITECTURES)
+        )
+    sizes = {ours: _field(reader, f"{arch}.{theirs}") for theirs, ours in _SIZES.items()}
+    if lists := [name for name, size in sizes.items() if size is not None and not isinstance(size, int)]:
+        raise ModelError(f"{file} has layers of different sizes ({', '.join(lists)}), which is not supported")
+    check_sizes(sizes)
+    if sizes["num_experts"] and arch != "qwen3moe":
+        raise ModelError(f"{file} is a mixture of experts of the architecture {arch}, which is not supported")
+    if (_field(reader, "split.count") or 1) > 1:
+        raise ModelError(f"{file} is one of several files; join them: llama-gguf-split --merge FIRST JOINED")
+    return str(arch)
+
+
+@contextmanager
+def _alone(file: Path, reader: GGUFReader, place: Path) -> Iterator[tuple[Path, str]]:
+    """A folder with a link to the file alone, as transformers also reads tokenizers that lie beside it; within it
+    transformers gets `reader`: each other one would take as long to parse all tokens.
+    """
+    import gguf
+
+    package: Any = gguf
+    place.mkdir()
+    (place / file.name).symlink_to(file.resolve())
+    kept, package.GGUFReader = package.GGUFReader, lambda path: reader
+    try:
+        yield place, file.name
+    finally:
+        package.GGUFReader = kept
+        shutil.rmtree(place)
+
+
+def _end_tokens(reader: GGUFReader) -> list[int]:
+    """Of texts and of turns, sorted."""
+    ends = {_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
+    kinds = _field(reader, "tokenizer.ggml.token_type") or []
+    for number, (piece, kind) in enumerate(zip(_field(reader, "tokenizer.ggml.tokens"), kinds, strict=False)):
+        if kind in _CONTROL and piece in _ENDS:
+            ends.add(number)
+    return sorted(ends)
+
+
+def _fill_config(config: Any, arch: str, reader: GGUFReader) -> None:
     """Change what transformers does not read of the file, or leaves as its class has it."""
     tensors = {tensor.name: tensor for tensor in reader.tensors}
 
@@ -165,8 +233,8 @@ def _complete(config: Any, arch: str, reader: GGUFReader) -> None:
         config.sliding_window = int(window) or None
 
     rope = config.rope_parameters
-    for layers in (rope.get("full_attention", rope),):  # layers with a window are not scaled
-        layers.update(_rope(config, arch, reader, tensors))
+    # Layers with a window are not scaled.
+    rope.get("full_attention", rope).update(_rope(config, arch, reader, tensors))
 
 
 def _rope(config: Any, arch: str, reader: GGUFReader, tensors: dict[str, ReaderTensor]) -> dict[str, Any]:
@@ -185,7 +253,8 @@ def _rope(config: Any, arch: str, reader: GGUFReader, tensors: dict[str, ReaderT
         found["partial_rotary_factor"] = rotated / head_dim
     trained = config.max_position_embeddings
     original = number("scaling.original_context_length") or trained
-    kind, factor = number("scaling.type") or "none", number("scaling.factor")
+    factor = number("scaling.factor") or number("scale_linear")
+    kind = number("scaling.type") or ("none" if factor in (None, 1.0) else "linear")
     if _ROPE_TENSORS[0] in tensors:  # Llama 3.1's, worked out
         same = factors(_ROPE_TENSORS[0])
         found |= {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
@@ -204,7 +273,7 @@ def _rope(config: Any, arch: str, reader: GGUFReader, tensors: dict[str, ReaderT
     return found
 
 
-def _mend_tokenizer(tokenizer: Any, reader: GGUFReader) -> None:
+def _fill_tokenizer(tokenizer: Any, reader: GGUFReader) -> None:
     """What transformers leaves out: how texts are split before merges, special tokens, and BOS before a text."""
 
     def of(name: str) -> Any:
@@ -212,11 +281,11 @@ def _mend_tokenizer(tokenizer: Any, reader: GGUFReader) -> None:
 
     kind, pieces, backend = of("model"), of("tokens"), tokenizer.backend_tokenizer
     if kind == "gpt2":
-        pre = of("pre") or "default"
+        pre = of("pre")
         if pre not in SPLITS:
             raise ModelError(
-                f"the file's tokenizer splits texts as {pre!r}, which is not supported; these are: "
-                + ", ".join(sorted(SPLITS))
+                f"the file's tokenizer splits texts as {pre!r} (tokenizer.ggml.pre), which is not supported; "
+                f"these are: {', '.join(sorted(SPLITS))}"
             )
         splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[pre]]
         as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -262,7 +331,8 @@ def _tensors(
         if (targets := wanted.get(tensor.name)) is None:
             continue
         values = _dequantised(tensor)
-        if arch == "llama" and (heads := {"attn_q": num_heads, "attn_k": num_kv_heads}.get(_part(tensor.name))):
+        stem = tensor.name.split(".")[-2]
+        if arch == "llama" and (heads := {"attn_q": num_heads, "attn_k": num_kv_heads}.get(stem)):
             # Halves of a head's rows are stored in turn.
             values = values.view(heads, -1, 2, *values.shape[1:]).transpose(1, 2).flatten(0, 2)
         if arch in ("gemma2", "gemma3") and tensor.name.endswith("norm.weight"):
@@ -270,11 +340,6 @@ def _tensors(
         parts = values if _EXPERT.fullmatch(targets[0]) else [values]
         for name, part in zip(targets, parts, strict=True):
             yield name, part.to(torch.bfloat16).contiguous()
-
-
-def _part(name: str) -> str:
-    """Such as attn_q of blk.0.attn_q.weight."""
-    return name.split(".")[-2]
 
 
 def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, count: int) -> None:

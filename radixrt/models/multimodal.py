@@ -1,7 +1,5 @@
 """Checkpoints of several parts, of which only the text part is loaded: the names of its tensors."""
 
-# Tests: tests/models/test_multimodal.py
-
 from __future__ import annotations
 
 OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "embed_vision.")

@@ -254,7 +254,9 @@ def test_two_actors_draw_different_answers() -> None:
     drawn = []
     for options in ({}, {}, {"seed": 3}, {"seed": 3}):
         processor = PromptProcessor(**OPTIONS, **options)
-        rows = [{"prompt": "Mira", "sampling_params": {"temperature": 5.0, "max_tokens": 20}}] * 2
+        rows = [
+            {"prompt": "Mira", "sampling_params": {"temperature": 5.0, "max_tokens": 20, "ignore_eos": True}}
+        ] * 2
         drawn.append([tuple(row["generated_tokens"]) for row in answered(processor, *rows)])
         processor.runtime.close()
     one, other, seeded, again = drawn

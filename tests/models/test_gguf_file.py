@@ -72,6 +72,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "gguf"
 
 
+def folders(cache: Path) -> list[Path]:
+    return [each for each in cache.iterdir() if not each.name.startswith(".")]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_model(name: str, tmp_path: Path) -> None:
     """As from transformers' own folder of it: config and weights, which decide all else."""
@@ -80,7 +84,7 @@ def test_the_same_model(name: str, tmp_path: Path) -> None:
     file = write_gguf(model, tmp_path / "model.gguf", fields=more)
     expected, expected_config = load_model(checkpoints.write(rounded(model), tmp_path / "folder"), dtype="float32")
     found, config = load_model(file, dtype="float32")
-    may_differ = {"dtype", "initializer_range", "architecture"}
+    may_differ = {"dtype", "initializer_range", "architecture", "eos_token_ids"}
     for field in fields(config):
         if field.name not in may_differ:
             assert getattr(config, field.name) == getattr(expected_config, field.name), field.name
@@ -121,12 +125,12 @@ def test_answers_and_the_tokenizer(tmp_path: Path, cache: Path) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=8)
     with Runtime(str(file), max_total_tokens=500) as runtime:
         first = runtime.generate("Hello", params)
-    (folder,) = cache.iterdir()
+    (folder,) = folders(cache)
     assert folder.name.startswith("tiny.Q8_0-")
     made = folder.stat().st_mtime_ns
     with Runtime(str(file), max_total_tokens=500) as runtime:
         assert runtime.generate("Hello", params).token_ids == first.token_ids
-    assert [each.stat().st_mtime_ns for each in cache.iterdir()] == [made]
+    assert [each.stat().st_mtime_ns for each in folders(cache)] == [made]
     tokenizer = load_tokenizer(model_folder(file))
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
     assert tokenizer.decode(tokenizer.encode("Hello", add_special_tokens=False)) == "Hello"
@@ -137,7 +141,7 @@ def test_answers_and_the_tokenizer(tmp_path: Path, cache: Path) -> None:
 @pytest.mark.parametrize(
     ("pre", "adds_bos", "pieces"),
     [
-        ("default", None, ["(", "He", "\u0120", "371", "2"]),
+        ("gpt-2", None, ["(", "He", "\u0120", "371", "2"]),
         ("smollm", False, ["(", "He", "\u0120", "3", "7", "1", "2"]),
         ("llama-bpe", True, ["(He", "\u0120", "371", "2"]),
         ("qwen2", None, ["(He", "\u0120", "3", "7", "1", "2"]),
@@ -177,7 +181,13 @@ def test_what_is_refused(tmp_path: Path, cache: Path) -> None:
         ),
         (write("less.gguf", without="blk.1.ffn_up.weight"), "lacks 1 tensors: blk.1.ffn_up.weight"),
         (write("more.gguf", extra={"more.weight": np.ones(3, np.float32)}), "belong nowhere: more.weight"),
-        (write("pre.gguf", pre="other"), "splits texts as 'other', which is not supported; these are: deepseek"),
+        (write("none.gguf", pre=None), "splits texts as None"),
+        (write("many.gguf", fields={"block_count": 20_000_000}), "num_hidden_layers is 20,000,000"),
+        (write("lists.gguf", fields={"attention.head_count_kv": [2, 1]}), "different sizes .num_key_value_heads"),
+        (write("moe.gguf", fields={"expert_count": 4}), "a mixture of experts of the architecture llama"),
+        (write("one.gguf", fields={"split.count": 3}), "one of several files; join them"),
+        (tmp_path / "absent.gguf", "there is no folder .*absent.gguf"),
+        (write("pre.gguf", pre="other"), "splits texts as 'other' .*, which is not supported; these are: deep"),
         (
             write("rope.gguf", fields={"rope.scaling.type": "other"}),
             "'other'; none, linear and yarn are supported",
@@ -185,9 +195,40 @@ def test_what_is_refused(tmp_path: Path, cache: Path) -> None:
     ):
         with pytest.raises(ModelError, match=message):
             model_folder(file)
-    assert not list(cache.iterdir()), "nothing is left of what was not finished"
+    assert {each.suffix for each in cache.iterdir()} == {".lock"}, "nothing is left of what was not finished"
     with pytest.raises(ModelError, match="revision is 'main', which is for hub ids"):
         model_folder(cut, revision="main")
+    with pytest.raises(ModelError, match=r"there is no file absent.gguf"):
+        model_folder("absent.gguf")
+
+
+def test_what_lies_beside_the_file_is_not_read(tmp_path: Path) -> None:
+    """transformers would take a tokenizer.json there for the file's own."""
+    file = write_gguf(checkpoints.llama(num_hidden_layers=1), tmp_path / "model.GGUF")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert len(load_tokenizer(model_folder(file)).encode("He")) == 1
+
+
+def test_what_a_killed_process_left_is_made_again(tmp_path: Path, cache: Path) -> None:
+    file = write_gguf(checkpoints.llama(num_hidden_layers=1), tmp_path / "model.gguf")
+    folder = model_folder(file)
+    (folder / "config.json").unlink()
+    (cache / f".{folder.name}").mkdir()
+    (cache / f".{folder.name}" / "half").touch()
+    assert model_folder(file) == folder
+    assert (folder / "config.json").is_file()
+    assert sorted(each.name for each in cache.iterdir()) == [f".{folder.name}.lock", folder.name]
+
+
+def test_turns_end_with_tokens_that_the_file_does_not_name(tmp_path: Path) -> None:
+    file = write_gguf(checkpoints.llama(num_hidden_layers=1), tmp_path / "a.gguf")
+    assert load_model(file)[1].eos_token_ids == (2, 3), "</s>, which it names, and <|im_end|>"
+
+
+def test_a_factor_alone_is_linear_scaling(tmp_path: Path) -> None:
+    file = write_gguf(checkpoints.llama(), tmp_path / "a.gguf", fields={"rope.scaling.factor": 4.0})
+    assert load_model(file)[1].max_context_length == 1024
 
 
 def test_a_packaged_model_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

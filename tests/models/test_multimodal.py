@@ -54,6 +54,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
         load_model(folder)
 
 
+def test_a_head_of_its_own_where_the_config_does_not_say_so(tmp_path: Path) -> None:
+    """transformers' default for the whole model is another one than that of its text."""
+    folder = checkpoints.write(checkpoints.mistral_with_images(), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    config["text_config"].pop("tie_word_embeddings", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    model, read = load_model(folder)
+    assert not read.tie_word_embeddings
+    assert "lm_head.weight" in dict(model.checkpoint_tensors())
+
+
 def test_an_image_in_a_chat(tmp_path: Path) -> None:
     """It is refused by name; text is answered."""
     model = checkpoints.gemma3_with_images(vocab_size=400)

@@ -31,13 +31,13 @@ def write_gguf(
     fields: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     without: str | None = None,
-    pre: str = "default",
+    pre: str | None = "gpt-2",
     adds_bos: bool | None = None,
 ) -> Path:
     """Write a transformers model. Matrices are `stored_as`, all else is in float32.
 
     `fields` are more of the architecture's, `extra` more tensors; the tensor `without` is left out. `pre`: how
-    a byte-level tokenizer splits texts.
+    a byte-level tokenizer splits texts, if the file says it.
     """
     config = model.config
     number = ARCHITECTURES[config.model_type]
@@ -58,9 +58,10 @@ def write_gguf(
         "rope.freq_base": float(ropes.get("full_attention", ropes)["rope_theta"]),
         **(fields or {}),
     }
-    for name, value in known.items():
+    for field, value in known.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        (writer.add_string if isinstance(value, str) else add)(f"{arch}.{name}", value)
+        add = writer.add_array if isinstance(value, list) else writer.add_string if isinstance(value, str) else add
+        add(f"{arch}.{field}" if "." not in field or field.split(".")[0] in _OF_ARCH else field, value)
     _add_tokenizer(writer, config.vocab_size, "llama" if arch in ("phi3", "gemma2", "gemma3") else pre)
     if adds_bos is not None:
         writer.add_add_bos_token(adds_bos)
@@ -105,11 +106,15 @@ def _add_tensor(writer: Any, name: str, value: np.ndarray, stored_as: gguf.GGMLQ
         writer.add_tensor(name, value)
 
 
+_OF_ARCH = ("attention", "rope")
 MERGED = {"He": "H e", "(He": "( He", "37": "3 7", "371": "37 1"}
 
 
-def _add_tokenizer(writer: Any, size: int, pre: str) -> None:
-    special, letters = ["<unk>", "<s>", "</s>"], [*map(chr, range(33, 126)), "\u0120"]  # a blank, of bytes
+def _add_tokenizer(writer: Any, size: int, pre: str | None) -> None:
+    special, letters = (
+        ["<unk>", "<s>", "</s>", "<|im_end|>"],
+        [*map(chr, range(33, 125)), "\u0120"],
+    )  # a blank, of bytes
     tokens = [*special, *MERGED, *letters, *(f"<extra_{n}>" for n in range(size))][:size]
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     writer.add_tokenizer_model("llama" if pre == "llama" else "gpt2")
@@ -118,7 +123,8 @@ def _add_tokenizer(writer: Any, size: int, pre: str) -> None:
     if pre == "llama":  # sentencepiece's
         writer.add_token_scores([-float(number) for number in range(size)])
     else:
-        writer.add_tokenizer_pre(pre)
+        if pre is not None:
+            writer.add_tokenizer_pre(pre)
         writer.add_token_merges(list(MERGED.values()))
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)

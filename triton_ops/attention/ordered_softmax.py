@@ -42,7 +42,7 @@ def ordered_tile(
     v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     fixed: tl.constexpr = FLOAT32_OFFSET if q.dtype == tl.float32 else OFFSET
-    offset = tl.zeros_like(scores) + (fixed)
+    offset = tl.zeros_like(scores) + fixed
     # Multiply-adds are written out: left to the compiler, they might differ from kernel to kernel.
     if HAS_ALIBI:
         distance = key_positions.to(tl.float32)[None, :] - positions.to(tl.float32)[:, None]
