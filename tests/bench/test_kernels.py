@@ -472,7 +472,7 @@ def cheap_trees(kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     ("levels", "flat_factor"),
     [
         pytest.param([(1, 90), (3, 7)], 3 * 97 / 111, marks=pytest.mark.long),
-        ([(1, 1), (2, 40), (4, 9), (12, 2)], 12 * 52 / 141),
+        pytest.param([(1, 1), (2, 40), (4, 9), (12, 2)], 12 * 52 / 141, marks=pytest.mark.long),
         ([(1, 30), (1, 40), (6, 1)], 6 * 71 / 76),
         ([(3, 40)], 1.0),
     ],

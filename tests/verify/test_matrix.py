@@ -116,7 +116,11 @@ def _adds(module: torch.nn.Module, arguments: Any, out: Tensor) -> Tensor:
 
 
 @pytest.fixture(
-    params=["attention", pytest.param("feed_forward", marks=pytest.mark.long), "embedding", "logits"]
+    params=[
+        "attention",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("feed_forward", "embedding")),
+        "logits",
+    ]
 )  # of feed_forward is the result as json, too
 def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A decoder of which a part, of block 1 or before or after all blocks, depends on the pass."""
