@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from layers.rotary import RopeParameters
 from radixrt.checks import check_int
 from radixrt.errors import ModelError, ParameterError
-from radixrt.models.families import FAMILIES
+from radixrt.models.families import text_models_of
 from radixrt.models.rope import longest_context, read_rope
 from radixrt.sampling_params import SamplingParams
 
@@ -179,14 +179,14 @@ def _text_config(whole: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
     `raw` is config.json itself: where it does not say whether embeddings are tied, the text's own default counts,
     as transformers' default for the whole model may be another one.
     """
-    family = FAMILIES.get(architecture)
-    if family is None or not family.text_models:
+    text_models = text_models_of(architecture)
+    if not text_models:
         return whole
     source = whole.get_text_config()
-    if source.model_type not in family.text_models:
+    if source.model_type not in text_models:
         raise ModelError(
             f"the text_config of this {architecture} is of type {source.model_type!r}, which is not supported; "
-            f"{' and '.join(family.text_models)} is"
+            f"{' and '.join(text_models)} is"
         )
     told = [part.get("tie_word_embeddings") for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
     tied = [value for value in told if value is not None]

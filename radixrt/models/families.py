@@ -62,3 +62,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )
+
+
+def text_models_of(architecture: str) -> tuple[str, ...]:
+    """The `text_models` of an architecture; none for one that is about text alone, or not in the table."""
+    family = FAMILIES.get(architecture)
+    return () if family is None else family.text_models

@@ -21,7 +21,7 @@ from radixrt.files.model_files import unusable_file
 from radixrt.models import gguf_file
 from radixrt.models.config import ModelConfig, read_architecture
 from radixrt.models.decoder import Decoder
-from radixrt.models.families import FAMILIES
+from radixrt.models.families import text_models_of
 from radixrt.models.multimodal import text_name
 from radixrt.models.registry import find_architecture
 from radixrt.models.weight_files import INDEX_FILE, StoredTensor, WeightFiles, abbreviate, num_layers_of
@@ -241,7 +241,7 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
 
 def _parts(model: Decoder, config: ModelConfig, stored: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """What a stored tensor is for the model: itself, several, or nothing where it belongs to another part."""
-    name = text_name(stored) if FAMILIES[config.architecture].text_models else stored
+    name = text_name(stored) if text_models_of(config.architecture) else stored
     return iter(()) if name is None else model.split_stored(name, tensor)
 
 
