@@ -152,10 +152,10 @@ def _found_folder(source: str | Path, weights: bool, revision: str | None) -> Pa
         raise ModelError(
             f"{source} is a file; a model is a folder in Hugging Face format, a GGUF file or a hub id"
         )
-    if isinstance(source, Path) or str(source).count("/") > 1 or str(source)[:1] in ("/", ".", "~"):
-        raise ModelError(f"there is no folder {source}")
     if gguf_file.is_gguf(folder):
         raise ModelError(f"there is no file {source}")
+    if isinstance(source, Path) or str(source).count("/") > 1 or str(source)[:1] in ("/", ".", "~"):
+        raise ModelError(f"there is no folder {source}")
     patterns = [*TEXT_PATTERNS, "*.safetensors"] if weights else [*TEXT_PATTERNS]
     try:
         # Subfolders hold other formats of the same weights; one of them holds templates.

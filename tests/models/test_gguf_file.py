@@ -186,7 +186,7 @@ def test_what_is_refused(tmp_path: Path, cache: Path) -> None:
         (write("lists.gguf", fields={"attention.head_count_kv": [2, 1]}), "different sizes .num_key_value_heads"),
         (write("moe.gguf", fields={"expert_count": 4}), "a mixture of experts of the architecture llama"),
         (write("one.gguf", fields={"split.count": 3}), "one of several files; join them"),
-        (tmp_path / "absent.gguf", "there is no folder .*absent.gguf"),
+        (tmp_path / "absent.gguf", "there is no file .*absent.gguf"),
         (write("pre.gguf", pre="other"), "splits texts as 'other' .*, which is not supported; these are: deep"),
         (
             write("rope.gguf", fields={"rope.scaling.type": "other"}),
