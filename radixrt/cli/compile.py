@@ -7,7 +7,7 @@ from typing import Any
 
 import radixrt
 from radixrt.cli.exit_status import DONE
-from radixrt.cli.options import add_command, add_runtime_options, runtime_options
+from radixrt.cli.options import MODEL, SCHEDULE, add_command, add_options, runtime_options
 from radixrt.errors import ParameterError
 
 _EXAMPLES = """\
@@ -36,7 +36,9 @@ def add_compile_command(commands: Any) -> None:
         epilog=_EXAMPLES,
         run=_compile,
     )
-    add_runtime_options(parser)
+    add_options(parser, "model", [option for option in MODEL if option.name != "load_format"])
+    add_options(parser, "memory and schedule", SCHEDULE)
+    parser.add_argument("--verbose", action="store_true", help="tell on stderr what starting up takes")
 
 
 def _compile(arguments: argparse.Namespace) -> int:

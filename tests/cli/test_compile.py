@@ -20,6 +20,13 @@ def test_a_cpu_has_nothing_to_compile(capsys: pytest.CaptureFixture[str]) -> Non
     assert "nothing is compiled for cpu: kernels run on an NVIDIA GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--load-format", "--save-cache"])
+def test_options_that_would_do_nothing_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compile", option, "auto"])
+    assert f"unrecognized arguments: {option} auto" in capsys.readouterr().err
+
+
 def test_it_starts_a_runtime_without_weights(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
