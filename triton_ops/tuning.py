@@ -282,8 +282,8 @@ class OrderedLinearConfig:
 
 
 _FEW_ROWS = 64  # of x: up to so many, reading the weight takes longer than the sums
-# Rows, columns, depth, stages and warps. Those of 16 and 32 columns were the fastest on an H100 at weights of 1,024
-# and 4,096 columns; those of 64, for wider weights, were not measured there.
+# Rows, columns, depth, stages and warps. On an H100 those of 16 and 32 columns were the fastest at weights of
+# 1,024 and 4,096 columns; those of 64, for wider weights, were not measured.
 _FEW_ROWS_TILES = {
     16: ((16, 16, 256, 7, 2), (16, 32, 128, 7, 4), (16, 64, 64, 7, 4)),
     32: ((16, 16, 256, 7, 2), (32, 32, 128, 7, 4), (32, 64, 128, 5, 4)),
