@@ -234,7 +234,7 @@ def test_a_lost_device_ends_the_command_resumably(tmp_path: Path, device: str) -
     """In a process of its own: no other work can be done on a GPU there."""
     output = tmp_path / "out.jsonl"
     ended = subprocess.run(
-        [sys.executable, failing_device.__file__, "lost", "9", *arguments(output, device)],
+        [sys.executable, failing_device.__file__, "lost", "5", *arguments(output, device)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HOME), *sys.path])},
         capture_output=True,
         text=True,
